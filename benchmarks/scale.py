@@ -32,7 +32,7 @@ import torch
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.scoring import fill_columns
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 from ratchet.executors import protocol
 from ratchet.executors.freeze import prepare_process
@@ -160,7 +160,7 @@ def measure(ranks: int, trajectories: int, tensor: int) -> Measured:
 
 def step(groups: Sequence[Group], ranks: int, tensor: int) -> Measured:
     config = DTensorConfig(dp_shard=ranks // tensor, tensor_parallel=tensor)
-    algorithm = construct(
+    algorithm = build(
         resolve("algorithm", {"kind": "grpo", "group_size": ATTEMPTS, "kl": {"coef": 0.01}})
     )
     members = [Simulated(rank, ranks, tensor) for rank in range(ranks)]

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from ratchet.algorithms.config.sft import SFTConfig as SFTConfig
     from ratchet.config.loader import load_config as load_config
     from ratchet.config.model_shape.presets import get_preset as get_preset
-    from ratchet.config.resolve import construct as construct
+    from ratchet.config.resolve import build as build
     from ratchet.config.schema import EvaluationConfig as EvaluationConfig
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
     from ratchet.data.chat.builtin_tokenizers import character_tokenizer as character_tokenizer
@@ -49,7 +49,7 @@ _HOMES = {
     "ratchet.algorithms.config.named_policy_gradients": ("GRPOConfig",),
     "ratchet.algorithms.config.sft": ("SFTConfig",),
     "ratchet.training.build": ("make_run",),
-    "ratchet.config.resolve": ("construct",),
+    "ratchet.config.resolve": ("build",),
     "ratchet.config.loader": ("load_config",),
     "ratchet.config.schema": ("EvaluationConfig", "OptimizerConfig"),
     "ratchet.data.chat.builtin_tokenizers": ("character_tokenizer",),

@@ -173,14 +173,14 @@ class Generator(Protocol):
 
 
 @runtime_checkable
-class ShowsWeights(Protocol):
+class HasReadableWeights(Protocol):
     """A generator that can say what it holds, so that it can be compared with what was sent."""
 
     def weights(self) -> Iterator[Shard]: ...
 
 
 @runtime_checkable
-class Adopts(Protocol):
+class SupportsWeightAdoption(Protocol):
     """A generator that may use pushed weights where it received them, if the sender marks them as
     lasting.
 
@@ -252,7 +252,7 @@ class Environment(Protocol):
 
 
 @runtime_checkable
-class OffersTools(Protocol):
+class HasTools(Protocol):
     """An environment whose policy may call tools. The calls arrive parsed, as `tool_calls` of the
     message that `step` gets, with ids that are unique in the conversation; answer each by a
     Message("tool", ..., tool_call_id=call.id). What was meant as a call and can't be read is no
@@ -266,7 +266,7 @@ class OffersTools(Protocol):
 
 
 @runtime_checkable
-class OffersStops(Protocol):
+class HasStopStrings(Protocol):
     """An environment that says which strings end the policy's next turn, beside those of the
     recipe. Asked for before each."""
 
@@ -275,7 +275,7 @@ class OffersStops(Protocol):
 
 
 @runtime_checkable
-class Measures(Protocol):
+class HasMetrics(Protocol):
     """An environment or a source with numbers of its own on the groups of a step, beside those that
     every run measures."""
 
@@ -283,7 +283,7 @@ class Measures(Protocol):
 
 
 @runtime_checkable
-class Compares(Protocol):
+class HasPreferencePairs(Protocol):
     """An environment that also has better and worse answers to its tasks, for preference learning
     and reward models."""
 
@@ -291,14 +291,14 @@ class Compares(Protocol):
 
 
 @runtime_checkable
-class Judges(Protocol):
+class HasLabelledAnswers(Protocol):
     """An environment that also has single answers with a reward (above 0: good)."""
 
     def judged(self, task: Task) -> Judged: ...
 
 
 @runtime_checkable
-class Steps(Protocol):
+class HasStepLabels(Protocol):
     """An environment that also has answers in steps, each with a label in [0, 1]: the text of each
     step, and its label."""
 
@@ -319,7 +319,7 @@ class Reward(Protocol):
 
 
 @runtime_checkable
-class Votes(Protocol):
+class HasFinalAnswers(Protocol):
     """A reward that can say which final answer an attempt gives, so that attempts at a task can be
     counted by it."""
 
@@ -345,7 +345,7 @@ class Source(Protocol):
 
 
 @runtime_checkable
-class Adapts(Protocol):
+class AdaptiveSource(Protocol):
     """A source that goes by how its groups did."""
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
@@ -404,7 +404,7 @@ class Workers(Ranks, Protocol):
 
 
 @runtime_checkable
-class Audits(Protocol):
+class WeightAudit(Protocol):
     """A weight sync that can compare both ends, weight by weight."""
 
     async def audit(self) -> Sequence[str] | None:

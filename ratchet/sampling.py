@@ -1,6 +1,6 @@
 """The sampling of one completion, and the numbers with which it can be computed.
 
-A recipe, a request and Python all construct a `Sampling`, which checks itself. No other place
+A recipe, a request and Python all make a `Sampling`, which checks itself. No other place
 states a bound, except one that is narrower for a reason of its own.
 """
 

@@ -81,7 +81,7 @@ async def train(
         rt.EvaluationConfig(tasks=0),
         seed=options.seed,
     )
-    run = rt.make_run(policy, arena, rt.construct(algorithm), plan)
+    run = rt.make_run(policy, arena, rt.build(algorithm), plan)
     steps, marks = Steps(), [time.perf_counter()]
 
     def mark(step: int, numbers: Mapping[str, float | None]) -> None:

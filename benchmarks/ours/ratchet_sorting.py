@@ -85,7 +85,7 @@ async def main() -> None:
         ends.callback(executor.close)
         policy = start_processes(config, executor, build_policy(config))
         ends.push_async_callback(policy.close)
-        run = rt.make_run(policy, build_env_setup(stage), rt.construct(stage.algorithm), plan)
+        run = rt.make_run(policy, build_env_setup(stage), rt.build(stage.algorithm), plan)
         goal, steps = protocol.Goal(options.target), list[Mapping[str, float | None]]()
 
         def watch(step: int, numbers: Mapping[str, float | None]) -> None:

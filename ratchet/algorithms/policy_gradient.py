@@ -36,10 +36,10 @@ from ratchet.algorithms.shaping import copy_judged_rewards
 from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 
 
-def build(config: PolicyGradientConfig) -> Algorithm:
+def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
     """Return the policy-gradient algorithm of a section."""
     losses = {"policy": _policy_terms(config)}
     roles: dict[str, Role] = {}
@@ -94,9 +94,7 @@ def build_mixture(section: AdvantageMixture) -> Transform:
     """Return the estimator that mixes a section's parts by their weights."""
     return partial(
         mixture,
-        parts=tuple(
-            (construct(part), float(getattr(part, "weight", 1.0))) for part in section.parts
-        ),
+        parts=tuple((build(part), float(getattr(part, "weight", 1.0))) for part in section.parts),
     )
 
 
@@ -131,7 +129,7 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
     )
     ratios = frozenset({"logprobs", "old_logprobs"})
     level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
-    loss: TermFunction = construct(config.loss)
+    loss: TermFunction = build(config.loss)
     if config.correction is not None:
         loss = partial(apply_correction, fn=loss, level=level)
     terms = [AlgorithmTerm("policy_gradient", loss, weighting, level=level, needs=ratios)]
@@ -183,11 +181,11 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(copy_judged_rewards)
-    estimator: Transform = construct(config.advantage)
+    estimator: Transform = build(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
-        silent = [construct(part) for part in config.shaping if not _adds_signal((part,))]
+        silent = [build(part) for part in config.shaping if not _adds_signal((part,))]
         steps.append(partial(note_signal, transforms=(*silent, estimator)))
-    steps += [construct(part) for part in config.shaping]
+    steps += [build(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(
             partial(
@@ -200,7 +198,7 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     if config.truncated == "drop":
         steps.append(drop_truncated)
     if config.correction is not None:
-        steps.append(construct(config.correction))
+        steps.append(build(config.correction))
     if config.whiten:
         steps.append(whiten)
     if config.advantage_clip is not None:

@@ -21,7 +21,7 @@ from ratchet.commands.model_target import Target, open_target, parse_checkpoint_
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.data.presets.benchmarks import ALSO_CALLED, MEASURED_ON
 from ratchet.environments.datasets.dataset_config import DatasetConfig
@@ -170,7 +170,7 @@ def _evaluate_model(path: Path, called: str, evaluation: Evaluation) -> EvalResu
     config = target.config if evaluation.on else require_config(target)
     arena, plan = where(config, evaluation)
     plan = replace(plan, sampling=target.policy.with_stop_ids(plan.sampling))
-    algorithm = None if config is None or evaluation.on else construct(config.stages[-1].algorithm)
+    algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
         return _scores(target, algorithm, plan, arena)
     evaluator = make_evaluator(target.policy, arena, plan)
@@ -332,7 +332,7 @@ def _scores(target: Target, algorithm: Algorithm, plan: StageSpec, arena: EnvSet
             "run of it"
         )
     # Whatever the run trained with: this process has the whole model.
-    scorer = construct(LocalConfig(), model, head=head.to(next(model.parameters()).device))
+    scorer = build(LocalConfig(), model, head=head.to(next(model.parameters()).device))
     evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
     if evaluator is None:
         raise ConfigError(NOTHING)

@@ -14,7 +14,7 @@ from ratchet.algorithms.base import Algorithm, no_advantage
 from ratchet.algorithms.config.base import AlgorithmConfig
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 
 WIDTH = 100
@@ -34,7 +34,7 @@ def explain_algorithm(kind: str, overrides: Sequence[str] = ()) -> str:
         ConfigError: The kind is unknown, or a key or value is wrong.
     """
     section = _complete_section(kind, overrides)
-    algorithm = construct(section)
+    algorithm = build(section)
     if not isinstance(section, AlgorithmConfig) or not isinstance(algorithm, Algorithm):
         raise ConfigError(f"algorithm={kind} builds no Algorithm. Name one of `ratchet check`'s.")
     title = " ".join((type(section).__doc__ or "").split())

@@ -20,7 +20,7 @@ from rich.text import Text
 
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
@@ -36,7 +36,13 @@ from ratchet.experience.sources.offline import (
 )
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.protocols import Compares, Environment, Judges, OffersTools, Steps
+from ratchet.protocols import (
+    Environment,
+    HasLabelledAnswers,
+    HasPreferencePairs,
+    HasStepLabels,
+    HasTools,
+)
 from ratchet.training.from_config import get_chat_template, load_policy_processor
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import escape_controls, make_console
@@ -146,7 +152,7 @@ def _once(tasks: Iterator[Task]) -> Iterator[Task]:
 def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
     config = load_config(recipe, words)
     chosen = _stage(config, stage)
-    tokenizer = construct(config.tokenizer, config.model.path)
+    tokenizer = build(config.tokenizer, config.model.path)
     # Of a model that is here: none is fetched to show rows.
     processor = (
         load_policy_processor(config)
@@ -157,9 +163,9 @@ def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Ins
     renderer = Renderer(
         tokenizer, get_chat_template(config), processor=processor, tool_format=format_of_tools
     )
-    algorithm = construct(chosen.algorithm)
+    algorithm = build(chosen.algorithm)
     turns = getattr(algorithm, "turns", "all")
-    return Inspected(construct(chosen.environment), renderer, chosen.source, turns, config.seed)
+    return Inspected(build(chosen.environment), renderer, chosen.source, turns, config.seed)
 
 
 def _stage(config: RunConfig, name: str | None) -> StageConfig:
@@ -179,9 +185,9 @@ def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
     `dataset`."""
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"
     section = section_from_words("environment", "dataset", [f"{key}={json.dumps(target)}", *words])
-    environment: Environment = construct(section)
+    environment: Environment = build(section)
     # the latter knows no tools
-    template = "chatml" if isinstance(environment, OffersTools) else "turns"
+    template = "chatml" if isinstance(environment, HasTools) else "turns"
     return Inspected(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
 
 
@@ -191,7 +197,7 @@ def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
 def _shown(data: Inspected, task: Task) -> list[Shown]:
     learns = data.learns or _told(data.environment, task)
     if learns not in ROLES:
-        tools = data.environment.tools(task) if isinstance(data.environment, OffersTools) else None
+        tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
         tokens = data.renderer.prompt(task.messages, tools or None)
         return [Shown(task, "prompt", tokens, [False] * len(tokens))]
     (group,) = asyncio.run(_source(data, learns).make([(task.id, task)], version=0))
@@ -219,9 +225,9 @@ def _source(data: Inspected, learns: str) -> StreamSource:
 def _told(environment: Environment, task: Task) -> str:
     """Return what a row offers, for data without an algorithm."""
     ways = (
-        ("pairs", Compares, "comparison"),
-        ("labelled", Judges, "judged"),
-        ("steps", Steps, "steps"),
+        ("pairs", HasPreferencePairs, "comparison"),
+        ("labelled", HasLabelledAnswers, "judged"),
+        ("steps", HasStepLabels, "steps"),
     )
     for learns, protocol, method in ways:
         if isinstance(environment, protocol):

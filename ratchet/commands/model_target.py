@@ -11,7 +11,7 @@ import torch
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
@@ -166,9 +166,9 @@ def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) 
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
-    scores = SCALARS & construct(stage.algorithm).required_outputs("policy")
+    scores = SCALARS & build(stage.algorithm).required_outputs("policy")
     head = ScalarHead(policy.model.hidden_size) if scores else None
-    learner = construct(LocalConfig(), policy.model, head=head)
+    learner = build(LocalConfig(), policy.model, head=head)
     learner.load(saved)
     learner.export(target)
 

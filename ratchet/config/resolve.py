@@ -102,7 +102,7 @@ def with_kind(slot: str, section: Section) -> Section:
     return section if isinstance(section, expected) else expected.model_validate(dict(section))
 
 
-def construct(section: Section, /, *arguments: Any, **named: Any) -> Any:
+def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
     """Call the factory that the section's `builds` ("module:callable") names, with the section
     first."""
     return imported(section.builds)(section, *arguments, **named)

@@ -11,18 +11,18 @@ from dataclasses import replace
 from fractions import Fraction
 from typing import Any
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.environments.mixture_config import MixtureConfig, get_part_tag
 from ratchet.errors import DataError
 from ratchet.protocols import (
-    Compares,
     Environment,
-    Judges,
-    Measures,
-    OffersStops,
-    OffersTools,
+    HasLabelledAnswers,
+    HasMetrics,
+    HasPreferencePairs,
+    HasStepLabels,
+    HasStopStrings,
+    HasTools,
     Step,
-    Steps,
 )
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
@@ -30,8 +30,8 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 def mixture(config: MixtureConfig) -> Mixture:
     """Build the environment. It offers tools if one of its parts does, since the player must then
     know how the policy calls them."""
-    parts = {get_part_tag(part): construct(part) for part in config.parts}
-    offers = any(isinstance(part, OffersTools) for part in parts.values())
+    parts = {get_part_tag(part): build(part) for part in config.parts}
+    offers = any(isinstance(part, HasTools) for part in parts.values())
     return (MixtureWithTools if offers else Mixture)(config, parts)
 
 
@@ -119,7 +119,7 @@ class Mixture:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return self._playing.stop_strings if isinstance(self._playing, OffersStops) else ()
+        return self._playing.stop_strings if isinstance(self._playing, HasStopStrings) else ()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         """Return metrics, with each part's share of the prompts, which filters and curricula may
@@ -128,7 +128,7 @@ class Mixture:
         for tag, part in self._parts.items():
             own_groups = [group for group in groups if group.task.tag == tag]
             numbers[f"prompts/{tag}"] = float(len(own_groups))
-            if isinstance(part, Measures):
+            if isinstance(part, HasMetrics):
                 numbers |= part.measure(own_groups)
         return numbers
 
@@ -139,19 +139,19 @@ class Mixture:
 
     def comparison(self, task: Task) -> Comparison:
         part = self._part(task)
-        if not isinstance(part, Compares):
+        if not isinstance(part, HasPreferencePairs):
             raise DataError(f"part '{task.tag}' of the mixture has no pairs to compare")
         return part.comparison(task)
 
     def judged(self, task: Task) -> Judged:
         part = self._part(task)
-        if not isinstance(part, Judges):
+        if not isinstance(part, HasLabelledAnswers):
             raise DataError(f"part '{task.tag}' of the mixture has no judged answers")
         return part.judged(task)
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
         part = self._part(task)
-        if not isinstance(part, Steps):
+        if not isinstance(part, HasStepLabels):
             raise DataError(f"part '{task.tag}' of the mixture has no answers in labelled steps")
         return part.steps(task)
 
@@ -159,7 +159,7 @@ class Mixture:
 class MixtureWithTools(Mixture):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         part = self._own.get(task.tag, self._part(task))
-        return part.tools(task) if isinstance(part, OffersTools) else ()
+        return part.tools(task) if isinstance(part, HasTools) else ()
 
 
 def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:

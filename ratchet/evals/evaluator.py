@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.protocols import Votes
+from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import voter
 from ratchet.types import Cancelled, Failed, Group, Sampling, Scored, Task, Trajectory, Truncated
 
@@ -75,7 +75,9 @@ class Evaluator:
         )
 
 
-def _attempt(rows: Sequence[Trajectory], votes: Votes | None, task: Task) -> AttemptResult:
+def _attempt(
+    rows: Sequence[Trajectory], votes: HasFinalAnswers | None, task: Task
+) -> AttemptResult:
     """Return the record of an attempt.
 
     Args:

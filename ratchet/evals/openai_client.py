@@ -24,7 +24,7 @@ from ratchet.experience.rollout.episode import (
 )
 from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
 from ratchet.experience.seeds import derive_seed
-from ratchet.protocols import Environment, OffersStops, OffersTools
+from ratchet.protocols import Environment, HasStopStrings, HasTools
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
 from ratchet.types import (
     Failed,
@@ -138,11 +138,11 @@ class EndpointPlayer:
         play.messages = list(
             check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
         )
-        if isinstance(environment, OffersTools):
+        if isinstance(environment, HasTools):
             play.tools = await get_offered_tools(environment, task) or None
             play.metrics["malformed_tool_calls"] = 0.0
         for number in range(self.max_turns):
-            stops = environment.stop_strings if isinstance(environment, OffersStops) else ()
+            stops = environment.stop_strings if isinstance(environment, HasStopStrings) else ()
             body = self._request(
                 play, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops)))
             )

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from ratchet.batch import Batch, Level
 from ratchet.checkpoint.serialization import load_state, save_state
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.learners.compute.forward import Forward, resolve_chunk_mib
 from ratchet.learners.compute.microbatch_dispatch import gather_columns
@@ -95,7 +95,7 @@ class LocalLearner:
         )
         self.optimizer: AdamW | None = None
         if optimizer is not None:
-            self.optimizer = construct(optimizer, forward.parameters(), matrices=model.matrices())
+            self.optimizer = build(optimizer, forward.parameters(), matrices=model.matrices())
         self._offloader = Offloader([model, head], self.optimizer)
         self.step_policy = (
             None

@@ -22,7 +22,7 @@ from uuid import uuid4
 import numpy as np
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.observe.config import (
     MlflowConfig,
@@ -307,7 +307,7 @@ def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
     sinks: list[Sink] = []
     for section in sections:
         try:
-            sinks.append(construct(section, run))
+            sinks.append(build(section, run))
         except OSError as error:
             if not run.resumed:
                 raise ConfigError(

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.protocols import Reward, Votes
+from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
 
 # named parts sum to the reward; those of Scored need not
@@ -133,7 +133,7 @@ class AnswerReward(PerTrajectory):
 
 
 class FinalAnswer(AnswerReward):
-    """One that reads the answer out of the text, and so can say which it is (see `Votes`)."""
+    """One that reads the answer out of the text, and so can say which it is (`HasFinalAnswers`)."""
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
@@ -147,10 +147,10 @@ class FinalAnswer(AnswerReward):
         )
 
 
-def voter(reward: Reward | None, task: Task) -> Votes | None:
+def voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
     """Return the part of a reward that names the answers of attempts at this task; None if there is
     none."""
-    if isinstance(reward, Votes):
+    if isinstance(reward, HasFinalAnswers):
         return reward
     delegate = getattr(reward, "voter", None)
     return None if delegate is None else delegate(task)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from ratchet.protocols import Votes
+from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import voter
 from ratchet.rewards.config import ByTagConfig
 from ratchet.rewards.weighted_sum import composed
@@ -28,7 +28,7 @@ class ByTag:
     def together(self) -> bool:
         return any(reward.together for reward in self._domains.values())
 
-    def voter(self, task: Task) -> Votes | None:
+    def voter(self, task: Task) -> HasFinalAnswers | None:
         return voter(self._domains.get(task.tag, self._domains.get(ANY)), task)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:

@@ -7,9 +7,9 @@ import math
 from collections.abc import Mapping, Sequence
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
-from ratchet.protocols import Reward, Votes
+from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.rewards.base import as_reward, voter
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
@@ -33,7 +33,7 @@ class WeightedSum:
     def together(self) -> bool:
         return any(getattr(reward, "together", True) for reward in self.rewards.values())
 
-    def voter(self, task: Task) -> Votes | None:
+    def voter(self, task: Task) -> HasFinalAnswers | None:
         """The first that can tell answers apart."""
         return next(
             (found for reward in self.rewards.values() if (found := voter(reward, task))), None
@@ -80,7 +80,7 @@ def composed(sections: Sequence[Section]) -> WeightedSum:
             "once"
         )
     named = dict(zip(names, sections, strict=True))
-    rewards = {name: as_reward(construct(section), name) for name, section in named.items()}
+    rewards = {name: as_reward(build(section), name) for name, section in named.items()}
     return WeightedSum(
         rewards, {name: getattr(section, "weight", 1.0) for name, section in named.items()}
     )

@@ -13,7 +13,7 @@ from ratchet.algorithms.properties import render_properties
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, imported, resolve
+from ratchet.config.resolve import build, imported, resolve
 from ratchet.errors import ConfigError
 from ratchet.rewards.base import as_reward
 from ratchet.testing.algorithms import Finding, examine
@@ -33,7 +33,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 
 def built_in(kind: str, **keys: Any) -> Algorithm:
     """A built-in algorithm with its defaults, but for some keys."""
-    return construct(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **keys}))
+    return build(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **keys}))
 
 
 def properties_page() -> str:
@@ -69,7 +69,7 @@ def _slot(target: object) -> str:
 def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
     target = imported(path)
     ready = not callable(target)  # an instance, complete as it stands
-    instance = target if ready else construct(section_from_words(slot, path, overrides))
+    instance = target if ready else build(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
     points = (
         environment_points(instance)
@@ -113,7 +113,7 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
             f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that "
             "makes an Algorithm"
         )
-    algorithm = construct(section_from_words("algorithm", path, overrides))
+    algorithm = build(section_from_words("algorithm", path, overrides))
     if not isinstance(algorithm, Algorithm):
         raise ConfigError(f"'{path}' makes {_article(algorithm)}, not an Algorithm")
     return algorithm

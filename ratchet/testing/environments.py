@@ -12,7 +12,7 @@ from itertools import islice
 from typing import Any
 
 from ratchet.config.from_words import section_from_words
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.environments.workers.protocol import packed, unpacked
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Reward, Step
@@ -47,7 +47,7 @@ def check_environment(
     answers, or at the end of its demonstration; each call must give way within `deadline_s`.
     """
     instance: Environment = (
-        construct(section_from_words("environment", environment))
+        build(section_from_words("environment", environment))
         if isinstance(environment, str)
         else environment
     )

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from ratchet.config.from_words import section_from_words
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
 from ratchet.testing.harness import (
@@ -58,7 +58,7 @@ def check_reward(
     give way within `deadline_s`.
     """
     instance: Any = (
-        as_reward(construct(section_from_words("rewards", reward)))
+        as_reward(build(section_from_words("rewards", reward)))
         if isinstance(reward, str)
         else reward
     )

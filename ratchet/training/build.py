@@ -36,7 +36,7 @@ from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters
 from ratchet.models.policy import PolicyModel
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Learner, Measures, Source, WeightSync
+from ratchet.protocols import HasMetrics, Learner, Source, WeightSync
 from ratchet.training.colocation import colocate
 from ratchet.training.evaluators import make_stage_evaluator
 from ratchet.training.generator_workers import make_recovering_weight_sync
@@ -122,7 +122,7 @@ def make_run(
             *(probes.managers if probes else ()),
         ),
         evaluator=evaluator,
-        environment_numbers=environment.measure if isinstance(environment, Measures) else None,
+        environment_numbers=environment.measure if isinstance(environment, HasMetrics) else None,
         evaluate_every=plan.evaluation.every,
         patience=EarlyStopping.from_config(plan.evaluation),
         trainable=_count_trainable(policy.model, plan.adapter),

@@ -20,13 +20,13 @@ from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.learners.wrapper import LearnerWrapper
 from ratchet.protocols import (
-    Audits,
     Generator,
+    HasReadableWeights,
     Learner,
     LossTerm,
     Placeable,
     Shard,
-    ShowsWeights,
+    WeightAudit,
     WeightSync,
 )
 from ratchet.types import Completion, Placed, Sampling
@@ -158,11 +158,11 @@ class ColocatedGenerator:
         await self.inner.rollback()
 
     def weights(self) -> Iterator[Shard]:
-        return self.inner.weights() if isinstance(self.inner, ShowsWeights) else iter(())
+        return self.inner.weights() if isinstance(self.inner, HasReadableWeights) else iter(())
 
 
 class ColocatedWeightSync:
-    """A weight sync in the generator's turn. Implements `WeightSync` and `Audits`."""
+    """A weight sync in the generator's turn. Implements `WeightSync` and `WeightAudit`."""
 
     def __init__(self, inner: WeightSync, turns: AcceleratorLock) -> None:
         self.inner = inner
@@ -175,7 +175,7 @@ class ColocatedWeightSync:
     async def audit(self) -> Sequence[str] | None:
         """Return the names of weights that differ, or None if the weight sync can't tell."""
         async with self.turns.hold(GENERATOR):
-            return await self.inner.audit() if isinstance(self.inner, Audits) else None
+            return await self.inner.audit() if isinstance(self.inner, WeightAudit) else None
 
     async def close(self) -> None:
         """Close the weight sync and give the learners the last turn.

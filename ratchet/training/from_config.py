@@ -11,7 +11,7 @@ import torch
 
 from ratchet.config.base import Section
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import construct, imported
+from ratchet.config.resolve import build, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 from ratchet.data.chat.chat_templates import print_date
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -47,7 +47,7 @@ LEARNER, DRIVER = "learner", "driver"
 def build_executor(config: RunConfig) -> Executor:
     """Return the executor that will start the run's processes. It starts none yet."""
     assert config.threads != "auto", "the configuration is frozen first"
-    return construct(config.cluster, threads=config.threads, device=config.device)
+    return build(config.cluster, threads=config.threads, device=config.device)
 
 
 def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Policy:
@@ -162,7 +162,7 @@ def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
         stage = config.stages[index]
         # A prompt has at least one token.
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
-        algorithm = construct(stage.algorithm)
+        algorithm = build(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
         needs_media = bool(getattr(stage.environment, "needs_media", False))
         check_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
@@ -199,7 +199,7 @@ def build_policy(config: RunConfig) -> Policy:
         raise ConfigError(
             f"device={config.device}, but torch finds no CUDA accelerator here. Set device=cpu"
         )
-    tokenizer = construct(config.tokenizer, source.path)
+    tokenizer = build(config.tokenizer, source.path)
     if source.path is not None:
         _check_same_tokens(config, tokenizer)
         model = load_policy(
@@ -264,12 +264,12 @@ def get_chat_template(config: RunConfig) -> str | None:
 def build_env_setup(stage: StageConfig) -> EnvSetup:
     """Return the environment and rewards of a stage."""
     return EnvSetup(
-        construct(stage.environment),
+        build(stage.environment),
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
-        agent=None if stage.agent is None else construct(stage.agent),
+        agent=None if stage.agent is None else build(stage.agent),
         second=build_reward(stage.sentinels.second_opinion),
-        canaries=None if stage.sentinels.canaries is None else construct(stage.sentinels.canaries),
+        canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
         else build_eval_env_setup(stage.evaluation.environment),
@@ -278,7 +278,7 @@ def build_env_setup(stage: StageConfig) -> EnvSetup:
 
 def build_eval_env_setup(environment: Section) -> EnvSetup:
     """Return an environment that is judged by its own reward."""
-    return EnvSetup(construct(environment), reward=build_reward(own_rewards(environment)))
+    return EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
@@ -313,7 +313,7 @@ def build_run(
     return make_run(
         policy,
         build_env_setup(stage),
-        construct(stage.algorithm),
+        build(stage.algorithm),
         plan,
         save_every=stage.checkpoint.every,
         **run_fields,

@@ -9,7 +9,7 @@ from typing import Any, Protocol
 import torch
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import WeightSyncError
 from ratchet.executors import env_vars
@@ -21,7 +21,7 @@ from ratchet.generators.workers.worker import GeneratorRank
 from ratchet.kernels import cpu
 from ratchet.models.model_source import ModelSource
 from ratchet.observe.metrics import MetricsManager
-from ratchet.protocols import Audits, Executor, Generator, WeightSync, Workers
+from ratchet.protocols import Executor, Generator, WeightAudit, WeightSync, Workers
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 
 GENERATOR = "generator"  # the name of the workers that generate
@@ -75,7 +75,7 @@ def make_generator(
     device = "cpu" if getattr(config, "copies_weights", False) else seat.device
     model = origin.policy(device=device).requires_grad_(False)
     with env_vars.set_env_defaults(getattr(config, "environment", {})):
-        return construct(config, model, tokenizer)
+        return build(config, model, tokenizer)
 
 
 def worker_factory(section: GeneratorWorkersConfig) -> str:
@@ -162,7 +162,7 @@ def make_recovering_weight_sync(
 
 
 class RecoveringWeightSync:
-    """A weight sync to workers that may be lost during it. Implements `WeightSync` and `Audits`.
+    """A weight sync to workers that may be lost during it. A `WeightSync` and `WeightAudit`.
 
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """
@@ -189,7 +189,7 @@ class RecoveringWeightSync:
                         raise
 
     async def audit(self) -> Sequence[str] | None:
-        return await self.weight_sync.audit() if isinstance(self.weight_sync, Audits) else None
+        return await self.weight_sync.audit() if isinstance(self.weight_sync, WeightAudit) else None
 
     async def close(self) -> None:
         await self.weight_sync.close()

@@ -10,7 +10,7 @@ from ratchet.errors import MissingDependency
 from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import AttemptPlayer, RolloutManager
-from ratchet.protocols import Generator, OffersTools, Reward
+from ratchet.protocols import Generator, HasTools, Reward
 from ratchet.training.stage import EnvSetup, Policy
 
 
@@ -58,7 +58,7 @@ def make_manager_with_player(
     needs_reward: bool,
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
-    if isinstance(arena.environment, OffersTools):
+    if isinstance(arena.environment, HasTools):
         _ = renderer.tool_format
     return RolloutManager(
         player,

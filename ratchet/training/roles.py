@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct, with_kind
+from ratchet.config.resolve import build, with_kind
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -119,7 +119,7 @@ def _local_roles(
             if SCALARS & algorithm.required_outputs(name)
             else None
         )
-        return construct(
+        return build(
             section,
             body if trains else body.requires_grad_(False),
             optimizer=role_optimizer if trains else None,

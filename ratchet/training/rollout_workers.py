@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.chat_templates import print_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -42,7 +42,7 @@ class GroupRank(GeneratorRank):
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
         arena = EnvSetup(
-            construct(resolve("environment", stage.environment)), reward=build_reward(rewards)
+            build(resolve("environment", stage.environment)), reward=build_reward(rewards)
         )
         player = make_player(self.generator, renderer, None, stage.rollouts, max_context)
         self.manager = make_manager_with_player(

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.config.base import Section
 from ratchet.config.experience import CurriculumConfig, ParityConfig, RolloutsConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
 from ratchet.config.sentinels import SentinelsConfig
 from ratchet.data.chat.renderer import Renderer
@@ -77,7 +77,7 @@ class Policy:
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         section = generator or resolve("generator", {})
         with environment.set_env_defaults(getattr(section, "environment", {})):
-            engine = construct(section, model, tokenizer)
+            engine = build(section, model, tokenizer)
         return cls(model, tokenizer, renderer, engine, ranks)
 
     @property

@@ -18,7 +18,7 @@ from torch import Tensor
 from ratchet.config.resolve import imported
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
-from ratchet.protocols import Adopts, Generator, Learner, Shard, ShowsWeights
+from ratchet.protocols import Generator, HasReadableWeights, Learner, Shard, SupportsWeightAdoption
 from ratchet.utils.thread_pool import ThreadPool
 from ratchet.weight_sync.checksums import has_checksum, prepare_checksum_check
 from ratchet.weight_sync.delta import ReceivedWeights
@@ -186,7 +186,7 @@ class WeightReceiver:
         if self._pending is not None:
             self._pending.version = version
         self._open = self._pending = None
-        return isinstance(self.generator, Adopts) and self.generator.adopted
+        return isinstance(self.generator, SupportsWeightAdoption) and self.generator.adopted
 
     async def rollback(self) -> None:
         """Discard the push."""
@@ -213,7 +213,7 @@ class WeightReceiver:
         sums: the blocks of each rank with their checksums.
         """
         shown: dict[str, Tensor] = {}
-        if isinstance(self.generator, ShowsWeights):
+        if isinstance(self.generator, HasReadableWeights):
             shown = {shard.name: shard.tensor for shard in self.generator.weights()}
         if not shown:
             return None

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import Generator, Learner, Ranks, WeightSync
 from ratchet.weight_sync.config import (
@@ -84,7 +84,7 @@ class SyncEndpoints:
 
 def make_weight_sync(section: Section, between: SyncEndpoints) -> WeightSync:
     """Create the weight sync of a section."""
-    return construct(section, between)
+    return build(section, between)
 
 
 def auto(config: AutoWeightSyncConfig, between: SyncEndpoints) -> WeightSync:

@@ -6,8 +6,8 @@ last process that maps it has ended, however it ended. It is created once and ma
 once: the first push pays for its pages, later ones only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
-received memory in place (`Adopts`) and copies nothing. A second segment then takes the next push: a
-segment in use is never written.
+received memory in place (`SupportsWeightAdoption`) and copies nothing. A second segment then takes
+the next push: a segment in use is never written.
 
 Peak extra memory: model bytes (as sent) for a segment, which all processes share; if generators use
 it in place, a second one, and no weights of their own.

@@ -31,7 +31,7 @@ SEND, DESCRIBE, SUMS = (
 class PushWeightSync:
     """The base class of weight syncs that push weights, by any transport.
 
-    Implements `WeightSync` and `Audits` between the ranks of a learner (`WeightSender`s) and
+    Implements `WeightSync` and `WeightAudit` between the ranks of a learner (`WeightSender`s) and
     receivers (`WeightReceiver`s).
 
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
@@ -79,8 +79,8 @@ class PushWeightSync:
     async def push(self, version: int) -> None:
         """Push a version.
 
-        Raises WeightSyncError, which names the weight and the rank if they are known. The generators
-        then go on with the version before.
+        Raises WeightSyncError, which names the weight and the rank if known. The generators then
+        go on with the version before.
         """
         try:
             async with asyncio.timeout(self.timeout_s):

@@ -28,7 +28,7 @@ from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.distillation import Objective, divergence
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 from ratchet.learners.compute.token_outputs import FullVocabulary, compute_outcome_logprobs
 from ratchet.protocols import Outputs
@@ -395,7 +395,7 @@ def test_only_where_nothing_reads_rewards_none_is_needed():
 
     def needed(kind: str, **keys) -> bool:
         section = resolve("algorithm", {"kind": kind, **keys})
-        assert construct(section).reads_reward == section.reads_reward
+        assert build(section).reads_reward == section.reads_reward
         return section.reads_reward
 
     teacher = {"teacher": "x"}
@@ -418,7 +418,7 @@ def test_only_where_nothing_reads_rewards_none_is_needed():
 def test_attempts_that_nobody_judged_have_the_teachers_signal(kind: str):
     """Cut off or not, with or without a judged neighbour: each moves the policy as if it had been
     judged."""
-    algo = construct(resolve("algorithm", {"kind": kind, "teacher": "x"}))
+    algo = build(resolve("algorithm", {"kind": kind, "teacher": "x"}))
     moved = []
     for ends in ((Unjudged(), Unjudged(truncated=True)), (Scored(1.0), Truncated(0.0))):
         rows = [make_trajectory([1], [2, 3], outcome=end, attempt=i) for i, end in enumerate(ends)]

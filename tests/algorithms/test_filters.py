@@ -17,7 +17,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.filters import drop_silent_groups, drop_truncated
 from ratchet.algorithms.loss_aggregation import token_mean as token_mean_weights
 from ratchet.batch import Batch
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 
 PAIRS = [(drop_silent_groups, oracle.drop_silent_groups), (drop_truncated, oracle.drop_truncated)]
@@ -155,7 +155,7 @@ WRONG, MIXED, RIGHT = (
 
 
 def prepared(rows: list[Row], **options) -> tuple[Batch, AlgoState]:
-    algorithm = construct(resolve("algorithm", {"kind": "dapo", "shaping": [OVERLONG], **options}))
+    algorithm = build(resolve("algorithm", {"kind": "dapo", "shaping": [OVERLONG], **options}))
     state = AlgoState()
     return algorithm.advantage(pack(groups(rows)), state), state
 

@@ -26,9 +26,9 @@ from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.named_policy_gradients import DAPOConfig, DrGRPOConfig, GRPOConfig
 from ratchet.algorithms.config.policy_gradient import PolicyGradientConfig
 from ratchet.algorithms.config.policy_losses import PPO
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.batch import Batch
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 
@@ -47,7 +47,7 @@ PAPERS = [
 
 def grpo(**options) -> Algorithm:
     """Keys as in a recipe."""
-    return construct(resolve("algorithm", {"kind": "grpo", **options}))
+    return build(resolve("algorithm", {"kind": "grpo", **options}))
 
 
 def prepare(algo: Algorithm, rows: list[Row]) -> Batch:
@@ -107,7 +107,7 @@ def test_the_papers_objective_and_its_gradient(
     value, expected = mean(rows, x, *constants), column(kept(rows, slopes))
     rows = kept(rows, rows)
     logprobs_T = leaf([row.logprobs for row in rows])
-    loss = total(build(config), rows, logprobs_T)
+    loss = total(build_policy_gradient(config), rows, logprobs_T)
     assert loss.item() == pytest.approx(value, rel=1e-10, abs=1e-12)
     torch.testing.assert_close(gradient(loss, logprobs_T), expected, rtol=1e-10, atol=1e-10)
 
@@ -254,7 +254,7 @@ def test_a_baseline_goes_with_an_attempt():
         for g in "abcd"
         for a, use in ((0, "train"), (1, "baseline"))
     ]
-    algo = construct(
+    algo = build(
         resolve("algorithm", {"kind": "remax", "minibatches": 2, "minibatches_of": "attempts"})
     )
     assert [

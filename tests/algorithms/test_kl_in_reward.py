@@ -23,7 +23,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.kl import adapt_kl, kl_in_reward
 from ratchet.algorithms.losses.policy import reinforce
 from ratchet.batch import Batch
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 
 V = 3
@@ -192,7 +192,7 @@ def test_its_metrics_are_the_mean_gap_of_a_trainable_token_and_the_coefficient()
 @pytest.mark.parametrize("place", ["loss", "reward"])
 def test_the_coefficient_in_use_is_measured_in_the_same_words_wherever_it_acts(place: str):
     row = Row("g", 0, [1, 2], [False, True], reward=1.0, old_logprobs=[0, -1], ref_logprobs=[0, -2])
-    algorithm = construct(
+    algorithm = build(
         resolve("algorithm", {"kind": "rloo", "kl": {"coef": 0.1, "place": place, "target": 1.0}})
     )
     assert algorithm.advantage(with_columns([row]), AlgoState()).metrics["kl/coef"] == 0.1

@@ -17,7 +17,7 @@ from ratchet.config.base import Section
 from ratchet.config.key_paths import find_section, find_slot
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve, section_class
+from ratchet.config.resolve import build, resolve, section_class
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
@@ -348,7 +348,7 @@ def test_a_key_changes_what_is_learned_or_asked_for(
     found = []
     for value in (low, high):
         section = made(kind, with_key(options, key, value))
-        found.append(fingerprint(construct(section)))
+        found.append(fingerprint(build(section)))
     assert found[0] != found[1], f"{kind}: {key}={low} and {high} make no difference"
 
 

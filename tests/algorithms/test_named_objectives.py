@@ -21,7 +21,7 @@ from oracles.cases import column, gradient, groups, kept, leaf, outputs, rollout
 from oracles.ragged import Ragged, Row, weights_of
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 
 Advantage = Callable[[list[Row]], list[float]]
@@ -131,7 +131,7 @@ def test_a_name_is_its_papers_objective(name: str, rows: list[Row]):
         value, expected = oracle.token_mean(left, x), _weighed(left, slopes)
     else:
         value, expected = named(rows)
-    algorithm = construct(resolve("algorithm", {"kind": name, **dict(named.options)}))
+    algorithm = build(resolve("algorithm", {"kind": name, **dict(named.options)}))
     batch = algorithm.weigh(algorithm.advantage(pack(groups(rows)), AlgoState()), AlgoState())
     if name == "topr":  # what drew the answer, not what the learner computes anew
         assert torch.equal(batch.need("old_logprobs"), batch.rollout_logprobs_T)

@@ -12,7 +12,7 @@ import yaml
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve, section_class
+from ratchet.config.resolve import build, resolve, section_class
 from ratchet.data.packing import pack
 from ratchet.testing.builders import make_group, make_trajectory
 
@@ -28,7 +28,7 @@ def blocks(repository) -> dict[str, list[str]]:
 
 def test_its_recipe_is_valid(blocks):
     section = yaml.safe_load(blocks["yaml"][0])["algorithm"]
-    assert construct(resolve("algorithm", section)).name == "policy_gradient"
+    assert build(resolve("algorithm", section)).name == "policy_gradient"
 
 
 def test_its_own_part_gives_the_bonus_to_the_best(blocks, monkeypatch):
@@ -38,7 +38,7 @@ def test_its_own_part_gives_the_bonus_to_the_best(blocks, monkeypatch):
     monkeypatch.setitem(sys.modules, "my_pkg.mine", module)
     section_class.cache_clear()
     part = yaml.safe_load(blocks["yaml"][1])["advantage"]
-    algorithm = construct(resolve("algorithm", {"kind": "policy_gradient", "advantage": part}))
+    algorithm = build(resolve("algorithm", {"kind": "policy_gradient", "advantage": part}))
     rows = [make_trajectory([1], [2, 3], reward=float(i), attempt=i) for i in range(3)]
     batch = algorithm.advantage(pack([make_group("g", rows)]), AlgoState())
     torch.testing.assert_close(

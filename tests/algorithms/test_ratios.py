@@ -32,7 +32,7 @@ from ratchet.algorithms.rollout_correction import apply_correction, correct
 from ratchet.batch import Batch
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.learners.config import LocalConfig
@@ -52,7 +52,7 @@ ORDINARY = st.lists(st.floats(-2, 2) | st.floats(-20, 20), min_size=COUNT, max_s
 SIGNS = st.lists(st.sampled_from([1.0, -1.0, 0.0, 0.3]), min_size=COUNT, max_size=COUNT)
 
 LOSSES: dict[str, Loss] = {
-    kind: construct(resolve("policy_loss", {"kind": kind})) for kind in KINDS["policy_loss"]
+    kind: build(resolve("policy_loss", {"kind": kind})) for kind in KINDS["policy_loss"]
 }
 LOSSES["ppo with dual clip"] = partial(
     policy.clipped_surrogate, clip_low=0.2, clip_high=0.2, dual_clip=3.0

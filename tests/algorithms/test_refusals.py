@@ -11,7 +11,7 @@ from ratchet.algorithms.base import Algorithm, AlgorithmTerm, Pass
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.config.checks.stages import conflicts
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError
 
@@ -162,7 +162,7 @@ def test_what_can_work_is_not_refused(config: RunConfig):
 
 
 def test_a_kl_penalty_brings_its_reference():
-    algorithm = construct(resolve("algorithm", {"kind": "grpo", "kl": {"coef": 0.1}}))
+    algorithm = build(resolve("algorithm", {"kind": "grpo", "kl": {"coef": 0.1}}))
     assert "reference" in algorithm.roles
     assert "ref_logprobs" in algorithm.columns
 

@@ -25,7 +25,7 @@ from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import CorrectionConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.policy import clipped_surrogate, gspo, kimi, reinforce
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.rollout_correction import apply_correction, correct
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
@@ -399,7 +399,7 @@ def test_a_masked_token_trains_in_no_term(term: str):
     term."""
     mask = CorrectionConfig(weight="none", mask="token", mask_low=0.5, mask_high=2.0)
     config = GRPOConfig(correction=mask, entropy_coef=0.1, positive_nll_coef=0.1)
-    terms = {item.name: item for item in build(config).losses["policy"]}
+    terms = {item.name: item for item in build_policy_gradient(config).losses["policy"]}
     row = make_trajectory([1], [2, 3, 4], reward=1.0, logprobs=[-1.0, -9.0, 0.0])
     old_T = torch.tensor([0.0, -1.0, -1.0, -1.0], dtype=torch.float64)
     batch = (
@@ -407,7 +407,7 @@ def test_a_masked_token_trains_in_no_term(term: str):
         .fill_tokens(old_logprobs=old_T)
         .fill_sequences(judged_rewards=torch.ones(1).double())
     )
-    batch = build(config).weigh(
+    batch = build_policy_gradient(config).weigh(
         correct(batch, AlgoState(), weight="none", mask="token"), AlgoState()
     )
     live = {

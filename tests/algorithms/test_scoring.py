@@ -15,7 +15,7 @@ from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.teacher_passes import build_teacher_passes
 from ratchet.batch import Batch
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import DataError
@@ -129,7 +129,7 @@ def test_a_step_whose_every_attempt_failed_has_its_columns_and_changes_nothing(
     kind: str, teacher: Any
 ):
     """Nothing is left of it to ask a teacher about, by tag or not."""
-    algo = construct(resolve("algorithm", {"kind": kind, "teacher": teacher}))
+    algo = build(resolve("algorithm", {"kind": kind, "teacher": teacher}))
     config = DecoderConfig(11, 8, 1, 2, 1, 4, 12)
     policy = LocalLearner(
         LocalConfig(), DecoderPolicy(Decoder(config).init_weights(0)), optimizer=OptimizerConfig()
@@ -192,7 +192,7 @@ def test_one_teacher_is_for_every_task():
 
 
 def algorithm(**options: Any) -> Algorithm:
-    return construct(resolve("algorithm", {"kind": "ppo", **options}))
+    return build(resolve("algorithm", {"kind": "ppo", **options}))
 
 
 def test_a_critic_learns_alone_until_it_is_warm():

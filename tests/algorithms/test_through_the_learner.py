@@ -22,7 +22,7 @@ from ratchet.algorithms.config.advantages import GroupRelative
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_losses import PPO
 from ratchet.algorithms.config.sft import SFTConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
@@ -158,7 +158,11 @@ def test_grpo_step(options: dict, mean, constants, micro_batch_tokens: int):
     spec = {"clip_low": 0.2, "clip_high": config.loss.clip_high}
     x, slope = losses.clipped_surrogate(rows, advantages.on_tokens(rows, by_row), **spec)
     norm = expected_norm(net, live, times(weights_of(mean, rows, *constants), slope))
-    assert_step(step(net, build(config), rows, micro_batch_tokens), mean(rows, x, *constants), norm)
+    assert_step(
+        step(net, build_policy_gradient(config), rows, micro_batch_tokens),
+        mean(rows, x, *constants),
+        norm,
+    )
 
 
 @pytest.mark.parametrize("micro_batch_tokens", [1, 13, 1000])

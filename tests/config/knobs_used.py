@@ -23,7 +23,7 @@ from sandbox.fake_remote import FakeRemote
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, imported, resolve, section_class
+from ratchet.config.resolve import build, imported, resolve, section_class
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
 from ratchet.environments.games.games_config import GameConfig
@@ -127,7 +127,7 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
             patched.setattr(listens, MagicMock())
         run = Tracked("run", "id", Path(), {})
         for kind in KINDS["sink"]:
-            construct(resolve("sink", {"kind": kind}), run).write(1, {"number": 1.0})
+            build(resolve("sink", {"kind": kind}), run).write(1, {"number": 1.0})
 
 
 def by_links() -> None:
@@ -292,7 +292,7 @@ def judged_in_other_sandboxes() -> None:
 
 def played(*said: Message | str, **keys):
     """An attempt at its first task; gives the environment."""
-    environment = construct(resolve("environment", keys))
+    environment = build(resolve("environment", keys))
 
     async def attempt() -> None:
         await environment.reset(next(environment.tasks("train", seed=0)))
@@ -322,39 +322,37 @@ def pictures() -> None:
         played("1", kind="shapes", questions=[question])
     shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
     given = {"kind": "vlm", "train": shown, "test_share": 0.0}
-    next(construct(resolve("environment", given)).tasks("train", seed=0))
+    next(build(resolve("environment", given)).tasks("train", seed=0))
     assert resolve("environment", {**given, "answers": "choice"}).default_reward == {
         "kind": "multiple_choice"
     }
     far = lines("far.jsonl", {"images": ["http://127.0.0.1/a"], "prompt": "?", "answer": "1"})
     for keys in ({"test": shown}, {"train": far}):
         with pytest.raises(DataError):
-            construct(resolve("environment", {**given, **keys})).rows("train")
+            build(resolve("environment", {**given, **keys})).rows("train")
     with pytest.raises(DataError, match="can't be had"):
-        construct(resolve("environment", {"kind": "vlm", "hub": "absent/absent"})).rows("train")
+        build(resolve("environment", {"kind": "vlm", "hub": "absent/absent"})).rows("train")
 
 
 def environments_of_rows() -> None:
     pairs = lines("pairs.jsonl", {"prompt": "2+2?", "chosen": "4", "rejected": "5"})
-    construct(resolve("environment", {"kind": "preferences", "train": pairs})).rows("train")
+    build(resolve("environment", {"kind": "preferences", "train": pairs})).rows("train")
     given = {
         "kind": "dataset",
         "train": pairs,
         "test_share": 0.0,
         "keep": [{"column": "prompt", "max_chars": 9, "none_of": ["1"]}],
     }
-    next(construct(resolve("environment", given)).tasks("train", seed=0))
+    next(build(resolve("environment", given)).tasks("train", seed=0))
     with pytest.raises(DataError, match="set overlap: drop"):
-        construct(resolve("environment", {**given, "test": pairs})).rows("train")
+        build(resolve("environment", {**given, "test": pairs})).rows("train")
     with pytest.raises(DataError, match="can't be had"):
-        construct(resolve("environment", {"kind": "dataset", "hub": "absent/absent"})).rows("train")
-    construct(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
-    construct(resolve("environment", {"kind": "workers", "worker": {"kind": "sorting"}}))
-    next(construct(resolve("environment", {"kind": "programs"})).tasks("train", seed=0))
+        build(resolve("environment", {"kind": "dataset", "hub": "absent/absent"})).rows("train")
+    build(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
+    build(resolve("environment", {"kind": "workers", "worker": {"kind": "sorting"}}))
+    next(build(resolve("environment", {"kind": "programs"})).tasks("train", seed=0))
     empty = lines("programs.jsonl", {"prompt": "1", "tests": []})
-    programs = construct(
-        resolve("environment", {"kind": "programs", "train": empty, "test": empty})
-    )
+    programs = build(resolve("environment", {"kind": "programs", "train": empty, "test": empty}))
     with pytest.raises(DataError, match="is also in"):
         programs.rows("train")
 

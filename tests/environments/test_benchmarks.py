@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from ratchet.commands.eval import measured_on
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import own_rewards
 from ratchet.data.presets.benchmarks import ALSO_CALLED, BENCHMARKS, MEASURED_ON
 from ratchet.data.presets.lookup import PUBLISHED
@@ -157,7 +157,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 def tasks_of(name: str, path: Path, count: int = 10) -> tuple[Any, list[Task]]:
     section = measured_on(name, [f"test={path}"])
-    return section, list(islice(construct(section).tasks("test", seed=0), count))
+    return section, list(islice(build(section).tasks("test", seed=0), count))
 
 
 def rewards_of(section: Any, task: Task, answers: Sequence[str]) -> list[float | None]:

@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import DataError
@@ -42,7 +42,7 @@ def write(path, rows):
 
 
 def made(**settings) -> Dataset:
-    return construct(
+    return build(
         resolve("environment", {"kind": "dataset", "test_share": 0.0, "shuffle": False, **settings})
     )
 

@@ -7,7 +7,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.games.frozen_lake import SNOW, WATER
 from ratchet.environments.games.game import BoardGame
@@ -20,7 +20,7 @@ GAMES = ("sokoban", "frozen_lake", "sliding_puzzle")
 
 
 def made(kind, **settings) -> BoardGame:
-    return construct(resolve("environment", {"kind": kind, **settings}))
+    return build(resolve("environment", {"kind": kind, **settings}))
 
 
 def tasks(game, split="train", count=12):

@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.environments.mixture import place
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.weighted_sum import composed
@@ -29,7 +29,7 @@ PARTS = [
 
 
 def made(parts=PARTS):
-    return construct(resolve("environment", {"kind": "mixture", "parts": parts}))
+    return build(resolve("environment", {"kind": "mixture", "parts": parts}))
 
 
 def test_positions_are_shared_out_by_hand():
@@ -74,7 +74,7 @@ def test_tasks_carry_their_parts_tag_and_come_by_its_share():
 def test_the_kit_with_the_rewards_of_each_part():
     section = resolve("environment", {"kind": "mixture", "parts": PARTS})
     own = resolve("rewards", section.default_reward)
-    check_environment(construct(section), reward=composed((own,)))
+    check_environment(build(section), reward=composed((own,)))
 
 
 def test_a_part_that_runs_out_of_test_tasks_leaves_the_rest_to_the_others():

@@ -10,7 +10,7 @@ import shutil
 import pytest
 from sandbox.test_attacks import need
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, LocalSandbox
 from ratchet.types import Message
@@ -174,7 +174,7 @@ def judge(tmp_path_factory):
         path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         # node reserves as much
         keys = {"kind": "terminal", "train": str(path), "test": str(path), "memory_mib": 2048}
-        environments.append(construct(resolve("environment", keys)))
+        environments.append(build(resolve("environment", keys)))
         environment = environments[-1]
 
         async def main():

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.tool_use.base import (
     ToolAnswer,
@@ -34,7 +34,7 @@ SERVER = str(Path(__file__).with_name("mcp_server.py"))
 
 
 def tool(kind, **keys):
-    return construct(resolve("tool", {"kind": kind, **keys}))
+    return build(resolve("tool", {"kind": kind, **keys}))
 
 
 def answered(toolbox, name, **arguments):

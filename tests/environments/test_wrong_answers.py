@@ -12,7 +12,7 @@ from ratchet.environments.config import ArithmeticConfig, SortingConfig
 from ratchet.environments.toy.arithmetic import Arithmetic
 from ratchet.environments.toy.sorting import Sorting
 from ratchet.environments.wrong_answers import OneRightAnswer, mistaken
-from ratchet.protocols import Compares, Judges, Steps
+from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.types import Task
 
 ANSWERS = st.text(min_size=1, max_size=12)
@@ -111,9 +111,9 @@ def test_about_half_of_the_judged_answers_are_right():
     ids=["one digit", "reversed", "a single number to sort", "sorting"],
 )
 def test_the_built_in_tasks_have_all_of_it(made):
-    assert isinstance(made, Compares)
-    assert isinstance(made, Judges)
-    assert isinstance(made, Steps)
+    assert isinstance(made, HasPreferencePairs)
+    assert isinstance(made, HasLabelledAnswers)
+    assert isinstance(made, HasStepLabels)
     for served in islice(made.tasks("train", seed=0), 200):
         pair = made.comparison(served)
         assert pair.chosen == made.demonstration(served)

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.environments.toy.sorting import Sorting
 from ratchet.evals.evaluator import Evaluator
@@ -51,7 +51,7 @@ def player(
 
 
 def sorting() -> Sorting:
-    return construct(resolve("environment", {"kind": "sorting", "digits": 2}))
+    return build(resolve("environment", {"kind": "sorting", "digits": 2}))
 
 
 def evaluated(
@@ -168,7 +168,7 @@ def test_keys_of_a_request_are_added_and_removed():
 
 
 def test_tools_are_called_in_turns():
-    environment = construct(resolve("environment", {
+    environment = build(resolve("environment", {
         "kind": "tool_use",
         "problems": {"kind": "arithmetic", "digits": 2},
         "tools": [{"kind": "calculator"}],

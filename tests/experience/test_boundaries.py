@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
@@ -106,7 +106,7 @@ def test_where_every_attempt_is_cut_off_there_is_no_nan_and_nothing_to_learn():
     )
     group = make_group("g", rows)
     assert measure_groups([group])["truncated_share"] == 1.0
-    batch = build(GRPOConfig(group_size=3)).advantage(pack([group]), AlgoState())
+    batch = build_policy_gradient(GRPOConfig(group_size=3)).advantage(pack([group]), AlgoState())
     assert batch.token_columns["advantages"].abs().sum() == 0
 
 
@@ -174,7 +174,7 @@ def test_a_supervised_row_longer_than_the_context_is_refused_by_name():
 
 
 def test_a_step_that_lost_groups_keeps_its_count_of_optimizer_steps():
-    algorithm = build(GRPOConfig(group_size=2, minibatches=3, epochs=2))
+    algorithm = build_policy_gradient(GRPOConfig(group_size=2, minibatches=3, epochs=2))
     lone = pack(
         [make_group("g", [make_trajectory([1], [2], reward=float(i), attempt=i) for i in range(2)])]
     )
@@ -184,7 +184,9 @@ def test_a_step_that_lost_groups_keeps_its_count_of_optimizer_steps():
 
 
 def test_metrics_are_means_whatever_the_weighting():
-    algorithm = build(GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8))
+    algorithm = build_policy_gradient(
+        GRPOConfig(group_size=2, weighting="fixed_length", fixed_length=8)
+    )
     batch = pack(
         [
             make_group(

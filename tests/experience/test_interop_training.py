@@ -12,7 +12,7 @@ import pytest
 import torch
 from pydantic import ValidationError
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.testing import check_environment
@@ -103,7 +103,7 @@ def test_it_learns():
 
 
 def test_it_keeps_an_environments_contract():
-    check_environment(construct(resolve("environment", COPYING)))
+    check_environment(build(resolve("environment", COPYING)))
 
 
 @pytest.mark.parametrize(
@@ -128,7 +128,7 @@ def test_what_cannot_work_is_refused_when_it_is_read(values, message):
 
 
 def test_numbers_of_its_own_that_break_cost_nothing(monkeypatch, caplog):
-    environment = construct(resolve("environment", COPYING))
+    environment = build(resolve("environment", COPYING))
     _, run = run_of(lambda metrics: None, steps=1)
     groups = []
 

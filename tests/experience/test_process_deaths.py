@@ -11,7 +11,7 @@ from experience.test_boundaries import EOS, SAMPLING, Digits
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
 from ratchet.experience.rollout.episode import EpisodePlayer
@@ -82,7 +82,7 @@ def test_a_killed_worker_costs_its_attempt_which_no_statistic_sees(where):
     assert (batch.n_sequences, batch.rewards_S.tolist()) == (3, [1.0] * 3), (
         "it neither trains nor is in the baseline"
     )
-    weighed = build(GRPOConfig(group_size=4)).advantage(batch, AlgoState())
+    weighed = build_policy_gradient(GRPOConfig(group_size=4)).advantage(batch, AlgoState())
     assert weighed.token_columns["advantages"].abs().max() == 0, (
         "three equal rewards: a 0 of the dead one would show"
     )

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.experience.async_rollouts.prefetch import PrefetchingSource
 from ratchet.experience.async_rollouts.resumable_generator import ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
@@ -110,7 +110,7 @@ def trained(seed, *, max_staleness, correction):
     staleness = []
     run = StageRun(
         name="bandit",
-        algorithm=construct(resolve("algorithm", section)),
+        algorithm=build(resolve("algorithm", section)),
         # while it works, what has begun is drawn: in no time
         roles={"policy": SlowLearner(learner, 1.0)},
         batcher=Batcher(ahead, groups_per_step=BATCH),

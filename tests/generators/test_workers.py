@@ -23,7 +23,7 @@ from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.workers.batch_protocol import CompletionBatch
 from ratchet.generators.workers.pool import TOGETHER, GeneratorPool
-from ratchet.protocols import Generator, Placeable, ShowsWeights
+from ratchet.protocols import Generator, HasReadableWeights, Placeable
 from ratchet.testing.conformance import check_generator
 from ratchet.training.generator_workers import RecoveringWeightSync, worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
@@ -36,7 +36,9 @@ TASK = Task("task", (Message("user", "1"),))
 
 def test_it_is_a_generator():
     router, _ = router_here()
-    assert all(isinstance(router, protocol) for protocol in (Generator, Placeable, ShowsWeights))
+    assert all(
+        isinstance(router, protocol) for protocol in (Generator, Placeable, HasReadableWeights)
+    )
     asyncio.run(check_generator(router, PROMPTS))
 
 

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from ratchet.algorithms.base import AlgoState
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.learners.compute.microbatch_dispatch import distribute_microbatches
@@ -57,7 +57,7 @@ def weighed(kind, step, dtype=torch.float32):
     with a loss of routers too."""
     if kind in ROUTERS:
         return routed(ROUTERS[kind])
-    algorithm = construct(resolve("algorithm", {"kind": kind}))
+    algorithm = build(resolve("algorithm", {"kind": kind}))
     batch = pack(groups(step))
     zeros = torch.zeros(batch.n_tokens, dtype=dtype)
     batch = batch.fill_tokens(

@@ -8,7 +8,7 @@ from learners.spread_cases import SHAPE, SPARSE, groups, made, micros_of
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_gradient import RouterConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.batch import ROUTES
 from ratchet.data.packing import pack
 from ratchet.learners.config import DTensorConfig
@@ -22,7 +22,7 @@ LAYERS = SHAPE.n_layers - 1
 def routed(router):
     """(weighed batch whose rows go to any two experts, some of their tokens to no given ones,
     terms)"""
-    algorithm = build(GRPOConfig(group_size=3, router=RouterConfig(**router)))
+    algorithm = build_policy_gradient(GRPOConfig(group_size=3, router=RouterConfig(**router)))
     batch = pack(groups(0))
     generator = torch.Generator().manual_seed(5)
     pairs = torch.tensor([[a, b] for a in range(4) for b in range(4) if a != b], dtype=torch.int16)

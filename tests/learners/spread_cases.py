@@ -10,7 +10,7 @@ import torch
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import PPOConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
@@ -77,7 +77,7 @@ def groups(seed, n=5, attempts=3, longest=12):
 
 def weighed(seed):
     """(batch with weights and every column, terms of the policy and the critic): a step of PPO."""
-    algorithm = build(PPOConfig())
+    algorithm = build_policy_gradient(PPOConfig())
     batch = pack(groups(seed))
     zeros = torch.zeros(batch.n_tokens, dtype=torch.float64)
     batch = batch.fill_tokens(

@@ -12,11 +12,11 @@ from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.sft import SFTConfig
 from ratchet.algorithms.loss_aggregation import token_mean
 from ratchet.algorithms.losses.common import entropy_bonus, nll, value_loss
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.algorithms.sft import build_sft
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import TrainingError
@@ -91,8 +91,10 @@ def gradient(made, batch, terms):
 
 ALGORITHMS = {
     "sft": build_sft(SFTConfig()),
-    "grpo": build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), entropy_coef=0.01)),
-    "dr_grpo": build(
+    "grpo": build_policy_gradient(
+        GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), entropy_coef=0.01)
+    ),
+    "dr_grpo": build_policy_gradient(
         GRPOConfig(
             group_size=3,
             advantage=GroupRelative(scale="none"),
@@ -253,7 +255,7 @@ def test_a_step_without_weight_is_skipped_and_said():
 def test_dropping_groups_without_signal_is_training_on_the_others_alone():
     made = groups()
     drop, keep = (
-        build(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), equal_rewards=how))
+        build_policy_gradient(GRPOConfig(group_size=3, kl=KLConfig(coef=0.1), equal_rewards=how))
         for how in ("drop", "keep")
     )
     rewards = [[t.reward for t in group.trajectories] for group in made]
@@ -271,10 +273,12 @@ def test_all_equal_rewards_give_no_gradient():
     equal = [
         make_group("g", [make_trajectory([1], [2, 3], reward=0.1, attempt=i) for i in range(3)])
     ]
-    batch, terms = prepared(build(GRPOConfig(group_size=3)), equal)
+    batch, terms = prepared(build_policy_gradient(GRPOConfig(group_size=3)), equal)
     found, _ = gradient(learner(), batch, terms)
     assert not found.any()
-    batch, terms = prepared(build(GRPOConfig(group_size=3, equal_rewards="drop")), equal)
+    batch, terms = prepared(
+        build_policy_gradient(GRPOConfig(group_size=3, equal_rewards="drop")), equal
+    )
     assert asyncio.run(learner().update(batch, terms))["skipped_empty"] == 1.0
 
 
@@ -371,7 +375,7 @@ def test_entropy_alone_needs_no_logprobs():
 
 @pytest.mark.parametrize("tokens", [5, 10_000])
 def test_an_entropy_that_no_loss_uses_is_measured_without_gradient(tokens):
-    measuring = build(GRPOConfig(group_size=3, weighting="token_mean"))
+    measuring = build_policy_gradient(GRPOConfig(group_size=3, weighting="token_mean"))
     batch, terms = prepared(measuring)
     made = learner(LocalConfig(micro_batch_tokens=tokens))
     slopes, sums = gradient(made, batch, terms)
@@ -417,7 +421,7 @@ def test_distillation_through_the_learner_is_the_kl_of_the_two_models(rows, monk
     monkeypatch.setattr("ratchet.learners.compute.forward.count_rows_per_chunk", lambda *_: rows)
     batch, teacher = pack(groups()), learner(net=model(seed=4))
     for top_k, all_of_it in ((0, True), (3, False)):
-        algorithm = construct(
+        algorithm = build(
             resolve(
                 "algorithm", {"kind": "distill_off_policy", "teacher": "x", "top_k": top_k or None}
             )
@@ -457,7 +461,7 @@ def test_gradients_reach_the_head_and_the_body(name):
     head = ScalarHead(16).init_weights(1, std=0.5).double()
     made = learner(head=head)
     returns = torch.linspace(-1, 1, batch.n_tokens, dtype=torch.float64)
-    algorithm = construct(resolve("algorithm", {"kind": "ppo"}))
+    algorithm = build(resolve("algorithm", {"kind": "ppo"}))
     weighed = algorithm.weigh(
         batch.fill_tokens(
             returns=returns, values=torch.zeros_like(returns), valued=batch.trainable_T

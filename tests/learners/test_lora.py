@@ -10,7 +10,7 @@ from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
 from ratchet.algorithms.config.named_policy_gradients import PPOConfig
 from ratchet.algorithms.config.policy_losses import KLConfig
 from ratchet.algorithms.config.preference import DPOConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.preference import build_pairs
 from ratchet.checkpoint.serialization import load_state
 from ratchet.config.model_shape.decoder_config import DecoderConfig
@@ -181,7 +181,7 @@ def test_roles_share_the_base():
     made = roles(build_pairs(DPOConfig()), net, adapter)
     assert isinstance(made["reference"], LoRAReference)
     net = policy()
-    made = roles(build(PPOConfig(kl=KLConfig(coef=0.1))), net, adapter)
+    made = roles(build_policy_gradient(PPOConfig(kl=KLConfig(coef=0.1))), net, adapter)
     critic = made["critic"]
     assert isinstance(made["reference"], LoRAReference)
     own = dict(net.named_parameters())

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.scoring import fill_columns
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
@@ -69,7 +69,7 @@ def roles_of(model, algorithm, group=None, **options):
     )
     spec = resolve("algorithm", algorithm)
     tokenizer = character_tokenizer("abcdefghijklmnopqrs")
-    made = construct(spec)
+    made = build(spec)
     return made, make_roles(
         model,
         tokenizer,

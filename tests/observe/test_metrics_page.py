@@ -16,7 +16,7 @@ from observe.test_system import Nvml
 
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import RunConfig
 from ratchet.evals.results import AttemptResult, EvalResults, PromptResult
 from ratchet.experience.rollout.metrics import (
@@ -63,7 +63,7 @@ PROBED = {"every": 1, "second_opinion": [{"kind": "exact_match"}], "canaries": S
 
 
 def of_algorithm(kind: str, options: dict[str, Any]) -> Iterator[str]:
-    algorithm = construct(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **options}))
+    algorithm = build(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **options}))
     update = Update.of(algorithm, Draw(0).groups(algorithm))
     yield from (f"batch/{name}" for name in update.batch.metrics)
     for role, terms in algorithm.losses.items():

@@ -65,12 +65,12 @@ import sys
 from dataclasses import replace
 from pathlib import Path
 from observe.test_trackers import STEPS, tracked
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 
 kind, path, mode = sys.argv[1], Path(sys.argv[2]), sys.argv[3:]
 section = resolve("sink", {"kind": kind} | ({"mode": mode[0]} if mode else {}))
 for first, last in ((0, 2), (2, 3)):  # a run and its resumption
-    sink = construct(section, tracked(path, resumed=first > 0))
+    sink = build(section, tracked(path, resumed=first > 0))
     for step in range(first, last):
         sink.write(step + 1, STEPS[step])
     sink.close()
@@ -355,7 +355,7 @@ def test_a_service_that_fails_at_the_start_is_named(
     def construct(section: object, run: Tracked) -> None:
         raise OSError("wandb: CommError: no route")
 
-    monkeypatch.setattr("ratchet.observe.trackers.construct", construct)
+    monkeypatch.setattr("ratchet.observe.trackers.build", construct)
     with pytest.raises(
         ConfigError,
         match=r"logging\.sinks: wandb: CommError: no route; remove it, or set its mode to offline",

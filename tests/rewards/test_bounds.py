@@ -3,7 +3,7 @@ import asyncio
 import pytest
 
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.rewards.base import PerTrajectory
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
@@ -42,7 +42,7 @@ UNBOUNDED = {
 @pytest.mark.needs("langdetect")
 @pytest.mark.parametrize("kind", [kind for kind in KINDS["rewards"] if kind not in UNBOUNDED])
 def test_every_built_in_reward_declares_its_bounds(kind):
-    assert construct(resolve("rewards", {"kind": kind, **NEEDED.get(kind, {})})).bounds == (
+    assert build(resolve("rewards", {"kind": kind, **NEEDED.get(kind, {})})).bounds == (
         0.0,
         1.0,
     )

@@ -9,7 +9,7 @@ import torch
 import yaml
 
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ModelError
@@ -43,7 +43,7 @@ def exported(directory, tokenizer, *, head=True):
 
 
 def made(directory, **keys):
-    return construct(resolve("rewards", {"kind": "reward_model", "path": str(directory), **keys}))
+    return build(resolve("rewards", {"kind": "reward_model", "path": str(directory), **keys}))
 
 
 def scores(reward, *texts, ended=None, task=TASK):
@@ -158,7 +158,7 @@ def test_a_model_that_was_trained_to_prefer_becomes_the_reward_of_grpo(tmp_path,
     recipe = repository / "recipes" / "reward_model.yaml"
     assert start_run(recipe, [*small, *quiet, *quick], scorer, command="test") == 0
     rm = {"kind": "reward_model", "path": str(scorer / "model")}
-    reward = construct(resolve("rewards", rm))
+    reward = build(resolve("rewards", rm))
     right, wrong = (outcome.reward for outcome in scores(reward, "13", "77"))
     assert right > wrong
     grpo = {

@@ -14,7 +14,7 @@ import pytest
 from pydantic import ValidationError
 from sandbox.fake_docker import OURS, PYTHON, Container, FakeDocker
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, output_matches
 from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig
@@ -339,7 +339,7 @@ async def _gone(engine):
 
 def test_the_code_reward_runs_there_and_a_broken_engine_is_a_failure_not_a_zero(engine):
     keys = {"kind": "docker", "address": engine.address, "python": PYTHON}
-    reward = construct(resolve("rewards", {"kind": "code", "sandbox": keys, "timeout_s": 20}))
+    reward = build(resolve("rewards", {"kind": "code", "sandbox": keys, "timeout_s": 20}))
     task = Task(
         "double",
         (Message("user", "Double it."),),

@@ -9,7 +9,7 @@ import os
 import pytest
 from sandbox.fake_remote import FakeRemote
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.sandbox import Isolation, Limits, Reason, SandboxError, output_matches
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.remote import RemoteSandbox
@@ -164,7 +164,7 @@ def test_a_session_keeps_files_directory_and_variables(sandbox):
 
 def test_the_code_reward_runs_there_and_a_broken_service_is_a_failure_not_a_zero(service):
     section = {"kind": "remote", "address": service.address, "offers": "namespaces", "retries": 0}
-    reward = construct(
+    reward = build(
         resolve(
             "rewards", {"kind": "code", "sandbox": section, "timeout_s": 20, "memory_mib": 1024}
         )

@@ -9,7 +9,7 @@ import torch
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
@@ -205,7 +205,7 @@ DEVICES = [
 def test_a_learner_that_left_goes_on_with_the_same_bits(device, tmp_path):
     """Weights, moments and a scalar head; saved and loaded while away too."""
     shape = DecoderConfig(23, 16, 2, 4, 2, 8, 24, init_std=0.3)
-    algorithm = construct(resolve("algorithm", {"kind": "sft"}))
+    algorithm = build(resolve("algorithm", {"kind": "sft"}))
 
     def run(*, leaves):
         learner = LocalLearner(

@@ -10,7 +10,7 @@ import torch
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
@@ -44,7 +44,7 @@ def saved(tmp_path):
 
 
 def algorithm(kind, **keys):
-    return construct(resolve("algorithm", {"kind": kind, **keys}))
+    return build(resolve("algorithm", {"kind": kind, **keys}))
 
 
 def roles_of(net, algo):

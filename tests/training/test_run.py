@@ -8,7 +8,7 @@ import pytest
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.config.experience import ParityConfig
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, RunConfig
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.testing.builders import make_group, make_trajectory
@@ -39,7 +39,7 @@ def run_of(algorithm: Algorithm, groups: list[Group]) -> StageRun:
         "tokenizer": {"kind": "bytes"},
         "stages": [STAGE],
     })  # fmt: skip
-    arena = EnvSetup(construct(resolve("environment", SORTING)))
+    arena = EnvSetup(build(resolve("environment", SORTING)))
     invented = ParityConfig(first_steps=0, every=0)
     plan = StageSpec("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
     run = make_run(build_policy(config), arena, algorithm, plan)
@@ -65,14 +65,14 @@ SAME = group(*[{"a": 0.5, "b": 0.5, "c": 0.0}] * 3)
 def test_a_step_is_silent_where_no_advantage_is_left_whatever_the_sums_of_rewards(
     kind: str, silent: int
 ):
-    run = run_of(construct(resolve("algorithm", {"kind": kind})), [TRADED, SAME])
+    run = run_of(build(resolve("algorithm", {"kind": kind})), [TRADED, SAME])
     asyncio.run(train(run))
     assert run.progress.silent_steps == silent
 
 
 def test_a_supervised_step_is_never_silent():
     run = run_of(
-        construct(resolve("algorithm", {"kind": "sft"})),
+        build(resolve("algorithm", {"kind": "sft"})),
         [make_group("g", [make_trajectory([65], [66])])],
     )
     asyncio.run(train(run))
@@ -83,14 +83,14 @@ def test_a_supervised_step_is_never_silent():
 def test_weights_are_sent_when_somebody_reads_them(kind: str, pushed: list[int]):
     """Before every step that samples; where rows are given, before an evaluation, and at the
     end."""
-    run = run_of(construct(resolve("algorithm", {"kind": kind})), [SAME] * 5)
+    run = run_of(build(resolve("algorithm", {"kind": kind})), [SAME] * 5)
     run.weight_sync, run.evaluate_every = FakeWeightSync(), 2
     asyncio.run(train(run))
     assert run.weight_sync.pushed == pushed
 
 
 def test_a_stage_may_end_after_so_many_seconds_as_if_it_had_no_step_left():
-    run = run_of(construct(resolve("algorithm", {"kind": "sft"})), [SAME] * 5)
+    run = run_of(build(resolve("algorithm", {"kind": "sft"})), [SAME] * 5)
     saved: list[int] = []
 
     async def save(done: int) -> None:

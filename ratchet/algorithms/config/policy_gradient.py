@@ -86,7 +86,7 @@ class CriticConfig(Section):
 class PolicyGradientConfig(AlgorithmConfig):
     """A policy-gradient algorithm of any estimator with any policy loss."""
 
-    builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build"
+    builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_policy_gradient"
     source: ClassVar[Source] = "rollouts"
 
     group_size: GroupSize = 8

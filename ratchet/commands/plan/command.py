@@ -18,7 +18,7 @@ from ratchet.commands.plan.probe import Probe
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import RecordConfig, RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ConfigError, ModelError
@@ -30,7 +30,7 @@ from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
 from ratchet.observe.records.writer import MOST_STEPS, MOST_TOKENS
-from ratchet.protocols import Compares, Judges, Steps
+from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.training.from_config import build_env_setup, get_chat_template
 from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
@@ -128,7 +128,7 @@ def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device)
     """Plan one stage. cost: of the model that the run begins with. Raises DataError for data that
     can't be read."""
     stage = config.stages[index]
-    algorithm: Algorithm = construct(stage.algorithm)
+    algorithm: Algorithm = build(stage.algorithm)
     load = measure_load(config, index, algorithm, cost.shape)
     memory, recorded = (
         estimate_memory(stage, algorithm, cost, device, load),
@@ -170,7 +170,7 @@ def read_shape(config: RunConfig) -> DecoderConfig:
         assert source.preset is not None, (
             "the configuration lets neither path nor preset through without the other"
         )
-        vocabulary = construct(config.tokenizer, None).vocab_size
+        vocabulary = build(config.tokenizer, None).vocab_size
         return get_preset(source.preset, vocab_size=vocabulary, **source.overrides)
     try:
         return read_config(find_model(source.path, revision=source.revision))
@@ -206,7 +206,7 @@ def measure_lengths(
 ) -> tuple[int, int]:
     """Return (tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
     stage, arena = config.stages[index], build_env_setup(config.stages[index])
-    tokenizer = construct(config.tokenizer, config.model.path)
+    tokenizer = build(config.tokenizer, config.model.path)
     renderer = Renderer(
         tokenizer,
         get_chat_template(config),
@@ -224,12 +224,12 @@ def measure_lengths(
 def _given(arena: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm) -> int:
     """Return the tokens of the longest row that a task makes."""
     place = arena.environment
-    if algorithm.source == "pairs" and isinstance(place, Compares):
+    if algorithm.source == "pairs" and isinstance(place, HasPreferencePairs):
         compared = place.comparison(task)
         answers = [compared.chosen, compared.rejected]
-    elif algorithm.source == "labelled" and isinstance(place, Judges):
+    elif algorithm.source == "labelled" and isinstance(place, HasLabelledAnswers):
         answers = [place.judged(task).messages]
-    elif algorithm.source == "steps" and isinstance(place, Steps):
+    elif algorithm.source == "steps" and isinstance(place, HasStepLabels):
         return len(renderer.prompt(task.messages)) + sum(
             len(renderer.tokenizer.encode(text)) for text, _ in place.steps(task)
         )

@@ -22,7 +22,7 @@ from ratchet.commands.plan.command import (
 )
 from ratchet.commands.plan.probe import Probed, empty_process, probe
 from ratchet.config.loader import plain
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
@@ -103,7 +103,7 @@ def on_cluster(
     config: RunConfig, index: int, plan: StagePlan, cost: DecoderCost, spec: ClusterSpec
 ) -> ClusterPlan:
     stage = config.stages[index]
-    algorithm = construct(stage.algorithm)
+    algorithm = build(stage.algorithm)
     trained, frozen = (
         trained_parameters(stage, algorithm, cost),
         frozen_parameters(stage, algorithm, cost),

@@ -16,7 +16,7 @@ from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.config.base import Section
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.data.formats.media import embedded
 from ratchet.data.processor import Processor
@@ -282,7 +282,7 @@ class Replay:
 
     def _stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
         stage, plan = config.stages[self.index], build_stage_spec(config, self.index)
-        algorithm = construct(stage.algorithm)
+        algorithm = build(stage.algorithm)
         roles = make_roles(
             policy.model,
             policy.tokenizer,

@@ -7,7 +7,7 @@ from functools import cache
 from pathlib import Path
 
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import RatchetError
@@ -75,7 +75,7 @@ def find_tokenizer(directory: RunDirectory) -> Tokenizer | None:
             section["kind"] == "auto" and not _is_local(section, model)
         ):
             return None
-        return construct(resolve("tokenizer", section), model)
+        return build(resolve("tokenizer", section), model)
     except RatchetError:
         return None
 

@@ -378,9 +378,8 @@ def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     }
     for key in (key for key, given in keys.items() if given):
         yield clash(
-            "generator.worker_runs=groups plays a step's groups in other processes, from beginning to "
-            "end, and "
-            f"{key.removesuffix('.kind')} can't be had there: remove it, or set "
+            "generator.worker_runs=groups plays whole groups in worker processes, where "
+            f"{key.removesuffix('.kind')} can't be had: remove it, or set "
             "generator.worker_runs=completions",
             key,
             "generator.worker_runs",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.environments.code.config import CodeRepairConfig
 from ratchet.environments.tool_use.python import failure
 from ratchet.protocols import Environment, Step
@@ -34,7 +34,7 @@ class CodeRepair:
     def __init__(self, config: CodeRepairConfig) -> None:
         """Raises SandboxError where the machine isolates programs less than the judge asks for."""
         self.config = config
-        self.problems: Environment = construct(config.problems)
+        self.problems: Environment = build(config.problems)
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
 from ratchet.types import Message, ToolCall
@@ -160,7 +160,7 @@ def make_tools(sections: Sequence[Section]) -> list[Tool]:
     """Raises ConfigError for what is no tool."""
     tools: list[Tool] = []
     for section in sections:
-        built = construct(section)
+        built = build(section)
         for tool in built if isinstance(built, list | tuple) else (built,):
             if not isinstance(tool, Tool):
                 raise ConfigError(

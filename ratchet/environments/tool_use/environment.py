@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.environments.tool_use.base import Toolbox, ToolError, make_tools
 from ratchet.environments.tool_use.calculator import calculate, written
 from ratchet.environments.tool_use.config import ToolUseConfig, WithToolsConfig
@@ -62,7 +62,7 @@ class ToolUse(WithTools):
     def __init__(self, config: ToolUseConfig) -> None:
         super().__init__(config)
         self.config = config
-        self.problems: Environment = construct(config.problems)
+        self.problems: Environment = build(config.problems)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return map(self.asked, self.problems.tasks(split, seed=seed, start=start))

@@ -17,7 +17,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
@@ -78,7 +78,7 @@ class Terminal(Rows):
         """Raises SandboxError where the sandbox isolates commands less than `isolation` says."""
         self.config = config
         at_least = Isolation[config.isolation.upper()]
-        self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=at_least)
+        self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=at_least)
         self.limits = Limits(
             cpu_s=config.cpu_s, memory_mib=config.memory_mib, processes=16, output_kib=256
         )

@@ -9,16 +9,24 @@ import weakref
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Self
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.environments.workers.config import WorkersConfig
 from ratchet.environments.workers.pool import Pool
-from ratchet.protocols import Compares, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.protocols import (
+    HasLabelledAnswers,
+    HasMetrics,
+    HasPreferencePairs,
+    HasStepLabels,
+    HasStopStrings,
+    HasTools,
+    Step,
+)
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
     """One that offers what the environment itself offers."""
-    local = construct(config.worker)
+    local = build(config.worker)
     bases = tuple(made for protocol, made in OFFERS.items() if isinstance(local, protocol))
     return type(f"{type(local).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, local)
 
@@ -104,10 +112,10 @@ class _Steps(WorkerEnvironment):
 
 
 OFFERS: Mapping[type, type[WorkerEnvironment]] = {
-    OffersTools: _OffersTools,
-    OffersStops: _OffersStops,
-    Measures: _Measures,
-    Compares: _Compares,
-    Judges: _Judges,
-    Steps: _Steps,
+    HasTools: _OffersTools,
+    HasStopStrings: _OffersStops,
+    HasMetrics: _Measures,
+    HasPreferencePairs: _Compares,
+    HasLabelledAnswers: _Judges,
+    HasStepLabels: _Steps,
 }

@@ -22,9 +22,9 @@ import traceback
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.protocol import HEAD, frame, packed, unpacked
-from ratchet.protocols import Environment, OffersStops, OffersTools
+from ratchet.protocols import Environment, HasStopStrings, HasTools
 from ratchet.utils import credentials
 
 PR_SET_PDEATHSIG = 1
@@ -40,7 +40,7 @@ def main(descriptor: int, driver: int) -> None:
     first = _receive(connection)
     try:
         credentials.offer(first["credentials"])
-        server = _Server(connection, construct(resolve("played", first["of"])))
+        server = _Server(connection, build(resolve("played", first["of"])))
     except (Exception, SystemExit):  # user code
         connection.sendall(frame({"error": traceback.format_exc()}))
         _end()
@@ -153,11 +153,11 @@ class _Thread:
                 self._playing[attempt] = copy.copy(self._server.environment)
             environment = self._playing[attempt]
             value: dict[str, Any] = {"messages": await environment.reset(arguments)}
-            if isinstance(environment, OffersTools):
+            if isinstance(environment, HasTools):
                 value["tools"] = environment.tools(arguments)
         else:
             environment = self._playing[attempt]
             value = {"step": await environment.step(arguments)}
         return value | (
-            {"stops": environment.stop_strings} if isinstance(environment, OffersStops) else {}
+            {"stops": environment.stop_strings} if isinstance(environment, HasStopStrings) else {}
         )

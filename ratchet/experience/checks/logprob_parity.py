@@ -23,7 +23,7 @@ from ratchet.batch import Batch
 from ratchet.config.experience import ParityConfig
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ParityError
-from ratchet.protocols import Audits, Generator, Learner, ShowsWeights, WeightSync
+from ratchet.protocols import Generator, HasReadableWeights, Learner, WeightAudit, WeightSync
 from ratchet.types import Sampling
 
 log = logging.getLogger(__name__)
@@ -163,7 +163,7 @@ class ParityGate:
             )
         differing = (
             await self.ends.weight_sync.audit()
-            if isinstance(self.ends.weight_sync, Audits)
+            if isinstance(self.ends.weight_sync, WeightAudit)
             else None
         )
         if differing is None:
@@ -212,7 +212,7 @@ class ParityGate:
         }
         generator = (
             {s.tensor.dtype for s in self.ends.generator.weights()}
-            if isinstance(self.ends.generator, ShowsWeights)
+            if isinstance(self.ends.generator, HasReadableWeights)
             else set()
         )
         held = self._rounded_to or _names(generator)

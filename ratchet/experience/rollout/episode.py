@@ -21,7 +21,7 @@ from ratchet.errors import DataError
 from ratchet.experience.rollout.user_code import UserCodeFailed, limit_time, run_guarded
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
-from ratchet.protocols import Environment, Generator, OffersStops, OffersTools, Step
+from ratchet.protocols import Environment, Generator, HasStopStrings, HasTools, Step
 from ratchet.types import (
     Cancelled,
     Completion,
@@ -315,7 +315,7 @@ class EpisodePlayer:
         with self._waiting("reset", environment):
             first = await run_guarded(lambda: environment.reset(play.task))
         play.messages = list(check_messages(first, "reset", environment))
-        if self.offers(environment, OffersTools):
+        if self.offers(environment, HasTools):
             # A mixture of environments may offer no tools for this task.
             play.tools = await get_offered_tools(environment, play.task) or None
             play.metrics["malformed_tool_calls"] = 0
@@ -346,7 +346,7 @@ class EpisodePlayer:
         sampling = play.sampling
         strand = play.strand
         environment = play.environment
-        if self.offers(environment, OffersStops):
+        if self.offers(environment, HasStopStrings):
             sampling = replace(
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             )
@@ -430,7 +430,7 @@ class EpisodePlayer:
             play.strand.media = self.renderer.media(prompt, play.messages)
 
 
-async def get_offered_tools(environment: OffersTools, task: Task) -> Tools:
+async def get_offered_tools(environment: HasTools, task: Task) -> Tools:
     """Return the tools of the environment, or raise UserCodeFailed if they are malformed."""
 
     async def call() -> Any:

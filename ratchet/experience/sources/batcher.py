@@ -7,7 +7,7 @@ from collections import Counter, deque
 from collections.abc import Mapping, Sequence
 
 from ratchet.errors import TrainingError
-from ratchet.protocols import Adapts, Measures, Source
+from ratchet.protocols import AdaptiveSource, HasMetrics, Source
 from ratchet.types import Failed, Group
 
 log = logging.getLogger(__name__)
@@ -55,11 +55,11 @@ class Batcher:
         self.source.ack([group.id for group in groups], step)
 
     def measure(self, groups: Sequence[Group]) -> dict[str, float]:
-        return dict(self.source.measure(groups)) if isinstance(self.source, Measures) else {}
+        return dict(self.source.measure(groups)) if isinstance(self.source, HasMetrics) else {}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass the results of the step to a source that adapts to them."""
-        if isinstance(self.source, Adapts):
+        if isinstance(self.source, AdaptiveSource):
             self.source.adapt(groups, step, measured)
 
     def _report(self, step: int, failures: Sequence[Failed], attempts: int) -> None:

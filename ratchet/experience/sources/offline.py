@@ -12,7 +12,7 @@ from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
-from ratchet.protocols import Compares, Judges, OffersTools, Steps
+from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels, HasTools
 from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
@@ -105,7 +105,7 @@ class SupervisedSource(StreamSource):
 
     def _row(self, task: Task) -> Trajectory:
         environment = self.stream.environment
-        tools = (environment.tools(task) or None) if isinstance(environment, OffersTools) else None
+        tools = (environment.tools(task) or None) if isinstance(environment, HasTools) else None
         return self.writer.row(task, environment.demonstration(task), train=self.train, tools=tools)
 
 
@@ -133,14 +133,14 @@ class AnswerSource(StreamSource):
 class PairSource(AnswerSource):
     """A source of a better and a worse answer to each task, the better one first."""
 
-    wants = Compares
+    wants = HasPreferencePairs
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(name, task, self.pair(task)) for name, task in jobs]
 
     def pair(self, task: Task) -> tuple[Trajectory, ...]:
         environment = self.stream.environment
-        assert isinstance(environment, Compares)
+        assert isinstance(environment, HasPreferencePairs)
         pair = environment.comparison(task)
         chosen, rejected = pair.rewards or (None, None)
         return self.writer.row(task, pair.chosen, chosen), replace(
@@ -155,7 +155,7 @@ class LabelledSource(AnswerSource):
     reference point. A draw of a single task then raises DataError, as it has no other.
     """
 
-    wants = Judges
+    wants = HasLabelledAnswers
 
     def __init__(
         self, stream: TaskStream, name: str, writer: TextRenderer, *, reference_rows: bool
@@ -165,7 +165,7 @@ class LabelledSource(AnswerSource):
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
-        assert isinstance(environment, Judges)
+        assert isinstance(environment, HasLabelledAnswers)
         answers = [environment.judged(task) for _, task in jobs]
         groups = []
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
@@ -194,11 +194,11 @@ def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
 class SteppedSource(AnswerSource):
     """A source of one answer in labelled steps for each task."""
 
-    wants = Steps
+    wants = HasStepLabels
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
-        assert isinstance(environment, Steps)
+        assert isinstance(environment, HasStepLabels)
         return [
             Group(name, task, (self.writer.stepped(task, environment.steps(task)),))
             for name, task in jobs

@@ -16,7 +16,7 @@ from ratchet.config.experience import ReplayConfig
 from ratchet.experience.rollout.plain_values import from_plain, to_plain
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.prompt_ledger import PromptLedger
-from ratchet.protocols import Adapts, Closeable, Measures, Source
+from ratchet.protocols import AdaptiveSource, Closeable, HasMetrics, Source
 from ratchet.types import Group
 
 
@@ -83,7 +83,7 @@ class ReplayBuffer:
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
         new = [group for group in groups if not group.uses]
-        numbers = self.source.measure(new) if isinstance(self.source, Measures) else {}
+        numbers = self.source.measure(new) if isinstance(self.source, HasMetrics) else {}
         uses = [group.uses for group in groups if group.uses]
         replay_numbers = {
             "replay/share": len(uses) / len(groups),
@@ -93,7 +93,7 @@ class ReplayBuffer:
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass the results of new groups alone to the source, as replayed ones are always stale."""
-        if isinstance(self.source, Adapts):
+        if isinstance(self.source, AdaptiveSource):
             self.source.adapt([group for group in groups if not group.uses], step, measured)
 
     async def snapshot(self) -> Mapping[str, Any]:

@@ -33,7 +33,7 @@ TOGETHER = 64  # requests with the same prompt that one worker takes before othe
 
 
 class GeneratorPool:
-    """A `Generator`, `Placeable` and `ShowsWeights` on workers with a `GeneratorRank` each.
+    """A `Generator`, `Placeable` and `HasReadableWeights` on workers with a `GeneratorRank` each.
 
     Attributes that the weight sync uses:
         push_lock: held during a push of weights.

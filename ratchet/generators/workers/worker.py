@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from ratchet.errors import RatchetError, WorkerRaised
 from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBatch
-from ratchet.protocols import Closeable, Generator, Placeable, Shard, ShowsWeights
+from ratchet.protocols import Closeable, Generator, HasReadableWeights, Placeable, Shard
 from ratchet.types import Completion, Placed, Sampling
 
 TOGETHER_S = 0.005  # wait after the first completion, so that others can return with it
@@ -133,7 +133,7 @@ class GeneratorRank:
 
     def weights(self) -> list[Shard]:
         """Return copies of the weights on the CPU; [] if the generator does not show them."""
-        if not isinstance(self.generator, ShowsWeights):
+        if not isinstance(self.generator, HasReadableWeights):
             return []
         return [
             Shard(

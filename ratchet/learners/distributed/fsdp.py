@@ -26,7 +26,7 @@ from torch.distributed.fsdp import (
 
 from ratchet.batch import Batch
 from ratchet.checkpoint.sharded import BlockFiles, save_blocks
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.learners.compute.forward import resolve_chunk_mib
 from ratchet.learners.config import DTensorConfig
@@ -160,7 +160,7 @@ class DTensorLearner(RankLearner):
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             named = [(item.name, item.parameter) for item in self.trained]
-            self.optimizer = construct(optimizer, named, local=get_local_tensor)
+            self.optimizer = build(optimizer, named, local=get_local_tensor)
         self._offloader = Offloader([model, head], self.optimizer)
 
     def _score(

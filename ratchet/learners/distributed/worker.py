@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.batch import Batch
-from ratchet.config.resolve import construct, imported, resolve
+from ratchet.config.resolve import build, imported, resolve
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.stage_spec import RoleSpec
@@ -84,7 +84,7 @@ class LearnerRank:
 
         algorithm: the values of its section, from which every rank builds its losses.
         """
-        self.algorithm = construct(resolve("algorithm", algorithm))
+        self.algorithm = build(resolve("algorithm", algorithm))
         # Free the learners of the last stage before new ones are created.
         self.learners.clear()
         for name, spec in roles.items():

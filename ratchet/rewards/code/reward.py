@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.config.resolve import construct
+from ratchet.config.resolve import build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code.extract_program import extract_program, right_output
@@ -34,7 +34,7 @@ class Code(AnswerReward):
         """Raises SandboxError where the sandbox isolates programs less than `isolation` says."""
         self.config = config
         isolation = Isolation[config.isolation.upper()]
-        self.sandbox: Sandbox = construct(config.sandbox, slots=config.workers, at_least=isolation)
+        self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=isolation)
         self.limits = Limits(
             wall_s=WALL_PER_CPU * config.timeout_s,
             cpu_s=config.timeout_s,

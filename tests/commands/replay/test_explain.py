@@ -12,7 +12,7 @@ from oracles.ragged import Row
 from ratchet.commands.replay.engine import Replay
 from ratchet.commands.replay.explain import explain_step, explained, influences
 from ratchet.commands.replay.gradient_attribution import strongest
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
 from ratchet.training.start import start_run
@@ -169,7 +169,7 @@ def test_a_token_is_found_in_its_attempt_wherever_its_mini_batch_has_it():
         )
         for i in range(4)
     ]
-    algorithm = construct(
+    algorithm = build(
         resolve("algorithm", {"kind": "grpo", "minibatches": 2, "minibatches_of": "attempts"})
     )
     _, second = algorithm.split(pack(groups(rows)))

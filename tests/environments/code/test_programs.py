@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
 from ratchet.rewards.weighted_sum import composed
 from ratchet.testing import check_environment
@@ -20,7 +20,7 @@ ECHO = {
 
 
 def made(kind, **keys):
-    return construct(resolve("environment", {"kind": kind, **keys}))
+    return build(resolve("environment", {"kind": kind, **keys}))
 
 
 def test_made_up_programs_keep_the_kit_and_their_demonstrations_pass_their_tests():

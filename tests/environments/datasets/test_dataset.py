@@ -11,12 +11,12 @@ import pyarrow.parquet as pq
 import pytest
 from pydantic import ValidationError
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.presets.datasets import PRESETS
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError, DataError
-from ratchet.protocols import OffersTools
+from ratchet.protocols import HasTools
 from ratchet.testing import check_environment
 from ratchet.training.checkpointing import list_data_files
 from ratchet.types import Comparison, Judged, Message, ToolCall
@@ -44,7 +44,7 @@ def write(path, rows):
 
 
 def made(**settings) -> Dataset:
-    return construct(resolve("environment", {"kind": "dataset", **settings}))
+    return build(resolve("environment", {"kind": "dataset", **settings}))
 
 
 def tasks(environment, split="train"):
@@ -205,9 +205,7 @@ def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
     config = resolve("environment", {"kind": "dataset", "preset": name})
     if config.default_reward:
         reward = config.default_reward
-        assert construct(
-            resolve("rewards", {"kind": reward} if isinstance(reward, str) else reward)
-        )
+        assert build(resolve("rewards", {"kind": reward} if isinstance(reward, str) else reward))
     assert PRESETS[name].gives <= config.gives
 
 
@@ -300,7 +298,7 @@ def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     environment = made(
         train=path, columns={"messages": "messages", "tools": "tools"}, test_share=0.0
     )
-    assert isinstance(environment, OffersTools)
+    assert isinstance(environment, HasTools)
     (task,) = tasks(environment)
     assert task.messages == (
         Message("system", "Calculate."),
@@ -311,7 +309,7 @@ def test_a_conversation_with_tools_is_read_as_openai_writes_it(tools, tmp_path):
     assert environment.demonstration(task) == (assistant("2"),)
     assert environment.tools(task) == tuple(TOOLS)
     # who plays it need not know how the policy calls tools
-    assert not isinstance(made(train=path), OffersTools)
+    assert not isinstance(made(train=path), HasTools)
 
 
 def test_sharegpt_and_labelled_rows_and_steps(tmp_path):
@@ -495,7 +493,7 @@ def test_parts_of_a_mixture_come_by_their_weights(tmp_path):
         "preset": "aime_2022_2024",
         "train": write(tmp_path / "b.parquet", [math(i) for i in range(9)]),
     }
-    mixture = construct(resolve("environment", {"kind": "mixture", "parts": [one, other]}))
+    mixture = build(resolve("environment", {"kind": "mixture", "parts": [one, other]}))
     taken = [task.tag for task in islice(mixture.tasks("train", seed=0), 40)]
     assert Counter(taken) == {"one": 30, "dataset": 10}
 

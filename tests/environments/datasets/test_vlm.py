@@ -13,7 +13,7 @@ import pyarrow.parquet as pq
 import pytest
 from PIL import Image
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_audio, decode_image, fetch
 from ratchet.data.presets.media_datasets import MEDIA_PRESETS
 from ratchet.errors import DataError
@@ -116,7 +116,7 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
         "environment",
         {"kind": kind, "preset": name, "train": path, "test_share": 0.0, "shuffle": False},
     )
-    environment = construct(section)
+    environment = build(section)
     task = list(islice(environment.tasks("train", seed=0), 4))[3]
     (medium, text) = task.messages[-1].content
     assert (text.value, task.answer) == (asked, answer)
@@ -133,7 +133,7 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
         )
         return
     judge = section.default_reward
-    reward = construct(resolve("rewards", {"kind": judge} if isinstance(judge, str) else judge))
+    reward = build(resolve("rewards", {"kind": judge} if isinstance(judge, str) else judge))
     said = [
         Trajectory.supervised([1], [True], messages=(Message("assistant", text),))
         for text in (right, wrong)
@@ -147,7 +147,7 @@ def test_a_published_set_in_its_own_form(tmp_path, name, kind):
 def test_what_answers_are_says_what_judges_them(answers, kind):
     section = resolve("environment", {"kind": "vlm", "train": "a.jsonl", "answers": answers})
     assert section.default_reward["kind"] == kind
-    assert construct(resolve("rewards", dict(section.default_reward)))
+    assert build(resolve("rewards", dict(section.default_reward)))
     assert (
         resolve("environment", {"kind": "vlm", "train": "a.jsonl"}).default_reward["kind"]
         == "exact_match"
@@ -163,9 +163,7 @@ def test_what_answers_are_says_what_judges_them(answers, kind):
 
 def test_a_row_without_an_image_is_refused(tmp_path):
     file = write(tmp_path / "a.jsonl", [{"prompt": "What?", "answer": "x", "picture": "a.png"}])
-    environment = construct(
-        resolve("environment", {"kind": "vlm", "train": file, "test_share": 0.0})
-    )
+    environment = build(resolve("environment", {"kind": "vlm", "train": file, "test_share": 0.0}))
     with pytest.raises(
         DataError,
         match=r"a\.jsonl, line 1: no image and no clip; the row has prompt, answer, picture: name",
@@ -175,7 +173,7 @@ def test_a_row_without_an_image_is_refused(tmp_path):
 
 def test_a_solution_without_an_answer_is_refused(tmp_path):
     file = write(tmp_path / "a.parquet", [{"image": png(1), "problem": "p", "solution": "3"}])
-    environment = construct(
+    environment = build(
         resolve("environment", {"kind": "vlm", "preset": "clevr_cogent", "train": file})
     )
     with pytest.raises(DataError, match=r"row 1: column 'solution' has no answer in <answer>"):

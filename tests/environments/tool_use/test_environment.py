@@ -8,7 +8,7 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.environments.tool_use.environment import ToolUse
@@ -73,13 +73,13 @@ def played(environment, task, *turns, reward=None):
 def test_the_kit_with_the_reward_of_the_problems():
     made = section(system="Use the calculator.")
     reward = composed((resolve("rewards", {"kind": made.default_reward}),))
-    check_environment(construct(made), reward=reward)
-    task = next(iter(construct(made).tasks("train", seed=0)))
+    check_environment(build(made), reward=reward)
+    task = next(iter(build(made).tasks("train", seed=0)))
     assert [message.role for message in task.messages] == ["system", "user"]
 
 
 def test_a_scripted_policy_calls_the_calculator_and_answers():
-    environment = construct(section())
+    environment = build(section())
     task = Task("t", (Message("user", "37*48="),), answer="1776", tag="arithmetic")
     trajectory, script = played(
         environment, task, written_call(expression="37*48"), "1776", reward=EXACT
@@ -96,7 +96,7 @@ def test_a_scripted_policy_calls_the_calculator_and_answers():
 
 
 def test_a_policy_may_learn_from_what_went_wrong_with_its_calls():
-    environment = construct(section())
+    environment = build(section())
     task = Task("t", (Message("user", "37*48="),), answer="1776")
     turns = (
         written_call("calc"),
@@ -123,7 +123,7 @@ def test_a_policy_may_learn_from_what_went_wrong_with_its_calls():
 
 
 def test_turns_with_calls_are_bounded():
-    environment = construct(section(max_calling_turns=2))
+    environment = build(section(max_calling_turns=2))
     task = Task("t", (Message("user", "1*1="),), answer="1")
     calls = [written_call(expression="1")] * 3
     trajectory, _ = played(environment, task, *calls, reward=EXACT)
@@ -142,7 +142,7 @@ class Unwell:
 def test_broken_machinery_fails_the_attempt():
     made = section(tools=[{"kind": f"{__name__}:Unwell"}])
     trajectory, _ = played(
-        construct(made),
+        build(made),
         Task("t", (Message("user", "?"),), answer="1"),
         *[written_call("unwell")] * 5,
     )
@@ -155,7 +155,7 @@ def test_a_demonstration_asks_for_what_the_prompt_says_or_there_is_none():
     task = next(iter(environment.tasks("train", seed=0)))
     with pytest.raises(DataError, match="no demonstration with tools"):
         environment.demonstration(replace(task, messages=(Message("user", "312="),)))
-    plain = construct(section())
+    plain = build(section())
     call, result, answer = plain.demonstration(Task("t", (Message("user", "07*08="),), answer="56"))
     assert call.tool_calls == (ToolCall("call_0", "calculator", {"expression": "07*08"}),)
     assert (result.text, answer.text) == ("56", "56")
@@ -176,7 +176,7 @@ def qa(tmp_path):
 
 def test_questions_are_answered_by_searching(qa, tmp_path):
     made = resolve("environment", qa)
-    environment = construct(made)
+    environment = build(made)
     check_environment(environment)
     task = next(
         task for task in islice(environment.tasks("train", seed=0), 40) if task.answer == "town 7"
@@ -190,4 +190,4 @@ def test_questions_are_answered_by_searching(qa, tmp_path):
     test = tmp_path / "test.jsonl"
     test.write_text((tmp_path / "qa.jsonl").read_text().splitlines()[3] + "\n")
     with pytest.raises(DataError, match="line 1: this question is also in"):
-        list(construct(resolve("environment", {**qa, "test": str(test)})).tasks("test", seed=0))
+        list(build(resolve("environment", {**qa, "test": str(test)})).tasks("test", seed=0))

@@ -10,7 +10,7 @@ import pytest
 from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.test_attacks import need
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.environments.tool_use.terminal import extract_commands, shown
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, Reason, Result, SandboxError
@@ -50,7 +50,7 @@ def made(data):
         need(Isolation.NAMESPACES)
         train, test = data("train", rows), data("test", [row(1000)])
         made.append(
-            construct(
+            build(
                 resolve("environment", {"kind": "terminal", "train": train, "test": test, **keys})
             )
         )

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, board, draw
 from ratchet.environments.toy.drawn_shapes import Shapes, Thing
@@ -18,7 +18,7 @@ from ratchet.testing import check_environment
 
 
 def made(**settings) -> Shapes:
-    return construct(resolve("environment", {"kind": "shapes", **settings}))
+    return build(resolve("environment", {"kind": "shapes", **settings}))
 
 
 def tasks(environment, count=60, split="train", seed=0):

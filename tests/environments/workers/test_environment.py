@@ -16,14 +16,22 @@ from hypothesis import settings as hypothesis_settings
 from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.pool import rest_s
 from ratchet.environments.workers.process import Lost, Raised
 from ratchet.environments.workers.protocol import WRAPPED, packed, unpacked
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.protocols import Compares, Judges, Measures, OffersStops, OffersTools, Step, Steps
+from ratchet.protocols import (
+    HasLabelledAnswers,
+    HasMetrics,
+    HasPreferencePairs,
+    HasStepLabels,
+    HasStopStrings,
+    HasTools,
+    Step,
+)
 from ratchet.testing import check_environment
 from ratchet.testing.fakes import FakeGenerator, TextAlone
 from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCall
@@ -35,7 +43,7 @@ TESTS = str(Path(__file__).resolve().parents[2])
 
 def made(worker=TROUBLE, processes=1, threads=2, **keys):
     section = {"kind": worker, **keys} if isinstance(worker, str) else worker
-    return construct(
+    return build(
         resolve(
             "environment",
             {"kind": "workers", "worker": section, "processes": processes, "threads": threads},
@@ -111,7 +119,7 @@ def test_the_same_answers_give_the_same_episode_as_without_workers(games, kind, 
     index, says = data.draw(st.integers(0, 30)), data.draw(st.lists(GAMES[kind], max_size=40))
     split = data.draw(st.sampled_from(["train", "test"]))
     task = next(games[kind].tasks(split, seed=3, start=index))
-    here = construct(resolve("environment", {"kind": kind}))
+    here = build(resolve("environment", {"kind": kind}))
     assert asyncio.run(episode(games[kind], task, says)) == asyncio.run(episode(here, task, says))
 
 
@@ -119,7 +127,7 @@ def test_attempts_at_once_do_not_share_their_state(games):
     async def both():
         one, other = copies(games["number_guessing"], 2)
         tasks = list(islice(one.tasks("train", seed=0), 2))
-        here = [await episode(construct(one.config.worker), task, ["5"] * 3) for task in tasks]
+        here = [await episode(build(one.config.worker), task, ["5"] * 3) for task in tasks]
         at_once = await asyncio.gather(
             *(episode(e, t, ["5"] * 3) for e, t in zip((one, other), tasks, strict=True))
         )
@@ -215,7 +223,7 @@ def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
 
 def test_a_part_of_a_mixture_can_be_played_by_workers():
     own = {"kind": "workers", "worker": {"kind": "number_guessing"}, "processes": 1, "tag": "far"}
-    mixed = construct(
+    mixed = build(
         resolve("environment", {"kind": "mixture", "parts": [{"kind": "number_guessing"}, own]})
     )
 
@@ -534,11 +542,11 @@ def test_processes_end_with_the_last_instance():
 DRIVER = f"""
 import asyncio, copy, sys
 sys.path.insert(0, {TESTS!r})
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.types import Message
 
 of = {{"kind": {TROUBLE!r}}}
-environment = construct(resolve("environment", {{"kind": "workers", "worker": of, "processes": 2, "threads": 1}}))
+environment = build(resolve("environment", {{"kind": "workers", "worker": of, "processes": 2, "threads": 1}}))
 
 async def play():
     players = [copy.copy(environment), copy.copy(environment)]
@@ -577,9 +585,16 @@ def test_no_process_outlives_the_driver(end):
 
 
 def test_it_offers_what_the_environment_offers_and_nothing_else():
-    optional = (Compares, Judges, Measures, OffersStops, OffersTools, Steps)
+    optional = (
+        HasPreferencePairs,
+        HasLabelledAnswers,
+        HasMetrics,
+        HasStopStrings,
+        HasTools,
+        HasStepLabels,
+    )
     for kind in ("sorting", "sokoban", "environments.troublesome:Offering"):
-        inner = construct(resolve("environment", {"kind": kind}))
+        inner = build(resolve("environment", {"kind": kind}))
         wrapped = made({"kind": kind})
         assert [isinstance(wrapped, p) for p in optional] == [
             isinstance(inner, p) for p in optional

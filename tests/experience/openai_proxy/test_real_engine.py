@@ -10,7 +10,7 @@ from experience.openai_proxy.talk import TEMPLATE, TOOLS, only, said, serving
 from openai import AsyncOpenAI
 
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import EvaluationConfig, OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.packing import pack
@@ -82,7 +82,7 @@ def learned():
     run = make_run(
         policy,
         EnvSetup(Sums()),
-        construct(resolve("algorithm", {"kind": "sft"})),
+        build(resolve("algorithm", {"kind": "sft"})),
         plan("sft", 150, optimizer=optimizer),
     )
     asyncio.run(train(run))
@@ -197,7 +197,7 @@ def test_a_few_steps_of_grpo_by_the_agent(learned):
     sampling = Sampling(temperature=1.0, max_new_tokens=100)
     first = policy.generator.version
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
-    algorithm = construct(resolve("algorithm", {"kind": "grpo", "group_size": 3}))
+    algorithm = build(resolve("algorithm", {"kind": "grpo", "group_size": 3}))
     run = make_run(policy, arena, algorithm, plan("grpo", 2, sampling=sampling))
     assert isinstance(run.managers[0].player, AgentPlayer)
     assert isinstance(run.batcher.source, RolloutSource)

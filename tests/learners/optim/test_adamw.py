@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 from ratchet.learners.optim.adamw import AdamW
@@ -145,7 +145,7 @@ def test_an_optimizer_of_somebody_elses_is_named_by_the_path_of_its_section():
     section = resolve("optimizer", {"kind": f"{__name__}:SignConfig", "scale": 0.5})
     named = [("matrix", nn.Parameter(torch.zeros(1, 2)))]
     named[0][1].grad = torch.tensor([[3.0, -0.1]])
-    construct(section, named, matrices={}).step(0.5)
+    build(section, named, matrices={}).step(0.5)
     assert named[0][1].tolist() == [[-0.25, 0.25]]
 
 

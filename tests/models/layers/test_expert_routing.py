@@ -11,7 +11,7 @@ import torch
 from ratchet.algorithms.base import AlgoState
 from ratchet.algorithms.config.named_policy_gradients import GRPOConfig
 from ratchet.algorithms.config.policy_gradient import RouterConfig
-from ratchet.algorithms.policy_gradient import build
+from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.batch import ROUTES
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.schema import OptimizerConfig
@@ -132,7 +132,7 @@ def test_with_replay_the_learner_agrees_with_the_sampler_though_its_routers_woul
 
 
 def weighed(batch, **router):
-    algorithm = build(GRPOConfig(group_size=3, router=RouterConfig(**router)))
+    algorithm = build_policy_gradient(GRPOConfig(group_size=3, router=RouterConfig(**router)))
     batch = algorithm.advantage(batch, AlgoState())
     return algorithm.weigh(batch, AlgoState()), algorithm.losses["policy"]
 

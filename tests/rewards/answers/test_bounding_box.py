@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import embed
 from ratchet.environments.games.rendering import blank
 from ratchet.errors import DataError
@@ -78,7 +78,7 @@ def task(answer, *, size=None, **meta):
 
 
 def graded(text, about, **settings):
-    return construct(resolve("rewards", {"kind": "bounding_box", **settings})).grade(text, about)
+    return build(resolve("rewards", {"kind": "bounding_box", **settings})).grade(text, about)
 
 
 def test_every_key_changes_the_reward():
@@ -124,7 +124,7 @@ def test_a_task_without_a_box_is_an_error(answer):
 
 def test_an_exact_answer_may_be_marked_and_its_case_ignored():
     def exact(text, answer, **settings):
-        return construct(resolve("rewards", {"kind": "exact_match", **settings})).grade(
+        return build(resolve("rewards", {"kind": "exact_match", **settings})).grade(
             text, task(answer)
         )
 
@@ -138,7 +138,7 @@ def test_an_exact_answer_may_be_marked_and_its_case_ignored():
 
 def test_a_number_may_be_near():
     def numeric(text, answer, **settings):
-        return construct(resolve("rewards", {"kind": "numeric_answer", **settings})).grade(
+        return build(resolve("rewards", {"kind": "numeric_answer", **settings})).grade(
             text, task(answer)
         )
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 import pytest
 from pydantic import ValidationError
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
 from ratchet.rewards.code.extract_program import extract_program, fenced, right_output
 from ratchet.rewards.code.reward import Code, given_tests, io_tests
@@ -430,7 +430,7 @@ def test_a_machine_that_is_too_weak_is_refused_when_the_reward_is_made(monkeypat
 
     monkeypatch.setattr("ratchet.sandbox.local.LocalSandbox", Weak)
     with pytest.raises(SandboxError, match="3 NAMESPACES"):
-        construct(resolve("rewards", {"kind": "code", "workers": 3, "isolation": "namespaces"}))
+        build(resolve("rewards", {"kind": "code", "workers": 3, "isolation": "namespaces"}))
 
 
 def within(reward, task, answer, seconds, took):

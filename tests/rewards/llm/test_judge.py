@@ -6,7 +6,7 @@ import re
 import pytest
 from rewards.fake_http import HANG, Answer, chat, serve
 
-from ratchet.config.resolve import construct, resolve
+from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.llm.chat_client import filled
 from ratchet.rewards.llm.http_client import Pace
@@ -21,7 +21,7 @@ TASK = Task("t/0", (Message("user", "37+48="),), answer="85")
 
 def made(kind, fake, **keys):
     keys = {"url": f"{fake.url}/v1", "model": "m", "backoff_s": 1e-3, **keys}
-    return construct(resolve("rewards", {"kind": kind, **keys}))
+    return build(resolve("rewards", {"kind": kind, **keys}))
 
 
 def scores(reward, *texts, task=TASK, ended=None):
@@ -318,7 +318,7 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
 
     task = Task("t/3", TASK.messages, answer="85", tag="sums", meta={"level": 3})
     with serve(answer) as fake:
-        reward = construct(resolve("rewards", {"kind": "remote", "url": fake.url}))
+        reward = build(resolve("rewards", {"kind": "remote", "url": fake.url}))
         assert scores(reward, "85", "860", task=task) == [
             Scored(1.0, {"length": 2.0}),
             Scored(0.0, {"length": 3.0}),
@@ -346,7 +346,7 @@ def test_a_group_goes_out_in_one_request_and_comes_back_with_parts():
 )
 def test_an_answer_that_fits_no_group_fails_all_of_it(given, why):
     with serve(lambda body, number: given) as fake:
-        reward = construct(
+        reward = build(
             resolve("rewards", {"kind": "remote", "url": fake.url, "retries": 1, "backoff_s": 1e-3})
         )
         for outcome in scores(reward, "85", "86"):
@@ -364,9 +364,7 @@ def test_a_result_that_is_no_reward_fails_its_own_attempt():
         7,
     ]
     with serve(lambda body, number: {"results": results}) as fake:
-        outcomes = scores(
-            construct(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef"
-        )
+        outcomes = scores(build(resolve("rewards", {"kind": "remote", "url": fake.url})), *"abcdef")
         assert outcomes[0] == Scored(2.0, {"remote": 2.0})
         assert [type(o) for o in outcomes[1:]] == [Failed] * 5
         assert "no such problem" in outcomes[1].detail
