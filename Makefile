@@ -20,7 +20,7 @@ CHECKED_PYTHON := import sys; ok = sys.version_info >= (3, 11); \
 PEERS_PYTHON ?= $(BIN)/python
 BENCH_ROUNDS ?= 5
 
-.PHONY: help demo test test-slow lint style types layers sizes fast-tests slow-tests bench peers clean
+.PHONY: help demo test test-slow lint style types layers sizes names fast-tests slow-tests bench peers clean
 .DEFAULT_GOAL := help
 
 help: ## list the targets
@@ -31,13 +31,13 @@ help: ## list the targets
 demo: .venv/user ## train the quickstart recipe and show what it reached
 	$(BIN)/ratchet train recipes/quickstart.yaml
 
-test: .venv/developer ## lint, types, layers, sizes and all tests but the slow ones
+test: .venv/developer ## lint and all tests but the slow ones
 	@$(BUDGET) --minutes $(TEST_MINUTES) --name "make test" -- $(MAKE) --no-print-directory --keep-going lint fast-tests
 
 test-slow: .venv/developer .venv/vllm .venv/chromium ## real engines, full recipes, kills
 	@$(BUDGET) --minutes $(SLOW_MINUTES) --name "make test-slow" -- $(MAKE) --no-print-directory slow-tests
 
-lint: style types layers sizes ## the checks that run no code: style, types, layers, sizes
+lint: style types layers sizes names ## the checks that run no code: style, types, layers, sizes, names
 
 style: .venv/developer
 	$(BIN)/ruff check
@@ -51,6 +51,9 @@ layers: .venv/developer
 
 sizes: .venv/developer
 	$(BIN)/python .ci/sizes.py ratchet
+
+names: .venv/developer
+	$(BIN)/python .ci/names.py ratchet
 
 fast-tests: .venv/developer
 	$(PYTEST) -m "not slow"

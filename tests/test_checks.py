@@ -23,6 +23,35 @@ def sizes(directory: Path, source: str) -> tuple[int, str]:
     return done.returncode, done.stdout
 
 
+def names(directory: Path) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, str(CI / "names.py"), str(directory)],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    return done.returncode, done.stdout
+
+
+def test_public_classes_of_one_name_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "a.py").write_text("class Router: ...\nclass _Own: ...\n", encoding="utf-8")
+    (tmp_path / "b.py").write_text("class _Own: ...\n", encoding="utf-8")
+    assert names(tmp_path)[0] == 0
+    (tmp_path / "b.py").write_text("class Router: ...\n", encoding="utf-8")
+    code, output = names(tmp_path)
+    assert (code, "2 public classes are called Router" in output) == (1, True), output
+
+
+def test_a_folder_of_more_than_20_modules_is_refused(tmp_path: Path) -> None:
+    for number in range(20):
+        (tmp_path / f"module_{number}.py").touch()
+    (tmp_path / "__init__.py").touch()
+    assert names(tmp_path)[0] == 0
+    (tmp_path / "one_more.py").touch()
+    code, output = names(tmp_path)
+    assert (code, "holds 21 modules (limit 20)" in output) == (1, True), output
+
+
 def function(lines: int) -> str:
     return "def f():\n" + "    pass\n" * (lines - 1)
 
