@@ -24,8 +24,7 @@ from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ratchet.rewards.code.reward import Code
-from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, output_matches
 from ratchet.testing import answered
 from ratchet.types import Scored, Task

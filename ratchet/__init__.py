@@ -18,16 +18,16 @@ if TYPE_CHECKING:
     from ratchet.config.schema import OptimizerConfig as OptimizerConfig
     from ratchet.data.chat.builtin_tokenizers import character_tokenizer as character_tokenizer
     from ratchet.data.chat.tokenizer_loading import load_tokenizer as load_tokenizer
-    from ratchet.environments.config import ArithmeticConfig as ArithmeticConfig
-    from ratchet.environments.config import CountdownConfig as CountdownConfig
-    from ratchet.environments.config import GSM8KConfig as GSM8KConfig
-    from ratchet.environments.config import PreferencesConfig as PreferencesConfig
-    from ratchet.environments.config import SortingConfig as SortingConfig
+    from ratchet.environments.datasets.config import PreferencesConfig as PreferencesConfig
     from ratchet.environments.datasets.gsm8k import GSM8K as GSM8K
+    from ratchet.environments.datasets.gsm8k import GSM8KConfig as GSM8KConfig
     from ratchet.environments.datasets.preferences import Preferences as Preferences
     from ratchet.environments.toy.arithmetic import Arithmetic as Arithmetic
+    from ratchet.environments.toy.arithmetic import ArithmeticConfig as ArithmeticConfig
     from ratchet.environments.toy.countdown import Countdown as Countdown
+    from ratchet.environments.toy.countdown import CountdownConfig as CountdownConfig
     from ratchet.environments.toy.sorting import Sorting as Sorting
+    from ratchet.environments.toy.sorting import SortingConfig as SortingConfig
     from ratchet.learners.optim.config import MuonConfig as MuonConfig
     from ratchet.models.load import init_policy as init_policy
     from ratchet.models.load import load_policy as load_policy
@@ -55,7 +55,7 @@ _HOMES = {
     "ratchet.data.chat.builtin_tokenizers": ("character_tokenizer",),
     "ratchet.data.chat.tokenizer_loading": ("load_tokenizer",),
     "ratchet.environments.toy.arithmetic": ("Arithmetic",),
-    "ratchet.environments.config": (
+    "ratchet.environments.base": (
         "ArithmeticConfig",
         "CountdownConfig",
         "GSM8KConfig",

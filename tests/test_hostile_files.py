@@ -18,8 +18,7 @@ from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.jsonl import read_jsonl
-from ratchet.environments.config import GSM8KConfig
-from ratchet.environments.datasets.gsm8k import GSM8K
+from ratchet.environments.datasets.gsm8k import GSM8K, GSM8KConfig
 from ratchet.errors import CheckpointError, ConfigError, DataError, ModelError
 from ratchet.models.load import init_policy, load_policy
 from ratchet.rewards.answers.numeric import read_number

@@ -24,7 +24,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.data.presets.benchmarks import ALSO_CALLED, MEASURED_ON
-from ratchet.environments.datasets.dataset_config import DatasetConfig
+from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.evals.evaluator import Evaluator
 from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_endpoint
@@ -37,8 +37,7 @@ from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
 from ratchet.observe.summary import installed_versions
-from ratchet.rewards.config import EndpointConfig
-from ratchet.rewards.llm.http_client import Endpoint
+from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.runs.resolve import fetch_run_model
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.evaluators import (

@@ -4,12 +4,41 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Annotated, ClassVar
 
+from pydantic import Field, SerializeAsAny, model_validator
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot
 from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import voter
-from ratchet.rewards.config import ByTagConfig
 from ratchet.rewards.weighted_sum import composed
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
+
+Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)]
+
+
+class ByTagConfig(Section):
+    """Each domain has its own rewards: a task's `tag` says which domain it is of."""
+
+    builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
+
+    domains: dict[str, Rewards] = Field(
+        min_length=1,
+        description='Rewards for each tag, as under `rewards`; none where its steps judge; "*" is '
+        "for tags not listed.",
+    )
+
+    @model_validator(mode="after")
+    def _distinct(self) -> ByTagConfig:
+        for tag, sections in self.domains.items():
+            kinds = [getattr(section, "kind", "") for section in sections]
+            if len(set(kinds)) < len(kinds):
+                raise ValueError(
+                    f"domain '{tag}' has rewards {', '.join(kinds)}: give each kind once"
+                )
+        return self
+
 
 ANY = "*"
 

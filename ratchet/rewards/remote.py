@@ -5,13 +5,22 @@ from __future__ import annotations
 import math
 import traceback
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from ratchet.errors import DataError
 from ratchet.rewards.base import answer_text
-from ratchet.rewards.config import RemoteConfig
-from ratchet.rewards.llm.http_client import Endpoint
+from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
 from ratchet.types import Cancelled, Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
+
+
+class RemoteConfig(EndpointConfig):
+    """The reward that an HTTP endpoint of yours returns."""
+
+    builds: ClassVar[str] = "ratchet.rewards.remote:Remote"
+
+    url: Url = Field(description="Where the attempts of a group are posted.")
 
 
 class Remote:

@@ -11,16 +11,35 @@ import traceback
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError, ModelError
-from ratchet.rewards.config import RewardModelConfig
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
 if TYPE_CHECKING:  # rewards load no torch when they are imported
     from ratchet.data.chat.renderer import Renderer
     from ratchet.models.policy import PolicyModel
     from ratchet.models.scalar_head import ScalarHead
+
+
+class RewardModelConfig(Section):
+    """The score of a reward model."""
+
+    builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
+
+    path: str = Field(
+        min_length=1,
+        description="Directory of a model with a scalar head, such as runs/reward_model/model.",
+    )
+    template: str | None = Field(None, description="Chat template; null: its tokenizer's own.")
+    batch_tokens: int = Field(16_384, gt=0, description="Tokens that are read at once.")
+    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where it runs.")
+    trust_remote_code: bool = Field(
+        False, description="Let transformers run code that comes with the model."
+    )
 
 
 class RewardModel:

@@ -26,7 +26,7 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, imported, resolve, section_class
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
-from ratchet.environments.games.games_config import GameConfig
+from ratchet.environments.games.game import GameConfig
 from ratchet.errors import DataError
 from ratchet.executors.local import LocalExecutor
 from ratchet.executors.placement import ResourceRequest

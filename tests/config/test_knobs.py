@@ -7,6 +7,7 @@ key which is parsed, checked, written into config.yaml and then forgotten fails 
 
 import asyncio
 import copy
+import inspect
 import json
 import sys
 from types import SimpleNamespace
@@ -94,6 +95,13 @@ SECOND = {
 }
 
 
+def is_check(frame) -> bool:
+    """True if the frame is that of a private method of a section, such as a validator."""
+    owner, _, method = frame.f_code.co_qualname.partition(".")
+    cls = frame.f_globals.get(owner)
+    return inspect.isclass(cls) and issubclass(cls, Section) and method.startswith("_")
+
+
 class Reads:
     """(class, field) of everything that a frame of the product has read, while it is watching."""
 
@@ -108,10 +116,13 @@ class Reads:
         seen = self.seen
 
         def read(section, name):
-            module = sys._getframe(1).f_globals.get("__name__", "")
-            # its checks make no knob alive
-            declares = ".config" in module and ".model_shape." not in module
-            declares |= module == Sampling.__module__
+            frame = sys._getframe(1)
+            module = frame.f_globals.get("__name__", "")
+            # A key is not alive because its own checks read it.
+            declares = ".config" in module and not module.startswith(
+                ("ratchet.config.model_shape.", "ratchet.environments.")
+            )
+            declares |= module == Sampling.__module__ or is_check(frame)
             if module.startswith("ratchet.") and not declares:
                 seen.add((SamplingConfig if type(section) is Sampling else type(section), name))
             return object.__getattribute__(section, name)

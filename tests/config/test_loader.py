@@ -434,7 +434,7 @@ def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(wr
 
 def test_a_run_config_can_be_made_in_python():
     from ratchet.algorithms.config.sft import SFTConfig
-    from ratchet.environments.config import SortingConfig
+    from ratchet.environments.toy.sorting import SortingConfig
 
     stage = {
         "name": "sft",

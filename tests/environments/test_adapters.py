@@ -11,10 +11,9 @@ import numpy as np
 import pytest
 from pydantic import ValidationError
 
-from ratchet.environments.adapters.config import GemConfig, GymnasiumConfig, VerifiersConfig
-from ratchet.environments.adapters.gem import GemEnvironment
-from ratchet.environments.adapters.gymnasium import GymnasiumEnvironment
-from ratchet.environments.adapters.verifiers import VerifiersEnvironment
+from ratchet.environments.adapters.gem import GemConfig, GemEnvironment
+from ratchet.environments.adapters.gymnasium import GymnasiumConfig, GymnasiumEnvironment
+from ratchet.environments.adapters.verifiers import VerifiersConfig, VerifiersEnvironment
 from ratchet.errors import ConfigError, DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message

@@ -8,25 +8,25 @@ from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.environments.adapters.config import GemConfig, SeededConfig, VerifiersConfig
-from ratchet.environments.code.config import CodeRepairConfig
-from ratchet.environments.config import (
-    ArithmeticConfig,
-    CountdownConfig,
-    GSM8KConfig,
-    PreferencesConfig,
-    SortingConfig,
-)
-from ratchet.environments.datasets.dataset_config import DatasetConfig
-from ratchet.environments.games.games_config import GameConfig
-from ratchet.environments.mixture_config import MixtureConfig
-from ratchet.environments.tool_use.config import WithToolsConfig
-from ratchet.environments.tool_use.terminal_config import TerminalConfig
-from ratchet.environments.workers.config import WorkersConfig
+from ratchet.environments.adapters.gem import GemConfig
+from ratchet.environments.adapters.reset_step import SeededConfig
+from ratchet.environments.adapters.verifiers import VerifiersConfig
+from ratchet.environments.code.repair import CodeRepairConfig
+from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfig
+from ratchet.environments.datasets.gsm8k import GSM8KConfig
+from ratchet.environments.games.game import GameConfig
+from ratchet.environments.mixture import MixtureConfig
+from ratchet.environments.tool_use.environment import WithToolsConfig
+from ratchet.environments.tool_use.terminal import TerminalConfig
+from ratchet.environments.toy.arithmetic import ArithmeticConfig
+from ratchet.environments.toy.countdown import CountdownConfig
+from ratchet.environments.toy.sorting import SortingConfig
+from ratchet.environments.workers.environment import WorkersConfig
 from ratchet.experience.config import MessageLogConfig
 from ratchet.models.load import init_policy
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.rewards.config import CountdownRewardConfig, RewardModelConfig
+from ratchet.rewards.answers.countdown import CountdownRewardConfig
+from ratchet.rewards.reward_model import RewardModelConfig
 
 MADE_OF_OTHERS = {"mixture", "message_log"}  # tested where their parts are
 ENVIRONMENTS = [

@@ -6,17 +6,11 @@ from itertools import islice
 import pytest
 from pydantic import ValidationError
 
-from ratchet.environments.games.frozen_lake import FrozenLake
+from ratchet.environments.games.frozen_lake import FrozenLake, FrozenLakeConfig
 from ratchet.environments.games.game import shortest_way
-from ratchet.environments.games.games_config import (
-    FrozenLakeConfig,
-    NumberGuessingConfig,
-    SlidingPuzzleConfig,
-    SokobanConfig,
-)
-from ratchet.environments.games.sliding_puzzle import SlidingPuzzle
-from ratchet.environments.games.sokoban import Sokoban
-from ratchet.environments.toy.number_guessing import NumberGuessing
+from ratchet.environments.games.sliding_puzzle import SlidingPuzzle, SlidingPuzzleConfig
+from ratchet.environments.games.sokoban import Sokoban, SokobanConfig
+from ratchet.environments.toy.number_guessing import NumberGuessing, NumberGuessingConfig
 from ratchet.testing import check_environment
 from ratchet.types import Message, Task
 

@@ -8,15 +8,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.environments.config import ArithmeticConfig, CountdownConfig, SortingConfig
-from ratchet.environments.toy.arithmetic import Arithmetic
-from ratchet.environments.toy.countdown import Countdown, Term, _join
-from ratchet.environments.toy.sorting import Sorting
+from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+from ratchet.environments.toy.countdown import Countdown, CountdownConfig, Term, _join
+from ratchet.environments.toy.sorting import Sorting, SortingConfig
 from ratchet.errors import DataError
-from ratchet.rewards.answers.countdown import CountdownReward
-from ratchet.rewards.answers.exact_match import ExactMatch
+from ratchet.rewards.answers.countdown import CountdownReward, CountdownRewardConfig
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.rewards.answers.expression import evaluate
-from ratchet.rewards.config import CountdownRewardConfig, ExactMatchConfig
 from ratchet.testing import check_environment
 
 exact_match = ExactMatch(ExactMatchConfig())

@@ -8,9 +8,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.environments.config import ArithmeticConfig, SortingConfig
-from ratchet.environments.toy.arithmetic import Arithmetic
-from ratchet.environments.toy.sorting import Sorting
+from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+from ratchet.environments.toy.sorting import Sorting, SortingConfig
 from ratchet.environments.wrong_answers import OneRightAnswer, mistaken
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.types import Task

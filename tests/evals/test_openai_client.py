@@ -28,8 +28,7 @@ from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Environment, Reward
-from ratchet.rewards.config import EndpointConfig
-from ratchet.rewards.llm.http_client import Endpoint, EndpointError
+from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, EndpointError
 from ratchet.rewards.weighted_sum import composed
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.training.from_config import build_policy

@@ -11,18 +11,11 @@ from hypothesis import strategies as st
 from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
 from ratchet.rewards.answers.final_answer import last_boxed, marked_answer, same_answer
-from ratchet.rewards.answers.format import Format
-from ratchet.rewards.answers.length import Length
-from ratchet.rewards.answers.multiple_choice import MultipleChoice
-from ratchet.rewards.answers.regex import Regex
-from ratchet.rewards.answers.similarity import Similarity, common_subsequence
-from ratchet.rewards.config import (
-    FormatConfig,
-    LengthConfig,
-    MultipleChoiceConfig,
-    RegexConfig,
-    SimilarityConfig,
-)
+from ratchet.rewards.answers.format import Format, FormatConfig
+from ratchet.rewards.answers.length import Length, LengthConfig
+from ratchet.rewards.answers.multiple_choice import MultipleChoice, MultipleChoiceConfig
+from ratchet.rewards.answers.regex import Regex, RegexConfig
+from ratchet.rewards.answers.similarity import Similarity, SimilarityConfig, common_subsequence
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward

@@ -5,9 +5,8 @@ import numpy as np
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.rewards.answers.exact_match import ExactMatch
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.rewards.base import FunctionReward, answer_text, as_reward
-from ratchet.rewards.config import ExactMatchConfig
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
 

@@ -9,8 +9,7 @@ import re
 
 import pytest
 
-from ratchet.rewards.code.reward import Code
-from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.testing import answered
 from ratchet.types import Scored, Task
 

@@ -9,8 +9,7 @@ import pytest
 
 from ratchet.rewards.code.eval_in_tests import evaluated_answer
 from ratchet.rewards.code.function_tests import FunctionJudge
-from ratchet.rewards.code.reward import Code
-from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.testing import answered
 from ratchet.types import Failed, Scored, Task
 

@@ -11,8 +11,7 @@ import pytest
 from sandbox.test_attacks import need
 from sandbox.test_determinism import fixed_addresses
 
-from ratchet.rewards.code.reward import Code
-from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.sandbox import Isolation, Limits, LocalSandbox
 from ratchet.testing import answered
 from ratchet.types import Scored, Task

@@ -4,11 +4,14 @@ import asyncio
 
 import pytest
 
-from ratchet.environments.config import GSM8KConfig
-from ratchet.environments.datasets.gsm8k import GSM8K
-from ratchet.rewards.answers.math import Math
-from ratchet.rewards.answers.numeric import NumericAnswer, final_number, read_number
-from ratchet.rewards.config import MathConfig, NumericAnswerConfig
+from ratchet.environments.datasets.gsm8k import GSM8K, GSM8KConfig
+from ratchet.rewards.answers.math import Math, MathConfig
+from ratchet.rewards.answers.numeric import (
+    NumericAnswer,
+    NumericAnswerConfig,
+    final_number,
+    read_number,
+)
 from ratchet.testing import answered
 
 STYLES = [

@@ -3,9 +3,8 @@ import asyncio
 import pytest
 
 from ratchet.errors import ConfigError
-from ratchet.rewards.answers.exact_match import ExactMatch
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.rewards.base import FunctionReward, answer_text
-from ratchet.rewards.config import ExactMatchConfig
 from ratchet.rewards.weighted_sum import WeightedSum
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Unjudged

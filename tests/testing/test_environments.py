@@ -15,8 +15,7 @@ import pytest
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.errors import DataError
 from ratchet.protocols import Step
-from ratchet.rewards.answers.exact_match import ExactMatch
-from ratchet.rewards.config import ExactMatchConfig
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.testing import check_environment
 from ratchet.types import Message
 
@@ -332,6 +331,6 @@ def test_one_whose_helper_may_die_passes_where_it_raises():
 
 
 def test_an_environment_is_named_by_its_path():
-    check_environment("ratchet.environments.config:ArithmeticConfig", n=10)
+    check_environment("ratchet.environments.toy.arithmetic:ArithmeticConfig", n=10)
     with pytest.raises(AssertionError, match="gives dict, not Step"):
         check_environment(f"{__name__}:Untyped", n=10)

@@ -6,9 +6,8 @@ import time
 
 import pytest
 
-from ratchet.rewards.answers.exact_match import ExactMatch
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.rewards.base import FunctionReward, answer_text
-from ratchet.rewards.config import ExactMatchConfig
 from ratchet.testing import check_reward
 from ratchet.types import Message, Scored, Task
 
@@ -159,6 +158,6 @@ def test_one_whose_helper_may_die_passes_where_it_raises_and_starts_another():
 
 
 def test_a_reward_is_named_by_its_path_and_needs_no_answers():
-    check_reward("ratchet.rewards.config:ExactMatchConfig")
+    check_reward("ratchet.rewards.answers.exact_match:ExactMatchConfig")
     with pytest.raises(AssertionError, match=r"the good answer earns 1\.0, the bad one 1\.0"):
         check_reward(f"{__name__}:flat", TASK, good="85", bad="8")

@@ -4,12 +4,35 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
+
+from pydantic import Field, model_validator
 
 from ratchet.config.resolve import imported
-from ratchet.environments.adapters.config import GemConfig
-from ratchet.environments.adapters.reset_step import Observation, Seeded
+from ratchet.environments.adapters.reset_step import Observation, Seeded, SeededConfig
 from ratchet.errors import ConfigError
+
+
+class GemConfig(SeededConfig):
+    """A gem environment by its id, or a class in the style of ROLL and gem by its import path:
+    `reset(seed)` gives `(observation, info)`, `step(text)` gives `(observation, reward, terminated,
+    truncated, info)`."""
+
+    builds: ClassVar[str] = "ratchet.environments.adapters.gem:GemEnvironment"
+
+    id: str | None = Field(
+        None, min_length=1, description='As for gem.make: "game:GuessTheNumber-v0-easy".'
+    )
+    path: str | None = Field(
+        None, pattern=r"^[\w.]+:\w+$", description="my_pkg.my_mod:MyEnvironment, instead of an id."
+    )
+    kwargs: dict[str, Any] = Field({}, description="Arguments of gem.make, or of the class.")
+
+    @model_validator(mode="after")
+    def _one_of_both(self) -> GemConfig:
+        if (self.id is None) == (self.path is None):
+            raise ValueError("set either id (of a gem environment) or path (of a class)")
+        return self
 
 
 class GemEnvironment(Seeded):

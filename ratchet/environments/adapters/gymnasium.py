@@ -4,11 +4,52 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
-from ratchet.environments.adapters.config import GymnasiumConfig
-from ratchet.environments.adapters.reset_step import Observation, Seeded
+from pydantic import Field, model_validator
+
+from ratchet.environments.adapters.reset_step import Observation, Seeded, SeededConfig
 from ratchet.errors import ConfigError, MissingDependency
+
+
+class GymnasiumConfig(SeededConfig):
+    """Any Gymnasium environment with discrete or text observations and actions, by its id."""
+
+    builds: ClassVar[str] = "ratchet.environments.adapters.gymnasium:GymnasiumEnvironment"
+
+    id: str = Field(
+        min_length=1,
+        description='As for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0".',
+    )
+    kwargs: dict[str, Any] = Field({}, description="Further arguments of gymnasium.make.")
+    actions: tuple[str, ...] = Field(
+        (), description="Words for the actions of a Discrete space, in order; none: numbers."
+    )
+    prompt: str = Field(
+        "{observation}",
+        description="The first message; {observation} and {screen} (what render gives) are filled "
+        "in.",
+    )
+    reply: str = Field("{observation}", description="The messages after it, likewise.")
+    process_random: bool = Field(
+        False,
+        description="As above; Gymnasium's own environments have generators of their own, and need "
+        "it not.",
+    )
+
+    @model_validator(mode="after")
+    def _shows_something(self) -> GymnasiumConfig:
+        for name in ("prompt", "reply"):
+            text = getattr(self, name)
+            if "{observation}" not in text and "{screen}" not in text:
+                raise ValueError(
+                    f"{name} lacks {{observation}} and {{screen}}: the policy would see nothing"
+                )
+        if len({action.lower() for action in self.actions}) < len(self.actions):
+            raise ValueError(
+                "actions repeat a word (case does not count): give each a word of its own"
+            )
+        return self
 
 
 class GymnasiumEnvironment(Seeded):

@@ -12,14 +12,34 @@ import random
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Self, TypeVar
+from typing import Any, ClassVar, NamedTuple, Self, TypeVar
 
 import numpy as np
+from pydantic import Field
 
-from ratchet.environments.adapters.config import SeededConfig
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
+
+
+class SeededConfig(EnvironmentConfig):
+    """A task is a seed. The episode's rewards are those of the environment's own steps."""
+
+    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    test_tasks: int = Field(100, ge=1, description="Seeds from 0 on that are held out.")
+    max_turns: int = Field(100, ge=1, description="An episode that is not over by then ends there.")
+    replayable: bool = Field(
+        True, description="The same seed and the same actions give the same episode."
+    )
+    process_random: bool = Field(
+        True,
+        description="It draws from Python's or numpy's generator of the whole process: its calls "
+        "run one at a time, each with "
+        "that generator as its own last call left it. false: calls run at once, in threads.",
+    )
+
 
 T = TypeVar("T")
 ONE_AT_A_TIME = threading.Lock()

@@ -12,9 +12,11 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
-from ratchet.environments.adapters.config import VerifiersConfig
+from pydantic import Field
+
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Step
@@ -22,6 +24,36 @@ from ratchet.types import Message, Role, Split, Task
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
+
+
+class VerifiersConfig(EnvironmentConfig):
+    """An environment of the package verifiers (its v1 interface) by the id of its taskset."""
+
+    builds: ClassVar[str] = "ratchet.environments.adapters.verifiers:VerifiersEnvironment"
+    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+
+    taskset: str = Field(
+        min_length=1, description="Id of the taskset: a package that exports it, or a built-in one."
+    )
+    options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
+    env: dict[str, Any] = Field(
+        {},
+        description="Keys of the environment's config, its id among them where it is not the "
+        "taskset's.",
+    )
+    seat: str | None = Field(
+        None, description="The agent that the policy plays; null: the only one that there is."
+    )
+    tasks: int | None = Field(
+        None, ge=2, description="Only the first so many; an endless taskset needs it."
+    )
+    max_turns: int = Field(
+        64,
+        ge=1,
+        description="Replies of the policy before the environment is told that it has stopped.",
+    )
+    replayable: bool = Field(True, description="The same replies give the same episode.")
+
 
 USE_PROXY = "give its own client the address of Ratchet's proxy instead"
 

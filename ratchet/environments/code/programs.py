@@ -6,13 +6,45 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 from functools import cached_property
+from typing import ClassVar
+
+from pydantic import Field, model_validator
 
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
-from ratchet.environments.code.config import ProgramsConfig
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural, Rows, held_out
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task
+
+
+class ProgramsConfig(EnvironmentConfig):
+    """Programs judged by tests: small functions that are made up, or the rows of a file.
+
+    A file holds rows with `prompt`, and `tests` ([{"stdin", "stdout"}]) or HumanEval's
+    `entry_point` and `test`; a `canonical_solution` serves as demonstration. The test split is the
+    file `test`, or else one in ten of the prompts.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.code.programs:programs"
+    default_reward: ClassVar[str] = "code"
+
+    train: DataFile | None = Field(
+        None, description="A file; null: made-up functions, f: *3 +2 -> def f(x):return x*3+2."
+    )
+    test: DataFile | None = Field(None, description="Likewise.")
+    operations: int = Field(2, ge=1, le=6, description="Of a made-up function.")
+
+    @model_validator(mode="after")
+    def _test_needs_train(self) -> ProgramsConfig:
+        if self.test is not None and self.train is None:
+            raise ValueError("test is read beside train: set train, or remove test")
+        if self.train is not None and "operations" in self.changed:
+            raise ValueError(
+                f"operations={self.operations} is of made-up functions: remove it, or train"
+            )
+        return self
+
 
 OPERATIONS = {"+": lambda x, n: x + n, "-": lambda x, n: x - n, "*": lambda x, n: x * n}
 ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two of the functions apart that differ

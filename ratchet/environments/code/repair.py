@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Annotated, ClassVar
 
-from ratchet.config.resolve import build
-from ratchet.environments.code.config import CodeRepairConfig
+from pydantic import Field, SerializeAsAny
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot, build
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.python import failure
 from ratchet.protocols import Environment, Step
 from ratchet.rewards.code.extract_program import extract_program, right_output
 from ratchet.rewards.code.function_tests import FunctionTask
-from ratchet.rewards.code.reward import Code, given_tests, io_tests
+from ratchet.rewards.code.reward import Code, CodeConfig, given_tests, io_tests
 from ratchet.rewards.deadline import Programs
 from ratchet.types import Message, Split, Task
+
+
+class CodeRepairConfig(EnvironmentConfig):
+    """Programs with another try after each that fails its tests: the policy is shown what went
+    wrong."""
+
+    builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
+
+    problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
+        description="Where tasks come from, with tests as the reward code reads them: {kind: "
+        "programs}."
+    )
+    judge: CodeConfig = Field(
+        CodeConfig.model_validate({}), description="How a program is run and judged."
+    )
+    tries: int = Field(3, ge=1, description="Programs of one attempt.")
+    discount: float = Field(
+        1.0, gt=0, le=1, description="Factor on the reward for each try that failed before."
+    )
+    error_chars: int = Field(800, gt=0, description="Of an error that is shown: its end.")
+
 
 SHOWN_CHARS = 500  # of an input, an output, or what was expected
 

@@ -26,7 +26,7 @@ from ratchet.data.formats.oasst_trees import Trees
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.data.shuffle import Order
 from ratchet.data.tables import Table, open_table
-from ratchet.environments.datasets.dataset_config import DatasetConfig
+from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, Given
 from ratchet.environments.datasets.preference_rows import LabelledSteps
 from ratchet.environments.datasets.preferences import GOOD_STEP

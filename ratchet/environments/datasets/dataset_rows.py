@@ -16,8 +16,11 @@ from ratchet.data.chat.messages import read_messages, read_tools
 from ratchet.data.formats.media_columns import COLUMNS, Placing, list_media, read_column
 from ratchet.data.jsonl import DataRow, describe_type
 from ratchet.data.row_filters import KeepConfig, fill, number_in, value_at
-from ratchet.environments.config import PreferencesConfig
-from ratchet.environments.datasets.dataset_config import OF_EITHER_RESPONSE, DatasetConfig
+from ratchet.environments.datasets.config import (
+    OF_EITHER_RESPONSE,
+    DatasetConfig,
+    PreferencesConfig,
+)
 from ratchet.environments.datasets.preference_rows import About, Messages, RowReader
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part

@@ -8,16 +8,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field, model_validator
 
 from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
-from ratchet.environments.config import GSM8KConfig
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import read_number
 from ratchet.types import Message, Split, Task
+
+
+class GSM8KConfig(EnvironmentConfig):
+    """Grade school maths word problems (arXiv:2110.14168) from a file with the columns `question`
+    and `answer`.
+
+    The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else
+    one in ten of them.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
+    default_reward: ClassVar[str] = "numeric_answer"
+
+    train: DataFile = Field(description="A file, or an address in an object store.")
+    test: DataFile | None = Field(None, description="Likewise.")
+    split_column: str | None = Field(
+        None, min_length=1, description='Column of `train` that holds "train" or "test".'
+    )
+    suffix: str = Field(
+        '\nEnd with "#### " and the answer as a number.', description="Appended to each question."
+    )
+    shots: int = Field(
+        0,
+        ge=0,
+        le=64,
+        description="Solved examples before the question: the first rows for training.",
+    )
+
+    @model_validator(mode="after")
+    def _one_way_to_split(self) -> GSM8KConfig:
+        if self.test is not None and self.split_column is not None:
+            raise ValueError(
+                "`test` and `split_column` both say what the test split is: remove one"
+            )
+        return self
 
 
 class Example(NamedTuple):

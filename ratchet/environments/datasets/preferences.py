@@ -14,7 +14,7 @@ from typing import NoReturn
 
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
-from ratchet.environments.config import PreferencesConfig
+from ratchet.environments.datasets.config import PreferencesConfig
 from ratchet.environments.datasets.preference_rows import (
     LabelledSteps,
     Messages,

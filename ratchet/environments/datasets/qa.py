@@ -2,16 +2,36 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
+from typing import Any, ClassVar
+
+from pydantic import Field
 
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
 from ratchet.environments.single_turn import Rows, held_out
-from ratchet.environments.tool_use.config import QAConfig
-from ratchet.environments.tool_use.environment import WithTools
+from ratchet.environments.tool_use.environment import WithTools, WithToolsConfig
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task
+
+
+class QAConfig(WithToolsConfig):
+    """Questions from a file with the columns `question` and `answer`, and tools to look the answer
+    up (kind: search).
+
+    The test split is the file `test`, or else one in ten of the questions.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.datasets.qa:QA"
+
+    train: DataFile = Field(description="A file, or an address in an object store.")
+    test: DataFile | None = Field(None, description="Likewise.")
+
+    @property
+    def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The F1 of words, as usual for short answers (arXiv:1606.05250)."""
+        return {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
 class QA(WithTools):

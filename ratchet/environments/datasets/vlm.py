@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from ratchet.environments.datasets.dataset_config import DatasetConfig
+from ratchet.environments.datasets.config import DatasetConfig
 
 # What judges each kind of answer unless the recipe names rewards.
 JUDGES: Mapping[str, Mapping[str, Any]] = {

@@ -5,12 +5,50 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Sequence
+from typing import ClassVar
 
-from ratchet.environments.games.game import OFFSETS, BoardGame, neighbours, shortest_way
-from ratchet.environments.games.games_config import FrozenLakeConfig
+from pydantic import Field, model_validator
+
+from ratchet.environments.games.game import (
+    OFFSETS,
+    BoardConfig,
+    BoardGame,
+    neighbours,
+    shortest_way,
+)
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
+
+
+class FrozenLakeConfig(BoardConfig):
+    """Walk over the ice to the goal, around the holes."""
+
+    builds: ClassVar[str] = "ratchet.environments.games.frozen_lake:FrozenLake"
+
+    size: int = Field(4, ge=2, le=20, description="Cells a side.")
+    holes: float = Field(
+        0.25, ge=0, lt=1, description="Chance of each cell to be a hole. There is always a way."
+    )
+    slip: float = Field(
+        0.0,
+        ge=0,
+        le=1,
+        description="Chance of a step to go to a side instead of ahead (the usual game: 2/3).",
+    )
+    min_distance: int = Field(
+        2, ge=1, description="Steps from the start to the goal, at the least."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_reached(self) -> FrozenLakeConfig:
+        if self.max_moves < self.min_distance:
+            raise ValueError(
+                f"max_moves={self.max_moves} is less than min_distance={self.min_distance}: raise "
+                "it"
+            )
+        return self
+
 
 PLAYER, ICE, HOLE, GOAL = "P.OG"
 SNOW: Rgb = (215, 235, 250)

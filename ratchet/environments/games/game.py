@@ -14,14 +14,48 @@ import random
 import re
 from abc import abstractmethod
 from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
+
+from pydantic import Field
 
 from ratchet.data.formats.media import embed
-from ratchet.environments.games.games_config import BoardConfig, GameConfig
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.games.rendering import Mark, Rgb, board
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.protocols import Step
 from ratchet.types import Message, Part, Task
+
+
+class GameConfig(EnvironmentConfig):
+    """Their steps give the reward: 1 for the move that wins, else 0."""
+
+    max_moves: int = Field(
+        20,
+        ge=1,
+        le=10_000,
+        description="Messages of the player, those that are no legal move included.",
+    )
+    style: Literal["words", "compact"] = Field(
+        "words",
+        description="words: rules, then whole words; compact: bare boards and single letters, for "
+        "a model from scratch.",
+    )
+
+
+class BoardConfig(GameConfig):
+    """The keys of games whose state can be drawn."""
+
+    observation: Literal["text", "image", "both"] = Field(
+        "text",
+        description="How the player sees each state: as text, as a picture, or the picture and the "
+        "text.",
+    )
+    cell_px: int = Field(16, ge=6, le=256, description="Pixels a side of a cell in the picture.")
+
+    @property
+    def needs_media(self) -> bool:
+        return self.observation != "text"
+
 
 State = TypeVar("State", bound=Hashable)
 

@@ -5,12 +5,50 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
+from typing import ClassVar
 
-from ratchet.environments.games.game import OFFSETS, BoardGame, neighbours, recited, shortest_way
-from ratchet.environments.games.games_config import SlidingPuzzleConfig
+from pydantic import Field, model_validator
+
+from ratchet.environments.games.game import (
+    OFFSETS,
+    BoardConfig,
+    BoardGame,
+    neighbours,
+    recited,
+    shortest_way,
+)
 from ratchet.environments.games.rendering import COLOURS, WHITE, Mark, Rgb
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
+
+
+class SlidingPuzzleConfig(BoardConfig):
+    """Slide numbered tiles into order."""
+
+    builds: ClassVar[str] = "ratchet.environments.games.sliding_puzzle:SlidingPuzzle"
+
+    size: int = Field(3, ge=2, le=6, description="Tiles a side, the gap included.")
+    shuffle_moves: int = Field(
+        10, ge=1, le=1000, description="The board is at most so many moves from being solved."
+    )
+    min_shuffle_moves: int = Field(
+        1, ge=1, description="And made by at least so many, which may lead to a nearer one."
+    )
+
+    @model_validator(mode="after")
+    def _can_be_solved(self) -> SlidingPuzzleConfig:
+        if self.min_shuffle_moves > self.shuffle_moves:
+            raise ValueError(
+                f"min_shuffle_moves={self.min_shuffle_moves} is more than "
+                f"shuffle_moves={self.shuffle_moves}: lower it"
+            )
+        if self.max_moves < self.shuffle_moves:
+            raise ValueError(
+                f"max_moves={self.max_moves} can't undo shuffle_moves={self.shuffle_moves}: set "
+                "max_moves to that or more"
+            )
+        return self
+
 
 Board = tuple[int, ...]  # row by row; 0 is the gap
 

@@ -9,13 +9,41 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ratchet.environments.games.game import OFFSETS, BoardGame, neighbours, recited, shortest_way
-from ratchet.environments.games.games_config import SokobanConfig
+from pydantic import Field
+
+from ratchet.environments.games.game import (
+    OFFSETS,
+    BoardConfig,
+    BoardGame,
+    neighbours,
+    recited,
+    shortest_way,
+)
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
+
+
+class SokobanConfig(BoardConfig):
+    """Push boxes onto goals."""
+
+    builds: ClassVar[str] = "ratchet.environments.games.sokoban:Sokoban"
+
+    max_moves: int = Field(
+        30,
+        ge=1,
+        le=10_000,
+        description="Messages of the player, those that are no legal move included.",
+    )
+    size: int = Field(4, ge=3, le=10, description="Cells a side, without the walls around.")
+    boxes: int = Field(1, ge=1, le=5, description="Boxes, and goals.")
+    walls: float = Field(0.1, ge=0, le=0.5, description="Chance of each inner cell to be a wall.")
+    pulls: int = Field(
+        3, ge=1, le=50, description="Pushes by which a room can be solved; fewer may do."
+    )
+
 
 # The usual characters: player and box, on the floor and on a goal.
 SIGNS = {"player": "@+", "box": "$*", "floor": " ."}

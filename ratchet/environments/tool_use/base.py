@@ -11,13 +11,23 @@ import asyncio
 import inspect
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
+
+from pydantic import SerializeAsAny
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import build
+from ratchet.config.resolve import Slot, build
 from ratchet.errors import ConfigError, RatchetError
 from ratchet.rewards.deadline import Deadline
 from ratchet.types import Message, ToolCall
+
+
+class ToolConfig(Section):
+    """The keys that all tools share; `builds` makes one tool, or a sequence of them."""
+
+
+Tools = Annotated[tuple[SerializeAsAny[Section], ...], Slot("tool", many=True)]
+
 
 TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),

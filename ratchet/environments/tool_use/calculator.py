@@ -7,9 +7,16 @@ import re
 from collections.abc import Callable
 from decimal import Decimal
 from fractions import Fraction
+from typing import ClassVar
 
-from ratchet.environments.tool_use.base import ToolError
-from ratchet.environments.tool_use.tools_config import CalculatorConfig
+from ratchet.environments.tool_use.base import ToolConfig, ToolError
+
+
+class CalculatorConfig(ToolConfig):
+    """Arithmetic, exactly: + - * / // % ** and parentheses."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.calculator:Calculator"
+
 
 MAX_CHARS = 1000
 MAX_DEPTH = 50

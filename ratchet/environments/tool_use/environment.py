@@ -6,15 +6,45 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Annotated, Any, ClassVar
 
-from ratchet.config.resolve import build
-from ratchet.environments.tool_use.base import Toolbox, ToolError, make_tools
+from pydantic import Field, SerializeAsAny
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot, build
+from ratchet.environments.base import EnvironmentConfig
+from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, make_tools
 from ratchet.environments.tool_use.calculator import calculate, written
-from ratchet.environments.tool_use.config import ToolUseConfig, WithToolsConfig
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task, ToolCall
+
+
+class WithToolsConfig(EnvironmentConfig):
+    """The keys that all environments with tools share."""
+
+    tools: Tools = Field(min_length=1, description="What the policy may call; each with its kind.")
+    system: str = Field("", description="A system message before each task; empty: none.")
+    max_calling_turns: int = Field(
+        8, gt=0, description="Turns with calls; one more ends the attempt without an answer."
+    )
+    timeout_s: float = Field(30.0, gt=0, description="Of one call, by the clock.")
+    max_chars: int = Field(4000, gt=0, description="Of one tool's answer; the rest is cut off.")
+
+
+class ToolUseConfig(WithToolsConfig):
+    """The problems of another environment, with tools to solve them."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
+
+    problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
+        description="An environment of one prompt and one answer; its reward judges the final "
+        "message."
+    )
+
+    @property
+    def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.problems, "default_reward", "")
 
 
 class WithTools:

@@ -12,11 +12,29 @@ import os
 import threading
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, ClassVar
 
-from ratchet.environments.tool_use.base import ToolError, ToolUnavailable
-from ratchet.environments.tool_use.tools_config import MCPConfig
+from pydantic import Field
+
+from ratchet.environments.tool_use.base import ToolConfig, ToolError, ToolUnavailable
 from ratchet.errors import ConfigError, MissingDependency
+
+
+class MCPConfig(ToolConfig):
+    """All tools of a server that speaks the Model Context Protocol over its standard input and
+    output."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.mcp:mcp_tools"
+
+    command: tuple[str, ...] = Field(
+        min_length=1, description="The program that is the server, and its arguments."
+    )
+    env: dict[str, str] = Field(
+        {}, description="Its environment variables, beside a few that any program needs."
+    )
+    only: tuple[str, ...] = Field((), description="Offer these tools alone; empty: all.")
+    start_s: float = Field(30.0, gt=0, description="In which it must have listed its tools.")
+
 
 END_S = 5.0
 

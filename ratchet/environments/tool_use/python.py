@@ -3,11 +3,30 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import ClassVar, Literal
 
-from ratchet.environments.tool_use.base import ToolError
-from ratchet.environments.tool_use.tools_config import PythonConfig
+from pydantic import Field
+
+from ratchet.environments.tool_use.base import ToolConfig, ToolError
 from ratchet.rewards.deadline import CURRENT, Programs
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result
+
+
+class PythonConfig(ToolConfig):
+    """Runs a program in the sandbox and answers with what it prints."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.python:PythonTool"
+
+    timeout_s: float = Field(
+        4.0, gt=0, description="Processor time of one program; of the clock, three times it."
+    )
+    memory_mib: int = Field(512, ge=64, description="Address space of the program.")
+    workers: int = Field(2, gt=0, description="Programs that run at once.")
+    isolation: Literal["namespaces", "landlock", "seccomp"] = Field(
+        "landlock",
+        description="The weakest sandbox that will do; the strongest that there is is taken.",
+    )
+
 
 WALL_PER_CPU = 3  # a busy machine must not make a quick program late
 OUTPUT_KIB = 64

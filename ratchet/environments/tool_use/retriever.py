@@ -9,15 +9,32 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 from numpy.typing import NDArray
+from pydantic import Field
 
 from ratchet.config.resolve import imported
 from ratchet.data.jsonl import read_jsonl
-from ratchet.environments.tool_use.tools_config import SearchConfig
+from ratchet.environments.tool_use.base import ToolConfig
 from ratchet.errors import DataError, MissingDependency
+
+
+class SearchConfig(ToolConfig):
+    """Finds passages of a corpus, by their words (BM25) and, if asked for, by their meaning."""
+
+    builds: ClassVar[str] = "ratchet.environments.tool_use.retriever:search_tool"
+
+    corpus: Path = Field(description="JSON Lines with the column `text`, and perhaps `title`.")
+    results: int = Field(3, gt=0, description="Passages of one answer.")
+    max_chars: int = Field(1000, gt=0, description="Of one passage.")
+    embeddings: str | None = Field(
+        None,
+        description="Also by meaning: my_pkg.my_mod:function (texts -> [N, d] array), or a model's "
+        "directory.",
+    )
+
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]
 RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack et al., 2009)

@@ -4,10 +4,46 @@ from __future__ import annotations
 
 import operator
 import random
+from typing import Annotated, ClassVar, Literal
 
-from ratchet.environments.config import ArithmeticConfig
+from pydantic import AfterValidator, Field
+
+from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import OneRightAnswer
+
+
+def _distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
+    if len(set(operators)) < len(operators):
+        raise ValueError(f"operators {' '.join(operators)} repeat one: each is listed once")
+    return operators
+
+
+Operators = Annotated[
+    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_distinct)
+]
+
+
+ExactOperators = Annotated[
+    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_distinct)
+]
+
+
+class ArithmeticConfig(EnvironmentConfig):
+    """One operation on two numbers: "37+48=" -> "85"."""
+
+    builds: ClassVar[str] = "ratchet.environments.toy.arithmetic:Arithmetic"
+    default_reward: ClassVar[str] = "exact_match"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+
+    digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
+    operators: ExactOperators = Field(("+",), description="Drawn with equal chances.")
+    reverse: bool = Field(
+        False,
+        description="Write the answer least significant digit first, padded to its greatest width: "
+        "37+48= -> 580.",
+    )
+
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 

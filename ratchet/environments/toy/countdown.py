@@ -7,10 +7,42 @@ demonstrations; the reward judges by `meta`: numbers (ascending), target, use_al
 from __future__ import annotations
 
 import random
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ratchet.environments.config import CountdownConfig
+from pydantic import Field, field_validator
+
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
+from ratchet.environments.toy.arithmetic import Operators
+
+
+class CountdownConfig(EnvironmentConfig):
+    """Reach a target with given numbers: "3 5 7:22=" -> "5*3+7"."""
+
+    builds: ClassVar[str] = "ratchet.environments.toy.countdown:Countdown"
+    default_reward: ClassVar[str] = "countdown"
+
+    numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
+    max_number: int = Field(20, ge=2, le=10_000, description="They are drawn from 1 to this.")
+    max_target: int = Field(
+        100, ge=2, le=1_000_000, description="The target lies between 1 and this."
+    )
+    operators: Operators = Field(("+", "-", "*"), description="What the sample solutions use.")
+    use_all: bool = Field(
+        True, description="Each number must be used exactly once; else at most once."
+    )
+    template: str = Field(
+        "{numbers}:{target}=", description="The prompt; {numbers} and {target} are filled in."
+    )
+
+    @field_validator("template")
+    @classmethod
+    def _has_both(cls, template: str) -> str:
+        for place in ("{numbers}", "{target}"):
+            if place not in template:
+                raise ValueError(f"template lacks {place}: the problem can't be solved without it")
+        return template
+
 
 ATOM = 3
 PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}

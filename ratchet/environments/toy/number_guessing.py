@@ -5,12 +5,38 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
-from ratchet.environments.games.game import Game
-from ratchet.environments.games.games_config import NumberGuessingConfig
+from pydantic import Field, model_validator
+
+from ratchet.environments.games.game import Game, GameConfig
 from ratchet.environments.single_turn import Problem
 from ratchet.types import Task
+
+
+class NumberGuessingConfig(GameConfig):
+    """Guess a number by "higher" and "lower"."""
+
+    builds: ClassVar[str] = "ratchet.environments.toy.number_guessing:NumberGuessing"
+
+    max_moves: int = Field(6, ge=1, le=100, description="Guesses.")
+    numbers: int = Field(50, ge=2, le=1_000_000, description="How many numbers it may be.")
+    max_low: int = Field(
+        999,
+        ge=9,
+        le=1_000_000,
+        description="The lowest of them lies between 0 and this, by the task.",
+    )
+
+    @model_validator(mode="after")
+    def _can_be_found(self) -> NumberGuessingConfig:
+        if 2**self.max_moves <= self.numbers:
+            raise ValueError(
+                f"max_moves={self.max_moves} guesses tell at most {2**self.max_moves - 1} numbers "
+                "apart, and there are "
+                f"numbers={self.numbers}: raise the one or lower the other"
+            )
+        return self
 
 
 class Known(NamedTuple):

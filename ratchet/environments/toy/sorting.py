@@ -4,10 +4,23 @@ minute."""
 from __future__ import annotations
 
 import random
+from typing import ClassVar
 
-from ratchet.environments.config import SortingConfig
+from pydantic import Field
+
+from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import OneRightAnswer
+
+
+class SortingConfig(EnvironmentConfig):
+    """Sort digits: "73120465=" -> "01234567"."""
+
+    builds: ClassVar[str] = "ratchet.environments.toy.sorting:Sorting"
+    default_reward: ClassVar[str] = "exact_match"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+
+    digits: int = Field(8, ge=1, le=1000, description="How many digits to sort.")
 
 
 class Sorting(OneRightAnswer, Procedural):

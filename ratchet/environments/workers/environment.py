@@ -7,10 +7,13 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
-from ratchet.config.resolve import build
-from ratchet.environments.workers.config import WorkersConfig
+from pydantic import Field, SerializeAsAny
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot, build
+from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.workers.pool import Pool
 from ratchet.protocols import (
     HasLabelledAnswers,
@@ -22,6 +25,35 @@ from ratchet.protocols import (
     Step,
 )
 from ratchet.types import Comparison, Group, Judged, Message, Split, Task
+
+
+class WorkersConfig(EnvironmentConfig):
+    """Another environment, its attempts played in processes of their own: for one that computes
+    long, blocks or crashes."""
+
+    builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
+
+    worker: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
+        description="The environment whose attempts they play."
+    )
+    processes: int = Field(
+        2, ge=1, le=1024, description="Worker processes at most; each starts when it is needed."
+    )
+    threads: int = Field(
+        8, ge=1, le=1024, description="Threads of each: attempts beyond these wait for one another."
+    )
+
+    @property
+    def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.worker, "default_reward", "")
+
+    @property
+    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.worker, "gives", EnvironmentConfig.gives)
+
+    @property
+    def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.worker, "judges", True)
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:

@@ -8,8 +8,11 @@ Rezatofighi et al. (2019), arXiv:1902.09630, algorithm 1.
 from __future__ import annotations
 
 import re
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.formats.media import check
 from ratchet.data.formats.media_columns import list_media
@@ -17,9 +20,33 @@ from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import marked_answer
 from ratchet.rewards.answers.numeric import last_match
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import BoundingBoxConfig
 from ratchet.types import Task
 from ratchet.utils.safe_read import parse_json
+
+
+class BoundingBoxConfig(Section):
+    """The overlap of the answer's box with the task's: intersection over union, from 0 to 1, or
+    GIoU, from -1."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
+
+    measure: Literal["iou", "giou"] = Field(
+        "iou", description="giou (arXiv:1902.09630) also tells misses near and far apart."
+    )
+    threshold: float | None = Field(
+        None, ge=-1, le=1, description="1 from this measure on, 0 below; null: the measure."
+    )
+    corners: Literal["xyxy", "xywh"] = Field(
+        "xyxy", description="The task's box: two corners, or a corner and its size."
+    )
+    given: Literal["pixels", "unit", "thousand"] = Field(
+        "pixels",
+        description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000.",
+    )
+    said: Literal["pixels", "unit", "thousand"] = Field(
+        "pixels", description="Units of the answer's box, its two corners."
+    )
+
 
 NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,12})?"
 COMMA = r"\s{0,3},\s{0,3}"

@@ -2,11 +2,25 @@ r"""The reward `boxed`: the content of the last \boxed{} is the task's answer.""
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import canonical, last_boxed, same_answer
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import BoxedConfig
 from ratchet.types import Task
+
+
+class BoxedConfig(Section):
+    """1 where what stands in the last \\boxed{} is the task's answer."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.boxed:Boxed"
+
+    normalise: bool = Field(
+        True, description="Equal numbers, and spellings of the same LaTeX, are the same answer."
+    )
 
 
 class Boxed(FinalAnswer):

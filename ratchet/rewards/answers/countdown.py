@@ -3,11 +3,24 @@
 from __future__ import annotations
 
 from collections import Counter
+from typing import ClassVar
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.rewards.answers.expression import NotAnExpression, evaluate
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.config import CountdownRewardConfig
 from ratchet.types import Task
+
+
+class CountdownRewardConfig(Section):
+    """1 where an expression of the given numbers reaches the target."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.countdown:CountdownReward"
+
+    partial: float = Field(
+        0.0, ge=0, lt=1, description="For a legal expression that misses the target."
+    )
 
 
 class CountdownReward(AnswerReward):

@@ -2,11 +2,30 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import marked_answer
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import ExactMatchConfig
 from ratchet.types import Task
+
+
+class ExactMatchConfig(Section):
+    """1 where the answer's text, stripped, is the task's answer."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.exact_match:ExactMatch"
+
+    marked: bool = Field(
+        False,
+        description='What stands after "####", in <answer> or \\boxed{} is the answer, where there '
+        "is such.",
+    )
+    ignore_case: bool = Field(
+        False, description="Upper and lower case are the same, and a full stop at the end is none."
+    )
 
 
 class ExactMatch(FinalAnswer):

@@ -3,10 +3,32 @@
 from __future__ import annotations
 
 import re
+from typing import Annotated, ClassVar
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.config import FormatConfig
 from ratchet.types import Task
+
+
+class FormatConfig(Section):
+    """1 where the answer consists of the tags, each opened and closed once, in order, with text
+    within."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
+
+    tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
+        ("think", "answer"), min_length=1, description="Names, without brackets."
+    )
+    opened: bool = Field(False, description="The prompt has already opened the first tag.")
+    outside: bool = Field(False, description="Text outside the tags is allowed.")
+    share: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="For all tags used rightly in a wrong whole; in parts for some of them.",
+    )
 
 
 class Format(AnswerReward):

@@ -4,14 +4,30 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from importlib.util import find_spec
-from typing import Any
+from typing import Any, ClassVar, Literal
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards.answers.ifeval_checks import follows
 from ratchet.rewards.base import AnswerReward, Verdict
-from ratchet.rewards.config import IFEvalConfig
 from ratchet.types import Task
 from ratchet.utils.safe_read import parse_json
+
+
+class IFEvalConfig(Section):
+    """Verifiable instructions of the task are followed (IFEval, arXiv:2311.07911)."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
+
+    credit: Literal["all", "share"] = Field(
+        "all", description="1 where all are followed, else 0; or the share followed."
+    )
+    loose: bool = Field(
+        False,
+        description="Also without asterisks, the first line or the last line, as in the paper.",
+    )
 
 
 class IFEval(AnswerReward):

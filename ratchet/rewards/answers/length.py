@@ -2,10 +2,35 @@
 
 from __future__ import annotations
 
+from typing import ClassVar, Literal
+
+from pydantic import Field, model_validator
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory, answer_text
-from ratchet.rewards.config import LengthConfig
 from ratchet.types import Task, Trajectory, Truncated
+
+
+class LengthConfig(Section):
+    """1 where the answer's length is within bounds, falling to 0 outside."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
+
+    unit: Literal["tokens", "words", "characters", "lines"] = Field(
+        "tokens", description="Of the whole completion: tokens."
+    )
+    at_least: int = Field(0, ge=0, description="Shorter answers earn less.")
+    at_most: int | None = Field(None, ge=0, description="Longer answers earn less; null: no bound.")
+    margin: int = Field(0, ge=0, description="How far outside a bound the reward reaches 0.")
+
+    @model_validator(mode="after")
+    def _bounds(self) -> LengthConfig:
+        if self.at_most is not None and self.at_most < self.at_least:
+            raise ValueError(
+                f"at_most={self.at_most} lies below at_least={self.at_least}: no length would do"
+            )
+        return self
 
 
 class Length(PerTrajectory):

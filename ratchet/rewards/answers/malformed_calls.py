@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import ClassVar
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import PerTrajectory
-from ratchet.rewards.config import MalformedToolCallsConfig
 from ratchet.types import Task, Trajectory
+
+
+class MalformedToolCallsConfig(Section):
+    """Minus the number of tool calls in the attempt that could not be read; `weight` is what each
+    of them costs."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.malformed_calls:MalformedToolCalls"
+
 
 COUNT = "malformed_tool_calls"  # the metric of an attempt to which tools were offered
 

@@ -6,7 +6,11 @@ import logging
 import re
 from collections.abc import Awaitable
 from importlib.util import find_spec
+from typing import ClassVar, Literal
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import MissingDependency
 from ratchet.rewards.answers.boxed import gold_answer
 from ratchet.rewards.answers.final_answer import (
@@ -18,9 +22,28 @@ from ratchet.rewards.answers.final_answer import (
 )
 from ratchet.rewards.answers.numeric import NUMBER, last_match, whole_number
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import MathConfig
 from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
+
+
+class MathConfig(Section):
+    """1 where the answer is mathematically equal to the task's: LaTeX, numbers, sets, intervals,
+    matrices, equations."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.math:Math"
+
+    symbolic: Literal["auto", "required", "never"] = Field(
+        "auto",
+        description="Computer algebra by math-verify; auto: where it is installed, else spellings "
+        "and numbers alone.",
+    )
+    require_marker: bool = Field(
+        False, description='Only what stands after "####", in <answer> or \\boxed{} counts.'
+    )
+    timeout_s: float = Field(
+        3.0, gt=0, description="Processor time of one answer; one that takes longer earns 0."
+    )
+
 
 log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")

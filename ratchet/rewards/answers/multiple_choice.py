@@ -3,13 +3,32 @@
 from __future__ import annotations
 
 import re
+from typing import ClassVar
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import marked_answer
 from ratchet.rewards.answers.numeric import last_match
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import MultipleChoiceConfig
 from ratchet.types import Task
+
+
+class MultipleChoiceConfig(Section):
+    """1 where the letter chosen is the task's: "C", "(C)", or an index from 0."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.multiple_choice:MultipleChoice"
+
+    letters: str = Field(
+        "ABCDEFGHIJ", pattern="^[A-Z]+$", description="What there is to choose from, in order."
+    )
+    require_marker: bool = Field(
+        False,
+        description='Only a letter after "answer is", "answer:" or "####", in <answer> or '
+        "\\boxed{}, counts.",
+    )
+
 
 WRAPPED = r"[*_(\[{\"'`$]{0,4}"
 UNWRAPPED = r"[*_)\]}\"'`$]{0,4}"

@@ -10,11 +10,28 @@ from __future__ import annotations
 import re
 from collections import deque
 from fractions import Fraction
+from typing import ClassVar
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.config import NumericAnswerConfig
 from ratchet.types import Task
+
+
+class NumericAnswerConfig(Section):
+    """1 where the answer's final number equals the task's."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.numeric:NumericAnswer"
+
+    require_marker: bool = Field(
+        False, description='Only a number after "####" or in \\boxed{} counts.'
+    )
+    tolerance: float = Field(
+        0.0, ge=0, description="Numbers this near, absolute or relative to the task's, are equal."
+    )
+
 
 MAX_DIGITS = 400
 

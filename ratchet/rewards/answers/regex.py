@@ -2,13 +2,57 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Awaitable
+from typing import Annotated, ClassVar
 
+from pydantic import AfterValidator, Field, model_validator
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.config import RegexConfig
 from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
+
+
+def _compiles(pattern: str) -> str:
+    try:
+        re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"is no regular expression of Python: {error}") from None
+    return pattern
+
+
+class RegexConfig(Section):
+    """1 where a regular expression matches the answer."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.regex:Regex"
+
+    pattern: Annotated[str, AfterValidator(_compiles)] = Field(
+        description="Of Python's re; (?i) at its start ignores case."
+    )
+    whole: bool = Field(False, description="The whole answer must match, not some part.")
+    group: int | str | None = Field(
+        None, description="This group of the last match must be the task's answer."
+    )
+    invert: bool = Field(False, description="1 where it does not match.")
+    timeout_s: float = Field(
+        2.0, gt=0, description="Processor time of one answer; beyond it the attempt has failed."
+    )
+
+    @model_validator(mode="after")
+    def _group_exists(self) -> RegexConfig:
+        compiled = re.compile(self.pattern)
+        if isinstance(self.group, str):
+            exists = self.group in compiled.groupindex
+        else:
+            exists = self.group is None or 0 <= self.group <= compiled.groups
+        if not exists:
+            raise ValueError(
+                f"group={self.group!r} is not in the pattern: it has {compiled.groups}, named "
+                f"{[*compiled.groupindex]}"
+            )
+        return self
 
 
 class Regex(AnswerReward):

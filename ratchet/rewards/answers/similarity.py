@@ -5,11 +5,31 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Hashable, Sequence
+from typing import ClassVar, Literal
 
+from pydantic import Field
+
+from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.config import SimilarityConfig
 from ratchet.types import Task
+
+
+class SimilarityConfig(Section):
+    """The similarity of the answer to the task's, from 0 to 1."""
+
+    builds: ClassVar[str] = "ratchet.rewards.answers.similarity:Similarity"
+
+    measure: Literal["characters", "words", "bag"] = Field(
+        "characters",
+        description="Common subsequence of characters, or of words (ROUGE-L); or words in any "
+        "order (F1).",
+    )
+    ignore_case: bool = Field(False, description="Upper and lower case are the same.")
+    threshold: float | None = Field(
+        None, gt=0, le=1, description="1 from this similarity on, 0 below; null: the similarity."
+    )
+
 
 # characters or words that are compared: about 30 ms; what goes beyond counts as different
 MAX_UNITS = 10_000

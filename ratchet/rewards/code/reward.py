@@ -3,18 +3,73 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any, ClassVar, Literal
 
-from ratchet.config.resolve import build
+from pydantic import Field, SerializeAsAny, model_validator
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import Slot, build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code.extract_program import extract_program, right_output
 from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
-from ratchet.rewards.config import CodeConfig
 from ratchet.rewards.deadline import Programs
 from ratchet.sandbox import Isolation, Limits, Result, Sandbox
+from ratchet.sandbox.config import local_sandbox
 from ratchet.types import Scored, Task
 from ratchet.utils.safe_read import parse_json
+
+
+class CodeConfig(Section):
+    """1 where the answer's program passes the task's tests, in a sandbox."""
+
+    builds: ClassVar[str] = "ratchet.rewards.code.reward:Code"
+
+    credit: Literal["all", "share"] = Field(
+        "all", description="1 where all tests pass, else 0; or the share that passes."
+    )
+    compare: Literal["tokens", "lines"] = Field(
+        "tokens",
+        description="Of an output: what white space separates; or lines, but for spaces at their "
+        "ends.",
+    )
+    tolerance: float | None = Field(
+        None,
+        gt=0,
+        description="Numbers this near, absolute or relative, are equal; null: the same text.",
+    )
+    blocks: Literal["last", "first", "all"] = Field(
+        "last", description="Which fenced blocks are the program."
+    )
+    require_block: bool = Field(
+        False, description="An answer without a fenced block earns 0; else it is the program whole."
+    )
+    timeout_s: float = Field(
+        4.0,
+        gt=0,
+        description="Processor time of one test, in whole seconds; of the clock, three times it.",
+    )
+    memory_mib: int = Field(512, ge=64, description="Address space of the program.")
+    output_kib: int = Field(1024, gt=0, description="What it may print, for one test.")
+    workers: int = Field(2, gt=0, description="Programs that run at once.")
+    isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
+        "landlock",
+        description="The weakest sandbox that will do; the strongest that there is is taken.",
+    )
+    sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
+        default_factory=local_sandbox,
+        description="Where programs run: local, docker or remote, and its keys.",
+    )
+
+    @model_validator(mode="after")
+    def _tolerance_is_read(self) -> CodeConfig:
+        if self.tolerance is not None and self.compare == "lines":
+            raise ValueError(
+                f"tolerance={self.tolerance:g} is read with compare=tokens alone: set that, or "
+                "remove it"
+            )
+        return self
+
 
 ENDS = ("passed", "wrong", "crashed", "limit")
 FUNCTION_COLUMNS = ("prompt", "entry_point", "test")

@@ -11,12 +11,47 @@ import tempfile
 from collections import OrderedDict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any, ClassVar
 
+from pydantic import Field, field_validator
+
+from ratchet.config.experience import Temperature
 from ratchet.errors import DataError
 from ratchet.rewards.base import answer_text
-from ratchet.rewards.config import ChatJudgeConfig
-from ratchet.rewards.llm.http_client import Endpoint
+from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, Url
 from ratchet.types import Task, Trajectory
+
+
+class ChatJudgeConfig(EndpointConfig):
+    """The keys that both kinds of judge share."""
+
+    placeholders: ClassVar[tuple[str, ...]] = ()
+
+    url: Url = Field(description="Base of an OpenAI-compatible API: http://localhost:8000/v1")
+    model: str = Field(min_length=1, description="As the endpoint calls it.")
+    rubric: str = Field("Is the response correct, complete and clear?", description="What counts.")
+    temperature: Temperature = Field(
+        0.0, description="Of the judge; above 0, equal questions are still asked once."
+    )
+    max_tokens: int = Field(512, gt=0, description="Of its reply.")
+    extra_body: dict[str, Any] = Field(
+        {}, description="Further keys of a request: {reasoning_effort: low}."
+    )
+    max_chars: int = Field(
+        20_000,
+        gt=1,
+        description="Of a longer answer the judge reads only the beginning and the end.",
+    )
+    cache: Path | None = Field(None, description="Directory that keeps the replies beyond the run.")
+
+    @field_validator("prompt", check_fields=False)
+    @classmethod
+    def _has_its_places(cls, prompt: str) -> str:
+        for place in cls.placeholders:
+            if place not in prompt:
+                raise ValueError(f"prompt lacks {place}: the judge would not see it")
+        return prompt
+
 
 REMEMBERED = 100_000  # replies
 

@@ -5,12 +5,46 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 import time
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import AfterValidator, Field
+
+from ratchet.config.base import Section
 from ratchet.errors import MissingDependency, RatchetError
-from ratchet.rewards.config import EndpointConfig
 from ratchet.utils.credentials import get_credential
+
+
+def _is_url(url: str) -> str:
+    if not re.fullmatch(r"https?://[^\s/]+\S*", url):
+        raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
+    return url
+
+
+Url = Annotated[str, AfterValidator(_is_url)]
+
+
+class EndpointConfig(Section):
+    """The keys that all rewards over HTTP share."""
+
+    api_key_env: str | None = Field(
+        None,
+        pattern=r"^[A-Za-z_]\w*$",
+        description="Environment variable that holds the key; null: none is sent.",
+    )
+    timeout_s: float = Field(60.0, gt=0, description="Of one try.")
+    retries: int = Field(
+        5, ge=0, description="Further tries after 429, 5xx, a timeout or a broken connection."
+    )
+    backoff_s: float = Field(
+        1.0, gt=0, description="Wait before the first retry; it doubles with each."
+    )
+    concurrency: int = Field(16, gt=0, description="Requests under way at once.")
+    requests_per_minute: float | None = Field(
+        None, gt=0, description="Requests are spaced out to this rate; null: they are not."
+    )
+
 
 TOO_EARLY_OR_BUSY = (408, 425, 429)  # beside all of 500 and above: worth another try
 MAX_WAIT_S = 60.0

@@ -4,12 +4,15 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.environments.config import GSM8KConfig
-from ratchet.environments.datasets.gsm8k import GSM8K
+from ratchet.environments.datasets.gsm8k import GSM8K, GSM8KConfig
 from ratchet.environments.single_turn import held_out
 from ratchet.errors import DataError
-from ratchet.rewards.answers.numeric import NumericAnswer, final_number, read_number
-from ratchet.rewards.config import NumericAnswerConfig
+from ratchet.rewards.answers.numeric import (
+    NumericAnswer,
+    NumericAnswerConfig,
+    final_number,
+    read_number,
+)
 from ratchet.testing import check_environment
 from ratchet.types import Message
 

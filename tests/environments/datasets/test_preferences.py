@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from ratchet.config.loader import load_config
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.environments.config import PreferencesConfig
+from ratchet.environments.datasets.config import PreferencesConfig
 from ratchet.environments.datasets.preferences import Preferences
 from ratchet.errors import DataError
 from ratchet.experience.sources.offline import PairSource, TextRenderer

@@ -12,8 +12,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
 from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, board, draw
 from ratchet.environments.toy.drawn_shapes import Shapes, Thing
-from ratchet.rewards.answers.exact_match import ExactMatch
-from ratchet.rewards.config import ExactMatchConfig
+from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.testing import check_environment
 
 

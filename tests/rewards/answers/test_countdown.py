@@ -5,9 +5,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.rewards.answers.countdown import CountdownReward, final_expression
+from ratchet.rewards.answers.countdown import (
+    CountdownReward,
+    CountdownRewardConfig,
+    final_expression,
+)
 from ratchet.rewards.answers.expression import MAX_DEPTH, NotAnExpression, evaluate
-from ratchet.rewards.config import CountdownRewardConfig
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated
 

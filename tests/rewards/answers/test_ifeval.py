@@ -9,8 +9,8 @@ import pytest
 from ratchet.config.resolve import resolve
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards.answers import ifeval
+from ratchet.rewards.answers.ifeval import IFEvalConfig
 from ratchet.rewards.answers.ifeval_checks import CHECKS, follows, sentences
-from ratchet.rewards.config import IFEvalConfig
 from ratchet.testing import answered, check_reward
 from ratchet.training.from_config import build_reward
 from ratchet.types import Failed, Message, Task

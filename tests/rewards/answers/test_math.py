@@ -5,8 +5,7 @@ import pytest
 
 from ratchet.errors import MissingDependency
 from ratchet.rewards.answers import math as module
-from ratchet.rewards.answers.math import Math, last_formula
-from ratchet.rewards.config import MathConfig
+from ratchet.rewards.answers.math import Math, MathConfig, last_formula
 from ratchet.rewards.process_pool.pool import RewardWorkers
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated

@@ -6,8 +6,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.rewards.answers.numeric import NumericAnswer, final_number, read_number
-from ratchet.rewards.config import NumericAnswerConfig
+from ratchet.rewards.answers.numeric import (
+    NumericAnswer,
+    NumericAnswerConfig,
+    final_number,
+    read_number,
+)
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated
 

@@ -13,8 +13,7 @@ from pydantic import ValidationError
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
 from ratchet.rewards.code.extract_program import extract_program, fenced, right_output
-from ratchet.rewards.code.reward import Code, given_tests, io_tests
-from ratchet.rewards.config import CodeConfig
+from ratchet.rewards.code.reward import Code, CodeConfig, given_tests, io_tests
 from ratchet.rewards.deadline import CURRENT, Deadline
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.testing import answered, check_reward

@@ -15,9 +15,54 @@ from ratchet.data.formats.media_columns import COLUMNS as OF_MEDIA
 from ratchet.data.presets.datasets import Preset
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
-from ratchet.environments.config import ALL_SOURCES, EnvironmentConfig, PreferencesConfig
+from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.errors import ConfigError
 from ratchet.utils.object_store import is_address
+
+
+class PreferencesConfig(EnvironmentConfig):
+    """Preference data from files, in any of their usual formats (docs/preference-data.md).
+
+    The test split is the file `test`, or else one in ten of the prompts of `train`.
+    """
+
+    builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
+    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    judges: ClassVar[bool] = False
+    usual_columns: ClassVar[tuple[str, ...]] = (
+        *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
+        *("completion", "label", "completions", "labels"),
+    )
+
+    train: DataFile = Field(description="A file, or an address in an object store.")
+    test: DataFile | None = Field(None, description="Likewise.")
+    columns: dict[str, str] = Field(
+        {},
+        description="What the files call their columns, where not as usual: {chosen: preferred}.",
+    )
+    separator: str = Field("\n", description="Appended to each step of an answer in steps.")
+
+    @field_validator("columns")
+    @classmethod
+    def _usual_columns_by_distinct_names(cls, columns: dict[str, str]) -> dict[str, str]:
+        for usual in columns:
+            if usual not in cls.usual_columns:
+                near = get_close_matches(usual, cls.usual_columns, n=1)
+                hint = f"did you mean {near[0]}? " if near else ""
+                raise ValueError(
+                    f"{usual} is no column: {hint}there are {', '.join(cls.usual_columns)}"
+                )
+        names = [columns.get(usual, usual) for usual in cls.usual_columns]
+        repeated = next((name for name in names if names.count(name) > 1), None)
+        if repeated is not None:
+            both = " and ".join(
+                usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
+            )
+            raise ValueError(
+                f"{both} would both be read from '{repeated}': give each a column of its own"
+            )
+        return columns
+
 
 OF_PROMPTS = ("prompt", "answer", "solution")
 OF_CONVERSATIONS = ("messages", "tools")
