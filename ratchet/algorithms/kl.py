@@ -1,6 +1,6 @@
-"""The KL divergence from a reference, as a term of the loss or as part of the reward.
+"""The KL divergence between policy and reference, as a term of the loss or as part of the reward.
 
-Each form has the gradient of the divergence that it is named after. T = tokens.
+Both have, in expectation, the gradient of the divergence that they are named after. T = tokens.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ratchet.batch import Batch
 from ratchet.errors import ConfigError
 from ratchet.protocols import Outputs
 
-# Key of the adaptive coefficient in `AlgoState.numbers`: "coef/" and the name of the term.
+# Key of the adaptive coefficient in `AlgoState.numbers`: "coef/" followed by the term's name.
 COEF = "coef/kl"
 
 
@@ -31,24 +31,26 @@ def kl_penalty(
 ) -> tuple[Tensor, Metrics]:
     """Return a penalty whose expected gradient is that of the named KL divergence.
 
-    The expectation is over tokens drawn from the old policy. Token level.
+    The penalty has one value per token. The expectation is over tokens drawn from the old policy.
 
-    objective: "reverse" is KL(policy || reference), "forward" is KL(reference || policy) (estimator
-      k3 alone).
-    estimator: with d = log(policy/reference), k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d
-      (http://joschu.net/blog/kl-approx.html).
-    importance_weight: False leaves out the ratio w below. Forward k3 is then differentiated
-      directly, as in GRPO (arXiv:2402.03300) eq. 3 and 4; its gradient is right if policy and old
-      policy agree.
+    Differentiated directly, k1 has a gradient of expectation 0, and k3 that of the *forward* KL (on
+    policy). So the importance ratio w = policy/old multiplies each estimator. For reverse k1
+    and k3, w keeps its gradient, which adds the score function term. For k2 and forward k3, w is
+    detached, since their own derivatives are already right. The value is an unbiased estimate of
+    the named KL for reverse k1 and k3. For k2 and forward k3 only the gradient is unbiased.
 
-    Differentiating k1 directly gives 0, and k3 the *forward* KL. So the importance ratio w =
-    policy/old multiplies them. It carries its gradient for reverse k1 and k3 (the score function
-    then acts), and is detached for k2 and forward k3, whose own derivatives are already right. The
-    value is an unbiased estimate of the named KL for reverse k1 and k3; for k2 and forward k3 only
-    the gradient is.
+    Args:
+        objective: "reverse" is KL(policy || reference), "forward" is KL(reference || policy), which
+            only estimator k3 has.
+        estimator: With d = log(policy/reference), k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d
+            (http://joschu.net/blog/kl-approx.html).
+        importance_weight: False leaves out w. Forward k3 is then differentiated directly, as in
+            GRPO (arXiv:2402.03300) eq. 3 and 4. Its gradient is right if policy and old policy
+            agree.
 
-    Raises ConfigError for forward k1 and k2, whose gradients are those of no forward KL, and for
-    reverse k1 and k3 without the weight that carries their gradient.
+    Raises:
+        ConfigError: For forward k1 and k2, whose gradients are not that of the forward KL. Also for
+            reverse k1 and k3 without importance_weight, through which their gradient flows.
     """
     if objective == "forward" and estimator != "k3":
         raise ConfigError(f"objective=forward has no estimator {estimator}. Set estimator=k3.")
@@ -74,29 +76,32 @@ def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     """Subtract coef * log(old policy / reference) from the token reward of every trainable token.
 
     This is estimator k1 of the reverse KL. The policy gradient of a reward f is E[f grad log p].
-    For k1 that is the gradient of KL(policy || reference), whose direct part has expectation 0. k2
-    and k3 as rewards would give the gradient of no divergence (k3: reverse minus forward KL).
+    With f = k1 it is the gradient of KL(policy || reference): the remaining part, E[grad k1], is 0.
+    Rewards of k2 or k3 would not give the gradient of a divergence (k3: reverse minus forward KL).
     """
-    gap_T = batch.need("old_logprobs").double() - batch.need("ref_logprobs").double()
-    gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
-    before_T = (
-        batch.need("token_rewards") if batch.has("token_rewards") else torch.zeros_like(gap_T)
+    log_ratio_T = batch.need("old_logprobs").double() - batch.need("ref_logprobs").double()
+    log_ratio_T = torch.where(batch.trainable_T, log_ratio_T, 0.0)
+    rewards_T = (
+        batch.need("token_rewards") if batch.has("token_rewards") else torch.zeros_like(log_ratio_T)
     )
-    mean = float(gap_T.sum() / batch.trainable_T.sum().clamp(min=1))
+    mean_kl = float(log_ratio_T.sum() / batch.trainable_T.sum().clamp(min=1))
     current_coef = state.numbers.get(COEF, coef)
-    return batch.fill_tokens(token_rewards=before_T - current_coef * gap_T).note(
-        **{"kl/kl": mean, "kl/coef": current_coef}
+    return batch.fill_tokens(token_rewards=rewards_T - current_coef * log_ratio_T).note(
+        **{"kl/kl": mean_kl, "kl/coef": current_coef}
     )
 
 
 def kl_in_loss(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """Report this step's coefficient as "kl/coef", as `kl_in_reward` does. Changes no column."""
+    """Return the batch with this step's coefficient as metric "kl/coef", like `kl_in_reward`.
+
+    The columns stay as they are.
+    """
     return batch.note(**{"kl/coef": state.numbers.get(COEF, coef)})
 
 
 def adapt_kl(coef: float, kl: float, *, target: float, rate: float) -> float:
-    """Return coef * (1 + rate * clip(kl / target - 1, -0.2, 0.2)), once a step.
+    """Return the next step's coefficient: coef * (1 + rate * clip(kl / target - 1, -0.2, 0.2)).
 
-    Ziegler et al. (arXiv:1909.08593), section 2.2.
+    See Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
     return coef * (1 + rate * min(max(kl / target - 1, -0.2), 0.2))

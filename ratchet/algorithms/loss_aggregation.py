@@ -1,8 +1,10 @@
-"""Loss aggregation: the complete normaliser of a term over one optimizer step, as a weight column.
+"""Loss aggregation: per-token weights that normalise a loss term over one optimizer step.
 
-Losses then only sum. A mean-type column sums to 1 over the whole mini-batch, or to 0 if nothing
-trains (the step is then skipped). T = tokens, S = sequences, G = groups. `mask` below is 1 on
-trainable tokens; a sequence or group counts if it has at least one.
+A loss is the sum of its token values times these weights. The weights of a mean sum to 1 over the
+whole mini-batch, or to 0 if no token trains, in which case the step is skipped.
+
+T = tokens, S = sequences, G = groups. `mask` below is 1 on trainable tokens. A sequence or group
+counts if it has at least one trainable token.
 """
 
 from __future__ import annotations
@@ -93,11 +95,13 @@ def step_mean(batch: Batch) -> Tensor:
 
 
 def _mean_over(mask_T: Tensor) -> Tensor:
+    """Return equal weights on the tokens of a mask, with sum 1; all 0 for an empty mask."""
     weights_T = mask_T.double()
     return weights_T / weights_T.sum().clamp(min=1)
 
 
 def _count_positive(count: Tensor) -> Tensor:
+    """Return the number of entries above 0, at least 1 because callers divide by it."""
     return (count > 0).sum().clamp(min=1)
 
 

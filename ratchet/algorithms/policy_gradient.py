@@ -40,7 +40,7 @@ from ratchet.config.resolve import build
 
 
 def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
-    """Return the policy-gradient algorithm of a section."""
+    """Return the policy-gradient algorithm that a recipe's `algorithm` section describes."""
     losses = {"policy": _policy_terms(config)}
     roles: dict[str, Role] = {}
     passes = list(_policy_passes(config))
@@ -63,11 +63,11 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
             Pass("critic", "values", "values"),
             Pass("critic", "scores", "bootstrap_values", level="sequence"),
         ]
-        value = partial(value_loss, clip=config.critic.value_clip)
+        critic_loss = partial(value_loss, clip=config.critic.value_clip)
         losses["critic"] = (
-            AlgorithmTerm("value", value, valued_mean, needs=frozenset({"values"})),
+            AlgorithmTerm("value", critic_loss, valued_mean, needs=frozenset({"values"})),
         )
-    sampler = config.old_logprobs == "sampler"
+    uses_sampler_logprobs = config.old_logprobs == "sampler"
     return Algorithm(
         name=config.display_name,
         source=config.source,
@@ -76,7 +76,7 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
         roles=roles,
         warmup=warmup,
         advantage=partial(pipeline, transforms=_transforms(config)),
-        fills=frozenset({"old_logprobs"}) if sampler else frozenset(),
+        fills=frozenset({"old_logprobs"}) if uses_sampler_logprobs else frozenset(),
         adapt=_adaptation(config.kl),
         minibatches=config.minibatches,
         minibatches_of=config.minibatches_of,
@@ -106,8 +106,8 @@ def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
 def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
     """Return the scoring pass of the policy for old log-probabilities, if one is needed.
 
-    It is not needed with one optimizer step a batch if only the loss reads them: they are then
-    those of the update's own first forward.
+    No pass is needed if a batch gets a single optimizer step and only the loss reads these
+    log-probabilities: the forward pass of the update computes the same values.
     """
     several_updates = config.minibatches * config.epochs > 1
     read_elsewhere = (
@@ -144,18 +144,22 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
         if config.correction is not None:
             penalty = partial(apply_correction, fn=penalty)
         terms.append(AlgorithmTerm("kl", penalty, weighting, needs=ratios, coef=kl.coef))
-    # A masked token trains in no term. With mask_denominator=kept it has left the final mask.
+    # A token that the correction masks must not train in any term. With mask_denominator=kept it is
+    # no longer in the final mask; with "all" it is, so these terms are set to 0 there.
     bonus, likelihood = (_without_masked(fn, config.correction) for fn in (entropy_bonus, nll))
-    # Always measured: the policy's entropy shows whether it still explores.
+    # This term is present even with entropy_coef=0, as a metric: the policy's entropy shows whether
+    # it still explores.
     terms.append(
         AlgorithmTerm(
             "entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef
         )
     )
     if config.positive_nll_coef > 0:
-        positive = partial(positive_mean, above=config.positive_nll_above)
+        positive_weighting = partial(positive_mean, above=config.positive_nll_above)
         terms.append(
-            AlgorithmTerm("positive_nll", likelihood, positive, coef=config.positive_nll_coef)
+            AlgorithmTerm(
+                "positive_nll", likelihood, positive_weighting, coef=config.positive_nll_coef
+            )
         )
     if config.router is not None and config.router.watches:
         terms += router_terms(balance_coef=config.router.balance_coef, z_coef=config.router.z_coef)
@@ -163,28 +167,30 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
 
 
 def _without_masked(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
-    """Return `fn` without the tokens that the correction masks but leaves in the denominator."""
-    masks = (
+    """Return `fn` with value 0 at tokens that the correction masks but keeps in the denominator."""
+    masks_in_denominator = (
         correction is not None
         and correction.mask != "none"
         and correction.mask_denominator == "all"
     )
-    return partial(apply_correction_mask, fn=fn) if masks else fn
+    return partial(apply_correction_mask, fn=fn) if masks_in_denominator else fn
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
-    """Return the transforms of a batch, in order.
+    """Return the transforms of a batch, in the order in which they are applied.
 
-    First reward shaping, the KL in the reward and the estimator; then filters and changes to
-    advantages.
+    Reward shaping, the KL penalty and the advantage estimator come first. The filters, the
+    correction and the changes to advantages follow.
     """
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(copy_judged_rewards)
     estimator: Transform = build(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
-        silent = [build(part) for part in config.shaping if not _adds_signal((part,))]
-        steps.append(partial(note_signal, transforms=(*silent, estimator)))
+        # With a shaping that adds a signal, answers of equal reward get different advantages, and
+        # their group would not be dropped. So the signal is measured without that shaping.
+        neutral_shaping = [build(part) for part in config.shaping if not _adds_signal((part,))]
+        steps.append(partial(note_signal, transforms=(*neutral_shaping, estimator)))
     steps += [build(part) for part in config.shaping]
     if config.kl.coef > 0:
         steps.append(
@@ -207,12 +213,12 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
 
 
 def _adds_signal(shaping: tuple[Section, ...]) -> bool:
-    """True if answers of equal reward differ after shaping, by length or truncation."""
+    """True if shaping makes equal rewards differ, because it reads length or truncation."""
     return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
 def _adaptation(kl: KLConfig) -> Any:
-    """Return the function that adapts the KL coefficient after a step."""
+    """Return the function that adapts the KL coefficient after each step, or one that doesn't."""
     if kl.coef == 0 or kl.target is None:
         return no_adaptation
     metric = "policy/kl/kl" if kl.place == "loss" else "batch/kl/kl"
@@ -228,9 +234,9 @@ def adapt_coef(
     target: float,
     rate: float,
 ) -> None:
-    """Set the KL coefficient of the next step.
+    """Set the KL coefficient of the next step from the KL that this step measured.
 
-    A step that measured no KL leaves it unchanged.
+    The coefficient does not change if `metric` is missing.
     """
     if metric in metrics:
         state.numbers[COEF] = adapt_kl(
@@ -239,8 +245,11 @@ def adapt_coef(
 
 
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
-    """Return the properties that the algorithm does not have, by its parts and options."""
-    # equal_rewards=drop leaves out groups that differ by shaping alone.
+    """Return the properties that the algorithm's parts and options rule out, with the reasons.
+
+    See `ratchet.algorithms.properties`.
+    """
+    # equal_rewards=drop removes the groups whose rewards differ only because of shaping.
     shaping = () if config.equal_rewards == "drop" else config.shaping
     parts: tuple[Section, ...] = (*config.estimators, *shaping, config.loss)
     exemptions: list[Mapping[str, str]] = []

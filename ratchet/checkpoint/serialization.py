@@ -2,10 +2,10 @@
 
 `<name>.json` has the structure and numbers, `<name>.safetensors` the tensors and arrays.
 
-Python values that JSON can represent are written unchanged (its floats round-trip exactly). Any
-other value is an object with the key "$", whose value is a tag: a non-finite float, a tuple, a dict
-with keys that are not all strings (an optimizer's are integers), a tensor, a numpy array or scalar.
-Neither file can execute code when it is read.
+Python values that JSON can represent are written unchanged (its floats round-trip exactly). Every
+other value becomes a JSON object whose key "$" holds a tag for its type. These values are
+non-finite floats, tuples, tensors, numpy arrays and scalars, and dicts with a key "$" or with keys
+that are not all strings (an optimizer's are integers). Reading the files never executes code.
 """
 
 from __future__ import annotations
@@ -50,12 +50,11 @@ _writes: list[Write] | None = None  # the deferred writes; None outside of `defe
 
 @contextmanager
 def defer_writes() -> Iterator[list[Write]]:
-    """Make `save_state` copy its state to main memory inside the block, and defer writing the
-    files.
+    """Make `save_state` only copy its state to main memory inside the block, and write no file yet.
 
-    The caller runs the yielded functions later, for example in another thread while the original
-    tensors change. Directories passed to `save_state` are then relative to the root that the
-    functions are called with.
+    Each `save_state` adds a function to the yielded list. The caller runs these functions later,
+    for example in another thread while the original tensors change, and passes them the root. The
+    directories passed to `save_state` are relative to that root.
     """
     global _writes
     assert _writes is None, "one at a time"
@@ -67,11 +66,14 @@ def defer_writes() -> Iterator[list[Write]]:
 
 
 def save_state(directory: Path, state: Any, name: str = "state") -> None:
-    """Write nested dicts, lists and tuples of scalars, strings, tensors, and numpy arrays and
-    scalars.
+    """Write a state to the files `<name>.json` and `<name>.safetensors`.
 
-    Raises CheckpointError for a value of any other type, with its place, and if the files can't be
-    written.
+    Raises CheckpointError if the files can't be written, or if a value has an unsupported type. The
+    message then says where in the state the value is.
+
+    Args:
+        state: Nested dicts, lists and tuples of None, numbers, strings, tensors, and numpy arrays
+            and scalars.
     """
     tensors: dict[str, Tensor] = {}
     structure = _encode(state, tensors, place="state")
@@ -102,8 +104,8 @@ def load_state(directory: Path, name: str = "state") -> Any:
     try:
         structure = safe_read.read_json(directory / f"{name}.json")
         safe_read.require_file(directory / f"{name}.safetensors")
-        # Cloned, because loaded tensors are views of the file, which may be deleted while they are
-        # in use.
+        # Loaded tensors are views of the file, which may be deleted while they are in use. Hence
+        # the copies.
         tensors = {
             key: tensor.clone()
             for key, tensor in load_file(directory / f"{name}.safetensors").items()
@@ -122,7 +124,10 @@ def load_state(directory: Path, name: str = "state") -> Any:
 
 
 def rng_state() -> dict[str, Any]:
-    """Return the state of the global generators of Python, numpy, torch and, if in use, CUDA."""
+    """Return the state of the global random generators of Python, numpy and torch.
+
+    CUDA's generators are included if the process uses CUDA.
+    """
     state: dict[str, Any] = {
         "python": random.getstate(),
         "numpy": np.random.get_state(legacy=False),
@@ -134,9 +139,9 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Restore what `rng_state` returned.
+    """Set the global random generators to a state that `rng_state` returned.
 
-    Raises CheckpointError if the state is of more CUDA devices than there are.
+    Raises CheckpointError if the state has more CUDA devices than this machine.
     """
     cuda: Sequence[Tensor] = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
@@ -154,8 +159,12 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
-    """Return a value in JSON form, and add its tensors to `tensors`."""
-    # Compare exact types, because an enum would be read back as a plain number or string.
+    """Return the JSON form of a value, and add its tensors to `tensors`.
+
+    Args:
+        place: Where the value is in the state, for error messages.
+    """
+    # Exact types are compared, because an enum would be read back as a plain number or string.
     if value is None or type(value) in (bool, int, str):
         return value
     if type(value) is float:
@@ -186,7 +195,7 @@ def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: st
 
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = f"t{len(tensors)}"
-    # Conjugate and negative views are lazy: their bytes are not those of their values.
+    # Conjugate and negative views are lazy: their memory holds the values of the original tensor.
     plain = (
         value.detach().resolve_conj().resolve_neg().to("cpu", copy=_writes is not None).contiguous()
     )
@@ -216,7 +225,10 @@ def _encode_array(
 
 
 def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Clone the tensors that share memory (views, tied weights), which safetensors refuses."""
+    """Return the tensors, with clones of those that share memory (views, tied weights).
+
+    safetensors refuses to save tensors that share memory.
+    """
     storages: set[int] = set()
     separate = {}
     for name, tensor in tensors.items():
@@ -231,7 +243,7 @@ def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:
-    """Return the value of a JSON form."""
+    """Return the value that `_encode` turned into this JSON form."""
     if isinstance(value, list):
         return [_decode(item, tensors) for item in value]
     if not isinstance(value, dict):

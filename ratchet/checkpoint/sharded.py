@@ -1,8 +1,8 @@
-"""Save tensors that are divided over ranks: `rank-N.safetensors` with an index in `rank-N.json`.
+"""Save and read sharded tensors: `rank-N.safetensors` with an index in `rank-N.json`.
 
-Any other number of ranks can read them. Each requests its own blocks by name, offset and size,
-which are assembled from the files that hold parts of them. No rank reads the whole of a tensor that
-it has a block of, and the files can't execute code.
+A checkpoint can be read with another number of ranks. Each rank requests its own blocks by name,
+offset and size. A block is assembled from the files that hold parts of it, so no rank has to read a
+whole tensor to get a block of it. Reading the files can't execute code.
 """
 
 from __future__ import annotations
@@ -25,19 +25,25 @@ from ratchet.utils import safe_read
 
 @dataclass(frozen=True)
 class StoredBlock:
-    """A block in a file, under a key."""
+    """The location of one block of a tensor: the file, and the key in that file."""
 
     file: Path
     key: str
     shape: tuple[int, ...]  # of the whole tensor
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # start of the block in the whole tensor, per dimension
+    sizes: tuple[int, ...]  # of the block
 
 
 def save_blocks(
     directory: Path, rank: int, blocks: Iterable[Shard], numbers: Mapping[str, Any]
 ) -> None:
-    """Write one rank's blocks, and numbers (JSON) that are equal on all ranks.
+    """Write one rank's blocks and numbers to a directory.
+
+    Args:
+        directory: The directory, the same for all ranks.
+        rank: The rank that writes.
+        blocks: The rank's blocks.
+        numbers: JSON values that are equal on all ranks. Dicts may differ: a reader merges them.
 
     Raises CheckpointError if the files can't be written.
     """
@@ -65,7 +71,7 @@ def save_blocks(
 
 
 class BlockSpan(Protocol):
-    """A block's place in a whole tensor."""
+    """The position and size of a block in a whole tensor."""
 
     @property
     def offsets(self) -> tuple[int, ...]: ...
@@ -74,7 +80,8 @@ class BlockSpan(Protocol):
 
 
 P = TypeVar("P", bound=BlockSpan)
-# Returns numbers of a block: (block, start, end) -> tensor, with start and end in the whole tensor.
+# (block, start, end) -> the block's values between start and end. Both are positions in the whole
+# tensor, not in the block.
 Cut = Callable[[P, Sequence[int], Sequence[int]], Tensor]
 
 
@@ -87,44 +94,46 @@ def assemble_block(
         parts: the available parts of the tensor.
         offsets: start of the block in the tensor.
         sizes: size of the block.
-        cut: returns numbers of a part.
+        cut: returns the values of a part between two positions in the tensor.
 
-    Returns (the block, how many of its numbers no part has). The block is None if no part overlaps
-    it.
+    Returns (block, missing). `missing` is the number of the block's elements that no part holds.
+    The block is None if no part overlaps it.
     """
     block: Tensor | None = None
     missing = torch.Size(sizes).numel()
     seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for part in parts:
-        low = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
-        high = [
+        # The overlap of the requested block and this part is [starts, ends) in the whole tensor.
+        starts = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
+        ends = [
             min(a + n, b + m)
             for a, n, b, m in zip(offsets, sizes, part.offsets, part.sizes, strict=True)
         ]
+        # Ranks may hold the same block, so a place that was seen before is skipped.
         if (part.offsets, part.sizes) in seen or any(
-            a >= b for a, b in zip(low, high, strict=True)
+            a >= b for a, b in zip(starts, ends, strict=True)
         ):
-            continue  # ranks may hold the same block
+            continue
         seen.add((part.offsets, part.sizes))
-        piece = cut(part, low, high)
+        piece = cut(part, starts, ends)
         if block is None:
             block = piece.new_empty(tuple(sizes))
-        block[tuple(slice(a - o, b - o) for a, b, o in zip(low, high, offsets, strict=True))] = (
-            piece
-        )
+        target = tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, offsets, strict=True))
+        block[target] = piece
         missing -= piece.numel()
     return block, missing
 
 
 class BlockFiles:
-    """The blocks that the ranks of an earlier run wrote to a directory.
+    """The blocks that all ranks of an earlier run wrote to a directory.
 
-    `numbers` merges those of all ranks; a dict has the entries of all.
+    `numbers` merges the numbers of all ranks. A dict among them has the entries of all ranks.
     """
 
     def __init__(self, directory: Path) -> None:
-        """Read the index of all ranks. Raises CheckpointError if there is none, or it is
-        damaged.
+        """Read the index files of all ranks.
+
+        Raises CheckpointError if there is none, or if one is damaged.
         """
         self.directory = directory
         self.stored: dict[str, list[StoredBlock]] = {}
@@ -145,9 +154,9 @@ class BlockFiles:
                         {**self.numbers.get(key, {}), **value} if isinstance(value, dict) else value
                     )
                 for i, entry in enumerate(content["blocks"]):
-                    at = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
-                    place = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *at)
-                    self.stored.setdefault(entry["name"], []).append(place)
+                    extent = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
+                    stored_block = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *extent)
+                    self.stored.setdefault(entry["name"], []).append(stored_block)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the index of {directory} can't be read: {error!r}") from error
 
@@ -170,13 +179,13 @@ class BlockFiles:
         return block
 
     def whole(self, name: str) -> LazyTensor:
-        """Return a whole tensor, which is read when it is used."""
+        """Return a handle to a whole tensor, which is read from disk when it is used."""
         return LazyTensor(self, name)
 
 
 @dataclass(frozen=True)
 class LazyTensor:
-    """A tensor that is read when it is used. It implements `SavableTensor`."""
+    """A tensor that is read from disk when it is used. It implements `SavableTensor`."""
 
     blocks: BlockFiles
     name: str
@@ -189,16 +198,21 @@ class LazyTensor:
         return self.blocks.read(self.name, (0,) * len(shape), shape).to(device, dtype)
 
 
-def _slice(place: StoredBlock, low: Sequence[int], high: Sequence[int]) -> Tensor:
-    """Return numbers of a stored block."""
+def _slice(stored_block: StoredBlock, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    """Return the values of a stored block between two positions in the whole tensor.
+
+    Raises CheckpointError if the file is missing or damaged.
+    """
     try:
-        safe_read.require_file(place.file)
-        with safe_open(place.file, framework="pt", device="cpu") as opened:
-            if not place.sizes:
-                return opened.get_tensor(place.key)
-            cut = tuple(
-                slice(a - o, b - o) for a, b, o in zip(low, high, place.offsets, strict=True)
+        safe_read.require_file(stored_block.file)
+        with safe_open(stored_block.file, framework="pt", device="cpu") as file:
+            # A tensor without dimensions has nothing to slice.
+            if not stored_block.sizes:
+                return file.get_tensor(stored_block.key)
+            slices = tuple(
+                slice(a - o, b - o)
+                for a, b, o in zip(starts, ends, stored_block.offsets, strict=True)
             )
-            return opened.get_slice(place.key)[cut]
+            return file.get_slice(stored_block.key)[slices]
     except (OSError, SafetensorError) as error:
-        raise CheckpointError(f"{place.file} is missing or damaged: {error}") from error
+        raise CheckpointError(f"{stored_block.file} is missing or damaged: {error}") from error

@@ -1,4 +1,4 @@
-"""The end of a command: the sentence for each error, and the exit status."""
+"""The end of a failed command: the message that is printed for an error, and the exit status."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten
 
 WRONG_INPUT = 2  # a recipe, data or a model is wrong, or too large for this machine
 FAILED = 1
-MAX_CHARS = 10_000  # of a message
-PACKAGE = Path(__file__).parent
-# What loaders and allocators say where a limit of memory stops them; each is an error of another
-# kind.
+MAX_CHARS = 10_000  # longest message that is printed
+PACKAGE = Path(__file__).parents[1]
+# Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
+# common type.
 SHORT_OF_MEMORY = (
     "failed to map segment",
     "Cannot allocate memory",
@@ -27,21 +27,25 @@ SHORT_OF_MEMORY = (
 
 
 def prepare_streams() -> None:
-    """Let a terminal that can't show a character get its code, in place of an error."""
+    """Make stdout and stderr escape a character that they can't encode, instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="backslashreplace")
 
 
 def say(text: object) -> None:
-    """Print text with control characters escaped, so that text of a model or a file can't command
-    the terminal."""
+    """Print text with its control characters escaped.
+
+    Without that, text of a model or a file could control the terminal.
+    """
     typer.echo(escape_controls(str(text)))
 
 
 def sentence(error: BaseException) -> tuple[str, int] | None:
-    """Return what to print for an error and the exit status; None for a bug, whose traceback is
-    wanted."""
+    """Return the message to print for an error, and the exit status.
+
+    Return None for any other error: it is a bug, and its traceback should be shown.
+    """
     if isinstance(error, RatchetError):
         status = WRONG_INPUT if isinstance(error, ConfigError | DataError | ModelError) else FAILED
         return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
@@ -67,8 +71,11 @@ def sentence(error: BaseException) -> tuple[str, int] | None:
 
 
 def _place(error: BaseException) -> str:
-    """Return the innermost line of this package in a traceback, so that a bug can be found by the
-    sentence."""
+    """Return file and line of the innermost traceback frame below PACKAGE.
+
+    The message contains it, so that a bug can be located without the traceback. Without such a
+    frame, return the name of the error's type.
+    """
     frames = [
         frame
         for frame in traceback.extract_tb(error.__traceback__, limit=-200)
@@ -82,10 +89,12 @@ def _place(error: BaseException) -> str:
 
 
 def end(error: BaseException) -> None:
-    """Print the sentence of an error and leave with its status. An error without one is raised
-    again."""
-    told = sentence(error)
-    if told is None:
+    """Print the message of an error and exit with its status.
+
+    An error for which `sentence` returns None is raised again.
+    """
+    message_and_status = sentence(error)
+    if message_and_status is None:
         raise error
-    typer.echo(escape_controls(told[0]), err=True)
-    sys.exit(told[1])
+    typer.echo(escape_controls(message_and_status[0]), err=True)
+    sys.exit(message_and_status[1])

@@ -1,4 +1,7 @@
-"""The command line. Light until a command runs: `ratchet --help` never imports torch."""
+"""The command line.
+
+Heavy modules are imported inside the commands, so that `ratchet --help` never imports torch.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,8 @@ def train(
     ] = None,
 ) -> None:
     """Train by a recipe, or continue an interrupted run."""
-    if profile is not None:  # before torch comes: its tracer would write progress notes of its own
+    # Set before torch is imported, because torch's tracer would print progress notes.
+    if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from ratchet.training.start import resume_run, start_run
 
@@ -108,9 +112,9 @@ def check(
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.check_command import check_named
 
-        table, holds = check_named(target, overrides or [])
+        table, passed = check_named(target, overrides or [])
         say(table)
-        raise typer.Exit(not holds)
+        raise typer.Exit(not passed)
     from ratchet.config.describe import describe
     from ratchet.config.loader import load_config
 
@@ -127,9 +131,9 @@ def explain_algorithm(
     ] = None,
 ) -> None:
     """Show what an algorithm consists of: its estimator, loss, aggregation, sources and keys."""
-    from ratchet.commands.explain_algorithm import explain_algorithm as explained
+    from ratchet.commands.explain_algorithm import explain_algorithm as get_explanation
 
-    say(explained(kind, overrides or []))
+    say(get_explanation(kind, overrides or []))
 
 
 @app.command()
@@ -160,10 +164,8 @@ def plan(
     from ratchet.runs.resolve import resolve_run_dir
     from ratchet.runs.run_dir import RunDirectory
 
-    config, directory = (
-        load_config(recipe, overrides or []),
-        None if run_dir is None else RunDirectory(resolve_run_dir(run_dir)),
-    )
+    config = load_config(recipe, overrides or [])
+    directory = None if run_dir is None else RunDirectory(resolve_run_dir(run_dir))
     show_plan(config, cluster=cluster, probe_s=probe, directory=directory, as_json=json)
 
 
@@ -359,18 +361,21 @@ def doctor() -> None:
 
 
 def main() -> None:
-    """Run the command line. Errors meant for the user are printed without a traceback; status 2:
-    recipe, data or model is wrong."""
+    """Run the command line.
+
+    Errors meant for the user are printed without a traceback. Exit status 2 means that a recipe,
+    data or a model is wrong, or too large for this machine.
+    """
     prepare_streams()
-    # so that `kind: my_module:Mine` finds what lies beside the recipe
+    # `kind: my_module:Mine` in a recipe may name a module in the current directory.
     sys.path.insert(0, str(Path.cwd()))
     try:
         failpoints.arm(os.environ.get("RATCHET_FAULTS", ""))
         credentials.offer(os.environ)
         object_store.configure_cache(os.environ)
         app()
-    except Exception as error:  # the last place: what has no sentence is raised again
-        end(error)
+    except Exception as error:
+        end(error)  # raises an error again that has no message for the user
 
 
 if __name__ == "__main__":

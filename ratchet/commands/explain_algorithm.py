@@ -18,13 +18,13 @@ from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 
 WIDTH = 100
-# Values for keys that have no default, so that the algorithm can be shown; nothing is loaded.
-SOURCE = re.compile(r"arXiv|https?://|\(\w+, \d{4}\)")  # as docstrings cite a paper
+SOURCE = re.compile(r"arXiv|https?://|\(\w+, \d{4}\)")  # a citation in a docstring
+# Values for keys that have no default, so that the algorithm can be built. Nothing is loaded.
 PLACEHOLDERS = ("teacher=path/of/a/model", "fixed_length=1024")
 
 
 def explain_algorithm(kind: str, overrides: Sequence[str] = ()) -> str:
-    """Return a page about the algorithm `kind`, made from the algorithm that a run would build.
+    """Return a page that describes the algorithm `kind`, read from the object that a run builds.
 
     Args:
         kind: A built-in name, or the import path of a config class.
@@ -50,7 +50,10 @@ def explain_algorithm(kind: str, overrides: Sequence[str] = ()) -> str:
 
 
 def _complete_section(kind: str, overrides: Sequence[str]) -> Section:
-    """Return the config section of `kind`, with placeholders for keys that must be set."""
+    """Return the config section of `kind`.
+
+    If a required key is missing, one of PLACEHOLDERS fills it.
+    """
     try:
         return section_from_words("algorithm", kind, overrides)
     except ConfigError:
@@ -61,7 +64,7 @@ def _complete_section(kind: str, overrides: Sequence[str]) -> Section:
 
 
 def _block(heading: str, entries: Sequence[str]) -> str:
-    """Return a heading with indented entries, or "" without entries."""
+    """Return a heading with its entries indented below it, or "" if there are no entries."""
     lines = [
         line
         for entry in entries
@@ -91,60 +94,64 @@ def _passes(algorithm: Algorithm) -> list[str]:
 def _advantage(algorithm: Algorithm) -> list[str]:
     if algorithm.advantage is no_advantage:
         return []
-    return [_described(function, options) for function, options in _unfolded(algorithm.advantage)]
+    return [_describe(function, options) for function, options in _unfold(algorithm.advantage)]
 
 
 def _terms(algorithm: Algorithm) -> list[str]:
     entries = []
     for role, terms in algorithm.losses.items():
         for term in terms:
-            if term.coef == 0:  # only measured
+            if term.coef == 0:  # adds nothing to the loss and only reports metrics
                 continue
             factor = "" if term.coef == 1 else f"{term.coef:g} x "
             entries.append(f"{role}, {factor}{term.name}:")
-            entries += [f"  {_described(*pair)}" for pair in _unfolded(term.fn)]
-            entries += [
-                f"  aggregated by {_described(*pair)}" for pair in _unfolded(term.weighting)
-            ]
+            entries += [f"  {_describe(*pair)}" for pair in _unfold(term.fn)]
+            entries += [f"  aggregated by {_describe(*pair)}" for pair in _unfold(term.weighting)]
     return entries
 
 
-def _unfolded(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
-    """Yield each function that a `functools.partial` of functions is made of, with its options."""
+def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
+    """Yield the functions that `function` is composed of, each with its options.
+
+    A `functools.partial` composes others by the options `transforms`, `parts` and `fn`.
+    """
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
         options = {**function.keywords, **options}
         function = function.func
-    inner = options.pop("transforms", ()) or [part for part, _ in options.pop("parts", ())]
+    components = options.pop("transforms", ()) or [part for part, _ in options.pop("parts", ())]
     wrapped = options.pop("fn", None)
-    if not inner:
+    if not components:
         yield function, options
-    for part in (*inner, *([wrapped] if wrapped else ())):
-        yield from _unfolded(part)
+    for part in (*components, *([wrapped] if wrapped else ())):
+        yield from _unfold(part)
 
 
-def _described(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
-    """Return a function's name, its options and the beginning of its docstring, up to a source."""
-    named = ", ".join(f"{key}={value}" for key, value in options.items())
+def _describe(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+    """Return a function's name, its options and the beginning of its docstring.
+
+    These are the first two paragraphs, or only the first one if that already cites a source.
+    """
+    arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
-    kept = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
-    text = " ".join(" ".join(kept[:2]).split())
-    return f"{function.__name__}({named}): {text}"
+    shown = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
+    text = " ".join(" ".join(shown[:2]).split())
+    return f"{function.__name__}({arguments}): {text}"
 
 
 def _keys(section: Section) -> list[str]:
     entries = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)
-        words = f" {field.description}" if field.description else ""
-        entries.append(f"{name}={_shown(value)}{words and '  #'}{words}")
+        comment = f"  # {field.description}" if field.description else ""
+        entries.append(f"{name}={_format_value(value)}{comment}")
     return entries
 
 
-def _shown(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, Section):
-        inner = ", ".join(f"{key}: {_shown(item)}" for key, item in dict(value).items())
+        inner = ", ".join(f"{key}: {_format_value(item)}" for key, item in dict(value).items())
         return f"{{{inner}}}"
     if isinstance(value, tuple):
-        return f"[{', '.join(_shown(item) for item in value)}]"
+        return f"[{', '.join(_format_value(item) for item in value)}]"
     return "null" if value is None else str(value)

@@ -1,5 +1,7 @@
-"""The command `ratchet data inspect`: rows as the model will see them, after the chat template,
-with the tokens that train."""
+"""The command `ratchet data inspect`: show data rows as the model sees them.
+
+Rows are shown after the chat template, with the trained tokens highlighted.
+"""
 
 from __future__ import annotations
 
@@ -58,16 +60,15 @@ QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 
 @dataclass(frozen=True)
 class Shown:
-    """A sequence of tokens. part: "row", "chosen", "rejected", "answer" or "prompt". trainable
-    [tokens]."""
+    """A token sequence of a task, with the tokens that train."""
 
     task: Task
-    part: str
+    part: str  # "row", "chosen", "rejected", "answer" or "prompt"
     tokens: Sequence[int]
-    trainable: Sequence[bool]
+    trainable: Sequence[bool]  # one entry per token
 
     def spans(self) -> Iterator[tuple[bool, int, int]]:
-        """Yield (trains, start, end) of each stretch of tokens that all train, or all don't."""
+        """Yield (trains, start, end) for each maximal run of tokens with the same `trainable`."""
         start = 0
         for trains, run in groupby(self.trainable):
             end = start + len(list(run))
@@ -89,13 +90,14 @@ class Shown:
 
 @dataclass(frozen=True)
 class Inspected:
-    """The data to show. learns: what the algorithm learns from (see `StageConfig.source`); None:
-    decided by each row."""
+    """The data to show, and how a run would render it."""
 
     environment: Environment
     renderer: Renderer
+    # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
+    # detected for each row.
     learns: str | None
-    turns: str
+    turns: str  # the turns of a demonstration that train: "last" or "all"
     seed: int
 
 
@@ -111,7 +113,7 @@ def inspect(
     template: str | None,
     as_json: bool,
 ) -> None:
-    """Write the first `rows` rows and the lengths of the first `sample` to stdout.
+    """Print the first `rows` rows, and length statistics of the first `sample` rows, to stdout.
 
     Raises ConfigError or DataError if the recipe or the data can't be used.
     """
@@ -126,18 +128,21 @@ def inspect(
             data.environment, Renderer(loaded, template), data.learns, data.turns, data.seed
         )
     tasks = islice(_once(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
-    shown = [one for task in tasks for one in _shown(data, task)]
-    names = list(dict.fromkeys(one.task.id for one in shown))[:rows]
-    first = [one for one in shown if one.task.id in names]
+    shown = [sequence for task in tasks for sequence in _render_task(data, task)]
+    printed_ids = list(dict.fromkeys(sequence.task.id for sequence in shown))[:rows]
+    printed = [sequence for sequence in shown if sequence.task.id in printed_ids]
     if as_json:
-        answer = {"rows": [one.as_json(data.renderer) for one in first], "lengths": lengths(shown)}
-        sys.stdout.write(json.dumps(answer) + "\n")
+        report = {
+            "rows": [sequence.as_json(data.renderer) for sequence in printed],
+            "lengths": lengths(shown),
+        }
+        sys.stdout.write(json.dumps(report) + "\n")
     else:
-        _show(make_console(), first, shown, data.renderer)
+        _print_report(make_console(), printed, shown, data.renderer)
 
 
 def _once(tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield tasks up to where a second pass begins."""
+    """Yield the tasks of the first pass over the data."""
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:
@@ -146,29 +151,33 @@ def _once(tasks: Iterator[Task]) -> Iterator[Task]:
         yield task
 
 
-# --- where rows come from
+# --- loading the data
 
 
 def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
+    """Return the data of a recipe's stage, by default of its first one."""
     config = load_config(recipe, words)
-    chosen = _stage(config, stage)
+    stage_config = _select_stage(config, stage)
     tokenizer = build(config.tokenizer, config.model.path)
-    # Of a model that is here: none is fetched to show rows.
+    # Only a local model directory is used: showing rows must not download a model.
     processor = (
         load_policy_processor(config)
         if config.model.path and Path(config.model.path).is_dir()
         else None
     )
-    format_of_tools = getattr(config.tokenizer, "tool_format", "auto")
+    tool_format = getattr(config.tokenizer, "tool_format", "auto")
     renderer = Renderer(
-        tokenizer, get_chat_template(config), processor=processor, tool_format=format_of_tools
+        tokenizer, get_chat_template(config), processor=processor, tool_format=tool_format
     )
-    algorithm = build(chosen.algorithm)
+    algorithm = build(stage_config.algorithm)
     turns = getattr(algorithm, "turns", "all")
-    return Inspected(build(chosen.environment), renderer, chosen.source, turns, config.seed)
+    return Inspected(
+        build(stage_config.environment), renderer, stage_config.source, turns, config.seed
+    )
 
 
-def _stage(config: RunConfig, name: str | None) -> StageConfig:
+def _select_stage(config: RunConfig, name: str | None) -> StageConfig:
+    """Return the stage called `name`, or the first stage for None."""
     if name is None:
         return config.stages[0]
     chosen = next((stage for stage in config.stages if stage.name == name), None)
@@ -181,36 +190,43 @@ def _stage(config: RunConfig, name: str | None) -> StageConfig:
 
 
 def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
-    """Return a file, directory, address or preset by name; the words are keys of the environment
-    `dataset`."""
+    """Return the data of a file, a directory, an address or a preset.
+
+    Args:
+        target: The file, directory or address, or the name of the preset.
+        words: `key=value` settings of the environment `dataset`.
+    """
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"
     section = section_from_words("environment", "dataset", [f"{key}={json.dumps(target)}", *words])
     environment: Environment = build(section)
-    # the latter knows no tools
+    # The template "turns" can't render tools.
     template = "chatml" if isinstance(environment, HasTools) else "turns"
     return Inspected(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
 
 
-# --- from a task to tokens
+# --- rendering tasks as tokens
 
 
-def _shown(data: Inspected, task: Task) -> list[Shown]:
-    learns = data.learns or _told(data.environment, task)
+def _render_task(data: Inspected, task: Task) -> list[Shown]:
+    """Return the token sequences of a task: those that train, or the prompt alone for rollouts."""
+    learns = data.learns or _detect_learns(data.environment, task)
     if learns not in ROLES:
         tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
         tokens = data.renderer.prompt(task.messages, tools or None)
         return [Shown(task, "prompt", tokens, [False] * len(tokens))]
-    (group,) = asyncio.run(_source(data, learns).make([(task.id, task)], version=0))
+    (group,) = asyncio.run(_build_source(data, learns).make([(task.id, task)], version=0))
     return [
-        _of(task, part, row) for part, row in zip(ROLES[learns], group.trajectories, strict=True)
+        _from_trajectory(task, part, row)
+        for part, row in zip(ROLES[learns], group.trajectories, strict=True)
     ]
 
 
-def _of(task: Task, part: str, row: Trajectory) -> Shown:
+def _from_trajectory(task: Task, part: str, row: Trajectory) -> Shown:
     return Shown(task, part, row.tokens.tolist(), row.trainable.tolist())
 
 
-def _source(data: Inspected, learns: str) -> StreamSource:
+def _build_source(data: Inspected, learns: str) -> StreamSource:
+    """Return the source that renders this kind of data, with no limit on the context."""
     stream = TaskStream(data.environment, seed=data.seed)
     writer = TextRenderer(data.renderer, max_context=sys.maxsize)
     if learns == "rows":
@@ -222,14 +238,17 @@ def _source(data: Inspected, learns: str) -> StreamSource:
     return (PairSource if learns == "pairs" else SteppedSource)(stream, "inspect", writer)
 
 
-def _told(environment: Environment, task: Task) -> str:
-    """Return what a row offers, for data without an algorithm."""
-    ways = (
+def _detect_learns(environment: Environment, task: Task) -> str:
+    """Return the kind of data that a row offers to learn from, when no algorithm names one.
+
+    The values are those of `StageConfig.source`.
+    """
+    kinds = (
         ("pairs", HasPreferencePairs, "comparison"),
         ("labelled", HasLabelledAnswers, "judged"),
         ("steps", HasStepLabels, "steps"),
     )
-    for learns, protocol, method in ways:
+    for learns, protocol, method in kinds:
         if isinstance(environment, protocol):
             try:
                 getattr(environment, method)(task)
@@ -243,38 +262,45 @@ def _told(environment: Environment, task: Task) -> str:
     return "rows"
 
 
-# --- what is written
+# --- output
 
 
 def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
-    """Return, for each part, the count, the quantiles of its tokens, and the share of tokens that
-    train."""
+    """Return length statistics of each part.
+
+    They are the number of sequences, quantiles of their token counts, the sum of tokens and the
+    share of tokens that train.
+    """
     summary: dict[str, dict[str, float]] = {}
-    for part in dict.fromkeys(one.part for one in shown):
-        ones = [one for one in shown if one.part == part]
-        sizes = [len(one.tokens) for one in ones]
+    for part in dict.fromkeys(sequence.part for sequence in shown):
+        sequences = [sequence for sequence in shown if sequence.part == part]
+        token_counts = [len(sequence.tokens) for sequence in sequences]
         quantiles = {
-            name: float(np.quantile(sizes, q, method="nearest")) for name, q in QUANTILES.items()
+            name: float(np.quantile(token_counts, q, method="nearest"))
+            for name, q in QUANTILES.items()
         }
-        trained = sum(sum(one.trainable) for one in ones) / max(sum(sizes), 1)
+        n_trainable = sum(sum(sequence.trainable) for sequence in sequences)
         summary[part] = {
-            "count": len(ones),
+            "count": len(sequences),
             **quantiles,
-            "tokens": sum(sizes),
-            "trainable_share": round(trained, 4),
+            "tokens": sum(token_counts),
+            "trainable_share": round(n_trainable / max(sum(token_counts), 1), 4),
         }
     return summary
 
 
-def _show(
-    console: Console, first: Sequence[Shown], shown: Sequence[Shown], renderer: Renderer
+def _print_report(
+    console: Console, printed: Sequence[Shown], shown: Sequence[Shown], renderer: Renderer
 ) -> None:
-    for one in first:
-        trained = sum(one.trainable)
-        what = f"{len(one.tokens)} tokens, {trained} of them train"
-        console.rule(f"{escape(one.task.id)} · {one.part} · {what}", align="left")
-        console.print(_coloured(one, renderer, marks=not console.is_terminal), soft_wrap=True)
-    if any(sum(one.trainable) for one in first):
+    """Print the sequences `printed`, and a table of the lengths of all sequences `shown`."""
+    for sequence in printed:
+        n_trainable = sum(sequence.trainable)
+        token_summary = f"{len(sequence.tokens)} tokens, {n_trainable} of them train"
+        console.rule(
+            f"{escape(sequence.task.id)} · {sequence.part} · {token_summary}", align="left"
+        )
+        console.print(_coloured(sequence, renderer, marks=not console.is_terminal), soft_wrap=True)
+    if any(sum(sequence.trainable) for sequence in printed):
         console.print(
             "[bold green]green[/]: what trains"
             if console.is_terminal
@@ -289,13 +315,17 @@ def _show(
     console.print(table)
 
 
-def _coloured(one: Shown, renderer: Renderer, *, marks: bool) -> Text:
-    """Return the text in colours. marks: brackets too, for output without colours."""
+def _coloured(sequence: Shown, renderer: Renderer, *, marks: bool) -> Text:
+    """Return the sequence's text with trained tokens in green.
+
+    marks: also put brackets around trained tokens, for output without colours.
+    """
     text = Text()
-    for trains, start, end in one.spans():
-        # rich drops a bell
+    for trains, start, end in sequence.spans():
+        # Control characters must not reach the terminal. They are replaced by their codes before
+        # rich sees them, because rich silently drops some of them, such as the bell.
         decoded = escape_controls(
-            renderer.tokenizer.decode(one.tokens[start:end], skip_special=False)
+            renderer.tokenizer.decode(sequence.tokens[start:end], skip_special=False)
         )
         text.append(
             f"⟦{decoded}⟧" if trains and marks else decoded, style="bold green" if trains else "dim"

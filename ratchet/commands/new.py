@@ -1,4 +1,4 @@
-"""The command `ratchet new`: small files that work as they stand, to be changed."""
+"""The command `ratchet new`: write small starter files, which run unchanged, for users to edit."""
 
 from __future__ import annotations
 
@@ -130,8 +130,10 @@ def test_it_keeps_the_contract():
 
 
 def _module(name: str) -> str:
-    """Return the name as a Python module: MyMaze and my-maze become my_maze. Raises ConfigError if
-    it can't be one."""
+    """Return the name as a name of a Python module: MyMaze and my-maze become my_maze.
+
+    Raises ConfigError if the result is no valid module name.
+    """
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ConfigError(
@@ -142,35 +144,40 @@ def _module(name: str) -> str:
 
 
 def _recipe(name: str) -> tuple[Mapping[str, str], str]:
+    """Return the text of a recipe by file name, and the next command."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise ConfigError(f"'{name}' can't name a recipe: use letters, digits and _ . + -")
-    return {f"{name}.yaml": _filled(RECIPE, name=name)}, f"ratchet train {name}.yaml"
+    return {f"{name}.yaml": _fill(RECIPE, name=name)}, f"ratchet train {name}.yaml"
 
 
 def _environment(name: str) -> tuple[Mapping[str, str], str]:
+    """Return an environment and its test as text by file name, and the next command."""
     module = _module(name)
     names = {"name": module, "thing": "".join(word.capitalize() for word in module.split("_"))}
     files = {
-        f"{module}.py": _filled(ENVIRONMENT, **names),
-        f"test_{module}.py": _filled(ENVIRONMENT_TEST, **names),
+        f"{module}.py": _fill(ENVIRONMENT, **names),
+        f"test_{module}.py": _fill(ENVIRONMENT_TEST, **names),
     }
     return files, f"ratchet check {module}:{names['thing']}"
 
 
 def _reward(name: str) -> tuple[Mapping[str, str], str]:
+    """Return a reward and its test as text by file name, and the next command."""
     module = _module(name)
     names = {"name": module, "thing": module}
     files = {
-        f"{module}.py": _filled(REWARD, **names),
-        f"test_{module}.py": _filled(REWARD_TEST, **names),
+        f"{module}.py": _fill(REWARD, **names),
+        f"test_{module}.py": _fill(REWARD_TEST, **names),
     }
     return files, f"ratchet check {module}:{module}"
 
 
-def _filled(text: str, **names: str) -> str:
+def _fill(text: str, **names: str) -> str:
+    """Return the template text with its $name placeholders replaced."""
     return Template(text).substitute(names)
 
 
+# Each function returns the texts of its files by file name, and the command to run next.
 KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
     "recipe": _recipe,
     "environment": _environment,
@@ -179,17 +186,17 @@ KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
 
 
 def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path], str]:
-    """Write the files; return them, and the next command.
+    """Write the starter files of a kind; return their paths and the command to run next.
 
-    Raises ConfigError, having written nothing, for an invalid name and for a file that exists.
+    Raises ConfigError if the name is invalid or a file exists already. Then nothing is written.
     """
     files, command = KINDS[kind](name)
-    paths = {directory / file: text for file, text in files.items()}
-    for path in paths:
+    texts = {directory / file: text for file, text in files.items()}
+    for path in texts:
         if path.exists():
             raise ConfigError(
                 f"{path} is there already, and is not overwritten: choose another name"
             )
-    for path, text in paths.items():
+    for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return list(paths), command
+    return list(texts), command

@@ -13,14 +13,16 @@ from numpy.typing import NDArray
 
 from ratchet.observe.reducers import Histogram, Partial, Reducer, partial
 
-OF_THE_MACHINE = ("time/", "system/")  # metrics in which two runs of one recipe differ
+OF_THE_MACHINE = ("time/", "system/")  # prefixes of metrics that differ between runs
 
 Samples = float | Sequence[float] | NDArray[np.floating]
 
 
 class MetricOrigin(NamedTuple):
-    """The source of a metric and the rule that merges its samples. A name has one origin for a
-    whole run."""
+    """The source of a metric, and the rule that merges its samples.
+
+    The origin of a name never changes during a run.
+    """
 
     prefix: str
     key: str
@@ -28,7 +30,7 @@ class MetricOrigin(NamedTuple):
 
 
 class StepMetrics(dict[str, float | None]):
-    """The numbers of a step by name, and its histograms for sinks that can show them."""
+    """The metrics of a step: numbers by name, and histograms for sinks that can show them."""
 
     def __init__(
         self, numbers: Mapping[str, float | None], histograms: Mapping[str, Histogram]
@@ -41,11 +43,11 @@ class MetricsManager:
     """A collector of metrics. Names are `prefix/key`, or `stage/prefix/key` with a stage.
 
     Phases appear as `time/<phase>_s` (wall seconds). Samples that belong to a domain or an
-    environment appear as `prefix/<label>/<of>/key`, such as `rollout/tag/maths/reward`.
+    environment appear as `prefix/<label>/<value>/key`, such as `rollout/tag/maths/reward`.
 
-    A metric declares once how its samples merge (`declare`, or the first `add`). A result that is
-    not finite becomes None (null in JSON, which knows no NaN) beside a note `<name>/nan`,
-    `<name>/inf` or `<name>/-inf` of value 1.
+    `declare` or the first `add` of a metric sets how its samples merge. A result that is not finite
+    becomes None (null in JSON, which has no NaN). A second metric `<name>/nan`, `<name>/inf` or
+    `<name>/-inf` with value 1 then says which it was.
     """
 
     def __init__(self, stage: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -56,15 +58,16 @@ class MetricsManager:
         self._partials: dict[str, Partial] = {}
 
     def declare(self, prefix: str, reducers: Mapping[str, Reducer]) -> None:
-        """Set how metrics of these keys merge, whatever label they have. Raises ValueError for a
-        key that already merges by another rule."""
+        """Set how metrics of these keys merge, with any labels.
+
+        Raises ValueError if a key is already declared with another rule.
+        """
         for key, reducer in reducers.items():
             declared = self._declared.setdefault((prefix, key), reducer)
             if declared != reducer:
                 raise ValueError(
                     f"metric '{prefix}/{key}' is declared as {declared} and as {reducer}: rename "
-                    "one "
-                    "of them"
+                    "one of them"
                 )
 
     def add(
@@ -76,17 +79,19 @@ class MetricsManager:
         weight: float = 1.0,
         of: Mapping[str, str] | None = None,
     ) -> None:
-        """Add numbers, or several samples of each, to the step in progress.
+        """Add samples of metrics to the step in progress.
 
         Args:
             prefix: The first part of the name.
-            numbers: Anything that `float` takes (numpy scalars, 0-dim tensors), by key.
-            merge: None: as declared, else the mean.
-            of: What the samples belong to, by label.
+            numbers: One or several samples by key. A sample is anything that `float` takes, such
+                as a numpy scalar or a 0-dim tensor.
+            merge: How samples merge; None: as declared, or the mean if nothing is declared.
+            weight: Weight of these samples when they merge.
+            of: Values by label, for the name: {"tag": "maths"} adds `tag/maths/`.
 
         Raises:
-            ValueError: A name is already reported by another origin or merged by another rule.
-            TypeError: A value is no number.
+            ValueError: A name already has another origin or merges by another rule.
+            TypeError: A sample is no number.
         """
         labels = "".join(f"{label}/{value}/" for label, value in (of or {}).items())
         for key, values in numbers.items():
@@ -95,7 +100,7 @@ class MetricsManager:
             origin = MetricOrigin(
                 f"{prefix}/{labels}".rstrip("/"), key, merge or declared or "mean"
             )
-            self._claim(name, origin)
+            self._register_origin(name, origin)
             if declared is not None and declared != origin.reducer:
                 raise ValueError(
                     f"metric '{name}' is declared as {declared} and reported as {_describe(origin)}"
@@ -106,23 +111,25 @@ class MetricsManager:
                 self._partials[name].add(samples, weight)
 
     def partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
-        """Return and clear what is known of the step in progress, for `merge` of another
-        manager."""
-        partials = {name: (self._origins[name], known) for name, known in self._partials.items()}
+        """Return and clear the partial results of this step, for `merge` of another manager."""
+        partials = {
+            name: (self._origins[name], samples) for name, samples in self._partials.items()
+        }
         self._partials = {}
         return partials
 
     def merge(self, partials: Mapping[str, tuple[MetricOrigin, Partial]]) -> None:
-        """Add what another rank or micro-batch knows of the same step. Raises ValueError as `add`
-        does."""
+        """Add the partial results of the same step from another rank or micro-batch.
+
+        Raises ValueError like `add`.
+        """
         for name, (origin, samples) in partials.items():
-            self._claim(name, origin)
+            self._register_origin(name, origin)
             self._partials.setdefault(name, partial(origin.reducer)).merge(samples)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block, also when it raises. A phase entered several times in a step is
-        summed."""
+        """Time the block, even if it raises. Several times of one phase in a step are summed."""
         start = self._clock()
         try:
             yield
@@ -147,19 +154,22 @@ class MetricsManager:
         self._partials = {}
         return StepMetrics(numbers, histograms)
 
-    def _claim(self, name: str, origin: MetricOrigin) -> None:
+    def _register_origin(self, name: str, origin: MetricOrigin) -> None:
+        """Set the origin of a name. Raises ValueError if the name has another one."""
         registered = self._origins.setdefault(name, origin)
         if registered != origin:
             raise ValueError(
                 f"metric '{name}' is reported as {_describe(registered)} and as "
-                f"{_describe(origin)}: "
-                "rename one of them"
+                f"{_describe(origin)}: rename one of them"
             )
 
 
 def _samples(name: str, values: Samples) -> list[float]:
-    several = isinstance(values, list | tuple) or (isinstance(values, np.ndarray) and values.ndim)
-    samples: Sequence[Any] = values if several else [values]  # pyright: ignore[reportAssignmentType]
+    """Return one or several samples as floats. Raises TypeError for text."""
+    is_sequence = isinstance(values, list | tuple) or (
+        isinstance(values, np.ndarray) and values.ndim
+    )
+    samples: Sequence[Any] = values if is_sequence else [values]  # pyright: ignore[reportAssignmentType]
     if text := next((sample for sample in samples if isinstance(sample, str)), None):
         raise TypeError(f"metric '{name}' is the text {text!r}, not a number")
     return [float(sample) for sample in samples]

@@ -1,8 +1,8 @@
-"""The checks of every Algorithm, as one call: `check_algorithm(algorithm)`.
+"""Check an Algorithm against all invariances and properties: `check_algorithm(algorithm)`.
 
-The kit's batches are ragged and synthetic, its models tiny, everything in float64. Losses are
-differentiated with respect to what the models say of each token, not to parameters: there, errors
-of different rows could cancel. T = tokens, S = sequences.
+Batches are synthetic and ragged, models are tiny, and everything is in float64. Losses are
+differentiated with respect to the models' outputs for each token, because errors of different rows
+could cancel in gradients of parameters. A slope is such a derivative. T = tokens, S = sequences.
 """
 
 from __future__ import annotations
@@ -37,51 +37,55 @@ from ratchet.testing.synthetic_update import (
 )
 
 SEEDS = (0, 1, 2)
-# For exemptions that only long answers show, as that of a length penalty: tried until one does.
+# Maximum answer lengths, tried in order until the property breaks: some exemptions, such as that of
+# a length penalty, show only in long answers.
 LONGEST = (0, 64, 512, 4096, 32768)
 
 
 class Broken(AssertionError):
-    """A property does not hold; anything else that is wrong is a plain AssertionError."""
+    """An error for a property that does not hold. Other failures are plain AssertionErrors."""
 
 
 @dataclass(frozen=True)
 class Finding:
-    """verdict: "holds", "exempt" and "n/a" (with the reason as note), "fails" (with what is
-    wrong)."""
+    """The result of one check."""
 
     name: str
-    verdict: str
-    note: str = ""
+    verdict: str  # "holds", "fails", "exempt" or "n/a"
+    note: str = ""  # the error of "fails", the reason of "exempt" and "n/a"
 
 
 def check_algorithm(algorithm: Algorithm) -> None:
-    """Raises AssertionError with every broken invariance, every claimed property that does not
-    hold, and every exemption from one that does (see `ratchet.algorithms.properties`)."""
-    broken = [
+    """Raise AssertionError if a check of the algorithm fails; the message lists all failures.
+
+    A check fails if an invariance is broken, if a claimed property does not hold, or if an exempt
+    property holds (see `ratchet.algorithms.properties`).
+    """
+    failures = [
         f"{finding.name}: {finding.note}"
         for finding in examine(algorithm)
         if finding.verdict == "fails"
     ]
-    require(not broken, f"algorithm '{algorithm.name}': " + "; ".join(broken))
+    require(not failures, f"algorithm '{algorithm.name}': " + "; ".join(failures))
 
 
 def examine(algorithm: Algorithm) -> list[Finding]:
-    """Every invariance and every property, in a fixed order."""
+    """Return the findings of all invariances, then of all properties, in a fixed order."""
     _check_names(algorithm)
     cases = [Case(algorithm, Draw(seed)) for seed in SEEDS]
     findings = [
-        _tried(name, lambda check=check: [check(case) for case in cases])
+        _run_check(name, lambda check=check: [check(case) for case in cases])
         for name, check in INVARIANCES.items()
     ]
-    findings.append(_tried("learns", lambda: _learns(cases)))
-    return [*findings, *(_property(algorithm, name) for name in PROPERTIES)]
+    findings.append(_run_check("learns", lambda: _learns(cases)))
+    return [*findings, *(_check_property(algorithm, name) for name in PROPERTIES)]
 
 
 def _check_names(algorithm: Algorithm) -> None:
+    """Raise AssertionError if an exemption names no known property."""
     for name in algorithm.exempt:
-        near = get_close_matches(name, PROPERTIES, n=1)
-        hint = f"did you mean '{near[0]}'? " if near else ""
+        close_names = get_close_matches(name, PROPERTIES, n=1)
+        hint = f"did you mean '{close_names[0]}'? " if close_names else ""
         require(
             name in PROPERTIES,
             f"algorithm '{algorithm.name}' is exempt from '{name}': {hint}there are "
@@ -89,7 +93,8 @@ def _check_names(algorithm: Algorithm) -> None:
         )
 
 
-def _tried(name: str, check: Callable[[], object]) -> Finding:
+def _run_check(name: str, check: Callable[[], object]) -> Finding:
+    """Run a check; the finding fails if it raises AssertionError."""
     try:
         check()
     except AssertionError as error:
@@ -102,16 +107,19 @@ def _tried(name: str, check: Callable[[], object]) -> Finding:
 
 @dataclass(frozen=True)
 class Case:
+    """An algorithm and the synthetic batch that it is checked on."""
+
     algorithm: Algorithm
     draw: Draw
 
     @cached_property
     def whole(self) -> Update:
+        """Return the whole batch as one update."""
         return Update.of(self.algorithm, self.draw.groups(self.algorithm))
 
     @property
     def minis(self) -> Iterator[Update]:
-        """The whole batch as one update; and the mini-batches, where there are several."""
+        """Yield the whole batch as one update, then its mini-batches if there are several."""
         yield self.whole
         if self.algorithm.minibatches > 1:
             for mini in itertools.islice(
@@ -120,25 +128,30 @@ class Case:
                 yield self.whole.mini(mini)
 
     def found(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
-        """Each update by each role, in one piece."""
+        """Yield each update and role, with the loss and slopes of the update as one micro-batch."""
         for update in self.minis:
             for role in self.algorithm.losses:
                 yield update, role, differentiated(update, role, range(update.batch.n_sequences))
 
     def units(self, batch: Batch) -> list[list[int]]:
-        """Rows that stay together."""
+        """Return the rows of each unit. The rows of a unit stay in one micro-batch."""
         if self.algorithm.unit != "group":
             return [[row] for row in range(batch.n_sequences)]
         group_S = batch.group_S.tolist()
-        return [[row for row, of in enumerate(group_S) if of == g] for g in range(batch.n_groups)]
+        return [
+            [row for row, row_group in enumerate(group_S) if row_group == group]
+            for group in range(batch.n_groups)
+        ]
 
 
-# --- invariances: of every algorithm
+# --- invariances, which hold for every algorithm
 
 
 def _micro_batches(case: Case) -> None:
-    """Weighed once, cut anywhere, in any order: the parts sum to the whole; rows without weight may
-    stay away."""
+    """Check that micro-batches sum to the whole batch, however it is cut and ordered.
+
+    The weights are computed once, before the cut. Rows of weight 0 may be left out.
+    """
     rng = np.random.default_rng(case.draw.seed)
     for update, role, whole in case.found():
         units = case.units(update.batch)
@@ -146,7 +159,8 @@ def _micro_batches(case: Case) -> None:
             order = rng.permutation(len(units))
             cuts = sorted({0, len(units), *rng.integers(0, len(units) + 1, parts - 1).tolist()})
             pieces = [
-                [row for u in order[a:b] for row in units[u]] for a, b in itertools.pairwise(cuts)
+                [row for unit in order[begin:end] for row in units[unit]]
+                for begin, end in itertools.pairwise(cuts)
             ]
             same(_total(update, role, pieces), whole, "cut into micro-batches")
         active = select_weighted_rows(update.batch, update.terms(role))
@@ -154,14 +168,16 @@ def _micro_batches(case: Case) -> None:
 
 
 def _packing(case: Case) -> None:
-    """Each unit alone gives what it gives packed with the others."""
+    """Check that units computed one by one sum to the packed batch."""
     for update, role, whole in case.found():
         same(_total(update, role, case.units(update.batch)), whole, "one unit at a time")
 
 
 def _shards(case: Case) -> None:
-    """Ranks of a data-parallel learner, more of them than there are units: sums over ranks are
-    those of one machine."""
+    """Check that losses and slopes of data-parallel ranks sum to those of a single rank.
+
+    One of the ranks has no rows.
+    """
     for update, role, whole in case.found():
         units = case.units(update.batch)
         ranks = [[row for unit in units[rank::3] for row in unit] for rank in range(3)]
@@ -175,8 +191,10 @@ def _shards(case: Case) -> None:
 
 
 def _order(case: Case) -> None:
-    """Groups in any order, and rows within a group, but for pairs, whose first row is the chosen
-    one, and for the rows of one attempt, which follow each other."""
+    """Check that the order of groups, and of attempts within a group, changes nothing.
+
+    The rows of one attempt stay in order. So do pairs, whose first row is the chosen one.
+    """
     rng = np.random.default_rng(case.draw.seed)
     algorithm = case.algorithm
     groups = case.draw.groups(algorithm)
@@ -192,9 +210,9 @@ def _order(case: Case) -> None:
             )
             for group in shuffled
         ]
-    moved = [id(row) for group in shuffled for row in group.trajectories if row.counts]
+    shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.counts]
     update, other = Update.of(algorithm, groups), Update.of(algorithm, shuffled)
-    places = [moved.index(id(row)) for row in rows]
+    places = [shuffled_rows.index(id(row)) for row in rows]
     for role in algorithm.losses:
         slopes = differentiated(other, role, range(len(rows)))
         expected = differentiated(update, role, range(len(rows)))
@@ -204,17 +222,20 @@ def _order(case: Case) -> None:
 
 
 def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> LossAndSlopes:
+    """Return the sum of the losses and slopes of several pieces, each a list of rows."""
     return sum(
         (differentiated(update, role, rows) for rows in pieces), LossAndSlopes.zero(update, role)
     )
 
 
 def _learns(cases: Sequence[Case]) -> None:
-    """Or the invariances would hold of nothing."""
+    """Check that each role gets a gradient. Without one, the invariances would prove nothing."""
     for role in cases[0].algorithm.losses:
-        results = (differentiated(c.whole, role, range(c.whole.batch.n_sequences)) for c in cases)
+        results = (
+            differentiated(case.whole, role, range(case.whole.batch.n_sequences)) for case in cases
+        )
         require(
-            any(slope.any() for one in results for slope in one.slopes.values()),
+            any(slope.any() for result in results for slope in result.slopes.values()),
             f"no batch gives role {role} a gradient",
         )
 
@@ -227,22 +248,24 @@ INVARIANCES: dict[str, Callable[[Case], None]] = {
 }
 
 
-# --- properties: claimed unless exempt
+# --- properties, which an algorithm claims unless it is exempt
 
 
-def _property(algorithm: Algorithm, name: str) -> Finding:
+def _check_property(algorithm: Algorithm, name: str) -> Finding:
+    """Check a property that is claimed, or the reason of an exemption."""
     reason = algorithm.exempt.get(name)
     check = CHECKS[name]
     if reason is None:
-        return _tried(name, lambda: check(algorithm, [Draw(seed) for seed in SEEDS]))
+        return _run_check(name, lambda: check(algorithm, [Draw(seed) for seed in SEEDS]))
     if not is_applicable(reason):
-        finding = _tried(name, lambda: _check_inapplicable(algorithm, reason))
+        finding = _run_check(name, lambda: _check_inapplicable(algorithm, reason))
         return finding if finding.verdict == "fails" else Finding(name, "n/a", reason)
-    finding = _tried(name, lambda: _check_exemption(algorithm, check, reason))
+    finding = _run_check(name, lambda: _check_exemption(algorithm, check, reason))
     return finding if finding.verdict == "fails" else Finding(name, "exempt", reason)
 
 
 def _check_inapplicable(algorithm: Algorithm, reason: str) -> None:
+    """Raise AssertionError if the algorithm has advantages, so that the property does apply."""
     batch = Case(algorithm, Draw(SEEDS[0])).whole.batch
     require(
         not batch.has("advantages"),
@@ -253,6 +276,7 @@ def _check_inapplicable(algorithm: Algorithm, reason: str) -> None:
 def _check_exemption(
     algorithm: Algorithm, check: Callable[[Algorithm, Sequence[Draw]], None], reason: str
 ) -> None:
+    """Raise AssertionError unless the exempt property breaks on some batch."""
     for longest in LONGEST:
         try:
             check(algorithm, [Draw(seed, longest=longest) for seed in SEEDS])
@@ -264,6 +288,7 @@ def _check_exemption(
 
 
 def _advantages(batch: Batch) -> Tensor:
+    """Return the advantages. Raises AssertionError if there are none."""
     require(
         batch.has("advantages"),
         'is claimed, but there are no advantages: exempt it, with a reason "no advantages: ..."',
@@ -272,7 +297,7 @@ def _advantages(batch: Batch) -> Tensor:
 
 
 def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
-    """A row's values, and their slopes, while all that is known of other rows' tokens changes."""
+    """Check that a row's values and slopes do not depend on the tokens of other rows."""
     for draw in draws:
         update = Case(algorithm, draw).whole
         for role in algorithm.losses:
@@ -286,52 +311,59 @@ def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 def _check_isolated(
     term: AlgorithmTerm, update: Update, other: Update, role: str, row: int
 ) -> None:
-    x, slopes = compute_row_values(term, update, role, row)
-    moved_x, moved_slopes = compute_row_values(term, other, role, row)
-    _hold(
-        _close(x, moved_x),
+    values, slopes = compute_row_values(term, update, role, row)
+    other_values, other_slopes = compute_row_values(term, other, role, row)
+    _require_property(
+        _close(values, other_values),
         f"term '{term.name}' gives a row another value when other rows' tokens change",
     )
     places = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
         indices = places["rows" if name in OF_SEQUENCES else "tokens"]
-        leaks = slope.index_fill(0, indices, 0.0).any()
-        _hold(
-            not leaks, f"term '{term.name}' gives a row's value a slope by the {name} of other rows"
+        has_leak = slope.index_fill(0, indices, 0.0).any()
+        _require_property(
+            not has_leak,
+            f"term '{term.name}' gives a row's value a slope by the {name} of other rows",
         )
-        same_slope = _close(slope[indices], moved_slopes[name][indices])
-        _hold(
+        same_slope = _close(slope[indices], other_slopes[name][indices])
+        _require_property(
             same_slope,
             f"term '{term.name}' gives a row another slope when other rows' tokens change",
         )
 
 
 def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
-    """Check the policy gradient by the difference to advantages of 0, so that other penalties drop
-    out."""
+    """Check that the gradient on policy is the policy gradient.
+
+    Subtract the gradient at advantages of 0, so that penalties without advantages drop out.
+    """
     terms = algorithm.losses.get("policy", ())
-    moved = False
+    has_policy_gradient = False
     for draw in draws:
         update = Update.of(algorithm, draw.groups(algorithm), on_policy=True)
         advantages_T = _advantages(update.batch)
-        without = update.with_columns(advantages=torch.zeros_like(advantages_T))
+        zero_advantages = update.with_columns(advantages=torch.zeros_like(advantages_T))
         for term in terms:
             rows = range(update.batch.n_sequences)
             result, base = (
-                differentiated(one, "policy", rows, [term]) for one in (update, without)
+                differentiated(variant, "policy", rows, [term])
+                for variant in (update, zero_advantages)
             )
-            gained = {name: slope - base.slopes[name] for name, slope in result.slopes.items()}
-            if any(slope.any() for slope in gained.values()):
-                moved = True
-                _check_policy_gradient(term, update, gained)
+            differences = {name: slope - base.slopes[name] for name, slope in result.slopes.items()}
+            if any(slope.any() for slope in differences.values()):
+                has_policy_gradient = True
+                _check_policy_gradient(term, update, differences)
     require(
-        moved,
+        has_policy_gradient,
         'is claimed, but no term moves with the advantages: exempt it, with a reason "no policy '
         'gradient: ..."',
     )
 
 
-def _check_policy_gradient(term: AlgorithmTerm, update: Update, gained: dict[str, Tensor]) -> None:
+def _check_policy_gradient(
+    term: AlgorithmTerm, update: Update, differences: dict[str, Tensor]
+) -> None:
+    """Raise Broken unless the slopes are -weight * advantage, and ratios are 1."""
     batch = update.batch
     weight_T, advantages_T = (
         term.weighting(batch),
@@ -341,33 +373,35 @@ def _check_policy_gradient(term: AlgorithmTerm, update: Update, gained: dict[str
         count_S = batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
         advantages_T = (batch.sequence_sum(advantages_T) / count_S)[batch.sequence_T]
     expected_T = -batch.weights[term.name].coef * weight_T * advantages_T
-    for name, slope in gained.items():
+    for name, slope in differences.items():
         expected = expected_T if name == "logprobs" else torch.zeros_like(slope)
-        off = float((slope - expected).abs().max())
-        _hold(
+        largest_error = float((slope - expected).abs().max())
+        _require_property(
             _close(slope, expected),
             f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off "
-            f"by up to {off:.2g}",
+            f"by up to {largest_error:.2g}",
         )
     ratio = measured(term, update, "policy").get("ratio")
-    _hold(
+    _require_property(
         ratio is None or _close(ratio, torch.ones_like(ratio)),
         f"on policy, term '{term.name}' has ratios other than 1",
     )
 
 
 def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+    """Check that advantages are 0 if the rewards in each group are equal."""
     for draw in draws:
         groups = replace(draw, equal=True).groups(algorithm)
         advantages_T = _advantages(Update.of(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
-        _hold(
+        _require_property(
             not advantages_T.any(),
             f"rewards are equal in every group, and advantages reach {largest:.2g}",
         )
 
 
 def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+    """Check groups of one attempt: advantages are 0, or an error names the group."""
     for draw in draws:
         groups = replace(draw, attempts=1).groups(algorithm)
         try:
@@ -375,21 +409,22 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
             for role in algorithm.losses:
                 differentiated(update, role, range(update.batch.n_sequences))
         except RatchetError as error:
-            _hold(
+            _require_property(
                 any(group.id in str(error) for group in groups),
                 f"lone attempts are refused without the group's name: {error}",
             )
             continue
         advantages_T = _advantages(update.batch)
-        _hold(
+        _require_property(
             not advantages_T.any(),
             f"lone attempts have advantages of up to {float(advantages_T.abs().max()):.2g}",
         )
 
 
-def _hold(rule: bool | Tensor, broken: str) -> None:
-    if not rule:
-        raise Broken(broken)
+def _require_property(condition: bool | Tensor, message: str) -> None:
+    """Raise Broken with the message unless the condition holds."""
+    if not condition:
+        raise Broken(message)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -1,5 +1,6 @@
-"""One update of an algorithm on a synthetic batch: its losses, and their slopes by what the models
-say of each token.
+"""One update of an algorithm on a synthetic batch: its losses, and their slopes.
+
+A slope is the gradient of a loss with respect to an output of a model, such as the logprobs.
 
 T = tokens, S = sequences.
 """
@@ -23,13 +24,14 @@ from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
 
-RELATIVE, ABSOLUTE = 1e-10, 1e-12  # float64: rounding in another order, and nothing else
+# Tolerances that only allow for rounding in another order, in float64.
+RELATIVE, ABSOLUTE = 1e-10, 1e-12
 T = TypeVar("T")
 
 
 @dataclass(frozen=True)
 class Update:
-    """A weighed batch, and the models as they are by then."""
+    """A batch with the weights of each term, and the models at the time of the update."""
 
     algorithm: Algorithm
     batch: Batch
@@ -39,28 +41,31 @@ class Update:
     def of(
         cls, algorithm: Algorithm, groups: Sequence[Group], *, on_policy: bool = False
     ) -> Update:
-        """Packed, scored, estimated and weighed.
+        """Return the update on some groups: packed, with scores, advantages and term weights.
 
-        on_policy: as the first update of a stage: no model has moved, those without a path are
-        copies of the policy, and the sampler agreed with the learner. Otherwise every model has
-        moved since the passes, and the sampler was another.
+        Args:
+            on_policy: True makes the first update of a stage: no model has changed since the
+                scoring passes, models without a path are copies of the policy, and the sampler's
+                logprobs equal the policy's. False: every model has changed since the passes, and
+                the sampler's logprobs differ from the policy's.
         """
         roles = {"policy": TinyRole("policy")}
         for name, role in algorithm.roles.items():
             roles[name] = TinyRole("policy" if on_policy and role.path is None else name)
         batch = pack(groups)
         if algorithm.source == "rollouts":
-            batch = _sampled(batch, roles["policy"], exact=on_policy)
-        batch = algorithm.advantage(
-            _ran(fill_columns(batch, algorithm, cast(Mapping[str, Learner], roles))), AlgoState()
+            batch = _with_sampler_logprobs(batch, roles["policy"], exact=on_policy)
+        scored_batch = _run_without_waiting(
+            fill_columns(batch, algorithm, cast(Mapping[str, Learner], roles))
         )
+        batch = algorithm.advantage(scored_batch, AlgoState())
         models = (
             roles if on_policy else {name: TinyRole(name, drift=0.1) for name in algorithm.losses}
         )
         return cls(algorithm, algorithm.weigh(batch, AlgoState()), models)
 
     def mini(self, batch: Batch) -> Update:
-        """The update on one of its mini-batches."""
+        """Return the update on a mini-batch of it, with weights computed for that mini-batch."""
         return replace(self, batch=self.algorithm.weigh(batch, AlgoState()))
 
     def terms(self, role: str) -> tuple[AlgorithmTerm, ...]:
@@ -68,70 +73,82 @@ class Update:
 
     @cached_property
     def columns(self) -> Mapping[str, Mapping[str, Tensor]]:
-        """Return the columns that each role's terms read of its model."""
+        """Return the model outputs that the terms of each role read."""
         return {
             role: self.models[role].outputs(self.batch, needed(terms))
             for role, terms in self.algorithm.losses.items()
         }
 
     def with_columns(self, **columns: Tensor) -> Update:
-        """Return the update with other token columns, and the same weights."""
+        """Return the update with these token columns replaced. Weights stay the same."""
         return replace(self, batch=self.batch.fill_tokens(**columns))
 
     def with_other_tokens(self, row: int) -> Update:
-        """Return the update with other tokens in all other rows, and with other outputs of the
-        models for them."""
-        batch = self.batch
-        there_T, there_S = batch.sequence_T != row, torch.arange(batch.n_sequences) != row
+        """Return the update with different tokens and columns in all rows except `row`.
 
-        def moved(column: Tensor, there: Tensor) -> Tensor:
-            place = there.reshape(-1, *[1] * (column.dim() - 1))
+        The outputs of the models differ in those rows too, because they are computed from tokens.
+        """
+        batch = self.batch
+        other_T, other_S = batch.sequence_T != row, torch.arange(batch.n_sequences) != row
+
+        def change(column: Tensor, mask: Tensor) -> Tensor:
+            broadcast_mask = mask.reshape(-1, *[1] * (column.dim() - 1))
             return (
-                torch.where(place, 0.7 * column - 0.3, column)
+                torch.where(broadcast_mask, 0.7 * column - 0.3, column)
                 if column.is_floating_point()
                 else column
             )
 
         batch = replace(
             batch,
-            tokens_T=torch.where(there_T, (batch.tokens_T * 3 + 1) % VOCAB, batch.tokens_T),
-            rollout_logprobs_T=moved(batch.rollout_logprobs_T, there_T),
-            log_kept_mass_T=moved(batch.log_kept_mass_T, there_T),
+            tokens_T=torch.where(other_T, (batch.tokens_T * 3 + 1) % VOCAB, batch.tokens_T),
+            rollout_logprobs_T=change(batch.rollout_logprobs_T, other_T),
+            log_kept_mass_T=change(batch.log_kept_mass_T, other_T),
         )
-        asked = self.algorithm.columns
-        tokens = {
-            name: moved(column, there_T)
+        algorithm_columns = self.algorithm.columns
+        token_columns = {
+            name: change(column, other_T)
             for name, column in batch.token_columns.items()
-            if name in asked
+            if name in algorithm_columns
         }
-        rows = {
-            name: moved(column, there_S)
+        sequence_columns = {
+            name: change(column, other_S)
             for name, column in batch.sequence_columns.items()
-            if name in asked
+            if name in algorithm_columns
         }
-        return replace(self, batch=batch.fill_tokens(**tokens).fill_sequences(**rows))
+        return replace(
+            self, batch=batch.fill_tokens(**token_columns).fill_sequences(**sequence_columns)
+        )
 
 
-def _sampled(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
-    """Return the batch with logprobs of the sampler: the policy's own, or with an error that
-    depends on the token and its place alone."""
-    logprobs_T = _ran(sampler.score(batch, ["logprobs"]))["logprobs"]
+def _with_sampler_logprobs(batch: Batch, sampler: TinyRole, *, exact: bool) -> Batch:
+    """Return the batch with logprobs of the sampler.
+
+    Args:
+        exact: True uses the policy's own logprobs. False adds an error to them that depends only on
+            a token and its position.
+    """
+    logprobs_T = _run_without_waiting(sampler.score(batch, ["logprobs"]))["logprobs"]
     if exact:
         return replace(
             batch, rollout_logprobs_T=logprobs_T, log_kept_mass_T=torch.zeros_like(logprobs_T)
         )
+    # A hash of token and position serves as a random number in [0, 1).
     chance_T = (
         torch.sin(12.9898 * batch.tokens_T + 78.233 * batch.positions_T).double() * 43758.5453
     ) % 1
+    # Most errors are within 0.1; 7 % are about +1.5, and 7 % about -1.5.
     error_T = 0.2 * (chance_T - 0.5) + 1.5 * (chance_T > 0.93) - 1.5 * (chance_T < 0.07)
     return replace(
         batch, rollout_logprobs_T=torch.where(batch.predicted_T, logprobs_T + error_T, 0.0).float()
     )
 
 
-def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Return the result of a coroutine that never waits. It needs no event loop, and runs inside of
-    one too."""
+def _run_without_waiting(coroutine: Coroutine[Any, Any, T]) -> T:
+    """Run a coroutine that never waits, and return its result.
+
+    This needs no event loop, and also works inside a running one.
+    """
     try:
         coroutine.send(None)
     except StopIteration as done:
@@ -144,11 +161,10 @@ def _ran(coroutine: Coroutine[Any, Any, T]) -> T:
 
 @dataclass(frozen=True)
 class LossAndSlopes:
-    """The loss of some rows of an update, its slopes by output (columns of the whole batch, 0 for
-    other rows), and the metrics."""
+    """The loss of some rows of an update, with its slopes and metrics."""
 
     loss: float
-    slopes: Mapping[str, Tensor]
+    slopes: Mapping[str, Tensor]  # by output; columns of the whole batch, 0 for other rows
     metrics: Mapping[str, float]
 
     @classmethod
@@ -171,7 +187,13 @@ class LossAndSlopes:
 def differentiated(
     update: Update, role: str, rows: Sequence[int], terms: Sequence[AlgorithmTerm] | None = None
 ) -> LossAndSlopes:
-    """The loss of some rows as a learner sums it: of all terms of the role, or of some."""
+    """Return the loss of some rows, summed over terms as a learner does, and its slopes.
+
+    Raises BrokenRule (an AssertionError) if a loss or a slope is not finite.
+
+    Args:
+        terms: Terms of the role to sum; None: all of them.
+    """
     batch = update.batch.take(rows)
     places = {
         "tokens": token_indices(update.batch, rows),
@@ -180,10 +202,10 @@ def differentiated(
     leaves = _leaves(update, role, places)
     loss, metrics = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for term in update.terms(role) if terms is None else terms:
-        value, measured = term(_outputs(batch, leaves, term), batch)
+        value, term_metrics = term(_outputs(batch, leaves, term), batch)
         loss = loss + value
         metrics |= {
-            f"{term.name}/{name}": float(metric.detach()) for name, metric in measured.items()
+            f"{term.name}/{name}": float(metric.detach()) for name, metric in term_metrics.items()
         }
         require(
             bool(value.isfinite()), f"the loss of term '{term.name}' is {float(value.detach())}"
@@ -191,32 +213,35 @@ def differentiated(
     slopes = {}
     for name, slope in _gradients(loss, leaves).items():
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
-        whole = torch.zeros_like(update.columns[role][name])
-        slopes[name] = whole.index_copy(0, _place(name, places), slope)
+        batch_zeros = torch.zeros_like(update.columns[role][name])
+        slopes[name] = batch_zeros.index_copy(0, _entry_indices(name, places), slope)
     return LossAndSlopes(float(loss.detach()), slopes, metrics)
 
 
 def compute_row_values(
     term: AlgorithmTerm, update: Update, role: str, row: int
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """(a row's own values of a term before their weights, the slopes of their sum by the outputs of
-    all rows)."""
+    """Return a row's unweighted values of a term, and the slopes of their sum.
+
+    Values whose weight is 0 count as 0. The slopes are with respect to the outputs of all rows.
+    """
     batch = update.batch
     places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
     leaves = _leaves(update, role, places)
-    x, _ = term.fn(_outputs(batch, leaves, term), batch)
-    place = {
+    values, _ = term.fn(_outputs(batch, leaves, term), batch)
+    # indices of the row's entries at the level of the term
+    indices = {
         "token": token_indices(batch, [row]),
         "sequence": torch.tensor([row]),
         "group": batch.group_S[[row]],
     }[term.level]
     weight = batch.weights[term.name].values
-    weighed = torch.where(weight[place] != 0, x[place], 0.0)
-    return weighed.detach(), _gradients(weighed.sum(), leaves)
+    row_values = torch.where(weight[indices] != 0, values[indices], 0.0)
+    return row_values.detach(), _gradients(row_values.sum(), leaves)
 
 
 def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor]:
-    """A term's metrics, one for each of its values that weighs anything."""
+    """Return a term's metrics at each of its values whose weight is not 0."""
     batch = update.batch
     places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
     _, metrics = term.fn(_outputs(batch, _leaves(update, role, places), term), batch)
@@ -225,33 +250,38 @@ def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor
 
 
 def token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
-    """Return the indices of the tokens of some rows, row by row."""
+    """Return the indices of the tokens of some rows, one row after the other."""
     starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
     parts = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
 def gathered(found: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
-    """Return the slopes of a batch's rows in another order."""
+    """Return `found` with its slopes reordered, so that the rows of `batch` come as in `rows`."""
     places = {
         "tokens": token_indices(batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
-    return replace(
-        found, slopes={name: slope[_place(name, places)] for name, slope in found.slopes.items()}
-    )
+    slopes = {name: slope[_entry_indices(name, places)] for name, slope in found.slopes.items()}
+    return replace(found, slopes=slopes)
 
 
 def same(found: LossAndSlopes, expected: LossAndSlopes, how: str) -> None:
-    """Raises AssertionError where they differ by more than rounding."""
+    """Raise BrokenRule (an AssertionError) if two results differ by more than rounding.
+
+    Args:
+        how: How `found` was computed; the error message begins with it.
+    """
     require(
         _near(found.loss, expected.loss),
         f"{how}, the loss is {found.loss:.12g} and not {expected.loss:.12g}",
     )
     for name, slope in expected.slopes.items():
         limit = RELATIVE * float(slope.abs().max()) + ABSOLUTE if slope.numel() else 0.0
-        off = float((found.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
-        require(off <= limit, f"{how}, the gradient by {name} is off by up to {off:.2g}")
+        difference = float((found.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
+        require(
+            difference <= limit, f"{how}, the gradient by {name} is off by up to {difference:.2g}"
+        )
     for name, metric in expected.metrics.items():
         value = found.metrics.get(name, 0.0)
         require(_near(value, metric), f"{how}, metric {name} is {value:.12g} and not {metric:.12g}")
@@ -261,20 +291,24 @@ def _near(a: float, b: float) -> bool:
     return abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE
 
 
-def _place(name: str, places: Mapping[str, Tensor]) -> Tensor:
+def _entry_indices(name: str, places: Mapping[str, Tensor]) -> Tensor:
+    """Return the indices of an output's entries: of rows or of tokens."""
     return places["rows" if name in OF_SEQUENCES else "tokens"]
 
 
 def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of a role's model at `places`, as leaves of the autograd graph."""
     return {
-        name: column[_place(name, places)].clone().requires_grad_()
+        name: column[_entry_indices(name, places)].clone().requires_grad_()
         for name, column in update.columns[role].items()
     }
 
 
 def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
-    """Return what the term declares in `needs`, and nothing else: outputs that other terms need may
-    be missing tomorrow."""
+    """Return the outputs that the term declares in `needs`, and no others.
+
+    A term that reads an output needed only by another term would fail without that other term.
+    """
     columns = {name: leaf for name, leaf in leaves.items() if name in term.needs}
     if "old_logprobs" in term.needs:
         old_logprobs = (
@@ -285,6 +319,7 @@ def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) ->
 
 
 def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the gradient of `value` by each leaf, zeros for a leaf that it does not depend on."""
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}
     slopes = torch.autograd.grad(value, list(leaves.values()), allow_unused=True)

@@ -19,7 +19,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.processor import Processor
 from ratchet.errors import ModelError
-from ratchet.executors import env_vars as environment
+from ratchet.executors import env_vars
 from ratchet.experience.openai_proxy.agents import Agent
 from ratchet.generators.workers.pool import GeneratorPool
 from ratchet.learners.config import LocalConfig
@@ -33,8 +33,10 @@ from ratchet.types import Sampling
 class Policy:
     """A model with its tokenizer, renderer and generator.
 
-    A run trains it; evaluations and chats query it. `ranks` are the processes that train it, if
-    this process does not.
+    A run trains the model; evaluations and chats only generate with it.
+
+    Attributes:
+        ranks: The processes that train the model; None if this process trains it.
     """
 
     model: PolicyModel
@@ -63,7 +65,8 @@ class Policy:
             template: The chat template; None takes the tokenizer's.
             tool_format: The format of tool calls.
             processor: The processor of a model that reads media.
-            generator: The generator's section; None is the engine, which reads the model's tensors.
+            generator: The generator's section; None builds the built-in engine, which reads the
+                model's tensors.
             ranks: The processes that train; None trains `model` here.
 
         Raises:
@@ -75,10 +78,10 @@ class Policy:
                 f"{model.vocab_size}. Give the model's own tokenizer"
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
-        section = generator or resolve("generator", {})
-        with environment.set_env_defaults(getattr(section, "environment", {})):
-            engine = build(section, model, tokenizer)
-        return cls(model, tokenizer, renderer, engine, ranks)
+        generator_section = generator or resolve("generator", {})
+        with env_vars.set_env_defaults(getattr(generator_section, "environment", {})):
+            built_generator = build(generator_section, model, tokenizer)
+        return cls(model, tokenizer, renderer, built_generator, ranks)
 
     @property
     def one_host(self) -> bool:
@@ -89,13 +92,13 @@ class Policy:
         return hosts <= {socket.gethostname()}
 
     def with_stop_ids(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters with the token ids that end this policy's turn."""
+        """Return the sampling parameters, which now also stop at the ids that end a policy turn."""
         return replace(
             sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids)))
         )
 
     async def close(self) -> None:
-        """Close what the generator has started."""
+        """Close the generator, if it holds processes or other resources."""
         if isinstance(self.generator, Closeable):
             await self.generator.close()
 
@@ -107,11 +110,12 @@ class EnvSetup:
     Attributes:
         reward: The training reward; None takes the rewards of the environment's steps.
         eval_reward: The evaluation rewards; None takes `reward`.
-        agent: A program that plays the environment; None is the policy itself.
-        second: A reward that judges again for `ratchet.experience.checks.reward_hacking` and trains
-            nothing.
-        canaries: Tasks for the same check, which must not be rewarded.
-        evaluation: Where the policy is evaluated; None is this environment's held-out tasks.
+        agent: A program that plays the environment with the policy; None lets the policy itself
+            play.
+        second: A second opinion for `ratchet.experience.checks.reward_hacking`: it judges attempts
+            again, and nothing trains on its rewards.
+        canaries: Tasks for the same check that must not earn a reward.
+        evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
     """
 
     environment: Environment
@@ -124,7 +128,7 @@ class EnvSetup:
 
     @property
     def judges(self) -> bool:
-        """True if an answer can get a reward here."""
+        """True if answers can get rewards, from a reward function or from the environment."""
         return (
             self.reward is not None
             or self.eval_reward is not None
@@ -132,23 +136,24 @@ class EnvSetup:
         )
 
     def copies(self) -> Callable[[], Environment]:
-        """Return a function that makes instances for single attempts.
+        """Return a function that makes a copy of the environment for each attempt.
 
-        They share their data (see `Environment.tasks`).
+        The copies share their data (see `Environment.tasks`).
         """
         return partial(copy.copy, self.environment)
 
 
 @dataclass(frozen=True)
 class WorkerRolloutSpec:
-    """The description of a stage that workers need to play its groups.
+    """The part of a stage's recipe that rollout workers need to play its groups.
 
     Attributes:
         environment: The values of the environment's section.
         rewards: The values of the rewards' sections.
-        rollouts: Limits and retries.
+        rollouts: The settings of rollouts, such as limits and retries.
         template: See `Policy.create`.
         tool_format: See `Policy.create`.
+        date: The date that chat templates print (the recipe's `tokenizer.date`).
     """
 
     environment: Mapping[str, Any]
@@ -166,14 +171,16 @@ class StageSpec:
     Attributes:
         batch_size: Groups (prompts or rows) per step.
         examples: Number of distinct training tasks; None for no limit.
-        curriculum: The order of tasks; None is random.
+        curriculum: The order of tasks; None draws them in random order.
         first_step: The number of the first step; None continues from the generator's version.
         algorithm: The section of the algorithm, for learners in other processes.
-        weight_sync: The section of the weight sync; None takes the one that fits.
-        directory: Where weight syncs may leave files.
-        colocated: Learner and generator use the accelerator in turns.
-        adapter: What the policy trains in place of its weights.
-        played: What generator workers need to play groups; None plays them in this process.
+        weight_sync: The section of the weight sync; None chooses one that fits learner and
+            generator.
+        directory: The directory in which weight syncs may leave files.
+        colocated: True if learner and generator use the same accelerator in turns.
+        adapter: The adapter that is trained in place of the weights; None trains the weights.
+        played: The spec with which generator workers play the groups; None plays them in this
+            process.
     """
 
     name: str

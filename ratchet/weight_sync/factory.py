@@ -1,7 +1,7 @@
 """Create the weight sync between learner and generator, local or remote.
 
-A transport is imported where it is created: a run imports the one that it has, and none if learner
-and generator share weights.
+Each transport is imported by the function that creates it. So a run imports only the transport that
+it uses, and none if learner and generator share weights.
 """
 
 from __future__ import annotations
@@ -37,29 +37,27 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class SyncEndpoints:
-    """The ends of a weight sync.
+    """The two ends of a weight sync, learner and generator, and facts about their run."""
 
-    learner: in this process, or ranks that each have the method of a `WeightSender`.
-    generator: the one that the driver calls.
-    receivers: ranks with a `WeightReceiver` each; None: the driver passes the weights to
-      `generator`.
-    run, directory: of the run.
-    one_host: True if all ends are on the driver's host.
-    adapter: the adapter that the learner trains in place of its weights.
-    """
-
+    # A learner in this process, or ranks that each have the methods of a `WeightSender`.
     learner: Learner | Ranks
+    # The generator that the driver calls.
     generator: Generator
+    # Ranks with a `WeightReceiver` each; None: the driver passes the weights to `generator`.
     receivers: Ranks | None = None
     receivers_count: int = 1
+    # Name of the run.
     run: str = "run"
+    # Directory of the run.
     directory: Path = Path("runs/run")
+    # True if both ends are on the driver's host.
     one_host: bool = True
+    # The adapter that the learner trains instead of the model's weights; None: it trains these.
     adapter: Adapter | None = None
 
     @property
     def outlets(self) -> Ranks:
-        """The sending ends."""
+        """Return the ranks that send weights. A learner in this process is the only one."""
         if isinstance(self.learner, Ranks):
             return self.learner
         from ratchet.weight_sync.endpoints import LocalRank, WeightSender
@@ -68,7 +66,7 @@ class SyncEndpoints:
 
     @property
     def intakes(self) -> Ranks:
-        """The receiving ends."""
+        """Return the ranks that receive weights; without `receivers`, only the generator."""
         if self.receivers is not None:
             return self.receivers
         from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
@@ -78,17 +76,20 @@ class SyncEndpoints:
     @property
     def shares_weights(self) -> bool:
         """True if learner and generator use the same tensors."""
-        embedded = not isinstance(self.learner, Ranks) and self.receivers is None
-        return embedded and getattr(self.generator, "shares_weights", False)
+        is_one_process = not isinstance(self.learner, Ranks) and self.receivers is None
+        return is_one_process and getattr(self.generator, "shares_weights", False)
 
 
 def make_weight_sync(section: Section, between: SyncEndpoints) -> WeightSync:
-    """Create the weight sync of a section."""
+    """Create the weight sync that a recipe's weight_sync section describes."""
     return build(section, between)
 
 
 def auto(config: AutoWeightSyncConfig, between: SyncEndpoints) -> WeightSync:
-    """Create the weight sync that fits the two ends."""
+    """Create the weight sync that fits the two ends.
+
+    It is `shared` if they use the same tensors, shared memory on one host, else collective.
+    """
     if between.shares_weights:
         return SharedWeightSync(between.generator)
     if between.one_host:
@@ -101,9 +102,9 @@ def auto(config: AutoWeightSyncConfig, between: SyncEndpoints) -> WeightSync:
 
 
 def shared(config: SharedWeightSyncConfig, between: SyncEndpoints) -> SharedWeightSync:
-    """Create the weight sync for shared tensors.
+    """Create the weight sync of a generator that reads the learner's own tensors.
 
-    Raises ConfigError if the generator has its own weights, which no push would change.
+    Raises ConfigError if the generator has its own weights, which this sync would never update.
     """
     if not between.shares_weights:
         raise ConfigError(
@@ -116,7 +117,7 @@ def shared(config: SharedWeightSyncConfig, between: SyncEndpoints) -> SharedWeig
 def shared_memory(
     config: SharedMemoryWeightSyncConfig, between: SyncEndpoints
 ) -> SharedMemoryWeightSync:
-    """Create the weight sync by shared memory."""
+    """Create the weight sync that uses shared memory."""
     from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
     return SharedMemoryWeightSync(
@@ -128,14 +129,14 @@ def shared_memory(
 
 
 def cuda_ipc(config: CudaIpcWeightSyncConfig, between: SyncEndpoints) -> CudaIpcWeightSync:
-    """Create the weight sync by CUDA IPC."""
+    """Create the weight sync that uses CUDA IPC."""
     from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 
     return CudaIpcWeightSync(between.outlets, between.intakes, **_options(config, between))
 
 
 def collective(config: CollectiveWeightSyncConfig, between: SyncEndpoints) -> CollectiveWeightSync:
-    """Create the weight sync by collectives."""
+    """Create the weight sync that uses collective operations."""
     from ratchet.weight_sync.collective import CollectiveWeightSync
 
     return CollectiveWeightSync(
@@ -150,7 +151,7 @@ def collective(config: CollectiveWeightSyncConfig, between: SyncEndpoints) -> Co
 
 
 def files(config: FilesWeightSyncConfig, between: SyncEndpoints) -> FilesWeightSync:
-    """Create the weight sync by files."""
+    """Create the weight sync that uses files."""
     from ratchet.weight_sync.files import FilesWeightSync
 
     return FilesWeightSync(
@@ -164,7 +165,7 @@ def files(config: FilesWeightSyncConfig, between: SyncEndpoints) -> FilesWeightS
 def delta(
     config: DeltaWeightSyncConfig, between: SyncEndpoints
 ) -> FilesWeightSync | SharedMemoryWeightSync:
-    """Create the weight sync of changes."""
+    """Create the weight sync that sends only changes to receivers of the last version."""
     ends = (between.outlets, between.intakes)
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
@@ -181,8 +182,10 @@ def delta(
 
 
 def _options(config: PushSection, between: SyncEndpoints) -> dict[str, Any]:
+    """Return the arguments that all transports take."""
     return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": between.adapter}
 
 
 def _directory(chosen: str | None, between: SyncEndpoints) -> Path:
+    """Return the chosen directory for weight files; by default one inside the run's directory."""
     return Path(chosen) if chosen is not None else between.directory / "weight_sync"

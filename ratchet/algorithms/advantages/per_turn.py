@@ -1,4 +1,4 @@
-"""Estimators that use the order of an attempt's steps: GAE, returns by turn, GiGPO.
+"""Advantage estimators that use the order of an attempt's steps: GAE, returns by turn, and GiGPO.
 
 The steps of an attempt are the trainable tokens of its rows, in order; text that an environment
 wrote between them is skipped. An attempt is one row, unless its history forked.
@@ -29,11 +29,15 @@ from ratchet.batch import Batch
 
 
 def compute_step_rewards(batch: Batch) -> Tensor:
-    """Return the reward of every step, float64 [T], 0 elsewhere.
+    """Return the reward of every step, float64 [T], and 0 for tokens that are no steps.
 
-    A step's reward is its token reward, at the end of a turn plus the turn's own reward, and at the
-    attempt's last step plus the rest of the attempt's reward, so that all steps sum to it. An
-    attempt without a reward has none.
+    A step's reward is the sum of:
+    - its token reward, if the batch has them;
+    - the turn's own reward, if the step ends a turn;
+    - the rest of the attempt's reward, if the step is the attempt's last.
+
+    Without token rewards, the steps of an attempt sum to the attempt's reward. An attempt without a
+    reward gets token rewards only.
     """
     mask_T = batch.trainable_T
     attempt_S, size = index_attempts(batch)
@@ -74,9 +78,9 @@ def gae(
     part of the task, an answer cut off by it is over. A row that was not scored gets advantage 0
     and its own values as returns.
 
-    Reports the critic as it is before its update, as "value/explained_variance": 1 - Var(returns -
-    values) / Var(returns) over the steps of scored rows. 1 is a perfect critic, 0 one no better
-    than a constant. It is missing if all returns are equal.
+    The metric "value/explained_variance" tells how good the critic was before its update: 1 -
+    Var(returns - values) / Var(returns) over the steps of scored rows. It is 1 for a perfect
+    critic, 0 for one that is no better than a constant, and missing if all returns are equal.
 
     VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the
     policy's. `length_alpha` = a sets the policy's lambda to 1 - 1 / (a l) for an attempt of l steps
@@ -107,7 +111,7 @@ def gae(
 
 
 def _last_rows(batch: Batch) -> Tensor:
-    """Return the last sequence of each attempt, int64 [A]."""
+    """Return the index of the last sequence of each attempt, int64 [A]."""
     attempt_S, size = index_attempts(batch)
     return torch.full((size,), -1).scatter_reduce(
         0, attempt_S, torch.arange(batch.n_sequences), "amax"
@@ -118,8 +122,8 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
     """Return the metric "value/explained_variance", or nothing if all returns are equal."""
     if len(returns_N) == 0:
         return {}
-    # Returns are sums of values and advantages: equal ones may differ by rounding, which is no
-    # variance.
+    # Returns are sums of values and advantages, so equal returns may differ by rounding errors.
+    # Those are not counted as variance.
     if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(
         torch.cat([values_N, returns_N]).abs().max()
     ):
@@ -132,7 +136,7 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
 class _TurnReturns:
     """The policy turns with at least one step, and their discounted returns.
 
-    returns_U is the discounted sum of the attempt's step rewards from the turn on.
+    A turn's return is the discounted sum of the attempt's step rewards from the turn's start on.
     """
 
     step_N: Tensor  # flat token index of every step that lies in a turn
@@ -147,41 +151,43 @@ class _TurnReturns:
         inside_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
         step_N = inside_T.nonzero()[:, 0]
         sequence_N = batch.sequence_T[step_N]
+        # Number the turns through all rows of an attempt.
         number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
         keys_N = torch.stack([index_attempts(batch)[0][sequence_N], number_N], dim=1)
-        # torch.unique sorts: by attempt, then by turn.
+        # torch.unique sorts the turns by attempt, then by their number.
         keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)
         rewards_U = sum_by(turn_N, compute_step_rewards(batch)[step_N], len(keys_U))
         state_U, row_U = (
             torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N)
             for x_N in (batch.state_T[step_N], sequence_N)
         )
+        # Sum up from the last turn to the first.
         keys = keys_U.tolist()
         returns = rewards_U.tolist()
         for u in range(len(keys) - 2, -1, -1):
             attempt, turn = keys[u]
             next_attempt, next_turn = keys[u + 1]
-            # Every turn is discounted once, turns without a step too.
+            # Turns without a step have no entry, but they are discounted too.
             if next_attempt == attempt:
                 returns[u] += gamma ** (next_turn - turn) * returns[u + 1]
         return cls(step_N, turn_N, row_U, state_U, torch.tensor(returns, dtype=torch.float64))
 
     def spread(self, batch: Batch, x_U: Tensor) -> Batch:
-        """Give each step the value of its turn as its advantage."""
+        """Return the batch with the value of each turn as the advantage of all its steps."""
         advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
         advantages_T[self.step_N] = x_U[self.turn_N]
         return batch.fill_tokens(advantages=advantages_T)
 
 
 def _earlier_turns(batch: Batch) -> Tensor:
-    """Return the number of turns of the attempt before each sequence, int64 [S]."""
+    """Return how many turns of the same attempt lie in rows before each sequence, int64 [S]."""
     turns_S = torch.zeros(batch.n_sequences, dtype=torch.int64)
     turns_S = turns_S.scatter_reduce(0, batch.sequence_T, batch.turn_T.long() + 1, "amax")
     earlier: list[int] = []
-    so_far: dict[int, int] = {}
+    turns_so_far: dict[int, int] = {}  # by attempt
     for attempt, turns in zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=True):
-        earlier.append(so_far.get(attempt, 0))
-        so_far[attempt] = earlier[-1] + turns
+        earlier.append(turns_so_far.get(attempt, 0))
+        turns_so_far[attempt] = earlier[-1] + turns
     return torch.tensor(earlier, dtype=torch.int64)
 
 

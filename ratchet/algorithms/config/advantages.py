@@ -1,4 +1,4 @@
-"""The sections of the advantage estimators: `algorithm.advantage`."""
+"""The config sections of the advantage estimators (the key `algorithm.advantage`)."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from pydantic import Field, model_validator
 from ratchet.algorithms.config.base import AlgorithmPart, AnySection
 from ratchet.config.resolve import Slot
 
+# Modules of the estimators' functions.
 GROUP = "ratchet.algorithms.advantages.group_baselines"
 TEMPORAL = "ratchet.algorithms.advantages.per_turn"
 
@@ -19,6 +20,8 @@ ScaleField = Annotated[
 ]
 Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviation.")]
 
+# Reasons why an estimator lacks a property (see `ratchet.algorithms.properties`). `ratchet check`
+# prints them.
 WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
 SAME_STATE = (
     "a state met at two turns has two returns, be it by attempts of equal reward or twice by one "
@@ -27,17 +30,17 @@ SAME_STATE = (
 NO_BASELINE = (
     "no baseline of the group's own: equal rewards are a signal where others earned another"
 )
-
-
 KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do returns"
 
 
 class Estimator(AlgorithmPart):
     """The options of an advantage estimator.
 
-    signal: what advantages are computed from: the attempt's reward, its parts each by itself, or a
-      teacher's log-probabilities.
-    exempt_under_kl: further properties that it does not have if a KL penalty is part of the reward.
+    Attributes:
+        signal: The source of the advantages: "reward" (the attempt's reward), "parts" (each part of
+            the reward by itself) or "teacher" (a teacher's log-probabilities).
+        exempt_under_kl: Properties that the estimator also lacks if a KL penalty is part of the
+            reward, each with the reason.
     """
 
     signal: ClassVar[Literal["reward", "parts", "teacher"]] = "reward"
@@ -76,7 +79,7 @@ class OPO(Estimator):
 
 
 class ReMax(Estimator):
-    """The reward minus that of the group's greedy attempt."""
+    """The reward minus the reward of the group's greedy attempt."""
 
     function: ClassVar[str] = f"{GROUP}:remax"
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
@@ -110,7 +113,7 @@ class ReinforcePP(Estimator):
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Properties not held; none with baseline=group, which subtracts the group's mean."""
+        """Return the properties that it lacks: none if the group's mean is subtracted."""
         return (
             {}
             if self.baseline == "group"
@@ -119,7 +122,10 @@ class ReinforcePP(Estimator):
 
 
 class GDPO(Estimator):
-    """The parts of the reward, each normalised within its group, and their sum over the batch."""
+    """The normalised sum of the reward's parts.
+
+    Each part is normalised within its group, and their weighted sum over the batch.
+    """
 
     function: ClassVar[str] = f"{GROUP}:gdpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group", "parts"})
@@ -166,7 +172,8 @@ class GAE(Estimator):
     )
 
     @model_validator(mode="after")
-    def _lam_is_read(self) -> GAE:
+    def _check_lam(self) -> GAE:
+        """Raise ValueError if lam is set, but other keys set both lambdas."""
         if "lam" in self.changed and self.length_alpha is not None and self.value_lam is not None:
             raise ValueError(
                 "lam is not read with length_alpha and value_lam, which set both lambdas: remove it"
@@ -195,7 +202,10 @@ class TurnReturns(Estimator):
 
 
 class GiGPO(Estimator):
-    """Group-relative over whole episodes, and over turns that began in the same state."""
+    """The group-relative advantage of the episode plus that of the turn.
+
+    A turn is compared with the turns of its group that began in the same state.
+    """
 
     function: ClassVar[str] = f"{TEMPORAL}:gigpo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -210,6 +220,7 @@ class GiGPO(Estimator):
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """Return the properties that it lacks: none if step_weight=0 omits the turns' part."""
         return {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE} if self.step_weight else {}
 
 

@@ -1,6 +1,6 @@
-"""The section `policy_gradient`: any estimator with any policy loss.
+"""The section `policy_gradient`, which combines any advantage estimator with any policy loss.
 
-Named algorithms are its defaults: `named_policy_gradients`.
+The named algorithms (`named_policy_gradients`) are the same section with other defaults.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ Advantage = Annotated[AnySection, Slot("advantage")]
 Loss = Annotated[AnySection, Slot("policy_loss")]
 Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", many=True)]
 
-# Types with their descriptions, for keys to which named algorithms give another default.
+# Types of the keys whose defaults named algorithms change. A subclass that sets a new default
+# reuses the type, and with it the description.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
@@ -146,17 +147,18 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def estimators(self) -> tuple[Section, ...]:
-        """The advantage estimator, or the estimators that it mixes."""
+        """Return the advantage estimators: the parts of a mixture, or the only one."""
         return getattr(self.advantage, "parts", (self.advantage,))
 
     @property
     def reads(self) -> frozenset[str]:
-        """The columns and attempts that the parts need, by each part's `reads`."""
+        """Return the columns and attempts that the estimators and the shaping need."""
         parts = (*self.estimators, *self.shaping)
         return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
 
     @property
     def reads_reward(self) -> bool:
+        """True if shaping, the positive NLL or any estimator uses the reward."""
         signals = (getattr(part, "signal", "reward") for part in self.estimators)
         return (
             bool(self.shaping)
@@ -166,6 +168,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> PolicyGradientConfig:
+        """Raise ValueError if keys contradict each other, or one that is set has no effect."""
         for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
@@ -188,6 +191,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:
+        """Return the checks that each concern one subject, in the order in which they run."""
         return (
             self._check_group,
             self._check_rloo,
@@ -200,6 +204,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         )
 
     def _check_group(self) -> None:
+        """Raise ValueError if a group is too small for a group baseline."""
         if self.group_size == 1 and "group" in self.reads:
             raise ValueError(
                 "group_size=1 leaves the group's baseline no other attempt and every advantage is "
@@ -207,15 +212,19 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_rloo(self) -> None:
+        """Raise ValueError if a group is too small for leave-one-out with a standard deviation.
+
+        In a group of two, both advantages have the same size after scaling, whatever the rewards.
+        """
         smallest_size = 3
-        scaled = any(
+        normalises_groups = any(
             getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group"
             for part in self.shaping
         )
         for part in self.estimators:
             if (
                 isinstance(part, RLOO)
-                and (part.scale == "std" or scaled)
+                and (part.scale == "std" or normalises_groups)
                 and self.group_size < smallest_size
             ):
                 raise ValueError(
@@ -225,17 +234,22 @@ class PolicyGradientConfig(AlgorithmConfig):
                 )
 
     def _check_signal(self) -> None:
-        """Raise ValueError if a change to rewards does not reach the advantages as configured."""
-        in_reward = self.kl.coef > 0 and self.kl.place == "reward"
+        """Raise ValueError if the advantages ignore or distort a configured change of the reward.
+
+        Such a change is shaping, or a KL penalty in the reward.
+        """
+        kl_in_reward = self.kl.coef > 0 and self.kl.place == "reward"
         if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
-            for key, is_set in (("shaping", self.shaping), ("kl.place=reward", in_reward)):
+            for key, is_set in (("shaping", self.shaping), ("kl.place=reward", kl_in_reward)):
                 if is_set:
                     raise ValueError(
                         f"{key} changes the reward of an attempt, which advantage "
                         f"{_kind(self.advantage)} does not read: "
                         "remove it, or mix in an advantage that does"
                     )
-        if in_reward and any(getattr(part, "scale", "none") == "std" for part in self.estimators):
+        if kl_in_reward and any(
+            getattr(part, "scale", "none") == "std" for part in self.estimators
+        ):
             raise ValueError(
                 "kl.place=reward with advantage.scale=std divides the penalty by the spread of the "
                 "group's returns, which "
@@ -246,22 +260,23 @@ class PolicyGradientConfig(AlgorithmConfig):
         """Raise ValueError if equal_rewards would drop groups that have a signal."""
         if self.equal_rewards == "keep":
             return
-        drops = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
-        others = [
+        effect = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
+        ungrouped = [
             part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())
         ]
-        if others:
+        if ungrouped:
             raise ValueError(
-                f"{drops}, and advantage {_kind(others[0])} has one for groups of equal rewards "
-                "too: set equal_rewards=keep"
+                f"{effect}, and advantage {_kind(ungrouped[0])} has one for groups of equal "
+                "rewards too: set equal_rewards=keep"
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
             raise ValueError(
-                f"{drops}, and with kl.place=reward every group has one: set kl.place=loss, or "
+                f"{effect}, and with kl.place=reward every group has one: set kl.place=loss, or "
                 "equal_rewards=keep"
             )
 
     def _check_critic(self) -> None:
+        """Raise ValueError unless there is a critic for exactly one `gae`, or neither."""
         if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
             raise ValueError(
                 "advantage mixture has gae twice, and the critic one target: leave one of them"
@@ -276,6 +291,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_teacher(self) -> None:
+        """Raise ValueError if a teacher is missing, or set and not used."""
         if "teacher_logprobs" in self.reads and self.teacher is None:
             raise ValueError(
                 "advantage on_policy_distillation needs a teacher: set teacher to the directory of "
@@ -292,6 +308,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_weighting(self) -> None:
+        """Raise ValueError if fixed_length is missing, or set and not used."""
         if self.weighting == "fixed_length" and self.fixed_length is None:
             raise ValueError(
                 "weighting=fixed_length needs fixed_length: set it to the stage's "
@@ -304,7 +321,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_levels(self) -> None:
-        """Raise ValueError for a correction by token of a loss with one value a sequence."""
+        """Raise ValueError if the correction is by token, but the loss has one value a sequence."""
         correction = self.correction
         if correction is None or getattr(self.loss, "level", "token") == "token":
             return
@@ -325,7 +342,5 @@ class PolicyGradientConfig(AlgorithmConfig):
 
 
 def _kind(part: object) -> str:
+    """Return the kind of a section, or its class's name if it has none."""
     return str(getattr(part, "kind", type(part).__name__))
-
-
-# --- Named algorithms: nothing but defaults.

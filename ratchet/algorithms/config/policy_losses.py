@@ -1,4 +1,4 @@
-"""The sections of policy losses (`algorithm.loss`), the correction, the KL penalty and routers."""
+"""The recipe sections of policy losses, rollout correction, the KL penalty and MoE routers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 
 
 
 class PolicyLoss(AlgorithmPart):
-    """The options of a policy loss.
+    """The base class of the policy losses, which a recipe sets as `algorithm.loss`.
 
-    level: the level of its values. A correction must have a weight at that level.
-    reads_old: False if no ratio to the old policy enters the loss.
+    level: whether the loss has one value per token or per sequence. A rollout correction must have
+      a weight at the same level.
+    reads_old: False if the loss does not use the ratio to the old policy.
     """
 
     level: ClassVar[Literal["token", "sequence"]] = "token"
@@ -30,7 +31,7 @@ class PolicyLoss(AlgorithmPart):
 
 
 class PPO(PolicyLoss):
-    """The clipped ratio of each token."""
+    """A loss that clips the probability ratio of each token (PPO)."""
 
     function: ClassVar[str] = f"{POLICY}:clipped_surrogate"
 
@@ -45,7 +46,7 @@ class PPO(PolicyLoss):
 
 
 class Reinforce(PolicyLoss):
-    """The policy gradient without ratio or clip."""
+    """A loss that is the plain policy gradient, without ratio or clip."""
 
     function: ClassVar[str] = f"{POLICY}:reinforce"
     reads_old: ClassVar[bool] = False
@@ -54,7 +55,7 @@ class Reinforce(PolicyLoss):
 
 
 class GSPO(PolicyLoss):
-    """The clipped ratio of each sequence, normalised by its length."""
+    """A loss that clips the ratio of each sequence, normalised by its length."""
 
     function: ClassVar[str] = f"{POLICY}:gspo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -65,7 +66,7 @@ class GSPO(PolicyLoss):
 
 
 class GSPOToken(PolicyLoss):
-    """The ratio of GSPO with an advantage for each token."""
+    """A loss with the ratio of GSPO and an advantage for each token."""
 
     function: ClassVar[str] = f"{POLICY}:gspo_token"
 
@@ -75,7 +76,7 @@ class GSPOToken(PolicyLoss):
 
 
 class CISPO(PolicyLoss):
-    """The clip bounds a token's weight and never silences its gradient."""
+    """A loss whose clip bounds a token's weight, but never sets its gradient to 0."""
 
     function: ClassVar[str] = f"{POLICY}:cispo"
 
@@ -87,7 +88,7 @@ class CISPO(PolicyLoss):
 
 
 class TOPR(PolicyLoss):
-    """Negative answers are tapered by the probability ratio of the whole answer."""
+    """A loss that weighs an answer with a negative advantage by its sequence-level ratio."""
 
     function: ClassVar[str] = f"{POLICY}:topr"
 
@@ -99,7 +100,7 @@ class TOPR(PolicyLoss):
 
 
 class GMPO(PolicyLoss):
-    """The geometric mean of clipped ratios."""
+    """A loss with the geometric mean of an answer's clipped token ratios."""
 
     function: ClassVar[str] = f"{POLICY}:gmpo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -114,7 +115,7 @@ class GMPO(PolicyLoss):
 
 
 class SAPO(PolicyLoss):
-    """A soft gate replaces the clip."""
+    """A loss with a soft gate on the ratio in place of the clip."""
 
     function: ClassVar[str] = f"{POLICY}:sapo"
 
@@ -126,7 +127,7 @@ class SAPO(PolicyLoss):
 
 
 class Kimi(PolicyLoss):
-    """Policy mirror descent around the old policy (Kimi k1.5)."""
+    """A loss of policy mirror descent around the old policy (Kimi k1.5)."""
 
     function: ClassVar[str] = f"{POLICY}:kimi"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -143,9 +144,9 @@ Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(AlgorithmPart):
-    """The correction for a sampler that disagrees with the learner.
+    """The rollout correction, for a sampler whose probabilities differ from the learner's.
 
-    It weighs and masks tokens by the ratio of the learner's and the sampler's probabilities.
+    It weighs and masks tokens by the ratio of the learner's to the sampler's probabilities.
     """
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
@@ -183,18 +184,21 @@ class CorrectionConfig(AlgorithmPart):
             ("weight", self.weight_low, self.weight_high),
             ("mask", self.mask_low, self.mask_high),
         ):
-            named = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
-            if getattr(self, key) == "none" and named:
-                raise ValueError(f"{named[0]} is not read with {key}=none: set {key}, or remove it")
+            unread_keys = sorted({f"{key}_low", f"{key}_high", f"{key}_denominator"} & self.changed)
+            if getattr(self, key) == "none" and unread_keys:
+                raise ValueError(
+                    f"{unread_keys[0]} is not read with {key}=none: set {key}, or remove it"
+                )
             if high is not None and low >= high:
                 raise ValueError(f"{key}_low={low:g} is not below {key}_high={high:g}: lower it")
         return self
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The correction for attempts of weights that are some steps old.
+    """The rollout correction for attempts that were generated with weights of earlier steps.
 
-    A token with a ratio above 5 is masked, as in AReaL's code.
+    By default a token with a ratio above 5 is masked, as in AReaL's code, and the importance weight
+    has no upper bound.
     """
 
     weight_high: float | None = Field(
@@ -210,7 +214,7 @@ class StaleCorrectionConfig(CorrectionConfig):
 
 
 class KLConfig(Section):
-    """The penalty for leaving the model that the stage starts from."""
+    """The KL penalty that keeps the policy near the model that the stage starts from."""
 
     coef: float = Field(default=0.0, ge=0, description="Weight of the penalty; 0: none.")
     objective: Literal["reverse", "forward"] = Field(
@@ -278,8 +282,10 @@ class KLConfig(Section):
 
 
 class RouterConfig(Section):
-    """The routers of a mixture of experts: replay of the sampler's routing, and losses for even
-    loads.
+    """The options for the routers of a mixture of experts.
+
+    They are the replay of the sampler's routing, losses that balance the experts' loads, and
+    metrics.
     """
 
     replay: bool = Field(
@@ -304,7 +310,7 @@ class RouterConfig(Section):
 
     @property
     def watches(self) -> bool:
-        """True if any term reads the routers' outputs."""
+        """True if a metric or a loss term reads the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
     @model_validator(mode="after")

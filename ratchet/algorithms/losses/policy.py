@@ -1,9 +1,10 @@
-"""Policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
+"""The policy losses: pure functions `(out, batch, *, options) -> (x, metrics)`, to be minimised.
 
-T = tokens, S = sequences. r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable
-tokens of a row, sg = stop gradient. Every loss is homogeneous in A for a positive factor, so that a
-rollout correction may multiply x. Every exponential is bounded (`ratchet.algorithms.ratios`):
-values and gradients are finite.
+T = tokens, S = sequences. p = probability of a token under the policy, log p = logprobs,
+r_t = exp(logprobs - old_logprobs), A = advantages, |y| = trainable tokens of a row, sg = stop
+gradient. Every loss is homogeneous in A for a positive factor: a rollout correction may multiply x
+instead of A. Every exponential is bounded (`ratchet.algorithms.ratios`), so values and gradients
+are finite.
 """
 
 from __future__ import annotations
@@ -68,8 +69,8 @@ def gspo_token(
     """
     mean_S = row_mean(out, batch, _log_ratio(out)).detach()
     logprobs_T = out.need("logprobs")
-    # logprobs - sg[logprobs] is 0 and has the gradient of log r_t. The difference of two log-ratios
-    # would do so too, but is NaN if one is infinite.
+    # logprobs - sg[logprobs] is 0 and has the gradient of log r_t. The same holds for
+    # log r_t - sg[log r_t], but that is NaN if log r_t is infinite.
     ratio_T = bounded_ratio(mean_S[batch.sequence_T] + (logprobs_T - logprobs_T.detach()))
     advantages_T = batch.need("advantages")
     plain_T = ratio_T * advantages_T
@@ -118,13 +119,14 @@ def gmpo(
     """
     log_ratio_T = _log_ratio(out)
     advantages_S = row_mean(out, batch, batch.need("advantages"))
+    # The clip applies from above for A > 0, and from below for A < 0.
     bounded_T = log_ratio_T.clamp(-clip_low, clip_high)
     signs_T = advantages_S.sign()[batch.sequence_T]
     clipped_T = torch.where(signs_T > 0, torch.minimum(log_ratio_T, bounded_T), log_ratio_T)
     clipped_T = torch.where(signs_T < 0, torch.maximum(log_ratio_T, bounded_T), clipped_T)
     ratio_S = bounded_ratio(row_mean(out, batch, clipped_T))
-    clipped_S = row_mean(out, batch, (clipped_T != log_ratio_T).to(log_ratio_T.dtype))
-    return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_S)
+    clipped_share_S = row_mean(out, batch, (clipped_T != log_ratio_T).to(log_ratio_T.dtype))
+    return -advantages_S * ratio_S, _sequence_metrics(out, batch, ratio_S, clipped=clipped_share_S)
 
 
 def sapo(
@@ -155,18 +157,23 @@ def kimi(out: Outputs, batch: Batch, *, tau: float) -> tuple[Tensor, Metrics]:
 
 
 def _log_ratio(out: Outputs) -> Tensor:
+    """Return log r_t."""
     return out.need("logprobs") - out.need("old_logprobs")
 
 
 @torch.no_grad()
 def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Metrics:
-    """Return the metrics of a loss at token level."""
+    """Return the metrics of a loss at token level.
+
+    Args:
+        clipped: True for tokens that the clip changes; None for a loss without a clip.
+    """
     log_ratio_T = _log_ratio(out)
     ratio_T = bounded_ratio(log_ratio_T)
     metrics = {
         "ratio": ratio_T,
-        "old_kl": k3(-log_ratio_T),  # estimates KL(old || live)
-        # A gap between sampler and learner beyond rounding is a fault of one of them.
+        "old_kl": k3(-log_ratio_T),  # estimates KL(old policy || current policy)
+        # A difference beyond rounding means that the sampler or the learner has an error.
         "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
     }
     return metrics if clipped is None else {**metrics, "clipped": clipped.to(ratio_T.dtype)}
@@ -174,6 +181,6 @@ def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Me
 
 @torch.no_grad()
 def _sequence_metrics(out: Outputs, batch: Batch, ratio_S: Tensor, *, clipped: Tensor) -> Metrics:
-    """Return the row means of `_metrics`, with the loss's own `ratio_S`."""
+    """Return the row means of `_metrics`, but with the `ratio` and `clipped` of the loss itself."""
     by_row = {name: row_mean(out, batch, column) for name, column in _metrics(out, batch).items()}
     return {**by_row, "ratio": ratio_S.detach(), "clipped": clipped.to(ratio_S.dtype)}

@@ -1,8 +1,10 @@
-"""Directories of torch.distributed.checkpoint, which Megatron's dist_checkpointing writes too:
-tensors in `*.distcp`, and the place of each chunk in `.metadata`.
+"""Read and write directories of torch.distributed.checkpoint.
 
-That index is a pickle. It is read with a list of allowed names, all of which only hold data;
-tensors are read as torch does with `weights_only=True`. So nothing in such a directory can be
+Megatron's dist_checkpointing writes this format too. The tensors are in `*.distcp`, and the index
+`.metadata` says where each chunk of a tensor is.
+
+The index is a pickle. It is unpickled with a list of allowed names, none of which can run code from
+the file. Tensors are read with torch's `weights_only=True`. So nothing in such a directory can be
 executed.
 """
 
@@ -26,7 +28,8 @@ from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path
 
 INDEX, NOTHING = ".metadata", "nothing.distcp"
-# what an index may name: holders of data, and what makes a layout of its name
+# The names that an index may use, by module: data classes, and the function that returns a tensor
+# layout by its name (`_get_layout`).
 INERT: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
         {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
@@ -38,7 +41,7 @@ INERT: Mapping[str, frozenset[str]] = {
     ),
     "torch.distributed.checkpoint.filesystem": frozenset({"_StorageInfo", "_StoragePrefix"}),
     "pathlib": frozenset({"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}),
-    # Python 3.13
+    # The same classes under the module name that Python 3.13 pickles.
     "pathlib._local": frozenset(
         {"Path", "PosixPath", "WindowsPath", "PurePosixPath", "PureWindowsPath"}
     ),
@@ -46,12 +49,14 @@ INERT: Mapping[str, frozenset[str]] = {
 }
 
 
-# What unpickling raises where the bytes are not what was written, and `_chunks` where they are
-# another index than ours.
+# The exceptions for a damaged index: from unpickling if the bytes are corrupt, and from
+# `_read_chunk_index` if the unpickled object is not an index of tensors.
 DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError)
 
 
-class _Index(pickle.Unpickler):
+class _IndexUnpickler(pickle.Unpickler):
+    """An unpickler that accepts only the names in `INERT`."""
+
     def find_class(self, module: str, name: str) -> Any:
         if name not in INERT.get(module, ()):
             raise pickle.UnpicklingError(
@@ -62,28 +67,31 @@ class _Index(pickle.Unpickler):
 
 @dataclass(frozen=True)
 class Chunk:
-    """A chunk of a tensor. start, length: bytes in the file. key, shape: of the whole tensor."""
+    """A chunk of a tensor, and its location in a file."""
 
-    key: str
-    shape: tuple[int, ...]
+    key: str  # of the whole tensor
+    shape: tuple[int, ...]  # of the whole tensor
     dtype: torch.dtype
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    offsets: tuple[int, ...]  # start of the chunk in the whole tensor, per dimension
+    sizes: tuple[int, ...]  # of the chunk
     file: str
-    start: int
-    length: int
+    start: int  # in the file, in bytes
+    length: int  # in the file, in bytes
 
 
 class DcpFiles:
-    """The tensors of a directory. tensors: the chunks of each, by its key. Other values that a
-    directory may hold, such as a step's number, are not read."""
+    """The tensors of a directory.
+
+    `tensors` has the chunks of each tensor by its key. Other values in the directory, such as a
+    step number, are not read.
+    """
 
     def __init__(self, directory: Path) -> None:
-        """Read the index. Raises CheckpointError if there is none, or it can't be read."""
+        """Read the index. Raises CheckpointError if it is missing or can't be read."""
         self.directory = directory
         try:
             with (directory / INDEX).open("rb") as file:
-                self.tensors = _chunks(_Index(file).load())
+                self.tensors = _read_chunk_index(_IndexUnpickler(file).load())
         except (OSError, *DAMAGED) as error:
             raise CheckpointError(
                 f"the index {directory / INDEX} can't be read: {error}"
@@ -97,8 +105,9 @@ class DcpFiles:
         return self.tensors[key][0].dtype
 
     def block(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block of one tensor, on the CPU. A chunk is read as a whole and kept until the
-        next.
+        """Return a block of one tensor, on the CPU.
+
+        A chunk is read as a whole. The last one stays in memory until another chunk is read.
 
         Raises CheckpointError if a part of the block is missing, or a file is damaged.
         """
@@ -107,14 +116,16 @@ class DcpFiles:
             raise CheckpointError(f"{self.directory} lacks {missing} numbers of '{key}'")
         return block
 
-    def _cut(self, chunk: Chunk, low: Sequence[int], high: Sequence[int]) -> Tensor:
+    def _cut(self, chunk: Chunk, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Return the values of a chunk between two positions in the whole tensor."""
         if self._last is None or self._last[0] != chunk:
             self._last = (chunk, self._read(chunk))
         return self._last[1][
-            tuple(slice(a - o, b - o) for a, b, o in zip(low, high, chunk.offsets, strict=True))
+            tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, chunk.offsets, strict=True))
         ]
 
     def _read(self, chunk: Chunk) -> Tensor:
+        """Return a whole chunk. Raises CheckpointError if it is missing or damaged."""
         path = self.directory / chunk.file
         try:
             with path.open("rb") as file:
@@ -128,39 +139,53 @@ class DcpFiles:
             ) from error
         if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(chunk.sizes).numel():
             raise CheckpointError(f"'{chunk.key}' in {path} is not what the index says")
-        return tensor.reshape(chunk.sizes)  # dimensions of 1 may be in the index alone
+        # The index may list dimensions of size 1 that the stored tensor does not have.
+        return tensor.reshape(chunk.sizes)
 
 
-def _chunks(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
-    """Return the chunks that the index places: files of other keys may have been removed."""
-    lies = {(at.fqn, at.offset): info for at, info in index.storage_data.items()}
-    tensors = {
-        key: found
-        for key, found in index.state_dict_metadata.items()
-        if isinstance(found, dcp.TensorStorageMetadata)
+def _read_chunk_index(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
+    """Return the chunks of each tensor in the index, by its key.
+
+    Files are opened only when a chunk is read, because files of unused keys may have been removed.
+    """
+    places = {
+        (position.fqn, position.offset): info for position, info in index.storage_data.items()
     }
-    return {key: tuple(_tensor_chunks(key, found, lies)) for key, found in tensors.items()}
+    tensors = {
+        key: metadata
+        for key, metadata in index.state_dict_metadata.items()
+        if isinstance(metadata, dcp.TensorStorageMetadata)
+    }
+    return {key: tuple(_locate_chunks(key, metadata, places)) for key, metadata in tensors.items()}
 
 
-def _tensor_chunks(
-    key: str, found: dcp.TensorStorageMetadata, lies: Mapping[Any, Any]
+def _locate_chunks(
+    key: str, metadata: dcp.TensorStorageMetadata, places: Mapping[Any, Any]
 ) -> Iterator[Chunk]:
-    for chunk in found.chunks:
-        info = lies[key, chunk.offsets]
-        at = (tuple(found.size), found.properties.dtype, tuple(chunk.offsets), tuple(chunk.sizes))
-        yield Chunk(key, *at, info.relative_path, info.offset, info.length)
+    """Yield the chunks of one tensor with their locations in files."""
+    for chunk in metadata.chunks:
+        info = places[key, chunk.offsets]
+        extent = (
+            tuple(metadata.size),
+            metadata.properties.dtype,
+            tuple(chunk.offsets),
+            tuple(chunk.sizes),
+        )
+        yield Chunk(key, *extent, info.relative_path, info.offset, info.length)
 
 
 # --- writing
 
 
 def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
-    """Write one file, whole or not at all, with one chunk in memory at a time. Return what
-    `write_index` needs."""
+    """Write chunks to one file and return their index entries for `write_index`.
+
+    The file is written completely or not at all. One chunk at a time is copied to main memory.
+    """
     chunks_written: list[Chunk] = []
     with atomic_path(path) as temporary, temporary.open("wb") as file:
         for chunk in chunks:
-            # A clone: of a view the whole storage behind it would be saved.
+            # Saving a view would save the whole storage behind it, so the chunk is cloned.
             tensor = chunk.tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
             start = file.tell()
             torch.save(tensor, file)
@@ -181,8 +206,13 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
 
 
 def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] = ()) -> None:
-    """Write the index, which completes the directory. empty: keys that readers expect and that hold
-    nothing."""
+    """Write the index, which completes the directory.
+
+    Args:
+        directory: The directory of the files that hold the chunks.
+        chunks: The chunks of all files.
+        empty: Keys that readers expect, without a value.
+    """
     tensors: dict[str, Any] = {}
     places: dict[dcp.MetadataIndex, Any] = {}
     for chunk in chunks:
@@ -196,10 +226,11 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] =
         )
         places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
     if empty:
-        torch.save([None], directory / NOTHING)  # once for all
+        # All empty keys share one file.
+        torch.save([None], directory / NOTHING)
         tensors |= dict.fromkeys(empty, dcp.BytesStorageMetadata())
-        nothing = _StorageInfo(NOTHING, 0, (directory / NOTHING).stat().st_size)
-        places |= {dcp.MetadataIndex(key): nothing for key in empty}
+        empty_value = _StorageInfo(NOTHING, 0, (directory / NOTHING).stat().st_size)
+        places |= {dcp.MetadataIndex(key): empty_value for key in empty}
     keys = {key: (key,) for key in tensors}
     with atomic_path(directory / INDEX) as temporary:
         temporary.write_bytes(pickle.dumps(dcp.Metadata(tensors, keys, places, dcp.StorageMeta())))

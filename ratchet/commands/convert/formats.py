@@ -1,9 +1,9 @@
-"""Forms of model weights on disk: Hugging Face's safetensors, torch's distributed checkpoint (DCP),
-and Megatron-core's checkpoint.
+"""Read and write the forms of model weights on disk.
 
-Each can be read as canonical weights, block by block, and written file by file. In all of them
-`config.json`, the tokenizer and the other files of a model lie beside the weights, as Hugging Face
-names them.
+These are Hugging Face's safetensors, torch's distributed checkpoint (DCP) and Megatron-core's
+checkpoint. Each can be read as canonical weights, block by block, and written file by file. In all
+forms, `config.json`, the tokenizer and other files of a model lie beside the weights, as Hugging
+Face names them. A learner's checkpoint can only be read.
 """
 
 from __future__ import annotations
@@ -39,69 +39,88 @@ from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path, write_json
 
 EMBEDDING = "model.embed_tokens.weight"
-# of the weights of a causal model, beside which a DCP may hold other things
+# Prefixes of the names of a causal model's weights. A checkpoint may hold other tensors as well.
 BEGINNINGS = ("model.", "lm_head.", "score.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Config = Mapping[str, Any]  # the content of config.json
-Record = Mapping[str, Any]  # what `finish` has to know of a tensor that was written, as JSON
+Record = Mapping[str, Any]  # JSON facts on a written tensor, for `finish`
 
 
 @dataclass(frozen=True)
 class Weights:
-    """The weights of a model, by canonical name. left_out: weights that belong to no layer that
-    config.json counts."""
+    """The weights of a model, by canonical name."""
 
     shapes: Mapping[str, tuple[int, ...]]
     dtypes: Mapping[str, torch.dtype]
     read: ReadBlock
+    # Names of ignored weights: constants of old checkpoints, and layers that config.json lacks.
     left_out: tuple[str, ...] = ()
 
     def whole(self, name: str) -> Tensor:
+        """Read a whole weight."""
         shape = self.shapes[name]
         return self.read(name, (0,) * len(shape), shape)
 
 
 @dataclass(frozen=True)
 class WriteEntry:
-    """A tensor to be written, or a chunk of one. weights: the weights whose numbers it has."""
+    """A tensor to write, or one chunk of it."""
 
-    key: str
-    shape: tuple[int, ...]
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
+    key: str  # name of the tensor in the written form
+    shape: tuple[int, ...]  # of the whole tensor
+    offsets: tuple[int, ...]  # of the chunk in the tensor
+    sizes: tuple[int, ...]  # of the chunk
     dtype: torch.dtype
-    weights: tuple[str, ...]
-    make: Callable[[], Tensor]
+    weights: tuple[str, ...]  # names of the canonical weights that it is made of
+    make: Callable[[], Tensor]  # reads the weights and returns the chunk
 
     @property
     def bytes(self) -> int:
+        """Return the size of the chunk in bytes."""
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
 
 class Readable(Protocol):
-    def is_in(self, directory: Path) -> bool: ...
+    """A form of weights that can be read."""
+
+    def is_in(self, directory: Path) -> bool:
+        """Return True if the directory holds weights in this form."""
+        ...
+
     def open(self, directory: Path, config: Config) -> Weights:
-        """Raises CheckpointError or ModelError where weights are missing or damaged."""
+        """Return the weights.
+
+        Raises CheckpointError or ModelError if weights are missing or damaged.
+        """
         ...
 
 
 class Form(Readable, Protocol):
+    """A form of weights that can be read and written."""
+
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
-        """Yield the entries to write. Raises ModelError for a weight without a place, or a missing
-        one."""
+        """Yield the entries to write.
+
+        Raises ModelError if a weight is missing, or has no counterpart in this form.
+        """
         ...
 
     def file(self, number: int, of: int) -> str:
-        """Return the name of a file, counted from 0."""
+        """Return the name of file `number`, counted from 0, out of `of` files."""
         ...
 
-    def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]: ...
+    def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
+        """Write entries to one file, and return their records for `finish`."""
+        ...
+
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
-        """Write what completes the directory."""
+        """Complete the directory, such as by its index, once all files are written."""
         ...
 
 
 class HuggingFace:
+    """The form of Hugging Face: safetensors files, with an index if there are several."""
+
     def is_in(self, directory: Path) -> bool:
         return (directory / WEIGHTS).exists() or (directory / INDEX).exists()
 
@@ -109,12 +128,12 @@ class HuggingFace:
         files = WeightFiles.find(directory)
         headers = list(files.headers())
         shapes = {name: shape for name, shape, _ in headers}
-        return _canonical(
+        return _select_canonical(
             Weights(shapes, {name: dtype for name, _, dtype in headers}, files.block), config
         )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
-        return _each_weight(weights)
+        return _yield_whole_weights(weights)
 
     def file(self, number: int, of: int) -> str:
         return WEIGHTS if of == 1 else f"model-{number + 1:05}-of-{of:05}.safetensors"
@@ -138,14 +157,19 @@ class HuggingFace:
 
 
 class Dcp:
+    """The form of torch.distributed.checkpoint."""
+
     def is_in(self, directory: Path) -> bool:
         return (directory / DCP_INDEX).exists() and not (
             directory / megatron_format.FORMAT
         ).exists()
 
     def open(self, directory: Path, config: Config) -> Weights:
-        """Return the weights. A trainer may have put its model under a name, beside other things:
-        `{"model": ..., "optim": ...}`."""
+        """Return the weights.
+
+        A trainer may have saved its model under a name, beside other state: `{"model": ...,
+        "optim": ...}`. The shortest key that ends with the embedding's name shows that prefix.
+        """
         files = DcpFiles(directory)
         prefix = min(
             (key.removesuffix(EMBEDDING) for key in files.tensors if key.endswith(EMBEDDING)),
@@ -163,12 +187,12 @@ class Dcp:
             return files.block(keys[name], offsets, sizes)
 
         shapes = {name: files.shape(key) for name, key in keys.items()}
-        return _canonical(
+        return _select_canonical(
             Weights(shapes, {name: files.dtype(key) for name, key in keys.items()}, read), config
         )
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
-        return _each_weight(weights)
+        return _yield_whole_weights(weights)
 
     def file(self, number: int, of: int) -> str:
         return f"__{number}_0.distcp"
@@ -188,6 +212,8 @@ class Dcp:
 
 
 class Megatron(Dcp):
+    """The form of Megatron-core: DCP files with Megatron's own keys and extra files."""
+
     def is_in(self, directory: Path) -> bool:
         return (directory / megatron_format.FORMAT).exists()
 
@@ -214,7 +240,7 @@ class Megatron(Dcp):
                     (*(1 for _ in spot.of), *shape),
                     weights.dtypes[names[0]],
                     names,
-                    lambda pieces=pieces: _put_together(weights, pieces),
+                    lambda pieces=pieces: _join_pieces(weights, pieces),
                 )
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
@@ -228,8 +254,10 @@ class Megatron(Dcp):
 
 
 class LearnerBlocks:
-    """The checkpoint of a distributed learner, with optimizer state beside the weights. It is only
-    read."""
+    """The form of a distributed learner's checkpoint, with optimizer state beside the weights.
+
+    It can only be read.
+    """
 
     def is_in(self, directory: Path) -> bool:
         return any(directory.glob("rank-*.json"))
@@ -239,11 +267,12 @@ class LearnerBlocks:
         shapes = {
             name: shape for name, shape in blocks.shapes.items() if name.startswith(BEGINNINGS)
         }
+        # Read one number of each weight to learn its dtype.
         dtypes = {
             name: blocks.read(name, (0,) * len(shape), (1,) * len(shape)).dtype
             for name, shape in shapes.items()
         }
-        return _canonical(Weights(shapes, dtypes, blocks.read), config)
+        return _select_canonical(Weights(shapes, dtypes, blocks.read), config)
 
 
 FORMS: Mapping[str, Form] = {"hf": HuggingFace(), "megatron": Megatron(), "dcp": Dcp()}
@@ -251,7 +280,7 @@ READABLE: Mapping[str, Readable] = {**FORMS, "learner": LearnerBlocks()}
 
 
 def detect_form(directory: Path) -> str:
-    """Return the form of a directory. Raises CheckpointError if it has none."""
+    """Return the name of the form in a directory. Raises CheckpointError if there is none."""
     form_name = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
     if form_name is None:
         raise CheckpointError(
@@ -262,13 +291,14 @@ def detect_form(directory: Path) -> str:
     return form_name
 
 
-def _each_weight(weights: Weights) -> Iterator[WriteEntry]:
+def _yield_whole_weights(weights: Weights) -> Iterator[WriteEntry]:
+    """Yield one entry per weight, under its canonical name."""
     for name, shape in weights.shapes.items():
-        at = (0,) * len(shape)
+        offsets = (0,) * len(shape)
         yield WriteEntry(
             name,
             shape,
-            at,
+            offsets,
             shape,
             weights.dtypes[name],
             (name,),
@@ -276,7 +306,8 @@ def _each_weight(weights: Weights) -> Iterator[WriteEntry]:
         )
 
 
-def _put_together(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
+def _join_pieces(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
+    """Read the pieces of a parameter and concatenate them by rows."""
     blocks = [
         weights.read(piece.name, piece.offsets, (len(piece.rows), *piece.shape[1:]))
         for piece in pieces
@@ -285,15 +316,18 @@ def _put_together(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
 
 
 def _chunk(record: Record) -> Chunk:
+    """Return the chunk that a JSON record describes."""
     lists = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
     return Chunk(**{**record, **lists, "dtype": getattr(torch, record["dtype"])})
 
 
-def _canonical(weights: Weights, config: Config) -> Weights:
-    """Return the weights without constants of old checkpoints, multi-token prediction layers, which
-    transformers does not load either, and a second copy of a tied head.
+def _select_canonical(weights: Weights, config: Config) -> Weights:
+    """Return the weights without those that the model does not use.
 
-    Raises ModelError for a head that is no copy.
+    These are constants of old checkpoints, multi-token prediction layers (which transformers does
+    not load either), and the copy of the embedding that a tied head is.
+
+    Raises ModelError if a tied head differs from the embedding.
     """
     layers = config.get("num_hidden_layers", 0)
     left_out = [
@@ -314,12 +348,13 @@ def _canonical(weights: Weights, config: Config) -> Weights:
     return Weights(shapes, weights.dtypes, weights.read, tuple(left_out))
 
 
-def _check_weights(weights: Weights, wanted: Mapping[str, tuple[int, ...]]) -> None:
-    if missing := [name for name in wanted if name not in weights.shapes]:
+def _check_weights(weights: Weights, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise ModelError unless the names and shapes are exactly as expected."""
+    if missing := [name for name in expected_shapes if name not in weights.shapes]:
         raise ModelError(f"weights are missing: {summarize_names(missing)}")
-    if unknown := [name for name in weights.shapes if name not in wanted]:
+    if unknown := [name for name in weights.shapes if name not in expected_shapes]:
         raise ModelError(f"Megatron has no place for these weights: {summarize_names(unknown)}")
-    for name, shape in wanted.items():
+    for name, shape in expected_shapes.items():
         if weights.shapes[name] != shape:
             raise ModelError(
                 f"weight '{name}' has shape {weights.shapes[name]}, config.json says {shape}"

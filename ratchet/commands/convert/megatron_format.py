@@ -1,9 +1,9 @@
-"""Checkpoints of Megatron-core (`dist_checkpointing`, format "torch_dist") as canonical weights,
-and back. Megatron is not needed for it.
+"""Convert checkpoints of Megatron-core to canonical weights, and back, without Megatron.
 
-A checkpoint does not depend on how ranks divided the model: its tensors are those of a single rank.
-Layers of a dense model are stacked along a first dimension, and experts along one of their own. If
-layers differ, each has its own tensors.
+The checkpoints are those of `dist_checkpointing`, format "torch_dist". A checkpoint does not depend
+on how ranks divided the model: its tensors are those of a single rank. The layers of a dense model
+are stacked along the first dimension of a tensor, and experts along a dimension of their own. If
+the layers of a model differ, each has its own tensors.
 """
 
 from __future__ import annotations
@@ -28,22 +28,22 @@ from ratchet.utils.atomic_files import write_json
 FORMAT, COMMON = "metadata.json", "common.pt"
 IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
 OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
-ENDS = (*EMBEDDING, *HEAD)  # of which the vocabulary may be padded
+# Parameters with a row for each token, to which Megatron may add padding rows.
+ENDS = (*EMBEDDING, *HEAD)
 
 
 @dataclass(frozen=True)
 class Spot:
-    """The place of a parameter: at `index` of the first dimensions of tensor `key`, whose sizes are
-    `of`."""
+    """The place of a parameter in a checkpoint: `tensor[index]` of the tensor named `key`."""
 
     key: str
-    index: tuple[int, ...] = ()
-    of: tuple[int, ...] = ()
+    index: tuple[int, ...] = ()  # layer and expert, as far as the tensor stacks them
+    of: tuple[int, ...] = ()  # sizes of the dimensions that `index` counts in
 
 
 @dataclass(frozen=True)
 class _Rows:
-    """Rows of a parameter as a block of a weight."""
+    """Rows of a Megatron parameter that are a block of a canonical weight."""
 
     piece: WeightPiece
     parameter: str
@@ -58,11 +58,20 @@ class _Rows:
 
 
 class MegatronFiles:
-    """The canonical weights of a checkpoint. shapes: by their names."""
+    """The canonical weights of a Megatron checkpoint.
+
+    Attributes:
+        shapes: The shape of each weight, by its name.
+        spots: The place of each Megatron parameter, by its name.
+        rows: The rows of parameters that each weight consists of, by the weight's name.
+    """
 
     def __init__(self, directory: Path, dimensions: Dimensions) -> None:
-        """Read the index. Raises CheckpointError if parameters of such a model are missing or have
-        another shape."""
+        """Read the index of the checkpoint.
+
+        Raises CheckpointError if a parameter of a model with these dimensions is missing or has
+        another shape.
+        """
         self.files = DcpFiles(directory)
         self.layout: Layout = megatron_layout(dimensions, MegatronShard())
         self.spots = {name: self._find(name, dimensions) for name in self.layout}
@@ -76,43 +85,51 @@ class MegatronFiles:
         return self.files.dtype(self.spots[self.rows[name][0].parameter].key)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block. Raises CheckpointError if a file is missing or damaged."""
+        """Return a block of a weight. Raises CheckpointError if a file is missing or damaged."""
         block, missing = assemble_block(self.rows[name], offsets, sizes, self._cut)
         assert block is not None, f"no block of '{name}' is empty"
         assert not missing, f"the map lacks {missing} numbers of '{name}'"
         return block
 
     def parameter(self, name: str) -> Tensor:
-        """Return a parameter as a model on a single rank has it. Raises CheckpointError."""
+        """Return a Megatron parameter as a model on a single rank has it.
+
+        Raises CheckpointError if a file is missing or damaged.
+        """
         spot, pieces = self.spots[name], self.layout[name]
         sizes = (pieces[-1].rows.stop, *pieces[0].shape[1:])
         return self._read(spot, (0,) * len(sizes), sizes)
 
     def _read(self, spot: Spot, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        lead = (1,) * len(spot.index)
-        return self.files.block(spot.key, (*spot.index, *offsets), (*lead, *sizes)).reshape(
-            tuple(sizes)
-        )
+        """Return a block of the parameter at a place."""
+        stacked_sizes = (1,) * len(spot.index)
+        block = self.files.block(spot.key, (*spot.index, *offsets), (*stacked_sizes, *sizes))
+        return block.reshape(tuple(sizes))
 
     def _cut(self, rows: _Rows, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        spot, down = self.spots[rows.parameter], rows.piece.rows.start - rows.piece.offsets[0]
-        return self._read(
-            spot, (low[0] + down, *low[1:]), [b - a for a, b in zip(low, high, strict=True)]
-        )
+        """Return the numbers from `low` to `high` of a weight, which lie within `rows`."""
+        # Rows are counted from the start of the weight there, and of the parameter here.
+        shift = rows.piece.rows.start - rows.piece.offsets[0]
+        sizes = [b - a for a, b in zip(low, high, strict=True)]
+        return self._read(self.spots[rows.parameter], (low[0] + shift, *low[1:]), sizes)
 
     def _find(self, parameter: str, dimensions: Dimensions) -> Spot:
-        tried = [
+        """Return the place of a parameter, under whichever name and stacking the checkpoint has it.
+
+        Raises CheckpointError if it is missing or has another shape.
+        """
+        spots = [
             spot
-            for spelled in spellings(parameter)
+            for name in spellings(parameter)
             for stacked in (True, False)
-            if (spot := find_spot(spelled, dimensions, stacked=stacked)).key in self.files.tensors
+            if (spot := find_spot(name, dimensions, stacked=stacked)).key in self.files.tensors
         ]
-        if not tried:
+        if not spots:
             raise CheckpointError(
                 f"{self.files.directory} lacks '{parameter}': is it of the model that config.json "
                 "describes?"
             )
-        (spot, *_), pieces = tried, self.layout[parameter]
+        spot, pieces = spots[0], self.layout[parameter]
         rows, shape = pieces[-1].rows.stop, self.files.shape(spot.key)
         expected = (*spot.of, rows, *pieces[0].shape[1:])
         padded = parameter in ENDS and shape[0] > rows and shape[1:] == expected[1:]
@@ -125,8 +142,11 @@ class MegatronFiles:
 
 
 def spellings(parameter: str) -> list[str]:
-    """Return the names of a parameter in Megatron's own layers and, for a norm, in Transformer
-    Engine's."""
+    """Return the names that a parameter may have in a checkpoint.
+
+    The first is its name in Megatron's own layers. A norm that Transformer Engine's layers fuse
+    into the matrix behind it has a second one.
+    """
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None or inside[2] not in FUSED:
         return [parameter]
@@ -134,7 +154,14 @@ def spellings(parameter: str) -> list[str]:
 
 
 def find_spot(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
-    """Return the place of a parameter. stacked: True if layers lie along the first dimension."""
+    """Return the place of a parameter.
+
+    Args:
+        parameter: Its name in a model on a single rank.
+        dimensions: The dimensions of the model.
+        stacked: True if the layers are stacked along the first dimension of one tensor; False if
+            each layer has tensors of its own.
+    """
     inside = IN_LAYER.fullmatch(parameter)
     if inside is None:
         return Spot(parameter)
@@ -152,8 +179,11 @@ def find_spot(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
 
 
 def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
-    """Yield the places of a parameter for any kind of layers: norms, which are small, under both
-    names."""
+    """Yield the places that a parameter is written to.
+
+    Megatron's own layers and Transformer Engine's can both load the result: a norm, which is small,
+    is written under the names of both.
+    """
     stacked = not dimensions.experts
     yield find_spot(parameter, dimensions, stacked=stacked)
     inside = IN_LAYER.fullmatch(parameter)
@@ -165,7 +195,10 @@ def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
 
 
 def empty_states(dimensions: Dimensions) -> list[str]:
-    """Return keys of the empty extra states of matrices, which Megatron's own layers require."""
+    """Return the keys of the empty extra states that Megatron's own layers require.
+
+    Each matrix of a linear layer has one.
+    """
     matrices = [
         name
         for name in megatron_layout(dimensions, MegatronShard())
@@ -184,7 +217,7 @@ def _joined(numbers: tuple[int, ...]) -> str:
 
 
 def write_format(directory: Path, dimensions: Dimensions) -> None:
-    """Write the files that Megatron needs beside the index."""
+    """Write the two files that Megatron needs beside the index: the format and the common state."""
     backend = {"sharded_backend": "torch_dist", "sharded_backend_version": 1}
     content: Mapping[str, object] = {
         "content_metadata": {"non_homogeneous_layers": bool(dimensions.experts)}

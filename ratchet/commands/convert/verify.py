@@ -1,5 +1,8 @@
-"""Logits of a few tokens by a model on disk: a Megatron checkpoint by Megatron-core itself, any
-other by the built-in decoder. So a conversion between the two compares two implementations."""
+"""Compute the logits of a few tokens with a model on disk, to verify a conversion.
+
+Megatron-core itself runs a Megatron checkpoint, and the built-in decoder runs every other form. So
+the check of a conversion to or from Megatron compares two implementations.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +22,20 @@ from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
 
-TOKENS = 16
+TOKENS = 16  # length of the sequence whose logits are compared
 MEMINFO = Path("/proc/meminfo")
 
 
 def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
-    """Return why logits can't be computed here; None if they can."""
-    needed = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
+    """Return why logits can't be computed on this machine; None if they can.
+
+    Args:
+        weights: The weights of the model.
+        config: The content of its config.json.
+        forms: The forms of the original and of the converted model, as keys of `RUN`.
+    """
+    # All weights are held in float32.
+    needed_bytes = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     if reason := unsupported_reason(config):
         return f"the built-in decoder can't run this model: {reason}"
     if SCORE in weights.shapes:
@@ -34,29 +44,38 @@ def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | N
         find_spec("megatron") is None or find_spec("megatron.core") is None
     ):
         return "megatron-core is not installed: pip install 'ratchet[megatron]'"
-    if needed > _available_bytes():
-        return f"the model takes {needed / 2**30:.1f} GiB in float32, and there is less memory here"
+    if needed_bytes > _available_bytes():
+        return (
+            f"the model takes {needed_bytes / 2**30:.1f} GiB in float32, and there is less memory "
+            "here"
+        )
     return None
 
 
 def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
-    """Return logits [T, V], float32, on the CPU, of the same tokens for every form."""
+    """Return float32 logits [T, V] on the CPU. Models of every form get the same tokens."""
     return RUN[form](DecoderConfig.from_hf(config), directory, weights, config)
 
 
-def _by_decoder(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
+def _decoder_logits(
+    shape: DecoderConfig, directory: Path, weights: Weights, config: Config
+) -> Tensor:
+    """Return the logits of the built-in decoder."""
     decoder = empty_decoder(shape, dtype=torch.float32, device="cpu")
     load_weights(decoder, ((name, weights.whole(name)) for name in weights.shapes))
     return _logits(DecoderPolicy(decoder))
 
 
-def _by_megatron(shape: DecoderConfig, directory: Path, weights: Weights, config: Config) -> Tensor:
+def _megatron_logits(
+    shape: DecoderConfig, directory: Path, weights: Weights, config: Config
+) -> Tensor:
+    """Return the logits of Megatron-core, which reads its checkpoint from `directory`."""
     from ratchet.models.megatron.build import destroy_process_groups, init_process_groups
     from ratchet.models.megatron.policy import MegatronPolicy
     from ratchet.models.parallel.megatron_sizes import MegatronSizes
 
     files = MegatronFiles(directory, Dimensions.from_hf(config))
-    with _alone():
+    with _single_process_group():
         init_process_groups(MegatronSizes())
         try:
             policy = MegatronPolicy(shape, MegatronSizes())
@@ -68,15 +87,17 @@ def _by_megatron(shape: DecoderConfig, directory: Path, weights: Weights, config
             destroy_process_groups()
 
 
+# The function that computes logits, by the form of the model.
 RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
-    "hf": _by_decoder,
-    "dcp": _by_decoder,
-    "learner": _by_decoder,
-    "megatron": _by_megatron,
+    "hf": _decoder_logits,
+    "dcp": _decoder_logits,
+    "learner": _decoder_logits,
+    "megatron": _megatron_logits,
 }
 
 
 def _logits(policy: PolicyModel) -> Tensor:
+    """Return the logits of TOKENS random tokens, drawn with a fixed seed on the CPU."""
     device = next(policy.parameters()).device
     tokens_T = torch.randint(
         policy.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0)
@@ -87,8 +108,8 @@ def _logits(policy: PolicyModel) -> Tensor:
 
 
 @contextmanager
-def _alone() -> Iterator[None]:
-    """Make a process group of one process, which Megatron requires."""
+def _single_process_group() -> Iterator[None]:
+    """Provide the process group that Megatron requires, with this process alone in it."""
     dist.init_process_group(
         "gloo" if not torch.cuda.is_available() else None,
         rank=0,
@@ -104,9 +125,9 @@ def _alone() -> Iterator[None]:
 def _available_bytes() -> float:
     """Return the free memory, or infinity if the system does not report it."""
     try:
-        lines = dict(
+        fields = dict(
             line.split(":", 1) for line in MEMINFO.read_text(encoding="utf-8").splitlines()
         )
-        return 1024 * int(lines["MemAvailable"].split()[0])
+        return 1024 * int(fields["MemAvailable"].split()[0])
     except (OSError, ValueError, KeyError):
         return float("inf")

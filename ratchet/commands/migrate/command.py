@@ -1,5 +1,8 @@
-"""The command `ratchet import`: the recipe with its account as comments, and the account on the
-terminal."""
+"""The command `ratchet import`: convert a peer's configuration to a recipe.
+
+The account says what happened to each key. It stands as comments in the recipe and goes to the
+terminal.
+"""
 
 from __future__ import annotations
 
@@ -15,13 +18,22 @@ from ratchet.commands.migrate.importer import Imported, Item, read_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 
-WIDTH = 128
-SHOWN = 48  # characters of a value
+WIDTH = 128  # maximum characters of a line of the account
+SHOWN = 48  # maximum characters of a value in the account
 
 
 def import_file(file: Path, peer: str | None, out: Path | None) -> None:
-    """Write the recipe. Raises ConfigError if nothing can be read, if `out` exists, and, after
-    writing, if the result is not yet a recipe that can run."""
+    """Convert a peer's configuration, write the recipe and print its account.
+
+    Args:
+        file: The peer's configuration.
+        peer: Name of the peer; None: recognise it by its keys.
+        out: Where to write the recipe; None: standard output.
+
+    Raises:
+        ConfigError: Nothing can be read, or `out` exists. Also raised after writing, if the recipe
+            can't run yet.
+    """
     if out is not None and out.exists():
         raise ConfigError(
             f"{out} is there already, and is not overwritten: give another --out, or remove it"
@@ -30,7 +42,7 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
     text = recipe_text(result, file.name)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file}: {result.peer.title}, {result.method}")
-    for line in _same(result):
+    for line in _taken_over(result):
         console.print(line)
     for line in account(result):
         console.print(line)
@@ -49,17 +61,21 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
 
 
 def recipe_text(result: Imported, name: str) -> str:
-    head = [
+    """Return the recipe as YAML, below comments that name the source file and give the account."""
+    heading = [
         f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
         "import`."
     ]
-    comments = "\n".join(f"# {line}".rstrip() for line in [*head, *account(result)])
+    comments = "\n".join(f"# {line}".rstrip() for line in [*heading, *account(result)])
     return f"{comments}\n{write_text(result.recipe)}"
 
 
 def account(result: Imported) -> Iterator[str]:
-    """Yield every key that means something else here, every key without a counterpart or effect,
-    and what could not be read."""
+    """Yield the account, line by line: all keys that were not simply taken over.
+
+    These mean something else here, have no counterpart or no effect, or could not be read. Keys
+    that the import chose itself and problems of the recipe follow.
+    """
     yield from _section("Means something else here", _pairs(result.different))
     yield from _section("Without counterpart", _pairs(result.without))
     yield from _section("Without effect on a result here", _pairs(result.idle))
@@ -68,7 +84,7 @@ def account(result: Imported) -> Iterator[str]:
         "Not in the file, and set as a beginning",
         [(chosen, "see that they are what you want")] if chosen else [],
     )
-    yield from _section("Could not be resolved", [(key, why) for key, why in result.unread.items()])
+    yield from _section("Could not be resolved", list(result.unread.items()))
     yield from _section(
         "Set more than once in the file: the last counts, not these",
         [(f"{key}={_short(text)}", "") for key, text in result.repeated.items()],
@@ -83,28 +99,31 @@ def account(result: Imported) -> Iterator[str]:
     )
 
 
-def _same(result: Imported) -> Iterator[str]:
-    lines = [f"  {_said(item)}" for item in result.same]
+def _taken_over(result: Imported) -> Iterator[str]:
+    """Yield the section of keys that mean the same here."""
+    lines = [f"  {_describe(item)}" for item in result.same]
     if lines:
         yield from ["", "Taken over:", *lines]
 
 
 def _pairs(items: Sequence[Item]) -> list[tuple[str, str]]:
-    """Group keys with the same reason."""
-    together: dict[str, list[str]] = {}
+    """Return (keys, note) pairs: keys with the same note are joined."""
+    keys_by_note: dict[str, list[str]] = {}
     for item in items:
-        together.setdefault(item.note, []).append(_said(item))
-    return [(", ".join(keys), note) for note, keys in together.items()]
+        keys_by_note.setdefault(item.note, []).append(_describe(item))
+    return [(", ".join(keys), note) for note, keys in keys_by_note.items()]
 
 
-def _said(item: Item) -> str:
+def _describe(item: Item) -> str:
+    """Return their key and value, and what they became: `theirs=1 (their default) -> ours=1`."""
     ours = ", ".join(f"{key}={_short(value)}" for key, value in item.ours.items())
-    their_own = " (their default)" if item.assumed else ""
-    taken = f" -> {ours}" if ours else f" (with {item.within})" if item.within else ""
-    return f"{item.theirs}={_short(item.value)}{their_own}{taken}"
+    default_mark = " (their default)" if item.assumed else ""
+    target = f" -> {ours}" if ours else f" (with {item.within})" if item.within else ""
+    return f"{item.theirs}={_short(item.value)}{default_mark}{target}"
 
 
 def _short(value: Any) -> str:
+    """Return a value on one line, without unprintable characters, cut to SHOWN characters."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text.split())
     text = "".join(character if character.isprintable() else "?" for character in text)
@@ -112,6 +131,7 @@ def _short(value: Any) -> str:
 
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+    """Yield a titled section of (keys, note) pairs as wrapped lines; nothing without pairs."""
     if not pairs:
         return
     yield from ["", f"{title}:"]

@@ -1,4 +1,4 @@
-"""Hydra's overrides (`a.b=c`) among the words of a shell script."""
+"""Read Hydra's overrides (`a.b=c`) from the command lines of a shell script."""
 
 from __future__ import annotations
 
@@ -12,11 +12,17 @@ from ratchet.commands.migrate.numbers import hydra
 from ratchet.commands.migrate.shell import LITERAL, Variables, commands, split_words
 from ratchet.errors import ConfigError
 
+# An override with its optional sign: ++ and + add a key, ~ removes one.
 OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
+# The removal of a key, without a value (`~a.b`).
 REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
+# A key with a dot that is being set, anywhere in a line.
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
+# The beginning of an array of the shell (`NAME=(`).
 ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+# Commands whose words are printed, so that overrides among them have no effect.
 PRINTING = ("echo", "printf")
+# Builtins of the shell whose `name=value` words are no overrides.
 NOT_COMMANDS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 PAIRS = {"[": "]", "{": "}", "(": ")"}
@@ -24,26 +30,34 @@ MAX_DEPTH = 32
 
 
 class NotRead(ValueError):
-    """An error: the text of an override is no single value. The message says why."""
+    """The error for an override whose text is not a single value. The message says why."""
 
 
 @dataclass
 class Script:
-    """The overrides of a script. `unread`: by key, what can't be read and why; `repeated`: what a
-    later word replaces."""
+    """The overrides of a script.
+
+    Attributes:
+        nested: The values, as nested sections.
+        unread: The overrides that can't be read: key -> text and reason.
+        repeated: The overrides that a later one replaced: key -> replaced value as text.
+        variables: The script's own shell variables.
+        plain: Overrides whose key has no dot; such a key may choose a config file of Hydra.
+    """
 
     nested: dict[str, Any] = field(default_factory=dict)
     unread: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
     variables: Variables = field(default_factory=Variables)
-    # keys without a dot, which may choose files of Hydra
     plain: dict[str, str] = field(default_factory=dict)
 
     _has_command: bool = False
 
     def read(self, text: str) -> None:
-        """Fill in the overrides; the script's own plain variables are filled into them. Raises
-        ConfigError."""
+        """Read the overrides of a script, with the values of its own variables put into them.
+
+        Raises ConfigError if there is none, or if a key is both a value and a section.
+        """
         in_array = False
         for line in commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:
@@ -52,7 +66,8 @@ class Script:
                 in_array = line.count(")") <= line.count("(")
                 self._read_line(line if in_array else line.rpartition(")")[0], in_array=True)
             elif self._has_command and OVERRIDE.match(line.strip()) and KEY.match(line.strip()):
-                # The shell takes it for a command: a comment or a missing \ ended the one before.
+                # The line begins with an override, so the shell would run the override itself as a
+                # command: a comment or a missing \ ended the command in the line before.
                 for match in KEY.finditer(line):
                     self.unread[match[1]] = (
                         "begins a line that belongs to no command: end the line before with \\"
@@ -71,6 +86,7 @@ class Script:
             raise ConfigError("holds no override of the form a.b=value")
 
     def _read_line(self, line: str, in_array: bool) -> None:
+        """Read all commands of a line."""
         try:
             words = split_words(line)
         except ValueError:
@@ -80,20 +96,25 @@ class Script:
                     "own"
                 )
             return
-        for is_sign, group in groupby(words, lambda word: not word.strip(";&|")):
+        # Words that consist of ; & | separate commands.
+        for is_separator, group in groupby(words, lambda word: not word.strip(";&|")):
             command = list(group)
-            if not is_sign and command[0] not in PRINTING:
+            if not is_separator and command[0] not in PRINTING:
                 self._read_words(command, in_array)
 
     def _read_words(self, words: list[str], in_array: bool) -> None:
-        """Read words; a key without a dot (`model_engine=megatron`) counts where nothing else is
-        meant."""
+        """Read the words of one command, or of a line within an array.
+
+        A key without a dot (`model_engine=megatron`) looks like a variable of the shell. It counts
+        as an override within an array and among the arguments of a Python program only.
+        """
         is_command = any(word in ("-m", "run") or word.endswith(".py") for word in words)
         self._has_command = self._has_command or (is_command and not in_array)
-        plain = in_array or is_command
-        begun = in_array
+        allows_plain_keys = in_array or is_command
+        # `A=b python ...`: words before the name of the program set variables of the shell.
+        has_program_name = in_array
         for index, word in enumerate(words):
-            begun = begun or "=" not in word
+            has_program_name = has_program_name or "=" not in word
             option, _, name = word.partition("=")
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
                 self.nested[option] = name or (words[index + 1] if index + 1 < len(words) else "")
@@ -103,14 +124,16 @@ class Script:
                 if match[1] == "~":
                     self.unread[f"~{match[2]}"] = "is taken out there: leave it out here"
                 elif "." in match[2] or "/" in match[2]:
-                    self._put(match[2], self._content(match[3]))
-                elif plain and begun and words[0] not in NOT_COMMANDS:
-                    self.plain[match[2]] = self._content(match[3])
+                    self._put(match[2], self._expand(match[3]))
+                elif allows_plain_keys and has_program_name and words[0] not in NOT_COMMANDS:
+                    self.plain[match[2]] = self._expand(match[3])
 
-    def _content(self, text: str) -> str:
+    def _expand(self, text: str) -> str:
+        """Return a text with the known variables of the shell put in."""
         return self.variables.filled(text).replace(LITERAL, "$")
 
     def _put(self, key: str, text: str) -> None:
+        """Set a key to the value of a text, or note in `unread` why that can't be done."""
         self.unread.pop(key, None)
         if "`" in text or ("$" in text and not text.startswith("${")):
             self.unread[key] = f"{text}: a variable of the shell, whose value the file doesn't give"
@@ -120,25 +143,27 @@ class Script:
         except NotRead as error:
             self.unread[key] = f"{text}: {error}"
             return
-        *places, last = key.split(".")
+        *parents, last = key.split(".")
         section = self.nested
-        for place in places:
-            section = section.setdefault(place, {})
+        for parent in parents:
+            section = section.setdefault(parent, {})
             if not isinstance(section, dict):
-                raise ConfigError(f"{key}: {place} is set to a value and to a section")
+                raise ConfigError(f"{key}: {parent} is set to a value and to a section")
         if last in section and section[last] != value:
             self.repeated[key] = str(section[last])
         section[last] = value
 
 
-# --- one value
+# --- the value of one override
 
 
 def parse(text: str, depth: int = 0) -> Any:
-    """Return the value of an override's text by Hydra's grammar: a list, a section, quoted text, or
-    a primitive.
+    """Return the value that an override's text has by Hydra's grammar.
 
-    Raises NotRead where it is several values (a sweep), a function or unbalanced.
+    The value is a list, a section, quoted text, or a primitive.
+
+    Raises NotRead if the text is several values (a sweep) or a function, is nested too deep, or has
+    quotes or brackets that don't match.
     Source: https://hydra.cc/docs/advanced/override_grammar/basic/.
     """
     text = text.strip()
@@ -160,6 +185,7 @@ def parse(text: str, depth: int = 0) -> Any:
 
 
 def _pair(text: str) -> tuple[str, str]:
+    """Return (key, text of the value) of an entry of a section. Raises NotRead without a colon."""
     key, colon, value = text.partition(":")
     if not colon:
         raise NotRead("a section needs key: value")
@@ -167,8 +193,12 @@ def _pair(text: str) -> tuple[str, str]:
 
 
 def _items(text: str) -> Iterator[str]:
-    """Yield the parts between commas, without those in quotes, brackets or interpolations."""
-    closing: list[str] = []
+    """Yield the parts of a text between its commas.
+
+    A comma does not separate if it is escaped, or inside quotes, brackets or an interpolation.
+    Raises NotRead if quotes or brackets don't match.
+    """
+    open_brackets: list[str] = []  # the closing bracket of each, innermost last
     start = 0
     quote = ""
     for index, character in enumerate(text):
@@ -177,13 +207,13 @@ def _items(text: str) -> Iterator[str]:
         elif character in "'\"":
             quote = character
         elif character in PAIRS:
-            closing.append(PAIRS[character])
-        elif closing and character == closing[-1]:
-            closing.pop()
-        elif character == "," and not closing and text[index - 1 : index] != "\\":
+            open_brackets.append(PAIRS[character])
+        elif open_brackets and character == open_brackets[-1]:
+            open_brackets.pop()
+        elif character == "," and not open_brackets and text[index - 1 : index] != "\\":
             yield text[start:index]
             start = index + 1
-    if closing or quote:
+    if open_brackets or quote:
         raise NotRead("its quotes or brackets don't match")
     if text[start:].strip() or start:
         yield text[start:]

@@ -1,4 +1,7 @@
-"""NeMo RL: values of its keys as values of a recipe."""
+"""The conversions of values in a NeMo RL configuration to values of a recipe.
+
+"there" and "theirs" in a note mean NeMo RL; "here" means Ratchet.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, With
 
 GENERATION, DTENSOR, MEGATRON = "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg"
 TIS = "loss_fn.truncated_importance_sampling"
+# the parallel dimensions of a Megatron learner
 SCALES = ("tensor", "pipeline", "expert", "context")
 RISES = "counted in batches there, in optimizer steps here (x minibatches)"
 
@@ -28,27 +32,30 @@ def megatron(config: PeerConfig) -> bool:
 
 
 def off(backend: str) -> str:
+    """Return the reason why the keys of a backend have no effect."""
     return f"{backend} is not enabled there"
 
 
-def _estimated(name: str, config: PeerConfig) -> bool:
-    """Return a switch of the estimator: from its section, which goes first, or from beside it."""
-    inside = f"grpo.adv_estimator.{name}"
-    return config.flag(f"grpo.{name}" if config[inside] is None else inside)
+def _estimator_flag(name: str, config: PeerConfig) -> bool:
+    """Return a flag of the advantage estimator.
+
+    The key in `grpo.adv_estimator` overrides the one in `grpo`.
+    """
+    section_key = f"grpo.adv_estimator.{name}"
+    return config.flag(f"grpo.{name}" if config[section_key] is None else section_key)
 
 
 def advantage(value: Any, config: PeerConfig) -> Any:
-    scale = {
-        "algorithm.advantage.scale": "std" if _estimated("normalize_rewards", config) else "none"
-    }
-    if not _estimated("use_leave_one_out_baseline", config):
-        return Sets({"algorithm.kind": "grpo", **scale})
+    scale = "std" if _estimator_flag("normalize_rewards", config) else "none"
+    scale_key = {"algorithm.advantage.scale": scale}
+    if not _estimator_flag("use_leave_one_out_baseline", config):
+        return Sets({"algorithm.kind": "grpo", **scale_key})
     note = (
         "a leave-one-out baseline is rloo here, over the group's own standard deviation; "
         "theirs "
         "leaves the answer out there too"
     )
-    return Sets({"algorithm.kind": "rloo", **scale}, note)
+    return Sets({"algorithm.kind": "rloo", **scale_key}, note)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
@@ -67,7 +74,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
 
 
 def updates(config: PeerConfig) -> int:
-    """Return the optimizer steps of a batch."""
+    """Return the number of optimizer steps per batch."""
     answers = config.whole("grpo.num_prompts_per_step") * config.whole(
         "grpo.num_generations_per_prompt"
     )
@@ -87,9 +94,11 @@ def clip(value: Any, config: PeerConfig) -> Any:
         return Sets({"algorithm.loss.kind": "reinforce"})
     low, high = config.number("loss_fn.ratio_clip_min"), config.number("loss_fn.ratio_clip_max")
     if config.flag("loss_fn.use_cispo"):
-        # at 1 there is no lower bound
-        lowest = {"algorithm.loss.clip_low": low if low < 1 else None}
-        return Sets({"algorithm.loss.kind": "cispo", **lowest, "algorithm.loss.clip_high": high})
+        # ratio_clip_min=1 means that there is no lower bound.
+        lower_bound = {"algorithm.loss.clip_low": low if low < 1 else None}
+        return Sets(
+            {"algorithm.loss.kind": "cispo", **lower_bound, "algorithm.loss.clip_high": high}
+        )
     kind = "gspo" if config.flag("loss_fn.sequence_level_importance_ratios") else "ppo"
     return Sets(
         {
@@ -116,8 +125,10 @@ def kl(value: Any, config: PeerConfig) -> Any:
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
-    """Convert weights by the ratio to the sampler: clamped to [min, max] (tis), or 0 outside of it
-    (icepop, seq-mask-tis)."""
+    """Convert truncated importance sampling between policy and sampler.
+
+    A ratio outside of [min, max] is clamped (tis) or masked (icepop, seq-mask-tis).
+    """
     if not numbers.flag(value):
         return Idle("off there: algorithm.correction is null")
     weight = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
@@ -133,16 +144,16 @@ def correction(value: Any, config: PeerConfig) -> Any:
         for key in (f"{TIS}_ratio_min", f"{TIS}_ratio")
     )
     if level == "none" or high is None:
-        least = {} if low is None or high is None else {"weight_low": low}
+        lower_bound = {} if low is None or high is None else {"weight_low": low}
         note = "" if high is not None else "without a bound, as there: set weight_high"
         return Sets(
-            {"algorithm.correction": {"weight": weight, **least, "weight_high": high}}, note
+            {"algorithm.correction": {"weight": weight, **lower_bound, "weight_high": high}}, note
         )
     if low is None:
         raise Misread(
             f"{TIS}_ratio_min is not set, and {kind} needs it: set algorithm.correction by hand"
         )
-    masked = {
+    mask_correction = {
         "weight": weight,
         "weight_high": None,
         "mask": level,
@@ -150,7 +161,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({"algorithm.correction": masked})
+    return Sets({"algorithm.correction": mask_correction})
 
 
 def overlong(value: Any, config: PeerConfig) -> Any:
@@ -175,30 +186,29 @@ def overlong(value: Any, config: PeerConfig) -> Any:
 
 
 def gpus(config: PeerConfig) -> int:
+    """Return the number of accelerators of the whole cluster."""
     return config.whole("cluster.gpus_per_node", 1) * config.whole("cluster.num_nodes", 1)
 
 
 def separate(config: PeerConfig) -> bool:
-    """Return whether generation has accelerators of its own."""
+    """True if generation has its own accelerators, apart from the learner's."""
     key = f"{GENERATION}.colocated.enabled"
     return config[key] is not None and not config.flag(key)
 
 
 def learner_accelerators(config: PeerConfig) -> int:
-    """Return the accelerators that train, if generation has its own."""
+    """Return the number of accelerators that train: all, less those of separate generation."""
     if not separate(config):
         return gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
-    taken = config.whole(f"{GENERATION}.colocated.resources.gpus_per_node", per_node)
-    return max(
-        1,
-        gpus(config)
-        - taken
-        * config.whole(f"{GENERATION}.colocated.resources.num_nodes", 1 if nodes == 1 else 0, 0),
-    )
+    resources = f"{GENERATION}.colocated.resources"
+    generator_per_node = config.whole(f"{resources}.gpus_per_node", per_node)
+    generator_nodes = config.whole(f"{resources}.num_nodes", 1 if nodes == 1 else 0, 0)
+    return max(1, gpus(config) - generator_per_node * generator_nodes)
 
 
 def ranks(config: PeerConfig, ways: int) -> int:
+    """Return the number of data-parallel ranks, each of which has `ways` accelerators."""
     return numbers.quotient(
         learner_accelerators(config), ways, "the learner's accelerators over its parallel sizes"
     )
@@ -247,7 +257,11 @@ def megatron_learner(value: Any, config: PeerConfig) -> Any:
 
 
 def when_megatron(condition: bool, how: Convert | None = None) -> Convert:
-    """Return a conversion that applies where Megatron trains, or where it does not."""
+    """Return the conversion `how`, limited to files that enable Megatron.
+
+    Args:
+        condition: False limits it to files that do not enable Megatron.
+    """
     return when(
         lambda config: megatron(config) == condition,
         how,
@@ -256,6 +270,7 @@ def when_megatron(condition: bool, how: Convert | None = None) -> Convert:
 
 
 def spread(value: Any, config: PeerConfig) -> Any:
+    """Convert a flag that only a learner on several accelerators has."""
     return (
         numbers.flag(value)
         if learner_accelerators(config) > 1
@@ -280,14 +295,14 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     devices = gpus(config) - learner_accelerators(config) if is_separate else gpus(config)
     copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
     generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
-    turns = {} if is_separate or megatron(config) else {"cluster.colocated": True}
+    colocation = {} if is_separate or megatron(config) else {"cluster.colocated": True}
     note = (
         "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or "
         "workers"
         if megatron(config) and not is_separate
         else ""
     )
-    return Sets({"generator": generator, **turns}, note)
+    return Sets({"generator": generator, **colocation}, note)
 
 
 def convert_nodes(value: Any, config: PeerConfig) -> Any:
@@ -299,21 +314,26 @@ def convert_nodes(value: Any, config: PeerConfig) -> Any:
 
 
 def batches(value: Any, config: PeerConfig) -> int:
-    """Return steps of their scheduler, one for each batch, in optimizer steps."""
-    several = (
+    """Return the number of optimizer steps for a number of batches.
+
+    NeMo RL's scheduler counts batches. A file without batch sizes counts as one optimizer step per
+    batch.
+    """
+    has_batch_sizes = (
         config["grpo.num_prompts_per_step"] is not None
         and config["policy.train_global_batch_size"] is not None
     )
-    return numbers.whole(value, least=0) * (updates(config) if several else 1)
+    return numbers.whole(value, least=0) * (updates(config) if has_batch_sizes else 1)
 
 
 def warmup(value: Any, config: PeerConfig) -> Any:
-    """Convert torch's chain of schedulers: a warm-up, then a constant rate or a cosine.
+    """Convert a chain of torch's schedulers: a warm-up, then a constant rate or a cosine.
 
-    `milestones` repeats the warm-up's end.
+    An item without a name has `milestones`, which should repeat the step where the warm-up ends.
     """
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]
+    # the arguments of each scheduler, by the name of its class
     kinds = {
         str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {}
         for part in parts
@@ -331,7 +351,7 @@ def warmup(value: Any, config: PeerConfig) -> Any:
             )
     if "CosineAnnealingLR" in kinds:
         values["optimizer.schedule"] = "cosine"
-        values["optimizer.min_lr_ratio"] = _least(
+        values["optimizer.min_lr_ratio"] = _min_lr_ratio(
             kinds["CosineAnnealingLR"].get("eta_min", 0), config
         )
         notes.append(
@@ -351,7 +371,7 @@ def warmup(value: Any, config: PeerConfig) -> Any:
         )
     ends = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
     if ends and [numbers.whole(end, "milestones") for end in ends] != [
-        _whole(kinds.get("LinearLR", {}).get("total_iters"))
+        _total_iters(kinds.get("LinearLR", {}).get("total_iters"))
     ]:
         notes.append(
             f"milestones {ends} are not where the warm-up ends: what follows begins at its end here"
@@ -359,12 +379,13 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     return Sets(values, "; ".join(notes))
 
 
-def _whole(value: Any) -> Any:
+def _total_iters(value: Any) -> Any:
+    """Return the `total_iters` of a scheduler, None if it is not set."""
     return value if value is None else numbers.whole(value, "total_iters")
 
 
-def _least(value: Any, config: PeerConfig) -> Any:
-    """Return the rate at a cosine's end over the rate at its beginning."""
+def _min_lr_ratio(value: Any, config: PeerConfig) -> Any:
+    """Return the ratio of a cosine's last learning rate to its first."""
     end = numbers.number(value, "eta_min")
     return end / config.number("policy.optimizer.kwargs.lr") if end else 0.0
 
@@ -384,6 +405,7 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
 
 
 def lora(how: Convert | None = None) -> Convert:
+    """Return the conversion `how`, limited to files that enable LoRA."""
     return when(
         lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
         how,
@@ -393,22 +415,25 @@ def lora(how: Convert | None = None) -> Convert:
 
 def targets(value: Any, config: PeerConfig) -> Any:
     key = f"{DTENSOR}.lora_cfg.match_all_linear"
-    every = config[key] is None or config.flag(key)
-    return "all-linear" if every or not value else shared.listed(value, config)
+    matches_all = config[key] is None or config.flag(key)
+    return "all-linear" if matches_all or not value else shared.listed(value, config)
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
-    """Convert the data: a path overrides the name of its reader."""
+    """Convert the training data. The path of a file overrides `value`, the name of its reader."""
     return shared.rows(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
     )
 
 
 def column(usual: str) -> Convert:
+    """Return a conversion that names the data's column for the environment's `usual` one."""
     return lambda value, config: Sets({f"environment.columns.{usual}": value})
 
 
 def convert_project(tracker: str) -> Convert:
+    """Return a conversion of a tracker's switch, which sets all trackers that are enabled."""
+
     def how(value: Any, config: PeerConfig) -> Any:
         trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
@@ -433,6 +458,7 @@ def convert_project(tracker: str) -> Convert:
 
 
 def sft_coef(value: Any, config: PeerConfig) -> float:
+    """Return the coefficient of the SFT loss relative to the preference loss."""
     return numbers.number(value) / config.number("dpo.preference_loss_weight")
 
 

@@ -1,4 +1,7 @@
-"""ROLL: values of its keys as values of a recipe."""
+"""Convert values of ROLL's keys to values of recipe keys.
+
+"There" is ROLL, "here" is Ratchet. A function of (value, config) is a `Convert` of a row in `roll`.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +15,9 @@ from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, With
 
 RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
-MAX_DEVICES = 1_000_000
+MAX_DEVICES = 1_000_000  # maximum devices counted in one range
 CORRECTION = "train_infer_correction"
+# ROLL's reward workers by class name, and the rewards here that judge the same.
 JUDGES: Mapping[str, Mapping[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "CodeSandboxRewardWorker": {"kind": "code"},
@@ -23,23 +27,26 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 def accelerators(role: str, config: PeerConfig) -> int:
-    """Return the accelerators of a role, by its device_mapping: a sum of Python's ranges and lists
-    that is read and not run."""
+    """Return the number of accelerators of a role, at least 1.
+
+    Its device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
+    """
     key = f"{role}.device_mapping"
     mapping = config[key]
     if mapping is None:
         return 1
     if isinstance(mapping, list):
         return max(1, len(mapping))
-    return max(1, sum(_places(part.strip(), key) for part in str(mapping).split("+")))
+    return max(1, sum(_count_devices(part.strip(), key) for part in str(mapping).split("+")))
 
 
-def _places(text: str, key: str) -> int:
+def _count_devices(text: str, key: str) -> int:
+    """Return the number of devices in one range or list. Raises Misread for any other text."""
     if match := LIST.fullmatch(text):
-        return len([place for place in match[1].split(",") if place.strip()])
+        return len([device for device in match[1].split(",") if device.strip()])
     if (match := RANGE.fullmatch(text)) and len(text) < 100:
-        places = numbers.span(match[1], match[2], match[3])
-        return len(places[:MAX_DEVICES])
+        devices = numbers.span(match[1], match[2], match[3])
+        return len(devices[:MAX_DEVICES])
     raise Misread(
         f"{key} is {text[:40]!r}, and not list(range(0,8)) or a list: set learner, generator and "
         "cluster by hand"
@@ -47,22 +54,24 @@ def _places(text: str, key: str) -> int:
 
 
 def parallel_ways(role: str, part: str, config: PeerConfig) -> int:
+    """Return one parallel size of a role, such as its tensor_model_parallel_size."""
     return config.whole(f"{role}.strategy_args.strategy_config.{part}", 1)
 
 
 def data_ranks(role: str, config: PeerConfig) -> int:
+    """Return the data-parallel size of a role: accelerators over the product of its other sizes."""
     parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    ways = 1
+    ranks_of_copy = 1
     for part in parts:
-        ways *= parallel_ways(role, part, config)
-    ways *= config.whole(f"{role}.model_args.ulysses_size", 1)
+        ranks_of_copy *= parallel_ways(role, part, config)
+    ranks_of_copy *= config.whole(f"{role}.model_args.ulysses_size", 1)
     return numbers.quotient(
-        accelerators(role, config), ways, f"{role}'s accelerators over its parallel sizes"
+        accelerators(role, config), ranks_of_copy, f"{role}'s accelerators over its parallel sizes"
     )
 
 
 def step(role: str, config: PeerConfig) -> int:
-    """Return the rows of an optimizer step."""
+    """Return the number of rows in an optimizer step."""
     args = f"{role}.training_args"
     rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
         f"{args}.gradient_accumulation_steps"
@@ -71,6 +80,7 @@ def step(role: str, config: PeerConfig) -> int:
 
 
 def minibatches(value: Any, config: PeerConfig) -> int:
+    """Return the number of optimizer steps per batch."""
     answers = config.whole("rollout_batch_size") * config.whole("num_return_sequences_in_group")
     count = numbers.quotient(
         answers, step("actor_train", config), "a batch's answers over those of an optimizer step"
@@ -84,10 +94,12 @@ def minibatches(value: Any, config: PeerConfig) -> int:
 
 
 def rows(role: str) -> Convert:
+    """Return a conversion to the rows of a role's optimizer step."""
     return lambda value, config: step(role, config)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
+    """Convert adv_estimator and the normalisation keys to an algorithm with its advantages."""
     if value == "gae":
         return Sets(
             {
@@ -128,10 +140,10 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     if mean == "group" and std in ("group", None):
         scale = {"algorithm.advantage.scale": "std" if std == "group" else "none"}
         return Sets({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
-    shaping = _clip(config) + (
+    shaping = _reward_clip(config) + (
         [{"kind": "normalise", "over": std, "center": mean == std}] if std else []
     )
-    turns = {
+    keys = {
         "algorithm.kind": "policy_gradient",
         "algorithm.advantage.kind": "turn_returns",
         **({"algorithm.shaping": shaping} if shaping else {}),
@@ -139,10 +151,11 @@ def estimator(value: Any, config: PeerConfig) -> Any:
     note = (
         f"no baseline but the mean of the {mean}" if mean else "no baseline, as there: grpo has one"
     )
-    return Sets(turns, note)
+    return Sets(keys, note)
 
 
 def clip(value: Any, config: PeerConfig) -> Any:
+    """Convert the clip bounds, importance_sampling and dual_clip_loss to the policy loss."""
     if config.flag("use_pg_clip_range"):
         low, high = config.number("pg_clip_low"), config.number("pg_clip_high")
     else:
@@ -151,29 +164,29 @@ def clip(value: Any, config: PeerConfig) -> Any:
     if level not in (None, "token", "seq"):
         return Without(f"importance_sampling={level} is not known here: set algorithm.loss")
     kind = "gspo" if level == "seq" else "ppo"
-    values: dict[str, Any] = {
+    keys: dict[str, Any] = {
         "algorithm.loss.kind": kind,
         "algorithm.loss.clip_low": low,
         "algorithm.loss.clip_high": high,
     }
     if not config.flag("dual_clip_loss"):
-        return Sets(values)
+        return Sets(keys)
     if kind != "ppo":
-        return Sets(values, "their dual clip is on too, and gspo has none here")
+        return Sets(keys, "their dual clip is on too, and gspo has none here")
     return Sets(
-        {**values, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")},
+        {**keys, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")},
         "dual_clip is 1 + 2 x pg_clip, as there",
     )
 
 
 def aggregation(value: Any, config: PeerConfig) -> Any:
-    whole = "the mean is over the whole optimizer step"
+    step_mean = "the mean is over the whole optimizer step"
     if value == "token-mean":
-        return Sets({"algorithm.weighting": "token_mean"}, whole)
+        return Sets({"algorithm.weighting": "token_mean"}, step_mean)
     if value == "seq-mean-token-mean":
         return Sets(
             {"algorithm.weighting": "sequence_mean"},
-            f"{whole}; their default, where here it is token_mean",
+            f"{step_mean}; their default, where here it is token_mean",
         )
     if value == "seq-mean-token-sum":
         return Sets(
@@ -220,10 +233,12 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
 
 
 def ahead(value: Any, config: PeerConfig) -> Any:
+    """Convert async_generation_ratio to the maximum staleness; 0 has no effect."""
     return numbers.number(value) or Idle("0 there: nothing is drawn ahead")
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
+    """Convert the importance weight between sampler and learner, with its level and bound."""
     if not numbers.flag(value):
         return Idle("off there")
     level, bound = (
@@ -242,39 +257,42 @@ def correction(value: Any, config: PeerConfig) -> Any:
 
 
 def filters(value: Any, config: PeerConfig) -> Any:
-    """Convert one filter by the ratio to the mask; there may be several there, or by
-    differences."""
-    on = [
+    """Convert a single filter by ratio to the mask.
+
+    ROLL may have several filters, or filters by difference, which have no counterpart.
+    """
+    enabled_rules = [
         rule
         for rule in shared.listed(value, config)
         if rule and numbers.flag(rule.get("enabled", False), "enabled")
     ]
-    if not on:
+    if not enabled_rules:
         return Idle("no filter is enabled there")
-    rule = on[0]
+    rule = enabled_rules[0]
     ratio, difference = (
         numbers.flag(rule.get(f"{kind}_enabled", kind == "ratio"), kind)
         for kind in ("ratio", "diff")
     )
-    if len(on) > 1 or difference or not ratio:
+    if len(enabled_rules) > 1 or difference or not ratio:
         return Without(
             "algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high"
         )
     level = rule.get("agg_type", "token")
     low, high = (
-        numbers.real(rule.get(f"ratio_{side}", usual), side)
-        for side, usual in (("low", 0.8), ("high", 1.2))
+        numbers.real(rule.get(f"ratio_{side}", default), side)
+        for side, default in (("low", 0.8), ("high", 1.2))
     )
-    masked = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
-    masked["mask_denominator"] = "kept"
+    mask_keys = {"mask": {"segment": "turn"}.get(level, level), "mask_low": low, "mask_high": high}
+    mask_keys["mask_denominator"] = "kept"
     if not config.flag(f"{CORRECTION}.is_weight.enabled"):
-        masked["weight"] = "none"
+        mask_keys["weight"] = "none"
     note = "a segment is what a turn is here" if level == "segment" else ""
-    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
+    keys = {f"algorithm.correction.{key}": content for key, content in mask_keys.items()}
+    return Sets(keys, note)
 
 
 def rewards(value: Any, config: PeerConfig) -> Any:
-    """Return the rewards of all domains together."""
+    """Convert the reward workers of all domains: one reward for all, or rewards by a task's tag."""
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():
@@ -293,9 +311,9 @@ def rewards(value: Any, config: PeerConfig) -> Any:
             f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, url: "
             f"..., model: ...}}]"
         )
-    kinds = [judge for judges in domains.values() for judge in judges]
-    if all(judge == kinds[0] for judge in kinds) and not unknown:
-        return Sets({"rewards": [kinds[0]]}, note)
+    all_judges = [judge for judges in domains.values() for judge in judges]
+    if all(judge == all_judges[0] for judge in all_judges) and not unknown:
+        return Sets({"rewards": [all_judges[0]]}, note)
     return Sets(
         {"rewards": [{"kind": "by_tag", "domains": domains}]},
         note or "a task's tag says which rewards judge it",
@@ -303,6 +321,8 @@ def rewards(value: Any, config: PeerConfig) -> Any:
 
 
 def learner(role: str) -> Convert:
+    """Return a conversion of a role's strategy_name to the learner and its parallel sizes."""
+
     def how(value: Any, config: PeerConfig) -> Any:
         if value not in ("megatron_train", "fsdp2_train"):
             return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
@@ -325,12 +345,12 @@ def learner(role: str) -> Convert:
             for part in ("tensor", "pipeline", "expert")
         }
         sizes["learner.context_parallel"] = parallel_ways(role, "context_parallel_size", config)
-        divided = {key: size for key, size in sizes.items() if size > 1}
+        parallel_sizes = {key: size for key, size in sizes.items() if size > 1}
         return Sets(
             {
                 "learner.kind": "megatron",
                 "learner.data_parallel": data_ranks(role, config),
-                **divided,
+                **parallel_sizes,
             }
         )
 
@@ -338,6 +358,7 @@ def learner(role: str) -> Convert:
 
 
 def convert_generator(value: Any, config: PeerConfig) -> Any:
+    """Convert vLLM and its parallel size to a generator, or to workers for several copies."""
     if value != "vllm":
         return Without(
             "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
@@ -359,6 +380,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
 
 
 def files(value: Any, config: PeerConfig) -> Any:
+    """Convert the data files, and name ROLL's columns."""
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
     rows = shared.rows(value, config)
     return Sets(
@@ -368,6 +390,7 @@ def files(value: Any, config: PeerConfig) -> Any:
 
 
 def column(usual: str) -> Convert:
+    """Return a conversion to the name of a column; `usual` is its name here."""
     return lambda value, config: Sets({f"environment.columns.{usual}": value})
 
 
@@ -376,6 +399,7 @@ def tracker(value: Any, config: PeerConfig) -> Any:
 
 
 def lora(role: str, how: Convert | None = None) -> Convert:
+    """Return `how`, without effect unless the role sets lora_target."""
     return when(
         lambda config: config[f"{role}.model_args.lora_target"],
         how,
@@ -392,22 +416,26 @@ def targets(value: Any, config: PeerConfig) -> Any:
 
 
 def checkpointing(role: str) -> Convert:
-    def plain(config: PeerConfig) -> bool:
+    """Return a conversion of disable_gradient_checkpointing, without effect for Megatron."""
+
+    def is_not_megatron(config: PeerConfig) -> bool:
         return config[f"{role}.strategy_args.strategy_name"] != "megatron_train"
 
     return when(
-        plain,
+        is_not_megatron,
         lambda value, config: not numbers.flag(value),
         "learner.recompute says it with megatron",
     )
 
 
 def kept(value: Any, config: PeerConfig) -> Any:
+    """Convert the number of checkpoints to keep; 0 (all) has no counterpart."""
     count = numbers.whole(value, least=0)
     return count or Without("0 there keeps all: checkpoint.keep_every does")
 
 
-def _clip(config: PeerConfig) -> list[dict[str, Any]]:
+def _reward_clip(config: PeerConfig) -> list[dict[str, Any]]:
+    """Return the shaping steps for reward_clip: one clip, or none."""
     if config["reward_clip"] is None:
         return []
     bound = numbers.real(config["reward_clip"], "reward_clip")
@@ -415,19 +443,21 @@ def _clip(config: PeerConfig) -> list[dict[str, Any]]:
 
 
 def clipped_reward(value: Any, config: PeerConfig) -> Any:
-    """Return the clip, as the first part of what the estimator sets to shape rewards, if it
-    does."""
+    """Return the reward shaping with the clip.
+
+    If the estimator sets a shaping, the clip is its first step. Otherwise it is the only one.
+    """
     estimated = estimator(config["adv_estimator"], config)
-    whole = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
-    return whole or _clip(config)
+    shaping = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
+    return shaping or _reward_clip(config)
 
 
 def longest(value: Any, config: PeerConfig) -> Any:
-    """Return what sequence_length leaves after prompt_length, else response_length; they go over
-    generating_args.
+    """Return the maximum number of tokens of an answer.
 
-    Not where environments are played: there these lengths are those of the whole, and
-    generating_args counts.
+    This is sequence_length - prompt_length if sequence_length is set, else response_length. Both
+    override max_new_tokens of generating_args, which is `value`. With train_env_manager, these
+    lengths describe whole episodes, so max_new_tokens counts.
     """
     if any(
         key.startswith("train_env_manager.") and content is not None

@@ -1,8 +1,8 @@
-"""A shell script as far as overrides need it: its lines as commands, and variables of one certain
-value.
+"""The part of a shell script's syntax that reading overrides needs: commands and plain variables.
 
-A variable that is set in any other way than once and for all (under a condition, in a loop, by
-arithmetic) counts as unknown from there on, so that no earlier value is mistaken for it.
+A plain variable is set by an unconditional `NAME=value`. If a script sets a variable in another way
+(under a condition, in a loop, by arithmetic), its value counts as unknown from that line on, so
+that an earlier value is not used by mistake.
 """
 
 from __future__ import annotations
@@ -12,34 +12,41 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-LITERAL = "\ue000"  # stands for a $ that the shell leaves as it is
+LITERAL = "\ue000"  # replaces a $ in single quotes or escaped, which begins no variable
+# the places where a command can begin
 _START = r"(?:^|[;&|({]|\b(?:then|else|do)\b)\s*"
 _NAME = r"[A-Za-z_]\w*"
+# a part of a value: a quoted string, or a character without special meaning
 _PIECE = r"\"[^\"`\\]*\"|'[^']*'|[^\s;&|()<>'\"\\`]"
+# a line that only assigns one variable
 PLAIN = re.compile(rf"(?:export\s+)?({_NAME})=((?:{_PIECE})*)\s*;?\s*")
+# one or more assignments at the beginning of a command
 ASSIGNMENTS = re.compile(
     rf"{_START}(?:(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?"
     rf"((?:{_NAME}\+?=(?:\"[^\"]*\"|'[^']*'|[^\s;&|'\"])*\s*)+)"
 )
+# other syntax that sets a variable: loops, builtins, ${NAME:=default} and arithmetic
 OTHER_WAYS = (
     re.compile(rf"\bfor\s+({_NAME})\b"),
     re.compile(rf"\b(?:read|unset|mapfile|readarray|printf\s+-v)\s+(?:-\w+\s+)*({_NAME})"),
     re.compile(rf"\$\{{({_NAME}):?="),
     re.compile(rf"(?:\(\(|\blet\s)\s*({_NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)"),
 )
+# the beginning and the end of a condition or a loop
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
+# $NAME, ${NAME} or ${NAME:-default}
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
 
 def commands(text: str) -> Iterator[str]:
-    """Yield the lines of a script without comments, those that a backslash continues joined."""
+    """Yield the commands of a script: lines without comments, joined where a backslash ends one."""
     parts: list[str] = []
     for line in text.split("\n"):
-        kept = _without_comment(line)
-        # A backslash within a comment continues nothing.
-        continued = re.search(r"\\\s*$", kept) if kept == line else None
-        parts.append(kept[: continued.start()] if continued else kept)
+        code = _without_comment(line)
+        # A backslash at the end of a comment does not continue the line.
+        continued = re.search(r"\\\s*$", code) if code == line else None
+        parts.append(code[: continued.start()] if continued else code)
         if not continued:
             yield " ".join(parts)
             parts = []
@@ -48,17 +55,21 @@ def commands(text: str) -> Iterator[str]:
 
 
 def _without_comment(line: str) -> str:
-    """Return the line up to its comment: a # begins one at the start of a word alone."""
+    """Return the line up to its comment. Only a # at the start of a word begins a comment."""
     before = " "
-    for index, character, quote in _unescaped(line):
+    for index, character, quote in _scan_characters(line):
         if character == "#" and not quote and (before.isspace() or before in ";&|()"):
             return line[:index]
         before = character
     return line
 
 
-def _unescaped(line: str) -> Iterator[tuple[int, str, str]]:
-    """Yield (index, character, the quote around it) of a line, an escaped character as a letter."""
+def _scan_characters(line: str) -> Iterator[tuple[int, str, str]]:
+    """Yield (index, character, quote) for each character of a line.
+
+    quote: the quotation mark that the character is inside of, or "". An escaped character is
+    yielded as "x", so that it is not taken for syntax.
+    """
     quote, escaped = "", False
     for index, character in enumerate(line):
         yield index, "x" if escaped else character, quote
@@ -71,13 +82,15 @@ def _unescaped(line: str) -> Iterator[tuple[int, str, str]]:
 
 
 def split_words(line: str) -> list[str]:
-    """Return the words of a command line, signs such as ; and | apart, a $ without effect as
-    LITERAL.
+    """Return the words of a command line, without their quotes.
 
-    Raises ValueError for open quotes.
+    Operators such as ; and | are words of their own. A $ that is escaped or in single quotes
+    becomes LITERAL.
+
+    Raises ValueError if a quote is not closed.
     """
     signs = list(line)
-    for index, character, quote in _unescaped(line):
+    for index, character, quote in _scan_characters(line):
         if line[index] == "$" and (quote == "'" or character == "x"):
             signs[index] = LITERAL
     lexer = shlex.shlex("".join(signs), posix=True, punctuation_chars=";&|")
@@ -87,27 +100,30 @@ def split_words(line: str) -> list[str]:
 
 @dataclass
 class Variables:
-    """`values`: by name; of one whose value is not certain, its own reference ($NAME)."""
+    """The variables of a script, up to the line that was read last."""
 
+    # by name; an unknown value is a reference to the variable itself ($NAME)
     values: dict[str, str] = field(default_factory=dict)
-    _depth: int = 0  # of conditions and loops around the line
+    _depth: int = 0  # number of conditions and loops around the line
 
     def read(self, line: str) -> bool:
-        """Note what a line sets. Return True if it sets one variable and does nothing else."""
+        """Record the variables that a line sets. Return True if it only sets a single variable."""
         self._depth += len(OPENING.findall(line))
         plain = PLAIN.fullmatch(line)
         if plain is not None and self._depth == 0:
             self.values[plain[1]] = self.filled("".join(split_words(plain[2])))
         else:
-            runs = [match[1] for match in ASSIGNMENTS.finditer(line)]
-            names = [name for run in runs for name in re.findall(rf"(?<!\S)({_NAME})\+?=", run)]
-            names += [match[1] for way in OTHER_WAYS for match in way.finditer(line)]
+            assignments = [match[1] for match in ASSIGNMENTS.finditer(line)]
+            names = [
+                name for text in assignments for name in re.findall(rf"(?<!\S)({_NAME})\+?=", text)
+            ]
+            names += [match[1] for pattern in OTHER_WAYS for match in pattern.finditer(line)]
             self.values.update({name: f"${name}" for name in names})
         self._depth = max(0, self._depth - len(CLOSING.findall(line)))
         return plain is not None
 
     def filled(self, text: str) -> str:
-        """Return a text with those variables filled in that are known; LITERAL stays."""
+        """Return a text with its known variables replaced by their values. LITERAL is kept."""
         return VARIABLE.sub(self._value, text)
 
     def _value(self, match: re.Match[str]) -> str:

@@ -1,4 +1,8 @@
-"""Rows of TrainingArguments and ModelConfig, which all of TRL's trainers share."""
+"""The key rows that all of TRL's trainers share: those of TrainingArguments and ModelConfig.
+
+A key that matches several patterns gets the narrowest row, so `eval_*` does not cover the listed
+`eval_on_start`.
+"""
 
 from __future__ import annotations
 
@@ -16,12 +20,13 @@ from ratchet.commands.migrate.table import (
     within,
 )
 
+# The note on keys that distribute a run over processes and devices.
 PLACED = (
     "learner, generator and cluster say where it runs (docs/cluster.md), and nothing is "
     "launched beside `ratchet train`"
 )
 
-
+# The note on keys that upload to the Hugging Face Hub.
 HUB = (
     "nothing is uploaded: the run leaves model/ in Hugging Face form, and `huggingface-cli "
     "upload` sends it"

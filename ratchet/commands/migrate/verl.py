@@ -1,5 +1,8 @@
-"""verl: the YAML of its trainers, or a shell script with overrides. Keys and defaults are those of
-verl 0.5 to 0.8."""
+"""Map the keys of a verl configuration to those of a recipe.
+
+The configuration is the YAML of a verl trainer, or a shell script with Hydra overrides. Keys and
+defaults are those of verl 0.5 to 0.8.
+"""
 
 from __future__ import annotations
 
@@ -26,10 +29,11 @@ from ratchet.commands.migrate.table import (
 )
 from ratchet.commands.migrate.verl_values import ACTOR, ARR, CORRECTION, MODEL, ROLLOUT
 
+# Notes that the report of an import shows beside a key.
 DUAL = "their dual clip is on by default at 3; null is none here, and this is theirs"
 EVERY = "-1 is never there; here 0 is only at the end"
 
-
+# Keys of verl that concern the algorithm: most map to the recipe's `algorithm` section.
 ALGORITHM = (
     KeyRow("algorithm.adv_estimator", "algorithm.kind", how=to.choose_estimator, default="gae"),
     KeyRow(
@@ -123,6 +127,7 @@ ALGORITHM = (
         "algorithm.correction has a weight and a mask, each with bounds, and nothing else",
         f"{CORRECTION}.*",
     ),
+    # The penalty for overlong answers can stand in any of three sections.
     *(
         row
         for section, length in (
@@ -170,6 +175,7 @@ ALGORITHM = (
     ),
 )
 
+# Keys of verl that concern the run: data, sampling, model, optimizer, generator and rewards.
 RUN = (
     KeyRow("data.train_batch_size", "batch_size", how=whole, default=1024),
     KeyRow(f"{ROLLOUT}.n", "algorithm.group_size", how=whole, default=1),
@@ -290,6 +296,7 @@ RUN = (
     ),
 )
 
+# Keys of verl without a counterpart of their own, each group with the reason.
 REST = (
     *nothing(shared.BASE, "--config*", "*@*"),
     *nothing(
@@ -385,9 +392,11 @@ REST = (
 
 
 def _method(values: Mapping[str, Any]) -> str:
+    """Return the name of the method that a configuration trains with; "" if it can't be told."""
     return "PPO trainer" if any(key.startswith((ARR, "algorithm.")) for key in values) else ""
 
 
+# Keys that every imported recipe starts from: a dataset of questions with mathematical answers.
 QUESTIONS = {"environment.kind": "dataset", "rewards": [{"kind": "math"}]}
 VERL = Peer(
     "verl",

@@ -1,9 +1,9 @@
-"""The command `ratchet plan`: memory by phase and role, and time by phase, before the recipe is
-run.
+"""The command `ratchet plan`: estimate a recipe's memory and time before it is run.
 
-Memory follows from shapes, or from a short run of the recipe plus what that was too short to see.
-Time on this machine is measured by that run (`ratchet.commands.plan.probe`); time on accelerators
-that are not here is estimated from data sheets (`ratchet.executors.datasheets`).
+Memory is given by phase and role, time by phase. Memory is computed from shapes. After a short run
+of the recipe it is the measured memory, plus an estimate of what grows only in a longer run. Time
+on this machine is measured by that short run (`ratchet.commands.plan.probe`). Time on accelerators
+that this machine lacks is estimated from data sheets (`ratchet.executors.datasheets`).
 
 P = parameters of a model.
 """
@@ -36,126 +36,134 @@ from ratchet.training.stage import EnvSetup
 from ratchet.types import Task
 
 MIB = 2**20
-MASTER = 4  # bytes of a weight, of its gradient and of each moment: float32
-CHUNKS = 3  # copies of the logits that exist at a time: themselves, their softmax, and its gradient
+# Bytes of a weight, of its gradient and of each optimizer moment: all are float32.
+MASTER = 4
+# Tensors of the logits' size that exist at a time: logits, their softmax and its gradient.
+CHUNKS = 3
+# Bytes of optimizer state per weight. Optimizers that are not listed keep two float32 moments.
 MOMENTS: Mapping[str, float] = {
     "muon": 4,
     "adamw8bit": 2 + 8 / 256,
-}  # bytes a weight that optimizers keep, where not two moments
-TASKS = 64  # whose lengths are looked at
-# bytes of a token that the engine keeps for a running request: its id, two log-probabilities
+}
+TASKS = 64  # number of tasks whose lengths are measured
+# Bytes per token that the engine keeps for a running request, beside the KV cache: the token's id
+# and two log-probabilities.
 SLOT = 8 + 4 + 4
-# bytes that the record keeps of each until a file is written
+# Bytes per row and per token that the record keeps in memory until a file is written.
 RECORDED_ROW, RECORDED_TOKEN = 400, 30
-WRITTEN = 2  # times that they are there by then: as they came, and as the file has them
+# Copies of the recorded rows in memory while a file is written: the collected tables, and the one
+# table that they are joined to.
+WRITTEN = 2
+# The label of the memory that a background checkpoint needs for its copy of the state.
 COPY = "copy for checkpoints"
 
 
 @dataclass(frozen=True)
 class Device:
-    """The memory constants of one process. compute_bytes: of a number in products. fixed: bytes of
-    an empty process."""
+    """The memory constants of one process."""
 
     kind: str
-    fixed: int
-    compute_bytes: int = 4
+    fixed: int  # bytes of an empty process
+    compute_bytes: int = 4  # bytes of a number in matrix products
 
 
 @dataclass(frozen=True)
 class MemoryPlan:
-    """Bytes by purpose. held: always; the phases: on top of it.
+    """The memory of a stage: bytes by purpose."""
 
-    by_turns: True if each phase frees its memory before the next; else they add up, as the engine
-    keeps its cache, and a process what it has freed.
-    """
-
-    held: Mapping[str, int]
-    phases: Mapping[str, Mapping[str, int]]
+    held: Mapping[str, int]  # during the whole stage
+    phases: Mapping[str, Mapping[str, int]]  # in addition to `held`, by phase
+    # True if each phase frees its memory before the next one. Otherwise the phases add up, because
+    # the engine keeps its KV cache, and a process keeps the memory that it has freed.
     by_turns: bool = False
 
     @property
     def peak(self) -> int:
+        """The highest number of bytes at any time."""
         sizes = [sum(parts.values()) for parts in self.phases.values()]
         return sum(self.held.values()) + (max(sizes, default=0) if self.by_turns else sum(sizes))
 
 
 @dataclass(frozen=True)
 class StagePlan:
-    """The plan of a stage. flop: of a step, by phase, at most. recorded: steps that the record
-    keeps in memory at a time, at most."""
+    """The plan of a stage."""
 
     name: str
     steps: int
     load: Load
     memory: MemoryPlan
-    flop: Mapping[str, float]
-    recorded: int
+    flop: Mapping[str, float]  # upper bound for one step, by phase
+    recorded: int  # maximum number of steps that the record keeps in memory at a time
 
 
 @dataclass(frozen=True)
 class Load:
-    """The work of a step.
+    """The work of a step."""
 
-    rows: sequences. prompt, length: tokens of the longest prompt and sequence of a few tasks.
-    attempts: generated at a time, in training and in evaluation; 0 for given text. passes: forwards
-    before the update; updates: forwards and backwards of it, of each row.
-    """
-
-    rows: int
-    prompt: int
-    length: int
-    attempts: int
-    evaluated: int
-    passes: int
-    updates: int
+    rows: int  # sequences that are trained on
+    prompt: int  # tokens of the longest prompt, in a sample of the tasks
+    length: int  # tokens of the longest sequence, in a sample of the tasks
+    attempts: int  # generated at a time in training; 0 if the data are given texts
+    evaluated: int  # attempts that are generated at a time in evaluation
+    passes: int  # scoring forwards of each row before the update
+    updates: int  # forwards and backwards of each row in the update
 
     @property
     def tokens(self) -> int:
+        """The trained tokens, if every row has the longest length."""
         return self.rows * self.length
 
     def flop(self, cost: DecoderCost) -> dict[str, float]:
-        """Return the FLOP of a step, by phase. A backward takes twice as much as a forward."""
-        forward = cost.forward_flop(self.tokens, self.length / 2)
-        sampled = forward if self.attempts else 0.0
+        """Return the FLOP of a step, by phase. A backward takes twice the FLOP of a forward."""
+        forward_flop = cost.forward_flop(self.tokens, self.length / 2)
+        sampling_flop = forward_flop if self.attempts else 0.0
         return {
-            "sample": sampled,
-            "score": self.passes * forward,
-            "update": 3 * self.updates * forward,
+            "sample": sampling_flop,
+            "score": self.passes * forward_flop,
+            "update": 3 * self.updates * forward_flop,
         }
 
 
 def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device) -> StagePlan:
-    """Plan one stage. cost: of the model that the run begins with. Raises DataError for data that
-    can't be read."""
+    """Return the plan of stage `index`. Raises DataError if its data can't be read.
+
+    cost: the cost of the model that the run begins with.
+    """
     stage = config.stages[index]
     algorithm: Algorithm = build(stage.algorithm)
     load = measure_load(config, index, algorithm, cost.shape)
-    memory, recorded = (
-        estimate_memory(stage, algorithm, cost, device, load),
-        recorded_steps(stage, config.record, load),
-    )
+    memory = estimate_memory(stage, algorithm, cost, device, load)
+    recorded = recorded_steps(stage, config.record, load)
     if recorded:
-        share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
-        each = share * (load.rows * RECORDED_ROW + load.tokens * RECORDED_TOKEN)
-        memory = replace(memory, held={**memory.held, "record": int(WRITTEN * recorded * each)})
+        recorded_share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
+        bytes_per_step = recorded_share * (load.rows * RECORDED_ROW + load.tokens * RECORDED_TOKEN)
+        memory = replace(
+            memory, held={**memory.held, "record": int(WRITTEN * recorded * bytes_per_step)}
+        )
     return StagePlan(stage.name, stage.steps, load, memory, load.flop(cost), recorded)
 
 
 def run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
-    """Return the peak bytes of the process over all stages. A short run has seen everything except
-    the longest files of the record, and copies for checkpoints."""
+    """Return the peak bytes of the process over all stages.
+
+    With a probe, this is the peak that it measured, plus what it was too short to see: the largest
+    files of the record, and copies for checkpoints.
+    """
     if probe is None:
         return max(plan.memory.peak for plan in plans)
-    copy = max(plan.memory.held.get(COPY, 0) for plan in plans)
-    measured = list(zip(plans, probe.stages, strict=True))
-    largest = max(probed.tables * plan.recorded for plan, probed in measured)
-    seen = max(probed.tables * probed.recorded for _, probed in measured)
-    return probe.peak + copy + int(WRITTEN * max(0.0, largest - seen))
+    copy_bytes = max(plan.memory.held.get(COPY, 0) for plan in plans)
+    stages = list(zip(plans, probe.stages, strict=True))
+    largest_record = max(probed.tables * plan.recorded for plan, probed in stages)
+    probed_record = max(probed.tables * probed.recorded for _, probed in stages)
+    return probe.peak + copy_bytes + int(WRITTEN * max(0.0, largest_record - probed_record))
 
 
 def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
-    """Return the steps that lie in memory before their file is written: none are kept beyond a
-    save."""
+    """Return the maximum number of steps that the record keeps in memory.
+
+    The record writes a file when it has MOST_STEPS steps or MOST_TOKENS tokens, and at every
+    checkpoint.
+    """
     if not record.every:
         return 0
     recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
@@ -163,8 +171,10 @@ def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:
-    """Return the shape of the model that the run begins with. Raises ConfigError for an
-    architecture of unknown cost."""
+    """Return the shape of the model that the run begins with.
+
+    Raises ConfigError for an architecture other than Ratchet's own decoder.
+    """
     source = config.model
     if source.path is None:
         assert source.preset is not None, (
@@ -181,11 +191,12 @@ def read_shape(config: RunConfig) -> DecoderConfig:
 
 
 def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> Load:
+    """Return the work of one step of stage `index`."""
     stage = config.stages[index]
     prompt, length = measure_lengths(config, index, algorithm, shape)
     rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
-    at_most = getattr(stage.generator, "max_running", 2**30)
-    played = (
+    max_running = getattr(stage.generator, "max_running", 2**30)
+    evaluation_attempts = (
         stage.evaluation.tasks * max(1, stage.evaluation.samples)
         if answers(stage, algorithm)
         else 0
@@ -194,8 +205,8 @@ def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: Dec
         rows=rows,
         prompt=prompt,
         length=length,
-        attempts=min(at_most, rows) if algorithm.source == "rollouts" else 0,
-        evaluated=min(at_most, played),
+        attempts=min(max_running, rows) if algorithm.source == "rollouts" else 0,
+        evaluated=min(max_running, evaluation_attempts),
         passes=len(algorithm.passes),
         updates=stage.epochs * len(algorithm.losses),
     )
@@ -204,124 +215,146 @@ def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: Dec
 def measure_lengths(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
 ) -> tuple[int, int]:
-    """Return (tokens of the longest prompt, tokens of the longest sequence) of a few tasks."""
-    stage, arena = config.stages[index], build_env_setup(config.stages[index])
+    """Return (tokens of the longest prompt, tokens of the longest sequence) of TASKS tasks."""
+    stage = config.stages[index]
+    env_setup = build_env_setup(stage)
     tokenizer = build(config.tokenizer, config.model.path)
     renderer = Renderer(
         tokenizer,
         get_chat_template(config),
         tool_format=getattr(config.tokenizer, "tool_format", "auto"),
     )
-    tasks = [task for _, task in TaskStream(arena.environment, seed=config.seed).take(TASKS)]
+    tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(TASKS)]
     prompts = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     if algorithm.source == "rollouts":
         length = max(prompts) + stage.sampling.max_new_tokens
     else:
-        length = max(_given(arena, renderer, task, algorithm) for task in tasks)
+        length = max(_longest_given_row(env_setup, renderer, task, algorithm) for task in tasks)
     return min(max(prompts), shape.max_positions), min(length, shape.max_positions)
 
 
-def _given(arena: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm) -> int:
-    """Return the tokens of the longest row that a task makes."""
-    place = arena.environment
-    if algorithm.source == "pairs" and isinstance(place, HasPreferencePairs):
-        compared = place.comparison(task)
-        answers = [compared.chosen, compared.rejected]
-    elif algorithm.source == "labelled" and isinstance(place, HasLabelledAnswers):
-        answers = [place.judged(task).messages]
-    elif algorithm.source == "steps" and isinstance(place, HasStepLabels):
+def _longest_given_row(
+    env_setup: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm
+) -> int:
+    """Return the tokens of the longest row of a task whose texts are given, not generated."""
+    environment = env_setup.environment
+    if algorithm.source == "pairs" and isinstance(environment, HasPreferencePairs):
+        pair = environment.comparison(task)
+        given_answers = [pair.chosen, pair.rejected]
+    elif algorithm.source == "labelled" and isinstance(environment, HasLabelledAnswers):
+        given_answers = [environment.judged(task).messages]
+    elif algorithm.source == "steps" and isinstance(environment, HasStepLabels):
         return len(renderer.prompt(task.messages)) + sum(
-            len(renderer.tokenizer.encode(text)) for text, _ in place.steps(task)
+            len(renderer.tokenizer.encode(text)) for text, _ in environment.steps(task)
         )
     else:
-        answers = [place.demonstration(task)]
+        given_answers = [environment.demonstration(task)]
     return max(
-        len(renderer.supervised((*task.messages, *answer), train="last")[0]) for answer in answers
+        len(renderer.supervised((*task.messages, *answer), train="last")[0])
+        for answer in given_answers
     )
 
 
 def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
-    """Return True if the policy answers in the stage's evaluations."""
+    """Return True if the policy generates answers in the stage's evaluations."""
     return bool(stage.eval_rewards) or algorithm.source == "rollouts"
 
 
 def estimate_memory(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, load: Load
 ) -> MemoryPlan:
+    """Estimate the memory of a stage from shapes.
+
+    The phases are the update and, if the stage generates, sampling.
+    """
     learner, shape = stage.learner, cost.shape
-    hands = getattr(learner, "workers", 1)
-    hands = int(hands) if device.kind == "cpu" and hands != "auto" else 1
-    trained = trained_parameters(stage, algorithm, cost)
-    max_tokens = resolve_micro_batch_tokens(
+    n_workers = getattr(learner, "workers", 1)
+    n_workers = int(n_workers) if device.kind == "cpu" and n_workers != "auto" else 1
+    n_trained = trained_parameters(stage, algorithm, cost)
+    micro_batch_limit = resolve_micro_batch_tokens(
         getattr(learner, "micro_batch_tokens", "auto"), device.kind
     )
-    each = -(-load.tokens // (hands * stage.minibatches))
-    micro = max(min(max_tokens, each), load.length)
-    kept = cost.activation_bytes(
+    # The tokens that one worker gets of a mini-batch. A micro-batch holds at least one sequence.
+    minibatch_tokens = -(-load.tokens // (n_workers * stage.minibatches))
+    micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), load.length)
+    activation_bytes = cost.activation_bytes(
         device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
     )
-    chunk = resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
+    chunk_bytes = (
+        resolve_chunk_mib(getattr(learner, "logprob_chunk_mib", "auto"), device.kind) * MIB
+    )
     phases = {
         "update": {
-            "gradients": trained * MASTER * hands,
-            "activations": micro * kept * hands,
-            "logits": CHUNKS * min(chunk, micro * shape.vocab_size * MASTER) * hands,
+            "gradients": n_trained * MASTER * n_workers,
+            "activations": micro_batch_tokens * activation_bytes * n_workers,
+            "logits": CHUNKS
+            * min(chunk_bytes, micro_batch_tokens * shape.vocab_size * MASTER)
+            * n_workers,
         }
     }
     if rows := max(load.attempts, load.evaluated):
-        slots = _power_of_two(rows) * _power_of_two(load.length)
-        logits = min(rows * shape.vocab_size, CHUNK_ELEMENTS)
+        # The engine's buffers grow by powers of two.
+        token_slots = _power_of_two(rows) * _power_of_two(load.length)
+        n_logits = min(rows * shape.vocab_size, CHUNK_ELEMENTS)
         phases["sample"] = {
-            "keys and values": slots * cost.kv_bytes(device.compute_bytes),
-            "histories": slots * SLOT,
-            "logits": CHUNKS * logits * MASTER,
+            "keys and values": token_slots * cost.kv_bytes(device.compute_bytes),
+            "histories": token_slots * SLOT,
+            "logits": CHUNKS * n_logits * MASTER,
         }
-    return MemoryPlan({"process": device.fixed, **_roles(stage, algorithm, cost, device)}, phases)
+    return MemoryPlan(
+        {"process": device.fixed, **_role_bytes(stage, algorithm, cost, device)}, phases
+    )
 
 
 def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
-    """Return the trained parameters of all roles."""
-    return _trained(stage, cost) * len(algorithm.losses)
+    """Return the number of trained parameters of all roles."""
+    return _trained_per_role(stage, cost) * len(algorithm.losses)
 
 
 def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
-    """Return the parameters of models that only score."""
+    """Return the number of parameters of models that only score."""
     scoring = [name for name in algorithm.roles if name not in algorithm.losses]
     return sum(_role_parameters(stage, algorithm, cost, name) for name in scoring)
 
 
 def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str) -> int:
-    """Return the parameters of a role beside the policy: its own model's, a copy's, or 0 if it is
-    the policy without its adapter."""
+    """Return the number of parameters that a role other than the policy adds.
+
+    A role with a path has a model of its own, and other roles are copies of the policy. With LoRA
+    such a role is the policy without its adapter, so it adds none.
+    """
     path = algorithm.roles[name].path
     if path is not None:
         return DecoderCost(read_config(find_model(path))).parameters
     return cost.parameters if stage.lora is None else 0
 
 
-def _roles(
+def _role_bytes(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device
 ) -> dict[str, int]:
-    """Return the bytes of each role's weights, and of the optimizer state of those that train."""
-    role_bytes = {"policy: weights": cost.parameters * MASTER}
+    """Return the bytes of weights, optimizer state and checkpoint copy, by role and purpose."""
+    bytes_by_purpose = {"policy: weights": cost.parameters * MASTER}
     if device.compute_bytes != MASTER:
-        role_bytes["policy: weights in half precision"] = cost.parameters * device.compute_bytes
+        bytes_by_purpose["policy: weights in half precision"] = (
+            cost.parameters * device.compute_bytes
+        )
     for name in algorithm.roles:
-        if own := _role_parameters(stage, algorithm, cost, name):
-            role_bytes[f"{name}: weights"] = own * MASTER
+        if n_parameters := _role_parameters(stage, algorithm, cost, name):
+            bytes_by_purpose[f"{name}: weights"] = n_parameters * MASTER
     for name in algorithm.losses:
-        role_bytes[f"{name}: optimizer"] = int(
-            _trained(stage, cost) * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER)
+        bytes_by_purpose[f"{name}: optimizer"] = int(
+            _trained_per_role(stage, cost)
+            * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER)
         )
         if stage.optimizer.ema_decay is not None:
-            role_bytes[f"{name}: average"] = _trained(stage, cost) * MASTER
+            bytes_by_purpose[f"{name}: average"] = _trained_per_role(stage, cost) * MASTER
     if stage.checkpoint.background and stage.checkpoint.every:
-        role_bytes[COPY] = sum(role_bytes.values())
-    return role_bytes
+        bytes_by_purpose[COPY] = sum(bytes_by_purpose.values())
+    return bytes_by_purpose
 
 
-def _trained(stage: StageConfig, cost: DecoderCost) -> int:
-    """Return the parameters that an optimizer moves."""
+def _trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
+    """Return the number of parameters that one role trains: all, or those of its adapter."""
     return (
         cost.parameters
         if stage.lora is None
@@ -330,4 +363,5 @@ def _trained(stage: StageConfig, cost: DecoderCost) -> int:
 
 
 def _power_of_two(n: int) -> int:
+    """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,5 +1,7 @@
-"""Passages of a corpus for a question: by their words (BM25, arXiv:2407.03618), and by meaning
-where embeddings are given.
+"""The search tool: finds the passages of a corpus that fit a query.
+
+Passages are ranked by their words (BM25, arXiv:2407.03618) and, if embeddings are configured, by
+their meaning too.
 
 N = passages, d = width of an embedding.
 """
@@ -22,7 +24,7 @@ from ratchet.errors import DataError, MissingDependency
 
 
 class SearchConfig(ToolConfig):
-    """Finds passages of a corpus, by their words (BM25) and, if asked for, by their meaning."""
+    """A tool that finds passages of a corpus by words (BM25) and, optionally, by embeddings."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.retriever:search_tool"
 
@@ -37,9 +39,10 @@ class SearchConfig(ToolConfig):
 
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]
-RANK_OFFSET = 60  # of reciprocal rank fusion (Cormack et al., 2009)
-CANDIDATES = 100  # of each way to rank
-WORD = r"\b\w+\b"  # of one letter too: single digits tell passages apart
+RANK_OFFSET = 60  # the constant k of reciprocal rank fusion (Cormack et al., 2009)
+CANDIDATES = 100  # maximum number of passages in each ranking, before they are merged
+# A word may have one character, because a single digit can tell two passages apart.
+WORD = r"\b\w+\b"
 
 
 @dataclass(frozen=True)
@@ -49,8 +52,11 @@ class Passage:
 
 
 class RetrieverTool:
-    """embed: texts -> [N, d]; the rankings by words and by meaning are merged by reciprocal ranks,
-    which need no scale."""
+    """A tool that returns the passages that best fit a query.
+
+    The rankings by words and by meaning are merged by reciprocal rank fusion, because their scores
+    have different scales.
+    """
 
     name = "search"
     description = "Searches a collection of texts and returns the passages that fit best."
@@ -63,7 +69,16 @@ class RetrieverTool:
         max_chars: int = 1000,
         embed: Embed | None = None,
     ) -> None:
-        """Raises DataError for an empty corpus, MissingDependency without bm25s."""
+        """Index the passages.
+
+        Args:
+            passages: The corpus.
+            results: Number of passages in an answer.
+            max_chars: Maximum number of characters of a passage in an answer.
+            embed: Maps texts to vectors [N, d]; None ranks by words alone.
+
+        Raises DataError for an empty corpus, and MissingDependency if bm25s is not installed.
+        """
         try:
             import bm25s
         except ImportError:
@@ -79,64 +94,72 @@ class RetrieverTool:
         self._tokenize = bm25s.tokenize
         self._index = bm25s.BM25()
         self._index.index(
-            self._split([f"{p.title} {p.text}" for p in passages]), show_progress=False
+            self._split_into_words([f"{p.title} {p.text}" for p in passages]), show_progress=False
         )
         self._embed = embed
         self._vectors_Nd = (
-            _unit(embed([f"{p.title}\n{p.text}".strip() for p in passages]), len(passages))
+            _normalise(embed([f"{p.title}\n{p.text}".strip() for p in passages]), len(passages))
             if embed
             else None
         )
 
     def call(self, query: str) -> str:
+        """Return the text that the model reads: the best passages, numbered from 1."""
         passages = self.search(query)
         return (
-            "\n\n".join(self._shown(number, passage) for number, passage in enumerate(passages, 1))
+            "\n\n".join(
+                self._format_passage(number, passage) for number, passage in enumerate(passages, 1)
+            )
             or "nothing was found"
         )
 
     def search(self, query: str) -> list[Passage]:
-        """The passages that fit best, first the best; none that shares no word with the query,
-        unless by meaning."""
-        rankings = [self._by_words(query)]
+        """Return the passages that fit best, the best one first.
+
+        Without embeddings, a passage that shares no word with the query is never returned.
+        """
+        rankings = [self._rank_by_words(query)]
         if self._embed is not None:
-            rankings.append(self._by_meaning(self._embed, query))
+            rankings.append(self._rank_by_meaning(self._embed, query))
         scores: dict[int, float] = {}
         for ranking in rankings:
-            for rank, row in enumerate(ranking):
-                scores[row] = scores.get(row, 0.0) + 1.0 / (RANK_OFFSET + rank)
-        best = sorted(scores, key=lambda row: (-scores[row], row))
-        return [self.passages[row] for row in best[: self.results]]
+            for rank, index in enumerate(ranking):
+                scores[index] = scores.get(index, 0.0) + 1.0 / (RANK_OFFSET + rank)
+        best = sorted(scores, key=lambda index: (-scores[index], index))
+        return [self.passages[index] for index in best[: self.results]]
 
-    def _split(self, texts: Sequence[str]) -> list[list[str]]:
+    def _split_into_words(self, texts: Sequence[str]) -> list[list[str]]:
         words: Any = self._tokenize(
             list(texts), stopwords="en", token_pattern=WORD, return_ids=False, show_progress=False
         )
         return words
 
-    def _by_words(self, query: str) -> list[int]:
-        (words,) = self._split([query])
-        indexed = [word for word in words if word in self._index.vocab_dict]
-        if not indexed:
+    def _rank_by_words(self, query: str) -> list[int]:
+        """Return the indices of the passages that share a word with the query, best first."""
+        (words,) = self._split_into_words([query])
+        known_words = [word for word in words if word in self._index.vocab_dict]
+        if not known_words:
             return []
-        scores_N = self._index.get_scores(indexed)
+        scores_N = self._index.get_scores(known_words)
         return [
-            int(row)
-            for row in np.argsort(-scores_N, kind="stable")[:CANDIDATES]
-            if scores_N[row] > 0
+            int(index)
+            for index in np.argsort(-scores_N, kind="stable")[:CANDIDATES]
+            if scores_N[index] > 0
         ]
 
-    def _by_meaning(self, embed: Embed, query: str) -> list[int]:
+    def _rank_by_meaning(self, embed: Embed, query: str) -> list[int]:
+        """Return the indices of the passages nearest to the query by cosine, best first."""
         assert self._vectors_Nd is not None
-        likeness_N = self._vectors_Nd @ _unit(embed([query]), 1)[0]
-        return [int(row) for row in np.argsort(-likeness_N, kind="stable")[:CANDIDATES]]
+        similarity_N = self._vectors_Nd @ _normalise(embed([query]), 1)[0]
+        return [int(index) for index in np.argsort(-similarity_N, kind="stable")[:CANDIDATES]]
 
-    def _shown(self, number: int, passage: Passage) -> str:
-        head = f"[{number}] {passage.title}\n" if passage.title else f"[{number}] "
-        return head + passage.text[: self.max_chars]
+    def _format_passage(self, number: int, passage: Passage) -> str:
+        header = f"[{number}] {passage.title}\n" if passage.title else f"[{number}] "
+        return header + passage.text[: self.max_chars]
 
 
 def search_tool(config: SearchConfig) -> RetrieverTool:
+    """Return the search tool that a section describes."""
     return RetrieverTool(
         read_passages(config.corpus),
         results=config.results,
@@ -146,7 +169,10 @@ def search_tool(config: SearchConfig) -> RetrieverTool:
 
 
 def read_passages(path: Path) -> list[Passage]:
-    """Raises DataError with file and line."""
+    """Return the passages of a JSON Lines file.
+
+    Raises DataError if there are none, or with file and line if a row can't be read.
+    """
     passages: list[Passage] = []
     for row in read_jsonl(path, {"text": str}):
         title = row.values.get("title", "")
@@ -157,12 +183,16 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def embedder(name: str) -> Embed:
-    """The function of an import path, or the mean of the hidden states of a model in a
-    directory."""
+    """Return the embedding function that `name` stands for.
+
+    With a colon, `name` is the import path of a function. Otherwise it is a model directory, and a
+    text's embedding is the mean of the model's hidden states.
+    """
     return imported(name) if ":" in name else _load_embedder(name)
 
 
 def _load_embedder(directory: str) -> Embed:
+    """Return a function that embeds texts as the mean hidden state of a model."""
     import torch
 
     from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -172,24 +202,29 @@ def _load_embedder(directory: str) -> Embed:
     model, tokenizer = load_policy(model_directory), load_tokenizer(model_directory)
 
     def embed(texts: Sequence[str]) -> NDArray[Any]:
-        rows: list[NDArray[Any]] = []
+        embeddings: list[NDArray[Any]] = []
         for text in texts:
+            # An empty text is embedded as the end-of-sequence token.
             tokens = torch.tensor(
                 (tokenizer.encode(text) or list(tokenizer.eos_ids[:1]))[: model.max_positions]
             )
             with torch.inference_mode():
-                rows.append(
+                embeddings.append(
                     model.hidden(tokens, torch.arange(len(tokens)), [len(tokens)])
                     .mean(0)
                     .float()
                     .numpy()
                 )
-        return np.stack(rows)
+        return np.stack(embeddings)
 
     return embed
 
 
-def _unit(vectors: NDArray[Any], count: int) -> NDArray[np.float32]:
+def _normalise(vectors: NDArray[Any], count: int) -> NDArray[np.float32]:
+    """Return the embeddings, scaled to length 1.
+
+    Raises DataError if they are not `count` finite vectors.
+    """
     matrix = np.asarray(vectors, dtype=np.float32)
     if matrix.ndim != 2 or len(matrix) != count or not np.isfinite(matrix).all():
         raise DataError(f"embeddings must be finite and of shape [{count}, d], not {matrix.shape}")

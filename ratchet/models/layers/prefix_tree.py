@@ -1,7 +1,8 @@
-"""Find shared prefixes in packed sequences. Tokens with equal pasts have equal hidden states.
+"""Find shared prefixes in packed sequences, so that each is computed once.
 
-Sequences with a common beginning (the attempts of a group, answers that branch) form a tree. Each
-of its segments is computed once, and everything behind it attends to it.
+A token's hidden state depends only on the token and its past, the tokens before it. Sequences with
+a shared prefix (the attempts of a group, answers that branch) form a tree. Each segment of the tree
+is computed once, and all tokens after it attend to it.
 
 U = distinct tokens of the tree, T = all tokens laid end to end, N = segments.
 """
@@ -18,22 +19,25 @@ from torch import Tensor
 
 Index = NDArray[np.int64]
 
-# A shared prefix of fewer tokens is computed again, which costs less than sharing it.
+# Minimum tokens of a shared segment: sharing fewer costs more than computing them per sequence.
 SHORTEST = 4
 
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """Tokens [begin, end) of a sequence, which all sequences that contain the segment share."""
+    """A run of tokens that one or more sequences have in common, after the same past.
 
-    row: int  # one of the sequences
+    Each of these sequences has it at [begin, end).
+    """
+
+    row: int  # index of one of the sequences that contain the segment
     begin: int  # also the number of tokens before the segment
     end: int
-    start: int = 0  # index of its first token among the U distinct ones
+    start: int = 0  # index of its first token among the U distinct tokens
 
     @property
     def length(self) -> int:
-        """The number of tokens in the segment."""
+        """Return the number of tokens in the segment."""
         return self.end - self.begin
 
 
@@ -41,22 +45,22 @@ class PrefixSegment:
 class PrefixTree:
     """The distinct tokens of packed sequences, as segments of a prefix tree.
 
-    Segments without a past come first, then they are in order of the length of their past and their
-    own.
+    Segments are sorted by the length of their past, then by their own length. So segments without a
+    past come first.
     """
 
-    segments: tuple[PrefixSegment, ...]  # in the order in which their tokens are laid end to end
-    tokens_U: Index  # index among the T tokens of each distinct token
-    distinct_T: Index  # index among the U distinct tokens of each token
-    starts_S: Index  # index of the first token of each sequence
+    segments: tuple[PrefixSegment, ...]  # in the order of their tokens among the U distinct ones
+    tokens_U: Index  # for each distinct token, an index among the T tokens
+    distinct_T: Index  # for each token, its index among the U distinct tokens
+    starts_S: Index  # for each sequence, the index of its first token among the T tokens
 
     @classmethod
     def from_sequences(cls, tokens_T: Index, lengths: Sequence[int]) -> PrefixTree:
         """Build the tree of packed sequences.
 
         Args:
-            tokens_T: tokens, or keys of `compute_path_keys`.
-            lengths: tokens of each sequence, each at least 1; they sum to T.
+            tokens_T: Tokens, or the keys that `compute_path_keys` returns.
+            lengths: Number of tokens of each sequence, at least 1. Their sum is T.
         """
         ends_S = np.cumsum(np.asarray(lengths, dtype=np.int64))
         starts_S = ends_S - lengths
@@ -78,34 +82,39 @@ class PrefixTree:
             segment_at[segment.row, segment.begin] = placed
             start += segment.length
         distinct_T = np.empty(len(tokens_T), dtype=np.int64)
-        for first, path in zip(starts_S.tolist(), paths, strict=True):
+        for sequence_start, path in zip(starts_S.tolist(), paths, strict=True):
             for part in path:
-                at = segment_at[part.row, part.begin].start
-                distinct_T[first + part.begin : first + part.end] = np.arange(at, at + part.length)
+                # The segments in `paths` have no place yet: take it from the placed one.
+                place = segment_at[part.row, part.begin].start
+                distinct_T[sequence_start + part.begin : sequence_start + part.end] = np.arange(
+                    place, place + part.length
+                )
         tokens_U = np.empty(start, dtype=np.int64)
         for segment in segments:
-            first = int(starts_S[segment.row]) + segment.begin
+            first_token = int(starts_S[segment.row]) + segment.begin
             tokens_U[segment.start : segment.start + segment.length] = np.arange(
-                first, first + segment.length
+                first_token, first_token + segment.length
             )
         return cls(tuple(segments), tokens_U, distinct_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
-        """Return the distinct tokens that come before a segment, in order."""
+        """Return the indices, among the U distinct tokens, of a segment's past in order."""
         start = int(self.starts_S[segment.row])
         return self.distinct_T[start : start + segment.begin]
 
 
 def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
-    """Return a key per token [T]: tokens with equal pasts and equal keys are one computation.
+    """Return a key per token [T]; tokens with equal pasts and equal keys are computed once.
 
-    The keys are the tokens, hashed with their experts if these are replayed. Different tokens share
-    a key with a probability of at most 2^-48.
+    Without routes_TLK (the experts to replay for each token), the keys are the tokens. With it, a
+    key is a hash of a token and its experts. Different tokens share a key with a probability of at
+    most 2^-48.
     """
     tokens = tokens_T.cpu().numpy()
     if routes_TLK is None:
         return tokens
     routes = routes_TLK.flatten(1).cpu().numpy().astype(np.uint64)
+    # Odd factors: then no two values of a single column, or of the token, have equal products.
     factors = np.random.default_rng(0).integers(
         0, 2**64, routes.shape[1] + 1, dtype=np.uint64
     ) | np.uint64(1)
@@ -116,12 +125,12 @@ def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Ind
 
 
 def count_shared_prefix(rows: Sequence[Index]) -> int:
-    """Return the number of first tokens that all rows have in common."""
+    """Return the length of the longest prefix that all rows share."""
     return min((_common_prefix(rows[0], row) for row in rows[1:]), default=len(rows[0]))
 
 
 def _common_prefix(a: Index, b: Index) -> int:
-    """Return the number of first tokens that two rows have in common."""
+    """Return the length of the longest prefix that two rows share."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
     first = int(differs.argmax()) if shortest else 0
@@ -130,12 +139,13 @@ def _common_prefix(a: Index, b: Index) -> int:
 
 def _paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
     """Return the segments of each row, from its first token to its last."""
-    # As big-endian bytes, rows sort as their numbers do. So rows with a common prefix become
-    # neighbours.
+    # Big-endian bytes keep a common prefix of two rows a common prefix. Sorted, rows that share a
+    # prefix are neighbours.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
     common_with_next = [_common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
     paths: list[list[PrefixSegment]] = [[] for _ in rows]
-    # (low, high, depth): neighbours whose first `depth` tokens are equal and have their segments
+    # (low, high, depth): the rows order[low:high] share their first `depth` tokens, and these are
+    # in their paths already.
     waiting = [(0, len(order), 0)]
     while waiting:
         low, high, depth = waiting.pop()
@@ -149,6 +159,7 @@ def _paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
             segment, depth = PrefixSegment(order[low], depth, common), common
             for place in range(low, high):
                 paths[order[place]].append(segment)
+        # Neighbours that share only `common` tokens branch after them. Cut there.
         cuts = [
             low,
             *(place + 1 for place in range(low, high - 1) if common_with_next[place] == common),

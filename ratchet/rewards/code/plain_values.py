@@ -1,6 +1,6 @@
-"""Plain values as text, between the process of a judged function and that of its tests.
+"""Encode plain values as text, to send between a judged function's process and its tests' process.
 
-Standard library only: both run in the sandbox, which has no Ratchet.
+This file uses the standard library only: both processes run in the sandbox, which has no Ratchet.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-MAX_ITEMS = 100_000  # of an iterator that a program returns
-SMALL = 1 << 53
-AWAITING = '{"answer"'  # in the text of a call that is made of awaited answers, and of no other
+MAX_ITEMS = 100_000  # maximum length of an iterator that a program returns
+SMALL = 1 << 53  # integers of at least this size are encoded as hex text
+AWAITING = '{"answer"'  # occurs only in the text of calls whose arguments await answers
 
 
 class Anything:
-    """Stands for a value that follows from an answer not given yet: whatever is done with it
-    succeeds."""
+    """A stand-in for a value computed from an answer that is not known yet.
+
+    The operations below, iteration and attribute access all succeed on it.
+    """
 
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
@@ -32,6 +34,7 @@ class Anything:
         return 0
 
 
+# Operations whose result is `Anything` again. Those after it have a result of a built-in type.
 SELF = (
     "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
     "rpow abs neg round and or"
@@ -51,23 +54,29 @@ for _words, _result in (
 
 
 class Awaited(Anything):
-    """An answer not given yet, to the call of number `index`: another call may be made of it."""
+    """The answer, not known yet, to call number `index`. It may be an argument of another call."""
 
     def __init__(self, index: int) -> None:
         self.index = index
 
 
 class Unplain(Exception):
-    """The value is not made of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges
-    and iterators."""
+    """An error for a value that is not plain.
+
+    Plain values consist of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges and
+    iterators.
+    """
 
 
-# --- plain values as text. A subclass goes as its built-in base: what it overrides stays behind.
+# --- plain values as text. A subclass is encoded as its built-in base, without its overrides.
 
 
 def encode(value: Any) -> Any:
-    """JSON in which None, bool, str and small int stand for themselves, all else is [type,
-    content]. Raises Unplain."""
+    """Return a value as JSON data.
+
+    None, bool, str and small int stand for themselves, all else is [type, content]. An `Awaited` is
+    {"answer": index}. Raises Unplain.
+    """
     if value is None or value is True or value is False:
         return value
     if isinstance(value, str):
@@ -87,9 +96,9 @@ def encode(value: Any) -> Any:
         return ["range", [encode(number) for number in (value.start, value.stop, value.step)]]
     for kind in (list, tuple, set, frozenset):
         if isinstance(value, kind):
-            walk: Any = kind.__iter__  # not the subclass's own
-            items = [encode(item) for item in walk(value)]
-            # Equal sets are the same text: a call is recognised by its text.
+            iterate: Any = kind.__iter__  # not an override of a subclass
+            items = [encode(item) for item in iterate(value)]
+            # Sort sets: equal sets need equal text, since a call is recognised by its text.
             return [
                 kind.__name__,
                 sorted(items, key=json.dumps) if kind in (set, frozenset) else items,
@@ -103,6 +112,7 @@ def encode(value: Any) -> Any:
     raise Unplain(type(value).__name__)
 
 
+# For each encoded type, a function from its content to the value.
 REBUILT: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
     "float": float.fromhex,
@@ -119,8 +129,10 @@ REBUILT: dict[str, Callable[[Any], Any]] = {
 
 
 def decode(said: Any) -> Any:
-    """Raises whatever it meets in text that `encode` didn't write; what it returns is plain all the
-    same."""
+    """Return the value that `encode` turned into this data.
+
+    Data that `encode` didn't write may raise any exception, but every returned value is plain.
+    """
     if said is None or isinstance(said, bool | str | int):
         return said
     kind, content = said
@@ -128,39 +140,44 @@ def decode(said: Any) -> Any:
 
 
 def take_stdout() -> int:
-    """A channel of our own. What is printed goes to stderr, out of its way."""
+    """Return a private copy of stdout, and redirect printed text to stderr.
+
+    So output of the judged code or the tests never mixes with results.
+    """
     channel = os.dup(1)
     os.dup2(2, 1)
     return channel
 
 
 def send(channel: int, text: str) -> None:
+    """Write ASCII text to a file descriptor, completely."""
     unsent = memoryview(text.encode("ascii"))
     while unsent:
         unsent = unsent[os.write(channel, unsent) :]
 
 
 def resolved(call: str, answers: list[str]) -> str | None:
-    """Return `call` with the values that it awaits, out of `answers`; None where one is no value.
+    """Return `call` with each awaited answer replaced by its value from `answers`.
 
-    Encoded values hold no JSON object, so that {"answer": i} is never one of them.
+    None if an answer is missing or holds no value. Encoded plain values contain no JSON object, so
+    {"answer": i} always stands for an awaited answer.
     """
 
-    def filled(part: Any) -> Any:
+    def fill(part: Any) -> Any:
         if isinstance(part, dict):
             return json.loads(answers[part["answer"]])["value"]
-        return [filled(item) for item in part] if isinstance(part, list) else part
+        return [fill(item) for item in part] if isinstance(part, list) else part
 
     if AWAITING not in call:
         return call
     try:
-        return json.dumps(filled(json.loads(call)))
+        return json.dumps(fill(json.loads(call)))
     except (LookupError, TypeError, ValueError):
         return None
 
 
 def valid(source: str) -> Any:
-    """`source` compiled; None where it is no Python."""
+    """Return `source` compiled; None if it is not valid Python."""
     try:
         return compile(source, "solution", "exec", dont_inherit=True)
     except (SyntaxError, ValueError):
