@@ -1,9 +1,10 @@
-"""The data that flows through Ratchet, from a task to a trained-on trajectory. Free of torch:
-environments, rewards and configuration import it. The packed tensor form of a list of groups is
-`ratchet.batch.Batch`.
+"""The data that flows through Ratchet, from a task to a trained-on trajectory.
 
-Group is the one datum: a supervised row is a group of one trajectory, a preference pair a group of
-two (chosen first), a GRPO prompt a group of n attempts. L = tokens of one trajectory.
+This module imports no torch, because environments, rewards and configuration import it. The packed
+tensor form of a list of groups is `ratchet.batch.Batch`.
+
+All training data are Groups: a supervised row is a group of one trajectory, a preference pair a
+group of two (chosen first), a GRPO prompt a group of n attempts. L = tokens of one trajectory.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from ratchet.sampling import Sampling as Sampling
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
-# key of a task's meta: the file and the row that it was read from, for errors
+# The key of a task's `meta` that holds its file and row, for error messages.
 READ_FROM = "read from"
 
 
@@ -31,8 +32,11 @@ MediaKind = Literal["image", "audio", "video"]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """One piece of a multimodal message. `value` is text, or says where a medium is: a path, a
-    `data:` URL that holds it (base64), or another URL."""
+    """One piece of a multimodal message.
+
+    `value` is the text, or the location of a medium: a path, a `data:` URL that holds it (base64),
+    or another URL.
+    """
 
     type: Literal["text"] | MediaKind
     value: str
@@ -40,13 +44,15 @@ class Part:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Medium:
-    """An image, audio clip or video as a model reads it, whose driver never looks into it.
+    """An image, audio clip or video as a model reads it. The driver never inspects it.
 
-    key: names its content and how it was processed: equal keys have equal inputs, and are stored
-    and computed once. span: tokens that stand for it in a sequence. inputs: what the model's
-    forward takes, by that argument's name; those of several media are joined along the first
-    dimension. source: the encoded file, for generators that process it by themselves, and for
-    records.
+    Attributes:
+        key: Identifies the content and its processing. Media with equal keys have equal inputs, so
+            they are stored and computed once.
+        span: Number of tokens that stand for it in a sequence.
+        inputs: Arguments of the model's forward, by name. Those of several media are joined along
+            the first dimension.
+        source: The encoded file, for records and for generators with their own processor.
     """
 
     key: str
@@ -85,7 +91,7 @@ class Message:
 
     @property
     def media(self) -> tuple[str, ...]:
-        """Return the paths or URLs of its images, clips and videos."""
+        """Return the paths or URLs of the message's images, audio clips and videos."""
         return (
             ()
             if isinstance(self.content, str)
@@ -95,10 +101,10 @@ class Message:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """One prompt and what is needed to judge an answer to it.
+    """One prompt and the data needed to judge an answer to it.
 
-    `id` is unique within a run's data; statistics are keyed by it, never by equal prompts. `tag`
-    names the domain (metrics and reward routing split by it).
+    `id` is unique within a run's data; statistics are keyed by it, not by the prompt. `tag` names
+    the domain (metrics and reward routing split by it).
     """
 
     id: str
@@ -111,14 +117,16 @@ class Task:
 
     @property
     def where(self) -> str:
-        """Return the name of the task in errors: its file and row, if it has such."""
+        """Return the name of the task in errors: its file and row if known, else its id."""
         return str(self.meta.get(READ_FROM, f"task {self.id}"))
 
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Two continuations of a task's messages, the better one first; `rewards` of both if they were
-    scored."""
+    """Two continuations of a task's messages, the better one first.
+
+    `rewards` are those of both, if they were scored.
+    """
 
     chosen: tuple[Message, ...]
     rejected: tuple[Message, ...]
@@ -127,7 +135,7 @@ class Comparison:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """One way to go on from a task's messages, and what it is worth."""
+    """A continuation of a task's messages and its reward."""
 
     messages: tuple[Message, ...]
     reward: float
@@ -142,19 +150,20 @@ class StopReason(StrEnum):
 
     @property
     def finished(self) -> bool:
-        """The policy itself ended the completion."""
+        """True if the policy itself ended the completion."""
         return self in (StopReason.STOP_TOKEN, StopReason.STOP_STRING)
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The result of a generator, per new token: id, logprob under the temperature alone (at
-    temperature 0: under 1), log of the probability mass that the filters kept, and the version of
-    the weights that produced it.
+    """The result of a generator, with one entry per new token.
 
-    `routes`, where the sampling asks for them: of each token of prompt and completion, the experts
-    that computed it in each layer that has some; -1 for the last token, which nothing has computed
-    yet.
+    Attributes:
+        logprobs: Log-probabilities under the temperature alone (at temperature 0: under 1).
+        log_kept_mass: Log of the probability mass that the sampling filters kept.
+        versions: Version of the weights that produced each token.
+        routes: If `Sampling.routes` is set, the experts that computed each token in each layer with
+            experts; -1 for the last token, which has not been computed yet.
     """
 
     tokens: NDArray[np.int64]
@@ -162,7 +171,7 @@ class Completion:
     log_kept_mass: NDArray[np.float32]
     versions: NDArray[np.int32]
     stop: StopReason
-    # [prompt and completion, layers with experts, experts of a token]
+    # [tokens of prompt and completion, layers with experts, experts of a token]
     routes: NDArray[np.int16] | None = None
     extras: Mapping[str, Any] = field(default_factory=dict)
 
@@ -175,14 +184,17 @@ class Owner(IntEnum):
     ENVIRONMENT = 2
 
 
-# numpy compares with a member of an enumeration as with an object, five times as slowly
+# A plain int, because numpy compares with an enum member as an object, five times as slowly.
 POLICY = int(Owner.POLICY)
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """One policy turn: tokens [start, end) of its trajectory. `terminated`: the environment ended
-    the episode here. `cut`: a limit of tokens ended the turn, and not the policy; None: unknown."""
+    """One policy turn: tokens [start, end) of its trajectory.
+
+    `terminated`: the environment ended the episode here. `cut`: a token limit ended the turn, not
+    the policy; None: unknown.
+    """
 
     start: int
     end: int
@@ -192,12 +204,12 @@ class Turn:
     cut: bool | None = None
 
 
-# a float is known at once; of anything else the abstract class is asked, ten times as slowly
+# `float` comes first, because `isinstance` with the abstract class Real is ten times as slow.
 NUMBER = float | Real
 
 
 def finite(number: Any) -> bool:
-    """Return True if a value can be a reward, a part of one, or a metric."""
+    """True if the value is a finite number: a valid reward, reward part or metric."""
     return isinstance(number, NUMBER) and math.isfinite(number)
 
 
@@ -213,8 +225,10 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class Truncated:
-    """An attempt cut off by a token or turn budget. `reward=None` if the unfinished attempt could
-    not be judged."""
+    """An attempt cut off by a token or turn budget.
+
+    `reward` is None if the unfinished attempt could not be judged.
+    """
 
     reward: float | None = None
     parts: Mapping[str, float] = field(default_factory=dict)
@@ -222,16 +236,20 @@ class Truncated:
 
 @dataclass(frozen=True, slots=True)
 class Unjudged:
-    """Ended or was cut off, and no reward is asked for: the algorithm reads none. It trains, and
-    enters no reward statistic."""
+    """An attempt without a reward, because the algorithm reads none.
+
+    It ended or was cut off (`truncated`). It is trained on, but enters no reward statistic.
+    """
 
     truncated: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Failed:
-    """Infrastructure or user code broke: `kind` is one of a few words to count by, `detail` holds
-    the traceback."""
+    """An attempt in which infrastructure or user code broke.
+
+    `kind` is one of a few words that failures are counted by, `detail` holds the traceback.
+    """
 
     kind: str
     detail: str = ""
@@ -248,12 +266,12 @@ Use = Literal["train", "baseline", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A sequence of tokens with their origin. Text is a view; nothing is ever re-tokenized.
+    """A sequence of tokens with the writer of each. Text is only a view: it is never re-tokenized.
 
     `use`: "train" rows give gradients; a "baseline" row (ReMax's greedy answer) and a "reference"
     row (KTO's mismatched pair) only feed statistics. `outcome=None` means there was nothing to
-    judge (supervised data). `temperature` is the one that `rollout_logprobs` were recorded under,
-    and under which the learner computes its own.
+    judge (supervised data). `rollout_logprobs` were recorded under `temperature`, and the learner
+    computes its own logprobs under it too.
     """
 
     tokens: NDArray[np.int64]  # [L]
@@ -271,7 +289,7 @@ class Trajectory:
     messages: tuple[Message, ...] = ()
     outcome: Outcome | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)  # of the whole attempt
-    media: tuple[Placed, ...] = ()  # in order
+    media: tuple[Placed, ...] = ()  # by start
     extras: Mapping[str, Any] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -298,7 +316,7 @@ class Trajectory:
 
     @property
     def counts(self) -> bool:
-        """Return True if the trajectory may enter statistics, baselines and gradients."""
+        """True if the trajectory may enter statistics, baselines and gradients."""
         return self.outcome is None or isinstance(self.outcome, Unjudged) or self.reward is not None
 
     @property
@@ -309,24 +327,23 @@ class Trajectory:
 
     @property
     def is_cut_short(self) -> bool:
-        """True if the last answer has no end of its own, as a limit of tokens cut it off.
+        """True if a token limit cut off the last answer.
 
-        An attempt may be truncated behind an answer that has one: at the limit of turns, or without
-        room for another turn. Where turns don't say (given text), the outcome decides.
+        A truncated attempt may still end with a complete answer: at the turn limit, or without room
+        for another turn. If `Turn.cut` is unknown (given text), the outcome decides.
         """
         cut = self.turns[-1].cut if self.turns else None
         return self.truncated if cut is None else cut
 
     @property
     def sampled(self) -> bool:
-        """Return True if a policy wrote any of it: its tokens have their weights' version, and
-        given text has none."""
-        # a third of the time of any()
+        """True if a policy wrote any token: only such tokens have a weight version."""
+        # argmax takes a third of the time of any().
         return bool(len(self.versions)) and bool(self.versions[self.versions.argmax()] >= 0)
 
     @property
     def completion_length(self) -> int:
-        # of a few tokens in a tenth of the time that numpy takes to begin
+        # Counting bytes of few tokens takes a tenth of numpy's constant overhead.
         return self.owner.tobytes().count(POLICY)
 
     @classmethod
@@ -338,8 +355,10 @@ class Trajectory:
         messages: tuple[Message, ...] = (),
         **fields: Any,
     ) -> Trajectory:
-        """A row of given text: every token is the prompt's, except those that train, which stand
-        for the policy."""
+        """Return a row of given text.
+
+        Trainable tokens are owned by the policy, all others by the prompt.
+        """
         mask = np.asarray(trainable, dtype=np.bool_)
         return cls(
             tokens=np.asarray(tokens, dtype=np.int64),
@@ -352,7 +371,7 @@ class Trajectory:
         )
 
     def judged(self, outcome: Outcome) -> Trajectory:
-        """Return what `replace` would give, in a third of the time."""
+        """Return a copy with this outcome, in a third of the time of `dataclasses.replace`."""
         return Trajectory(
             self.tokens,
             self.owner,
@@ -375,9 +394,11 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class Group:
-    """All trajectories of one task that one draw produced. `id` is unique within a run: it names
-    the draw, not the prompt. `uses`: steps that have trained on it before, 0 unless it is
-    replayed."""
+    """All trajectories from one draw of a task.
+
+    `id` names the draw, not the prompt, and is unique within a run. `uses` is the number of steps
+    that have trained on it before: 0 unless it is replayed.
+    """
 
     id: str
     task: Task
@@ -386,8 +407,10 @@ class Group:
 
     @property
     def attempts(self) -> list[list[Trajectory]]:
-        """The trajectories by attempt, in order: several for one whose history forked, the last
-        with all its messages."""
+        """Return the trajectories of each attempt, in order.
+
+        An attempt whose history forked has several; the last one has all its messages.
+        """
         attempts: dict[int, list[Trajectory]] = {}
         for trajectory in self.trajectories:
             attempts.setdefault(trajectory.attempt, []).append(trajectory)

@@ -1,7 +1,7 @@
 """Reward shaping: pure functions that change rewards before the estimator.
 
-They act on the reward of scored rows, baseline rows included. S = sequences, A = attempts. |y| =
-policy tokens of an attempt, over all its rows.
+They change the rewards of scored rows, baseline rows included. S = sequences (rows), A = attempts,
+|y| = number of policy tokens of an attempt, over all its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
-# Name of the reward's part that is the sum of the turns' rewards.
+# Name of the reward part that sums the rewards of the turns.
 ENVIRONMENT = "environment"
 
 
@@ -36,9 +36,9 @@ def count_answer_tokens(batch: Batch) -> Tensor:
 
 
 def copy_judged_rewards(batch: Batch, state: AlgoState) -> Batch:
-    """Copy the reward as judged to the column `judged_rewards` [S].
+    """Copy the rewards, not yet shaped, to the column `judged_rewards` [S].
 
-    Readers need the unshaped reward to know if an answer was right.
+    Readers of that column need them to know if an answer was right.
     """
     return batch.fill_sequences(judged_rewards=batch.rewards_S)
 
@@ -58,8 +58,7 @@ def overlong_penalty(
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     """Reduce the reward of attempts whose last answer was cut off to min(r, coef * r).
 
-    0 <= coef <= 1: such an attempt gets at most the share `coef` of its reward; a negative reward
-    stays.
+    0 <= coef <= 1: a positive reward r becomes coef * r; a negative reward stays.
     """
     lower_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
     return _replace_rewards(batch, torch.where(batch.cut_S, lower_S, batch.rewards_S))
@@ -73,7 +72,7 @@ def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0
 
 
 def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
-    """Multiply rewards by a factor, the rewards of turns too."""
+    """Multiply all rewards, those of turns included, by a factor."""
     return replace(
         _replace_rewards(batch, factor * batch.rewards_S),
         turn_rewards_T=factor * batch.turn_rewards_T,
@@ -85,7 +84,7 @@ def clip_rewards(
 ) -> Batch:
     """Clip the reward of whole attempts to [low, high].
 
-    Rewards of turns stay, and the attempt's last step bears the difference, so that the steps of a
+    The rewards of turns stay: the attempt's last step gets the difference, so that the steps of a
     row still sum to its reward.
     """
     return _replace_rewards(batch, batch.rewards_S.clamp(low, high))
@@ -94,8 +93,8 @@ def clip_rewards(
 def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
     """Set the reward to the sum of weight * part.
 
-    A part that a row lacks is 0. The rewards of turns are the part "environment", and get its
-    weight. Raises ConfigError if no row of the batch has such a part.
+    A part that a row lacks counts as 0. The rewards of turns are the part "environment" and get
+    its weight. Raises ConfigError if no row of the batch has a part that `weights` names.
     """
     if not batch.n_sequences:
         return batch
@@ -108,8 +107,8 @@ def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, f
     parts = [
         weight * batch.need(f"reward/{name}").nan_to_num(0.0) for name, weight in weights.items()
     ]
-    weighed = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
-    return _replace_rewards(weighed, torch.stack(parts).sum(0))
+    weighted = replace(batch, turn_rewards_T=weights.get(ENVIRONMENT, 0.0) * batch.turn_rewards_T)
+    return _replace_rewards(weighted, torch.stack(parts).sum(0))
 
 
 def normalise_rewards(
@@ -122,39 +121,40 @@ def normalise_rewards(
 ) -> Batch:
     """Set the reward to (r - mean) / (std + epsilon), ddof 1.
 
-    over: the scored training attempts that the statistics are taken over: the row's group, the
-      batch, or all batches so far (Welford, in `state`).
-    center: False only scales.
+    Args:
+        over: the statistics cover the scored training attempts of the row's group, of the batch, or
+            of all batches so far (Welford, in `state`).
+        center: if False, subtract no mean.
 
-    Equal rewards, or a single one, are only centred. The rewards of turns are scaled alike; the
-    mean is subtracted at the row's last step.
+    If the standard deviation is 0, rewards are only centred. The rewards of turns are divided by
+    the same divisor; the mean is subtracted at the row's last step.
     """
     attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
     if over == "running":
-        mean, std = _running(state, rewards_A)
+        mean, std = _update_running(state, rewards_A)
         mean_S = torch.full_like(batch.rewards_S, mean)
         std_S = torch.full_like(batch.rewards_S, std)
     else:
-        by = attempts.groups
+        index = attempts.groups
         row_S = batch.group_S
         if over == "batch":
-            by = index_as_one(rewards_A)
+            index = index_as_one(rewards_A)
             row_S = torch.zeros_like(batch.group_S)
-        mean_S = mean_by(by, rewards_A)[row_S]
-        std_S = std_by(by, rewards_A)[row_S]
+        mean_S = mean_by(index, rewards_A)[row_S]
+        std_S = std_by(index, rewards_A)[row_S]
     divisor_S = torch.where(std_S > 0, std_S + epsilon, 1.0)
     scaled = replace(batch, turn_rewards_T=batch.turn_rewards_T / divisor_S[batch.sequence_T])
     return _replace_rewards(scaled, (batch.rewards_S - (mean_S if center else 0.0)) / divisor_S)
 
 
-def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
+def _update_running(state: AlgoState, rewards_A: Tensor) -> tuple[float, float]:
     """Return (mean, std) of all rewards so far, by Welford's update.
 
-    It adds rewards one by one, so that equal rewards deviate by exactly 0.
+    Rewards are added one by one, so that the std of equal rewards is exactly 0.
     """
     count, mean, m2 = (state.numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
-    for reward in new.tolist():
+    for reward in rewards_A.tolist():
         count += 1
         gap = reward - mean
         mean += gap / count
@@ -164,5 +164,5 @@ def _running(state: AlgoState, new: Tensor) -> tuple[float, float]:
 
 
 def _replace_rewards(batch: Batch, rewards_S: Tensor) -> Batch:
-    """Set the rewards of scored rows; other rows keep none (NaN)."""
+    """Set the rewards of scored rows; those of other rows are NaN."""
     return replace(batch, rewards_S=torch.where(batch.scored_S, rewards_S, torch.nan))

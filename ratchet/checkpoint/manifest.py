@@ -46,8 +46,8 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
         path = directory / name
         files[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     body = {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)}
-    # NaN is allowed (Python reads its own spelling back): an accuracy that could not be measured
-    # must not stop a save.
+    # NaN is allowed, as Python reads back the `NaN` that it writes: an accuracy that could not be
+    # measured must not stop a save.
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
 
 
@@ -90,9 +90,10 @@ def check_format(where: Path | str, name: str) -> None:
 
 
 def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
-    """Return the checkpoint in a directory that holds exactly the files that its manifest lists.
+    """Check a directory against its manifest and return its checkpoint.
 
-    No file is opened before its name, kind and size have been checked.
+    The directory must hold exactly the files that the manifest lists. No file is opened before its
+    name, kind and size have been checked.
 
     Args:
         contents: True to check every file's hash too.

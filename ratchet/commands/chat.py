@@ -1,4 +1,4 @@
-"""`ratchet chat`: talk to a model in the terminal."""
+"""The command `ratchet chat`: talk to a model in the terminal."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ from ratchet.utils.terminal_text import make_console
 def chat_with(
     path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
 ) -> None:
-    """Answer each of `prompts` in one conversation; without any, read prompts from the terminal
-    until its end."""
+    """Answer each of `prompts` in one conversation; if there are none, read prompts from the
+    terminal until its input ends."""
     console = make_console()
     policy = open_target(path).policy
     sampling = policy.with_stop_ids(
@@ -30,10 +30,10 @@ def chat_with(
     )
     messages: list[Message] = []
     with ExitStack() as stack:
-        # one event loop: a generator may keep tasks in it
+        # All turns share one event loop, since a generator may keep tasks in it.
         runner = stack.enter_context(asyncio.Runner())
         stack.callback(lambda: runner.run(policy.close()))
-        for turn, text in enumerate(prompts or _asked(console)):
+        for turn, text in enumerate(prompts or _read_prompts(console)):
             question = Message("user", text)
             try:
                 answer = runner.run(
@@ -43,7 +43,7 @@ def chat_with(
                         replace(sampling, seed=derive_seed(seed, turn)),
                     )
                 )
-            # such as a character that the tokenizer does not know: ask again
+            # The tokenizer may not know a character, for example: let the user try again.
             except DataError as error:
                 console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
                 continue
@@ -56,7 +56,7 @@ async def _answer(policy: Policy, messages: Sequence[Message], sampling: Samplin
     return policy.renderer.parse(completion.tokens.tolist(), completion.stop)
 
 
-def _asked(console: Console) -> Iterator[str]:
+def _read_prompts(console: Console) -> Iterator[str]:
     console.print("An empty line or Ctrl-D ends the chat.", style="dim")
     while True:
         try:

@@ -1,4 +1,4 @@
-"""The command `ratchet score`: any reward applied to a file of answers, line by line."""
+"""The command `ratchet score`: apply any reward to a file of answers, line by line."""
 
 from __future__ import annotations
 
@@ -28,17 +28,16 @@ from ratchet.rewards.weighted_sum import composed
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils.terminal_text import make_console
 
-# rows in memory for each that is judged at once: a slow one holds up what is written, not what is
-# judged
+# Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
 AHEAD = 64
 WORST = 5
 ROLES = ("system", "user", "assistant", "tool")
-SPENT = ("response", "messages")  # columns that are the trajectory, not the task's
+SPENT = ("response", "messages")  # columns of the trajectory, left out of the task's meta
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a row. seconds: of judging it, without waiting for its turn."""
+    """The result of a row. `seconds`: time to judge it, without waiting for a free worker."""
 
     line: int
     id: str
@@ -80,7 +79,7 @@ class Score:
 def score_file(
     path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int
 ) -> None:
-    """Write a line of JSON for each row to stdout, or a summary. A bad row costs itself alone.
+    """Write a line of JSON for each row to stdout, or a summary. A bad row fails alone.
 
     Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
     can't be read.
@@ -94,14 +93,15 @@ def score_file(
 
 
 def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
-    """Return the section of a reward. `workers` is the default of one that judges several answers
-    at once."""
+    """Return the section of a reward. `workers` is the default of its key `workers`, if any."""
     try:
         section = section_from_words("rewards", kind, words)
     except ConfigError as error:
         raise ConfigError(f"reward {kind}: {error}") from error
-    sized = "workers" in type(section).model_fields and "workers" not in section.model_fields_set
-    return section.model_copy(update={"workers": workers}) if sized else section
+    uses_default = (
+        "workers" in type(section).model_fields and "workers" not in section.model_fields_set
+    )
+    return section.model_copy(update={"workers": workers}) if uses_default else section
 
 
 async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
@@ -117,20 +117,22 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
 
 
 async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
-    """Yield scores in the order of the rows, judging `workers` of them at once, with a bounded part
-    of the file in memory."""
-    turns = asyncio.Semaphore(workers)
-    waiting: deque[asyncio.Task[Score]] = deque()
+    """Yield scores in row order, judging `workers` rows at once.
+
+    At most AHEAD * workers rows are in memory.
+    """
+    free_workers = asyncio.Semaphore(workers)
+    pending: deque[asyncio.Task[Score]] = deque()
     try:
         for line, values in each_line(path):
-            waiting.append(asyncio.create_task(_score(path, line, values, reward, turns)))
-            while len(waiting) >= AHEAD * workers or (waiting and waiting[0].done()):
-                yield await waiting.popleft()
-            await asyncio.sleep(0)  # so that what was started goes on while the file is read
-        while waiting:
-            yield await waiting.popleft()
+            pending.append(asyncio.create_task(_score(path, line, values, reward, free_workers)))
+            while len(pending) >= AHEAD * workers or (pending and pending[0].done()):
+                yield await pending.popleft()
+            await asyncio.sleep(0)  # lets the started tasks run while the file is read
+        while pending:
+            yield await pending.popleft()
     finally:
-        for task in waiting:
+        for task in pending:
             task.cancel()
 
 
@@ -139,7 +141,7 @@ async def _score(
     line: int,
     values: Mapping[str, Any] | DataError,
     reward: Reward,
-    turns: asyncio.Semaphore,
+    free_workers: asyncio.Semaphore,
 ) -> Score:
     name = f"line {line}"
     if isinstance(values, DataError):
@@ -148,32 +150,30 @@ async def _score(
         task, trajectory = make_attempt(values, name)
     except DataError as error:
         return Score(line, name, Failed("row", f"{path}, {name}: {error}"), 0.0)
-    async with turns:
+    async with free_workers:
         start = time.perf_counter()
         try:
             (outcome,) = await reward.score([trajectory], task)
-        # the episode boundary: a reward is anyone's code, and its bug must cost one row, not the
-        # rest
+        # A reward may be user code: its bug must fail one row, not the rest.
         except Exception:
             outcome = Failed("reward", traceback.format_exc())
         return Score(line, task.id, outcome, time.perf_counter() - start)
 
 
-# --- from a row to what a reward judges
+# --- from a row to a task and a trajectory
 
 
 def make_attempt(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
-    """Return the task and its answered conversation, which is text alone and holds no tokens.
-    Raises DataError."""
+    """Return the task and the answered conversation as text, without tokens. Raises DataError."""
     messages = _messages(values, "messages") if "messages" in values else _prompted(values)
     if not messages or messages[-1].role != "assistant":
         raise DataError("column 'messages' must end with what the assistant said")
-    label = next(
+    task_id = next(
         (values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name
     )
     tag = values.get("tag")
     task = Task(
-        id=str(label),
+        id=str(task_id),
         messages=messages[:-1],
         answer=values.get("answer"),
         tag=tag if isinstance(tag, str) else "",
@@ -186,20 +186,20 @@ def _prompted(values: Mapping[str, Any]) -> tuple[Message, ...]:
     response = values.get("response")
     if not isinstance(response, str):
         has = ", ".join(values) or "no columns"
-        wrong = (
+        problem = (
             f"column 'response' is {_kind(response)}, must be a string"
             if "response" in values
             else "no column 'response'"
         )
-        raise DataError(f"{wrong} (nor 'messages'); the row has {has}")
+        raise DataError(f"{problem} (nor 'messages'); the row has {has}")
     prompt = values.get("prompt")
     if prompt is None:
-        asked: tuple[Message, ...] = ()
+        prompt_messages: tuple[Message, ...] = ()
     elif isinstance(prompt, str):
-        asked = (Message("user", prompt),)
+        prompt_messages = (Message("user", prompt),)
     else:
-        asked = _messages(values, "prompt")
-    return (*asked, Message("assistant", response))
+        prompt_messages = _messages(values, "prompt")
+    return (*prompt_messages, Message("assistant", response))
 
 
 def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
@@ -232,14 +232,14 @@ def _kind(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """A summary of any number of rows, in little memory."""
+    """A running summary of rows, in constant memory."""
 
     ends: Counter[str] = field(default_factory=Counter)
-    # by part, and how many rows have it
+    # sum of each part of the reward, and the number of rows with that part
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     seconds: float = 0.0
-    failed: list[Score] = field(default_factory=list)  # the first of them
-    # a heap, the highest of them on top
+    failed: list[Score] = field(default_factory=list)  # the first WORST rows without a reward
+    # heap of the WORST rows with the lowest rewards, the highest of them on top
     lowest: list[tuple[float, int, Score]] = field(default_factory=list)
 
     def add(self, score: Score) -> None:
@@ -269,7 +269,7 @@ class Summary:
             console.print(means)
         worst = Table("line", "id", "outcome", "reward", "detail", title="the worst rows")
         for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
-            told = score.detail.strip().rpartition("\n")[2]
+            last_line = score.detail.strip().rpartition("\n")[2]
             reward = "-" if score.reward is None else f"{score.reward:.4g}"
-            worst.add_row(str(score.line), escape(score.id), score.end, reward, escape(told))
+            worst.add_row(str(score.line), escape(score.id), score.end, reward, escape(last_line))
         console.print(worst)

@@ -7,16 +7,16 @@ from typing import Annotated, Any, ClassVar, Literal, get_args, get_origin
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 from pydantic_core import PydanticCustomError
 
-LARGEST_WHOLE = 2**31 - 1  # of fields that state no upper bound of their own
+# The upper bound of whole numbers in fields that declare none.
+LARGEST_WHOLE = 2**31 - 1
 
 
 class Section(BaseModel):
-    """One section of a recipe. It needs no torch; an unknown key is an error that names the nearest
-    known one.
+    """One section of a recipe. An unknown key is an error that names the nearest known one.
 
-    A section chosen by `kind:` names in `builds` ("module:callable") what `ratchet.training.build`
-    calls with it, so that a driver never imports a backend that it does not run. A field's
-    `description` says what it means and in which unit.
+    It needs no torch. For a section chosen by `kind:`, `builds` names the "module:callable" that
+    `ratchet.training.build` calls with the section, so that a driver never imports a backend that
+    it does not run. A field's `description` states its meaning and unit.
     """
 
     model_config = ConfigDict(
@@ -27,8 +27,10 @@ class Section(BaseModel):
 
     @property
     def changed(self) -> frozenset[str]:
-        """Return the keys whose value is not the default. (A saved recipe names every key, so the
-        keys that a user wrote are not known.)"""
+        """Return the keys whose value is not the default.
+
+        The keys that a user wrote are not known, because a saved recipe names every key.
+        """
         fields = type(self).model_fields
         return frozenset(
             name for name, field in fields.items() if getattr(self, name) != field.default
@@ -36,13 +38,16 @@ class Section(BaseModel):
 
     @field_validator("*", mode="before")
     @classmethod
-    def _is_what_it_looks_like(cls, value: Any, info: ValidationInfo) -> Any:
-        """Refuse values whose YAML type is wrong: `true` is not 1, and "5" is not 5. Pydantic would
-        convert both and hide a typing error."""
+    def _check_yaml_types(cls, value: Any, info: ValidationInfo) -> Any:
+        """Raise for values whose YAML type is wrong: `true` is not 1, and "5" is not 5.
+
+        Pydantic would convert both and hide a typing error.
+        """
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             _refuse_lookalikes(field.annotation, value)
-            if not any(hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata):
+            has_upper_bound = any(hasattr(x, "le") or hasattr(x, "lt") for x in field.metadata)
+            if not has_upper_bound:
                 _refuse_huge(field.annotation, value)
         return value
 
@@ -64,8 +69,7 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
 
 
 def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
-    """Raise for a whole number that no count, size or index of a run has: it would cause an endless
-    loop or array."""
+    """Raise for a whole number above `LARGEST_WHOLE`: it would cause an endless loop or array."""
     if isinstance(value, list | tuple):
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
@@ -87,8 +91,10 @@ def _item_annotations(annotation: Any) -> list[Any]:
 
 
 def _leaf_types(annotation: Any) -> set[Any]:
-    """Return the types that an annotation accepts, through unions and Annotated; a Literal counts
-    as the types of its values."""
+    """Return the types that an annotation accepts, through unions and Annotated.
+
+    A Literal accepts the types of its values.
+    """
     origin = get_origin(annotation)
     if origin is Literal:
         return {type(value) for value in get_args(annotation)}

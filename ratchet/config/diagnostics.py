@@ -1,4 +1,4 @@
-"""Errors in a recipe, in terms of its fix: where, which key, which value, what would be right."""
+"""Error messages for recipes: file and line, key, value, and the fix."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ if TYPE_CHECKING:
 
 Location = Sequence[str | int]
 
-MAX_SHOWN = 20  # problems of one recipe that are told in words
-MAX_CHARS = 1000  # of one problem's path, and of its words
+MAX_SHOWN = 20  # problems of one recipe that get a full message
+MAX_CHARS = 1000  # of one problem's path, and of its message
 MAX_VALUE_CHARS = 80
 
 
@@ -36,10 +36,9 @@ class RecipeProblem:
 
 
 def report(problems: Iterable[RecipeProblem]) -> ConfigError:
-    """Return one error of the first MAX_SHOWN problems in the order of files and lines, with the
-    number of the others.
+    """Return one error with the first MAX_SHOWN problems by file and line, and a count of the rest.
 
-    A wrong default of several stages is shown once.
+    Equal problems (a wrong default that several stages use) are shown once.
     """
     ordered = sorted(set(problems), key=lambda p: (*_place_in_files(p.origin), p.message))
     lines = [str(p) for p in ordered[:MAX_SHOWN]]
@@ -54,8 +53,7 @@ def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """Return the node at a location of the resolved tree, or the nearest one above it with the
-    remaining keys."""
+    """Return the deepest node on the way to a location of the tree, and the keys left below it."""
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -69,22 +67,21 @@ def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
 
 
 def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[RecipeProblem]:
-    """Yield pydantic's errors in the words of a recipe. A value that fits no branch of a union is
-    one problem.
+    """Yield pydantic's errors as problems of the recipe.
 
-    Only the first MAX_SHOWN get full messages, since a search for the nearest known name takes
-    milliseconds.
+    A value that fits no branch of a union is one problem. Only the first MAX_SHOWN problems get
+    full messages, since a search for the nearest known name takes milliseconds.
     """
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for line in error.errors(include_url=False):
         if line["type"] != "default_factory_not_called":
-            by_place.setdefault(_place(tree, line), []).append(line)
+            by_place.setdefault(_locate_error(tree, line), []).append(line)
     places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
     places.sort(key=lambda item: _place_in_files(item[0]))
     for index, (origin, missing, place, lines) in enumerate(places):
         yield RecipeProblem(
             origin,
-            _explained(origin, missing, place, lines, tree, model)
+            _write_message(origin, missing, place, lines, tree, model)
             if index < MAX_SHOWN
             else "is wrong too",
         )
@@ -98,30 +95,29 @@ def _origin_at(tree: Node, place: Location) -> tuple[ValueOrigin, list[str]]:
     return origin, missing
 
 
-def _explained(
+def _write_message(
     origin: ValueOrigin,
-    left: list[str],
+    missing: list[str],
     place: Location,
     lines: Sequence[Mapping[str, Any]],
     tree: Node,
     model: type[Any],
 ) -> str:
-    """Return the message of one problem. left: the keys of `place` that the recipe does not
-    have."""
-    first, *others = dict.fromkeys(_wanted(line) for line in lines)
+    """Return the message of one problem. `missing`: the keys of `place` that the recipe lacks."""
+    first, *others = dict.fromkeys(_expectation(line) for line in lines)
     expected = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
     value = locate(tree, place)[0].value
     if lines[0]["type"] == "extra_forbidden":
         return unknown_key(str(place[-1]), place[:-1], tree, model)
     if lines[0]["type"] == "missing":
-        return _missing(place, tree, model)
-    if left or lines[0]["type"] in TELLING or isinstance(value, dict | list):
+        return _missing_message(place, tree, model)
+    if missing or lines[0]["type"] in TELLING or isinstance(value, dict | list):
         return expected
-    return f"{_shown(origin.path, value)} {expected}"
+    return f"{_format_value(origin.path, value)} {expected}"
 
 
-def _place(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
-    """Return the location without pydantic's labels of union branches, which name no key."""
+def _locate_error(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
+    """Return the error's location without the labels that pydantic adds for union branches."""
     location = tuple(line["loc"])
     if line["type"] in ("missing", "extra_forbidden"):
         return location
@@ -137,8 +133,8 @@ def is_secret(key: str) -> bool:
     return key.endswith(SECRET)
 
 
-def _shown(path: str, value: Any) -> str:
-    """Return a value as YAML has it."""
+def _format_value(path: str, value: Any) -> str:
+    """Return a value as YAML writes it; secrets are redacted."""
     if is_secret(path):
         return REDACTED
     if value is None or isinstance(value, bool):
@@ -146,9 +142,9 @@ def _shown(path: str, value: Any) -> str:
     return shorten_text(repr(value), MAX_VALUE_CHARS)
 
 
-# --- what pydantic wanted
+# --- messages for pydantic's error types
 
-TELLING = ("kind", "value_error")  # their messages name the value where it matters
+TELLING = ("kind", "value_error")  # error types whose messages already name the value
 
 WANTED = {
     "int_type": "must be a whole number",
@@ -178,18 +174,18 @@ WANTED = {
 }
 
 
-def _wanted(line: Mapping[str, Any]) -> str:
+def _expectation(line: Mapping[str, Any]) -> str:
     context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in line.get("ctx", {}).items()}
     template = WANTED.get(line["type"])
     text = line["msg"] if template is None else template.format(**context)
     if line["type"] == "literal_error" and isinstance(line["input"], str):
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        near = get_close_matches(line["input"], allowed, n=1)
-        text += f"; did you mean '{near[0]}'?" if near else ""
+        suggestions = get_close_matches(line["input"], allowed, n=1)
+        text += f"; did you mean '{suggestions[0]}'?" if suggestions else ""
     return text
 
 
-def _missing(place: Location, tree: Node, model: type[Any]) -> str:
+def _missing_message(place: Location, tree: Node, model: type[Any]) -> str:
     owner = model_at(model, place[:-1], tree)
     if owner is None or place[-1] not in owner.model_fields:
         return "is missing"
@@ -206,7 +202,7 @@ def unlike(word: str, known: Iterable[str]) -> str:
 
 # --- unknown keys
 
-# Keys of earlier versions and what they are called now (CHANGELOG.md has their values too).
+# New names of keys that were renamed (CHANGELOG.md lists renamed values too).
 RENAMED_KEYS: Mapping[str, str] = {
     "link": "weight_sync",
     "of": "worker",
@@ -220,8 +216,11 @@ RENAMED_KEYS: Mapping[str, str] = {
 
 
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Return where the key belongs if it exists elsewhere, else the nearest known key, else all
-    keys known here."""
+    """Return the message about an unknown key.
+
+    It names the key's new name, else where the key belongs, else the nearest known key, else all
+    keys known here.
+    """
     siblings = list_children(model, place, tree)
     if RENAMED_KEYS.get(key) in siblings:
         return f"unknown key; it was renamed to '{RENAMED_KEYS[key]}'"
@@ -229,28 +228,29 @@ def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     elsewhere = [k for k in everywhere if k.name == key]
     near = get_close_matches(key, siblings, n=1)
     if elsewhere:
-        hint = f"it belongs in {_listed(elsewhere)}"
+        hint = f"it belongs in {_list_keys(elsewhere)}"
     elif near:
         hint = f"did you mean '{near[0]}'?"
     else:
         names = get_close_matches(key, {k.name for k in everywhere}, n=1, cutoff=0.75)
         hint = (
-            f"did you mean {_listed([k for k in everywhere if k.name == names[0]])}?"
+            f"did you mean {_list_keys([k for k in everywhere if k.name == names[0]])}?"
             if names
             else ""
         )
     return f"unknown key; {hint}" if hint else f"unknown key; known here: {', '.join(siblings)}"
 
 
-def _listed(found: Sequence[Key]) -> str:
-    """Return the least nested of the keys, with the kind that has it, unless several have."""
-    depth = min(k.written.count(".") for k in found)
+def _list_keys(candidates: Sequence[Key]) -> str:
+    """List the least nested keys, each with its kind if only one kind has it."""
+    depth = min(key.written.count(".") for key in candidates)
     kinds: dict[str, set[str]] = {}
-    for k in found:
-        if k.written.count(".") == depth:
-            kinds.setdefault(k.written, set()).add(k.kinds)
+    for key in candidates:
+        if key.written.count(".") == depth:
+            kinds.setdefault(key.written, set()).add(key.kinds)
     shown = [
-        f"'{path}'" + (f" (kind {min(of)})" if len(of) == 1 and min(of) else "")
-        for path, of in kinds.items()
+        f"'{path}'"
+        + (f" (kind {min(its_kinds)})" if len(its_kinds) == 1 and min(its_kinds) else "")
+        for path, its_kinds in kinds.items()
     ]
     return " or ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")

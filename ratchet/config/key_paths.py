@@ -1,5 +1,4 @@
-"""The schema as a list of keys: for suggestions, and for the test that every declared key is
-read."""
+"""List the keys of the config schema, for suggestions and for the test that every key is read."""
 
 from __future__ import annotations
 
@@ -25,11 +24,11 @@ STAGES = "stages"
 
 @dataclass(frozen=True, slots=True)
 class Key:
-    """One key. `path` has the kind in brackets where a section has one:
-    stages.algorithm[grpo].group_size."""
+    """A key of the schema."""
 
+    # With the kinds of sections in brackets: stages.algorithm[grpo].group_size.
     path: str
-    leaf: bool
+    leaf: bool  # holds a value, not a section
 
     @property
     def name(self) -> str:
@@ -37,12 +36,12 @@ class Key:
 
     @property
     def written(self) -> str:
-        """Return the key as a recipe may write it: at the top, as the default of all stages."""
+        """Return the key as a recipe may write it: a stage's key at the top is for all stages."""
         return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
 
     @property
     def kinds(self) -> str:
-        """Return the kinds that the sections around it must have, outermost first."""
+        """Return the kinds that the enclosing sections must have, outermost first."""
         return ", ".join(re.findall(r"\[(.*?)\]", self.path))
 
 
@@ -51,15 +50,16 @@ def find_slot(field: FieldInfo) -> Slot | None:
 
 
 def find_section(annotation: Any) -> type[Section] | None:
-    """Return the section in an annotation, within tuple, union or Annotated."""
+    """Return the section class in an annotation, also within a tuple, union or Annotated."""
     if isclass(annotation) and issubclass(annotation, Section):
         return annotation
-    return next((found for part in get_args(annotation) if (found := find_section(part))), None)
+    sections = (find_section(part) for part in get_args(annotation))
+    return next((section for section in sections if section is not None), None)
 
 
 @cache
 def keys(model: type[Section], prefix: str = "") -> tuple[Key, ...]:
-    """Return every key below a section, with all built-in kinds of sections that have kinds."""
+    """Return every key below a section, including the keys of every built-in kind."""
     return tuple(_walk(model, prefix))
 
 
@@ -78,33 +78,34 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 
 def leaf_keys(model: type[Section]) -> tuple[str, ...]:
-    """Return every key that holds a value: "seed", "stages.optimizer[adamw].lr",
-    "stages.algorithm[grpo].group_size", ..."""
+    """Return the path of every key that holds a value, such as "stages.optimizer[adamw].lr"."""
     return tuple(key.path for key in keys(model) if key.leaf)
 
 
 def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> type[Section] | None:
-    """Return the section class at a location; its kind, if it has one, is read from the tree. None
-    below free-form values."""
+    """Return the section class at a location; None below free-form values.
+
+    The kind of a section, if it has kinds, is read from the tree.
+    """
     current: type[Section] | None = model
     node: Node | None = tree
     slot: Slot | None = None
     for part in place:
-        inner = node.value if node is not None else None
+        value = node.value if node is not None else None
         if isinstance(part, int):
-            node = inner[part] if isinstance(inner, list) and part < len(inner) else None
+            node = value[part] if isinstance(value, list) and part < len(value) else None
         elif current is None or part not in current.model_fields:
             return None
         else:
             field = current.model_fields[part]
-            node = inner.get(part) if isinstance(inner, dict) else None
+            node = value.get(part) if isinstance(value, dict) else None
             slot, current = find_slot(field), find_section(field.annotation)
         if slot is not None and node is not None and node.is_section:
-            current = _chosen(slot, node)
+            current = _find_kind_class(slot, node)
     return current
 
 
-def _chosen(slot: Slot, node: Node) -> type[Section] | None:
+def _find_kind_class(slot: Slot, node: Node) -> type[Section] | None:
     try:
         return section_class(slot.name, read_kind(slot.name, node.plain()))
     except ConfigError:
@@ -112,7 +113,7 @@ def _chosen(slot: Slot, node: Node) -> type[Section] | None:
 
 
 def list_children(model: type[Section], place: Sequence[str | int], tree: Node) -> list[str]:
-    """Return the keys that may stand at a location; at the top those of a stage too."""
+    """Return the keys allowed at a location; at the top these include the keys of a stage."""
     section = model_at(model, place, tree)
     if section is None:
         return []

@@ -1,4 +1,4 @@
-"""Layers of a recipe laid over each other: `extends`, overrides, and the defaults of stages."""
+"""Merge the layers of a recipe: `extends`, overrides, and the defaults of stages."""
 
 from __future__ import annotations
 
@@ -24,35 +24,41 @@ def merge(
     key: str = "",
     names: Sequence[str] = (),
 ) -> Node:
-    """Deep. Sections join; one whose `kind` differs replaces. A section over a list changes single
-    items of it, by position or by one of `names`. Everything else replaces. What can't be meant is
-    added to `problems`.
+    """Return `base` deeply merged with `over`, which wins.
+
+    Two sections are joined, unless their `kind` differs. A section over a list changes single items
+    of the list. In all other cases `over` replaces `base`.
+
+    Args:
+        problems: Receives a problem for each item that the list does not have.
+        key: The key of the two nodes, which determines their default kind.
+        names: The names of the stages by position, which address them like positions do.
     """
     if isinstance(base.value, list) and over.is_section:
         return _merge_items(base, over, problems, names)
     if not (base.is_section and over.is_section) or _other_kind(base, over, key):
         return over
-    joined = dict(base.value)
+    children = dict(base.value)
     for name, child in over.value.items():
-        joined[name] = (
-            merge(joined[name], child, problems, key=name, names=names) if name in joined else child
-        )
-    return replace(base, value=joined)
+        if name in children:
+            child = merge(children[name], child, problems, key=name, names=names)
+        children[name] = child
+    return replace(base, value=children)
 
 
 def _merge_items(
     base: Node, over: Node, problems: list[RecipeProblem], names: Sequence[str]
 ) -> Node:
     items = list(base.value)
-    places = {str(index): index for index in range(len(items))}
+    positions = {str(index): index for index in range(len(items))}
     if base.origin.path == STAGES:
-        places |= {name: index for index, name in enumerate(names)}
+        positions |= {name: index for index, name in enumerate(names)}
     for label, child in over.value.items():
-        if label in places:
-            index = places[label]
+        if label in positions:
+            index = positions[label]
             items[index] = merge(items[index], child, problems)
         else:
-            labels = names if base.origin.path == STAGES else list(places)
+            labels = names if base.origin.path == STAGES else list(positions)
             problems.append(
                 RecipeProblem(child.origin, f"there is no '{label}' here{unlike(label, labels)}")
             )
@@ -60,11 +66,13 @@ def _merge_items(
 
 
 def _other_kind(base: Node, over: Node, key: str) -> bool:
-    """A base without a kind serves any: its keys are then checked against the kind that is laid
-    over it."""
-    old = base.scalar("kind") or DEFAULT_KIND.get(key)
-    new = over.scalar("kind")
-    return old is not None and new is not None and old != new
+    """True if both sections have a kind, and the kinds differ.
+
+    The keys of a base without a kind are later checked against the kind of `over`.
+    """
+    base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
+    over_kind = over.scalar("kind")
+    return base_kind is not None and over_kind is not None and base_kind != over_kind
 
 
 # --- stages
@@ -79,7 +87,7 @@ def stage_names(root: Node) -> list[str]:
 
 
 def _stage_name(stage: Node, root: Node) -> str | None:
-    """Its own, or its algorithm's kind; for a dotted kind the name of the class."""
+    """Return the stage's `name`, or else its algorithm's kind (of "module:Class" the class)."""
     if stage.get("name") is not None:
         return str(stage.scalar("name"))
     for algorithm in (stage.get("algorithm"), root.get("algorithm")):
@@ -90,8 +98,10 @@ def _stage_name(stage: Node, root: Node) -> str | None:
 
 
 def expand(root: Node, problems: list[RecipeProblem]) -> Node:
-    """Return the resolved tree: each stage laid over the stage keys at the top, and named. Without
-    `stages` there is one stage."""
+    """Return the tree with every stage named and merged over the stage keys at the top.
+
+    A recipe without `stages` gets one stage.
+    """
     defaults = Node(
         {key: node for key, node in root.value.items() if key in STAGE_KEYS}, root.origin
     )
@@ -106,13 +116,12 @@ def expand(root: Node, problems: list[RecipeProblem]) -> Node:
 
 
 def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
-    """Raise ConfigError if keys at the top, which each stage repeats, come to more values than a
-    recipe may have."""
-    repeated = sum(1 for _ in _leaves(defaults, ())) * len(stages)
-    if repeated > MAX_NODES:
+    """Raise ConfigError if copying the keys at the top into each stage makes too many values."""
+    n_values = sum(1 for _ in _leaves(defaults, ())) * len(stages)
+    if n_values > MAX_NODES:
         raise ConfigError(
             f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes "
-            f"{repeated:,} values: a recipe "
+            f"{n_values:,} values: a recipe "
             f"holds at most {MAX_NODES:,}"
         )
 
@@ -120,22 +129,24 @@ def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
 def _complete(stage: Node, defaults: Node, problems: list[RecipeProblem]) -> Node:
     if not stage.is_section:
         return stage
-    whole = replace(merge(defaults, stage, problems), origin=stage.origin)
-    if "name" in whole.value:
-        return whole
-    name = _stage_name(stage, defaults) or "unnamed"  # without an algorithm, which is refused
-    return replace(whole, value={"name": Node(name, whole.origin.below("name")), **whole.value})
+    complete = replace(merge(defaults, stage, problems), origin=stage.origin)
+    if "name" in complete.value:
+        return complete
+    # A stage without an algorithm is "unnamed" until validation refuses it.
+    name = _stage_name(stage, defaults) or "unnamed"
+    name_node = Node(name, complete.origin.below("name"))
+    return replace(complete, value={"name": name_node, **complete.value})
 
 
-# --- a layer: a recipe over the one that it extends, or all overrides over a recipe
+# --- layers: a recipe over the one that it extends, or all overrides over a recipe
 
 
 def lay(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
-    """Merge whole recipes.
+    """Return the recipe `base` with `layer` merged over it.
 
-    `stages` as a section changes stages by name (`stages.grpo.steps`), as a list it replaces them.
-    A stage key at the top that the stages of `base` set themselves would do nothing, and is a
-    problem.
+    A `stages` section in `layer` changes stages by name (`stages.grpo.steps`), a `stages` list
+    replaces them. A stage key at the top of `layer` that the stages of `base` set themselves would
+    have no effect, so it is added to `problems`.
     """
     stages = layer.get(STAGES)
     if stages is None or stages.is_section:
@@ -148,8 +159,10 @@ def lay(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
 def _address_single_stage(
     base: Node, layer: Node, stages: Node, problems: list[RecipeProblem]
 ) -> Node:
-    """Apply `stages.grpo.steps` to a recipe without `stages`, whose one stage has its keys at the
-    top."""
+    """Return the layer with keys like `stages.grpo.steps` moved to the top.
+
+    The recipe has no `stages`: the keys of its one stage are at the top.
+    """
     name = _stage_name(Node({}, base.origin), base) or "0"
     rest = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
     for label, child in stages.value.items():
@@ -174,14 +187,11 @@ def _refuse_shadowed(base: Node, layer: Node, problems: list[RecipeProblem]) -> 
         )
     for key in STAGE_KEYS:
         for path, leaf in _leaves(layer.get(key), (key,)):
-            owners = {
-                name: stage for name, stage in stages.items() if _sets(stage, path, base, layer)
-            }
-            if owners:
-                able = [name for name, stage in owners.items() if _has_key(stage, path)] or list(
-                    owners
-                )
-                fix = " or ".join(".".join((STAGES, name, *path)) for name in able)
+            setting = [name for name in stages if _sets(stages[name], path, base, layer)]
+            if setting:
+                # A fix names only stages whose kind has the key, if there are any.
+                fixable = [name for name in setting if _has_key(stages[name], path)] or setting
+                fix = " or ".join(".".join((STAGES, name, *path)) for name in fixable)
                 problems.append(
                     RecipeProblem(
                         leaf.origin,
@@ -199,8 +209,7 @@ def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
 
 
 def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
-    """Return True if a stage gives the value itself, or chooses another kind for the section that
-    has the key."""
+    """True if a stage sets the value itself, or chooses another kind for its section."""
     node: Node | None = stage
     for key in path:
         node = node.get(key) if node is not None else None
@@ -222,8 +231,7 @@ def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
 
 
 def _has_key(stage: Node, path: Path) -> bool:
-    """Return True if the kind that the stage chose for the section has the key, or if that is
-    unknown."""
+    """True if the kind that the stage chose for the section has the key, or the kind is unknown."""
     section = stage.get(path[0])
     kind = section.scalar("kind") if section is not None else None
     if kind is None or len(path) < 2:
@@ -235,11 +243,13 @@ def _has_key(stage: Node, path: Path) -> bool:
 
 
 def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[RecipeProblem]) -> Node:
-    """Return all overrides as one layer, so that their order does not matter (`kind` may come after
-    its keys)."""
-    whole = root
+    """Return `root` with all overrides merged into it, as one layer.
+
+    The order of overrides does not matter: `kind` may come after its keys.
+    """
+    layer = root
     for path, node in overrides.items():
         for depth in range(len(path) - 1, -1, -1):
             node = Node({path[depth]: node}, replace(node.origin, path=".".join(path[:depth])))
-        whole = merge(whole, node, problems)
-    return whole
+        layer = merge(layer, node, problems)
+    return layer

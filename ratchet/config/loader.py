@@ -1,9 +1,9 @@
 """Load a recipe file as a `RunConfig`, and dump it.
 
-A recipe is shorter than what it resolves to: a key of a stage can stand at the top as the default
-of all stages; without `stages` there is one. `extends: other.yaml` (relative to the file) starts
-from another recipe, all but its `name`; overrides (`a.b.c=value`, the value in YAML) come last.
-Stages are addressed by name or position: `stages.grpo.steps`.
+A stage's key at the top level is the default of all stages; a recipe without `stages` has one
+stage. `extends: other.yaml` (relative to the file) starts from another recipe without its `name`.
+Overrides (`a.b.c=value`, the value in YAML) come last; they address a stage by name or position:
+`stages.grpo.steps`.
 """
 
 from __future__ import annotations
@@ -33,12 +33,14 @@ from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import shorten_text
 
 EXTENDS = "extends"
-MAX_FILES = 32  # of a recipe and those that it extends
+MAX_FILES = 32  # longest chain of `extends`, the recipe itself included
 
 
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
-    """Return the resolved and checked configuration of a recipe. Raises ConfigError with everything
-    that is wrong with it."""
+    """Return the resolved and checked configuration of a recipe.
+
+    Raises ConfigError with all problems that it has.
+    """
     problems: list[RecipeProblem] = []
     root = _read(Path(path), problems)
     if overrides:
@@ -50,13 +52,15 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return YAML that loads to an equal object. Values of secret keys (`api_key`, `password`, ...)
-    are left out."""
+    """Return YAML that loads to an equal object, but for secrets.
+
+    The values of secret keys (`api_key`, `password`, ...) are redacted.
+    """
     return write_text(plain(config))
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
-    """Return what `dump_config` writes, as plain values."""
+    """Return the content of `dump_config` as plain values."""
     return _tidy(config.model_dump(mode="json"))
 
 
@@ -68,7 +72,7 @@ def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
         raise report(
             [*problems, *(p for p in explain(error, tree, RunConfig) if p.origin not in origins)]
         ) from None
-    unique = list(problems)
+    all_problems = list(problems)
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
         # The first key that the recipe has; the others may be defaults.
@@ -78,14 +82,14 @@ def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
         origin = node.origin
         for key in missing:
             origin = origin.below(key)
-        unique.append(RecipeProblem(origin, conflict.message))
-    if unique:
-        raise report(unique)
+        all_problems.append(RecipeProblem(origin, conflict.message))
+    if all_problems:
+        raise report(all_problems)
     return config
 
 
 def _read(path: Path, problems: list[RecipeProblem]) -> Node:
-    """Return a recipe laid over all that it extends. Raises ConfigError."""
+    """Return a recipe merged over the recipes that it extends. Raises ConfigError."""
     layers: list[Node] = []
     chain: list[Path] = []
     budget = Budget()
@@ -120,12 +124,12 @@ def _read(path: Path, problems: list[RecipeProblem]) -> Node:
                 f"{extends.origin}: extends must be the path of one recipe, relative to this file"
             )
         path = path.parent / extends.value
-    whole = layers.pop()
+    merged = layers.pop()
     while layers:
         layer = layers.pop()
-        whole.value.pop("name", None)  # a variant is another run
-        whole = replace(lay(whole, layer, problems), origin=layer.origin)
-    return whole
+        merged.value.pop("name", None)  # a variant is another run
+        merged = replace(lay(merged, layer, problems), origin=layer.origin)
+    return merged
 
 
 def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
@@ -144,7 +148,7 @@ def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
             )
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))
         problems += duplicates
-        parsed.pop(keys, None)  # the last one of a key counts, and comes last
+        parsed.pop(keys, None)  # a repeated key: the last value counts, in last place
         parsed[keys] = _without_lines(node)
     return as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
 

@@ -1,4 +1,4 @@
-"""Limits of images, audio clips and videos, and where their files may lie."""
+"""The configuration of images, audio clips and videos: limits, and where files may be."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 
-# Of a model's directory: what its processor is made from.
+# Files in a model's directory from which its processor is built.
 PROCESSOR_FILES = (
     "processor_config.json",
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-PILLOW_PIXELS = 178_956_970  # of an image that Pillow refuses to open, whatever is asked of it
+PILLOW_PIXELS = 178_956_970  # Pillow refuses to open an image with more, whatever is configured
 
 
 class FileLimits(Section):
@@ -34,8 +34,10 @@ class FileLimits(Section):
 
 
 class MediaLimits(FileLimits):
-    """Limits of an image, an audio clip or a video. Beyond them a row or an attempt fails with an
-    error that says so."""
+    """Limits of an image, an audio clip or a video.
+
+    A row or an attempt that exceeds one fails with an error, except that `max_frames` shortens.
+    """
 
     max_frames: int = Field(
         default=64,
@@ -47,7 +49,7 @@ class MediaLimits(FileLimits):
 
 
 class MediaConfig(MediaLimits):
-    """The images, audio clips and videos that messages refer to."""
+    """The settings of images, audio clips and videos that messages refer to."""
 
     root: str | None = Field(
         default=None,

@@ -1,9 +1,10 @@
-"""JSON Lines, read as a stream: one object a line, UTF-8. Every error names the file and the line.
-(Of other forms, and of rows in any order, see `ratchet.data.tables`.)
+"""Read JSON Lines as a stream: one object per line, UTF-8. Every error names the file and the line.
 
-Accepted: a byte order mark, CRLF, blank lines. Refused, because they would train silently on
-something else than what the file says: repeated keys, NaN and Infinity, lone surrogates, nulls and
-wrong types in a column that is asked for.
+See `ratchet.data.tables` for other formats and for reading rows in any order.
+
+Accepted: a byte order mark, CRLF, blank lines. Refused, because training would silently differ from
+what the file says: repeated keys, NaN and Infinity; in a required column also lone surrogates,
+nulls and wrong types.
 """
 
 from __future__ import annotations
@@ -31,13 +32,16 @@ TYPE_NAMES = {
     dict: "an object",
 }
 CHUNK_BYTES = 1 << 20
-# a longer line is a file without line ends, and would be read into memory whole
+# A longer line suggests a file without line ends, which would be read into memory whole.
 MAX_ROW_BYTES = 64 << 20
 
 
 class DataRow(NamedTuple):
-    """line: 1-based, as editors count; of a file without lines, the number of the row, as `unit`
-    says."""
+    """A row of a data file and its place there.
+
+    line: 1-based line number; for files without lines, the row number.
+    unit: the word for this number in errors.
+    """
 
     line: int
     values: dict[str, Any]
@@ -49,11 +53,12 @@ class DataRow(NamedTuple):
 
 
 def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
-    """The rows of `path` in order. `columns` gives the keys that each row must have and their types
-    (str, int, float, bool, list or dict; an integer is also a number); other keys are kept,
-    unchecked.
+    """Yield the rows of `path` in order.
 
-    Raises DataError naming the file, and the line where there is one.
+    columns: Keys that each row must have, and their types (str, int, float, bool, list or dict;
+      float accepts integers). Other keys are kept, unchecked.
+
+    Raises DataError that names the file, and the line if the error is in one.
     """
     for line, values in each_line(path, columns):
         if isinstance(values, DataError):
@@ -64,14 +69,14 @@ def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> I
 def each_line(
     path: str | Path, columns: Mapping[str, type] | None = None
 ) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """Yield (line number, its values or its error), for callers that continue after a bad line.
+    """Yield (line number, values or error of the line), for callers that skip bad lines.
 
     Raises DataError if the file as a whole can't be read. See `read_jsonl`.
     """
     rows = 0
     with open_binary(path) as file, reading(path):
         for line, offset, raw in raw_lines(file, path):
-            values = _line(raw, path, line, offset, columns or {})
+            values = _parse_line(raw, path, line, offset, columns or {})
             if values is not None:
                 rows += 1
                 yield line, values
@@ -80,7 +85,7 @@ def each_line(
 
 
 def raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, bytes]]:
-    """(number, offset, bytes) of each line. Raises DataError for one of more than MAX_ROW_BYTES."""
+    """Yield (number, offset, bytes) of each line. Raises DataError for one over MAX_ROW_BYTES."""
     line = offset = 0
     while raw := file.readline(MAX_ROW_BYTES + 1):
         line += 1
@@ -91,7 +96,7 @@ def raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, byt
         offset += len(raw)
 
 
-def _line(
+def _parse_line(
     raw: bytes, path: str | Path, line: int, offset: int, columns: Mapping[str, type]
 ) -> dict[str, Any] | DataError | None:
     """Return the values of a line, or its error; None for a blank line."""
@@ -103,10 +108,9 @@ def _line(
 
 
 def fingerprint(path: str | Path) -> str:
-    """SHA-256 (hex) of a file's size and content, so that a resumed run can tell that its data is
-    still the same.
+    """Return the SHA-256 (hex) of a file's size and content, to detect changed data on resuming.
 
-    Raises DataError when the file can't be read.
+    Raises DataError if the file can't be read.
     """
     path = Path(path)
     try:
@@ -124,10 +128,10 @@ def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
     try:
         return raw[len(mark) :].rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
-        at = error.start + len(mark)
+        position = error.start + len(mark)
         raise DataError(
-            f"{path}, line {line}: not UTF-8: byte 0x{raw[at]:02x} at offset {at} of the line, "
-            f"{offset + at} of the file"
+            f"{path}, line {line}: not UTF-8: byte 0x{raw[position]:02x} at offset {position} of "
+            f"the line, {offset + position} of the file"
         ) from error
 
 
@@ -144,20 +148,20 @@ def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -
 
 
 def parse_json(text: str, path: str | Path, line: int) -> Any:
-    """Parse the text that begins on `line`. Raises DataError naming line and column."""
+    """Parse JSON text that begins on line `line`. Raises DataError that names line and column."""
     try:
         return safe_read.parse_json(
-            text, object_pairs_hook=_object, parse_constant=_refuse_constant
+            text, object_pairs_hook=_refuse_repeated_keys, parse_constant=_refuse_constant
         )
     except json.JSONDecodeError as error:
-        at = f"line {line + error.lineno - 1} col {error.colno}"
-        raise DataError(f"{path}, {at}: malformed JSON: {error.msg}") from error
-    # from the two hooks below, too deep, or a number of hundreds of digits
+        place = f"line {line + error.lineno - 1} col {error.colno}"
+        raise DataError(f"{path}, {place}: malformed JSON: {error.msg}") from error
+    # Raised by the two hooks below, for too deep nesting, or for a number of thousands of digits.
     except ValueError as error:
         raise DataError(f"{path}, line {line}: malformed JSON: {error}") from error
 
 
-def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     values = dict(pairs)
     if len(values) < len(pairs):
         repeated = next(key for key, count in Counter(key for key, _ in pairs).items() if count > 1)
@@ -170,12 +174,12 @@ def _refuse_constant(name: str) -> NoReturn:
 
 
 def check_columns(values: Mapping[str, Any], columns: Mapping[str, type], where: str) -> None:
-    """Raises DataError for one that is missing, of another type, or no text."""
+    """Raise DataError for a column that is missing, of another type, or holds lone surrogates."""
     for name, expected in columns.items():
-        _check(values, name, expected, where)
+        _check_column(values, name, expected, where)
 
 
-def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> None:
+def _check_column(values: Mapping[str, Any], name: str, wanted: type, where: str) -> None:
     if name not in values:
         raise DataError(f"{where}: no column '{name}'; the row has {names(values)}")
     value = values[name]
@@ -192,7 +196,7 @@ def _check(values: Mapping[str, Any], name: str, wanted: type, where: str) -> No
 
 
 def names(values: Iterable[Any]) -> str:
-    """Return the names of columns for an error; of a row with hundreds, the first."""
+    """Return the column names for an error message, at most the first hundred."""
     return shorten_text(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 

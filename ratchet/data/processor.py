@@ -1,9 +1,8 @@
 """A model's processor of images, audio clips and videos: each medium is processed alone, and once.
 
-A processor of transformers turns a whole conversation into tokens and arrays. Here it gets nothing
-but the placeholder of one medium and that medium: what the placeholder becomes is put into the
-conversation's tokens in place of its own, so that text keeps the tokens that it was written or
-sampled in.
+A processor of transformers turns a whole conversation into tokens and arrays. Here it gets only one
+medium and its placeholder. The expanded placeholder then replaces the one in the conversation's
+tokens, so that text keeps the tokens in which it was written or sampled.
 """
 
 from __future__ import annotations
@@ -26,25 +25,31 @@ from ratchet.utils.safe_read import require_file
 from ratchet.utils.terminal_text import get_first_line
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
-PARTS: Mapping[MediaKind, Sequence[str]] = {  # of a processor of transformers
+# Attributes of a transformers processor that read each kind.
+PARTS: Mapping[MediaKind, Sequence[str]] = {
     "image": ("image_processor",),
     "audio": ("feature_extractor", "audio_processor"),
     "video": ("video_processor",),
 }
-# What a processor says of tokens, and not of media.
+# Outputs of a processor that describe tokens, not media.
 OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
 class Expanded(NamedTuple):
-    """A medium, and the tokens that its placeholder becomes."""
+    """A processed medium, and the tokens that its placeholder expands to."""
 
     medium: Medium
     tokens: tuple[int, ...]
 
 
 class Processor:
-    """inner: one of transformers, or what does the same. fingerprint: of all that decides what it
-    does. media: what parts may refer to, and how much is remembered."""
+    """A cached processor of single media.
+
+    Args:
+        inner: A processor of transformers, or one with the same interface.
+        fingerprint: Hash of everything that decides the processor's output.
+        media: The media that parts may refer to, and the size of the cache.
+    """
 
     def __init__(
         self,
@@ -62,8 +67,7 @@ class Processor:
 
     @cached_property
     def placeholders(self) -> Mapping[int, MediaKind]:
-        """The token that stands for a medium of each kind that the model reads, as chat templates
-        write it."""
+        """Map chat templates' placeholder tokens to the kinds of media that the model reads."""
         kinds: list[MediaKind] = [
             kind
             for kind in KINDS
@@ -74,18 +78,17 @@ class Processor:
 
     @cached_property
     def reserved(self) -> frozenset[int]:
-        """Tokens that mean nothing without a medium: placeholders, and what of them stands in a
-        sequence."""
+        """Return the tokens that mean nothing without a medium: placeholders and expanded ones."""
         token_ids = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
         return frozenset(self.placeholders) | {
             int(token) for token in token_ids if token is not None
         }
 
     def expanded(self, part: Part, *, where: str) -> Expanded:
-        """Return the processed medium; equal media are one object, as long as it is cached.
+        """Return the processed medium; equal media are the same object while it is cached.
 
-        where: the place that refers to it, for errors. Raises DataError for a medium that can't be
-        read, or that the model doesn't read.
+        where: the place that refers to it, for errors. Raises DataError if the medium can't be
+        read, or the model doesn't support its kind.
         """
         kind = part.type
         if kind == "text" or kind not in self.placeholders.values():
@@ -99,24 +102,24 @@ class Processor:
             if key in self._known:
                 self._known.move_to_end(key)
                 return self._known[key]
-        expanded = self._made(key, kind, source, f"{where}: {shown(part.value)}")
+        expanded = self._process(key, kind, source, f"{where}: {shown(part.value)}")
         with self._lock:
             return self._remember(expanded)
 
-    def _remember(self, made: Expanded) -> Expanded:
-        remembered = self._known.setdefault(made.medium.key, made)
-        if remembered is made:
-            self._size += _bytes(made)
+    def _remember(self, expanded: Expanded) -> Expanded:
+        cached = self._known.setdefault(expanded.medium.key, expanded)
+        if cached is expanded:
+            self._size += _count_bytes(expanded)
             while self._size > self._room and len(self._known) > 1:
-                _, forgotten = self._known.popitem(last=False)
-                self._size -= _bytes(forgotten)
-        return remembered
+                _, evicted = self._known.popitem(last=False)
+                self._size -= _count_bytes(evicted)
+        return cached
 
-    def _made(self, key: str, kind: MediaKind, source: bytes, where: str) -> Expanded:
-        decoded = self._decoded(kind, source, where)
+    def _process(self, key: str, kind: MediaKind, source: bytes, where: str) -> Expanded:
+        decoded = self._decode(kind, source, where)
         token = str(getattr(self.inner, f"{kind}_token"))
         try:
-            found = dict(
+            outputs = dict(
                 self.inner(text=[token], return_tensors="np", add_special_tokens=False, **decoded)
             )
         except (ValueError, TypeError, IndexError, KeyError, ImportError) as error:
@@ -124,11 +127,13 @@ class Processor:
             raise DataError(
                 f"{where}: the model's processor refuses the {kind}: {reason}"
             ) from error
-        tokens = tuple(int(token) for token in np.asarray(found["input_ids"]).reshape(-1))
-        inputs = {name: np.asarray(value) for name, value in found.items() if name not in OF_TOKENS}
+        tokens = tuple(int(token) for token in np.asarray(outputs["input_ids"]).reshape(-1))
+        inputs = {
+            name: np.asarray(value) for name, value in outputs.items() if name not in OF_TOKENS
+        }
         return Expanded(Medium(key, kind, len(tokens), inputs, source), tokens)
 
-    def _decoded(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
+    def _decode(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
         if kind == "image":
             return {"images": [decode_image(source, where=where, limits=self.limits)]}
         if kind == "audio":
@@ -142,23 +147,29 @@ class Processor:
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide the inputs of media: they are equal if a model can use
-        what another's processor prepared."""
+        """Return the settings that decide the inputs of media.
+
+        If two processors' settings are equal, each model can use the other's prepared media.
+        """
         parts = {
             name: getattr(self.inner, name, None) for names in PARTS.values() for name in names
         }
         return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
-def _bytes(one: Expanded) -> int:
-    return len(one.medium.source) + sum(array.nbytes for array in one.medium.inputs.values())
+def _count_bytes(expanded: Expanded) -> int:
+    return len(expanded.medium.source) + sum(
+        array.nbytes for array in expanded.medium.inputs.values()
+    )
 
 
 def load_processor(
     directory: str | Path, *, media: MediaConfig | None = None, trust_remote_code: bool = False
 ) -> Processor | None:
-    """Return the processor of a model's directory; None if it has none. Raises ModelError if
-    transformers can't read it."""
+    """Return the processor in a model's directory; None if it has none.
+
+    Raises ModelError if transformers can't read it.
+    """
     directory = Path(directory)
     files = [directory / name for name in PROCESSOR_FILES if (directory / name).is_file()]
     if not files:
@@ -166,8 +177,8 @@ def load_processor(
     try:
         for path in (*files, directory / "config.json"):
             require_file(path)
-        inner = _inner(directory, trust_remote_code)
-    # its code is as many processors as there are, each with errors of its own kinds
+        inner = _load_inner(directory, trust_remote_code)
+    # Each transformers processor raises errors of its own types.
     except Exception as error:
         reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(
@@ -177,38 +188,38 @@ def load_processor(
     return Processor(inner, fingerprint=xxh3_128(content).hexdigest(), media=media)
 
 
-def _inner(directory: Path, trust_remote_code: bool) -> Any:
-    from transformers import AutoProcessor  # it takes seconds
+def _load_inner(directory: Path, trust_remote_code: bool) -> Any:
+    from transformers import AutoProcessor  # the import takes seconds
 
     options: dict[str, Any] = {"local_files_only": True, "trust_remote_code": trust_remote_code}
     try:
         return AutoProcessor.from_pretrained(directory, **options)
-    except ImportError:  # its part for videos needs torchvision
-        return _without_videos(directory, options)
+    except ImportError:  # the video processor needs torchvision
+        return _load_without_videos(directory, options)
 
 
-def _without_videos(directory: Path, options: Mapping[str, Any]) -> Any:
-    """The processor of the model's family, less the part that prepares videos."""
+def _load_without_videos(directory: Path, options: Mapping[str, Any]) -> Any:
+    """Return the model family's processor without its video processor."""
     import transformers
     from transformers import AutoConfig
     from transformers.models.auto.processing_auto import PROCESSOR_MAPPING
 
-    whole: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(directory, **options))]
+    processor_class: Any = PROCESSOR_MAPPING[type(AutoConfig.from_pretrained(directory, **options))]
     loaders = {
         "tokenizer": "AutoTokenizer",
         "image_processor": "AutoImageProcessor",
         "feature_extractor": "AutoFeatureExtractor",
     }
-    names: Sequence[str] = whole.get_attributes()
+    names: Sequence[str] = processor_class.get_attributes()
     if "video_processor" not in names:
-        raise ImportError(f"{whole.__name__} needs a package that is not installed")
+        raise ImportError(f"{processor_class.__name__} needs a package that is not installed")
     parts = {
         name: getattr(transformers, loaders[name]).from_pretrained(directory, **options)
         for name in names
         if name in loaders
     }
 
-    class WithoutVideos(whole):
+    class WithoutVideos(processor_class):
         def check_argument_for_proper_class(self, argument_name: str, argument: object) -> Any:
             return (
                 None

@@ -1,5 +1,4 @@
-"""The order of rows: pass after pass, each in another order, which is a pure function of (seed,
-position)."""
+"""The shuffled order of rows: a new order every epoch, a pure function of (seed, position)."""
 
 from __future__ import annotations
 
@@ -9,18 +8,18 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 4  # blocks that are mixed with one another: as many are held in memory
+WINDOW = 4  # blocks whose rows are shuffled together, and so held in memory at once
 
 
 class Order:
-    """The row at each position, over and over, among `sum(blocks)` rows.
+    """The row at each position of an endless sequence of epochs over `sum(blocks)` rows.
 
-    Blocks, which are read together, come in a drawn order, and the rows of WINDOW consecutive ones
-    in a drawn order among themselves; rows of one block alone are in any order whatever. So any
-    position costs the same, nothing is counted from the start, and a file of row groups is read one
-    group at a time. shuffle=False: as they lie.
+    Each epoch shuffles the blocks (rows that are read together), then the rows within each window
+    of WINDOW consecutive blocks. A single block is shuffled fully. So every position costs the same
+    without counting from the start, and a file of row groups is read one group at a time.
+    shuffle=False keeps the order of the rows.
 
-    Drawn by numpy's RandomState, whose streams never change between versions.
+    numpy's RandomState draws the orders: its streams never change between versions.
     """
 
     def __init__(
@@ -30,36 +29,36 @@ class Order:
         self.starts = np.cumsum(self.blocks) - self.blocks
         self.rows = int(self.blocks.sum())
         self.seed, self.name, self.shuffle = seed, name, shuffle
-        self._pass, self._blocks_order, self._ends = (
+        self._epoch, self._block_order, self._block_ends = (
             -1,
             np.zeros(0, np.int64),
             np.zeros(0, np.int64),
         )
-        self._window, self._drawn = (-1, -1), np.zeros(0, np.int64)
+        self._window, self._window_rows = (-1, -1), np.zeros(0, np.int64)
 
     def at(self, position: int) -> int:
-        which, offset = divmod(position, self.rows)
+        epoch, offset = divmod(position, self.rows)
         if not self.shuffle:
             return offset
-        if which != self._pass:
-            self._pass = which
-            self._blocks_order = self._permutation(len(self.blocks), "blocks", which)
-            self._ends = np.cumsum(self.blocks[self._blocks_order])
-        window = int(np.searchsorted(self._ends, offset, side="right")) // WINDOW
-        if (which, window) != self._window:
-            self._window, self._drawn = (which, window), self._rows_of(which, window)
-        before = int(self._ends[window * WINDOW - 1]) if window else 0
-        return int(self._drawn[offset - before])
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._block_order = self._permutation(len(self.blocks), "blocks", epoch)
+            self._block_ends = np.cumsum(self.blocks[self._block_order])
+        window = int(np.searchsorted(self._block_ends, offset, side="right")) // WINDOW
+        if (epoch, window) != self._window:
+            self._window, self._window_rows = (epoch, window), self._shuffle_window(epoch, window)
+        window_start = int(self._block_ends[window * WINDOW - 1]) if window else 0
+        return int(self._window_rows[offset - window_start])
 
-    def _rows_of(self, which: int, window: int) -> NDArray[np.int64]:
-        blocks = self._blocks_order[window * WINDOW : (window + 1) * WINDOW]
+    def _shuffle_window(self, epoch: int, window: int) -> NDArray[np.int64]:
+        blocks = self._block_order[window * WINDOW : (window + 1) * WINDOW]
         rows = np.concatenate(
             [
                 np.arange(n) + start
                 for n, start in zip(self.blocks[blocks], self.starts[blocks], strict=True)
             ]
         )
-        return rows[self._permutation(len(rows), "rows", which, window)]
+        return rows[self._permutation(len(rows), "rows", epoch, window)]
 
     def _permutation(self, n: int, *names: object) -> NDArray[np.int64]:
         key = blake2b(

@@ -1,6 +1,8 @@
-"""Rows by number, from files that are never held whole: JSON Lines and CSV over an index of byte
-offsets, Parquet and Arrow by row groups (`ratchet.data.formats.arrow_tables`), several files as
-one. What an array in a .json file holds has no index, and is read whole.
+"""Random access to the rows of data files, without loading them whole.
+
+JSON Lines and CSV files have an index of byte offsets, Parquet and Arrow files are read by row
+groups (`ratchet.data.formats.arrow_tables`), and several files are joined into one table. Only an
+array in a .json file is read whole.
 
 Rows are checked when they are read, and every error names the file and the row.
 """
@@ -33,30 +35,33 @@ from ratchet.data.jsonl import (
 )
 from ratchet.errors import DataError
 
-MAX_JSON_BYTES = 1 << 30  # of an array that is read whole
+MAX_JSON_BYTES = 1 << 30  # size limit of a JSON array, which is read whole
 
 
 class Table(Protocol):
-    """blocks: how many rows are read together, from the first row on; where any row is cheap to
-    read, they are one block."""
+    """A sequence of rows that can be read in any order.
+
+    blocks: numbers of consecutive rows that are read together. If every row is cheap to read alone,
+    all rows are one block.
+    """
 
     @property
     def blocks(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def row(self, index: int) -> DataRow:
-        """Raises DataError naming file and row."""
+        """Return a row. Raises DataError naming file and row."""
         ...
 
     def where(self, index: int) -> str:
-        """The file and the row, for errors."""
+        """Return the file and the row, for errors."""
         ...
 
 
 def open_table(*places: str | Path) -> Table:
-    """The rows of files, which may be paths, addresses of object stores, patterns and directories,
-    in the order given.
+    """Return the rows of files in the order given.
 
-    Raises DataError for a file that can't be read, holds no rows, or is broken as a whole.
+    places: paths, object store addresses, patterns or directories. Raises DataError if a file can't
+    be read, holds no rows, or is malformed as a whole.
     """
     tables = [_open_file(file) for file in expand(places)]
     return tables[0] if len(tables) == 1 else Joined(tables)
@@ -65,7 +70,7 @@ def open_table(*places: str | Path) -> Table:
 def _open_file(path: str | Path) -> Table:
     name = str(path).lower().removesuffix(".gz")
     if name.endswith((".parquet", ".arrow")):
-        from ratchet.data.formats.arrow_tables import open_arrow  # it takes time to import
+        from ratchet.data.formats.arrow_tables import open_arrow  # slow to import
 
         return open_arrow(path)
     if name.endswith(".csv"):
@@ -80,8 +85,7 @@ def iter_rows(table: Table) -> Iterator[DataRow]:
 
 
 def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
-    """The rows of one file of any form, in order; `columns` as in
-    `ratchet.data.jsonl.read_jsonl`."""
+    """Yield the rows of a file of any format; `columns` as in `ratchet.data.jsonl.read_jsonl`."""
     table = open_table(path)
     for index in range(len(table)):
         row = table.row(index)
@@ -89,9 +93,8 @@ def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> It
         yield row
 
 
-class _ByOffset:
-    """Rows that begin at known offsets of a file. starts, lines [rows]: offset, and number of the
-    line there."""
+class _IndexedFile:
+    """A file with an index. `starts`, `lines`: the byte offset and line number of each row."""
 
     unit = "line"
 
@@ -118,11 +121,11 @@ class _ByOffset:
         return f"{self.path}, {self.unit} {self.lines[index]}"
 
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-        """(line, offset) of each row."""
+        """Yield (line, offset) of each row."""
         raise NotImplementedError
 
 
-class JsonLines(_ByOffset):
+class JsonLines(_IndexedFile):
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         return (
             (line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace()
@@ -136,8 +139,8 @@ class JsonLines(_ByOffset):
         return DataRow(line, parse(decode(raw, self.path, line, offset), self.path, line, {}))
 
 
-class CsvFile(_ByOffset):
-    """RFC 4180, with a header. Every value is text; an empty one is null."""
+class CsvFile(_IndexedFile):
+    """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null."""
 
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         lines = _Lines(file, self.path)
@@ -173,14 +176,13 @@ class CsvFile(_ByOffset):
         if len(record) != len(self.header):
             raise DataError(
                 f"{self.path}, line {line}: {len(record)} values, and the header names "
-                f"{len(self.header)} columns: put values "
-                "that hold commas or line ends into double quotes"
+                f"{len(self.header)} columns: put values that hold commas or line ends into "
+                "double quotes"
             )
 
 
 class _Lines:
-    """The text lines of a file; `line` and `offset` are where the one that was given out last
-    ends."""
+    """The text lines of a file. `line` and `offset` are the end of the last line yielded."""
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
         self.path, self.line, self.offset = path, line, offset
@@ -193,7 +195,7 @@ class _Lines:
 
 
 def _records(lines: _Lines) -> Iterator[list[str]]:
-    # the module's own, 128 KiB, is less than some conversations have
+    # csv's default limit, 128 KiB, is too small for some conversations.
     csv.field_size_limit(MAX_ROW_BYTES)
     reader = csv.reader(lines, strict=True)
     while True:
@@ -235,8 +237,7 @@ class JsonArray:
         if not isinstance(values, dict):
             raise DataError(
                 f"{self.where(index)}: holds {describe_type(values)}, must be an object such as "
-                f'{{"key": '
-                f"...}}"
+                '{"key": ...}'
             )
         return DataRow(index + 1, values, "row")
 
@@ -245,7 +246,7 @@ class JsonArray:
 
 
 def _decode_lines(raw: bytes, path: str | Path) -> str:
-    """Decode a whole file. Raises DataError naming the line of the first byte that is no UTF-8."""
+    """Decode a whole file. Raises DataError naming the line of the first invalid UTF-8 byte."""
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError:
@@ -260,7 +261,7 @@ def _begins_array(path: str | Path) -> bool:
 
 
 class Joined:
-    """Several tables one after another."""
+    """The concatenation of several tables."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
@@ -271,13 +272,13 @@ class Joined:
         return self.ends[-1]
 
     def row(self, index: int) -> DataRow:
-        table, inside = self._place(index)
-        return table.row(inside)
+        table, row_in_table = self._place(index)
+        return table.row(row_in_table)
 
     def where(self, index: int) -> str:
-        table, inside = self._place(index)
-        return table.where(inside)
+        table, row_in_table = self._place(index)
+        return table.where(row_in_table)
 
     def _place(self, index: int) -> tuple[Table, int]:
-        which = bisect_right(self.ends, index)
-        return self.tables[which], index - (self.ends[which - 1] if which else 0)
+        table_index = bisect_right(self.ends, index)
+        return self.tables[table_index], index - (self.ends[table_index - 1] if table_index else 0)

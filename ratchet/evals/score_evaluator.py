@@ -1,4 +1,4 @@
-"""Measure the held-out loss of a model that is trained to score.
+"""Measure the held-out loss of a scoring model, such as a reward model.
 
 T = tokens, S = sequences.
 """
@@ -24,8 +24,8 @@ class ScoreLoss:
 
     Attributes:
         tasks: Number of tasks scored.
-        loss: The algorithm's loss.
-        measured: The metrics of its terms, such as accuracy and margin.
+        loss: The algorithm's loss on them.
+        measured: The metrics of the loss terms, such as accuracy and margin.
         correlation: Pearson's correlation of scores and rewards; None without rewards, or if either
             is constant.
     """
@@ -43,9 +43,9 @@ class ScoreLoss:
 
 
 class ScoreEvaluator:
-    """An evaluation by the training loss on held-out rows.
+    """An evaluation that computes the training loss on held-out tasks.
 
-    `source` makes the groups that the algorithm trains on.
+    source: Makes groups from the tasks, as in training.
     """
 
     managers: Sequence[RolloutManager] = ()
@@ -60,32 +60,31 @@ class ScoreEvaluator:
         self.measures = f"scores of {algorithm.source}"
 
     async def run(self) -> ScoreLoss:
-        """Score all held-out rows and return their loss.
+        """Score all held-out tasks and return their loss.
 
         Raises:
-            DataError: A held-out task lacks what the algorithm trains on.
+            DataError: A held-out task lacks data that the algorithm trains on.
         """
         groups = await self.source.make(
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         batch = self.algorithm.weigh(pack(groups), AlgoState())
         terms = self.algorithm.losses["policy"]
-        needs = needed(terms)
-        outputs = await self.learner.score(batch, sorted(needs))
-        columns = {name: column.double() for name, column in outputs.items()}
-        out = Outputs(sequence_sum=batch.sequence_sum, **columns)
+        scored = await self.learner.score(batch, sorted(needed(terms)))
+        columns = {name: column.double() for name, column in scored.items()}
+        outputs = Outputs(sequence_sum=batch.sequence_sum, **columns)
         loss, measured = 0.0, dict[str, float]()
         for term in terms:
-            value, metrics = term(out, batch)
+            value, metrics = term(outputs, batch)
             loss += float(value)
             measured |= {name: float(metric) for name, metric in metrics.items()}
         judged_S = batch.train_S & batch.scored_S
-        related = (
+        correlation = (
             compute_correlation(columns["scores"][judged_S], batch.rewards_S[judged_S])
             if "scores" in columns
             else None
         )
-        return ScoreLoss(len(groups), loss, measured, related)
+        return ScoreLoss(len(groups), loss, measured, correlation)
 
 
 def compute_correlation(a: Tensor, b: Tensor) -> float | None:

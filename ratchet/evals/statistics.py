@@ -1,4 +1,4 @@
-"""Estimators over a few attempts at each of many prompts, as pure functions of numbers.
+"""Estimate scores, their intervals and differences from a few attempts at each of many prompts.
 
 P = prompts, n = attempts at one prompt, K = the requested sizes k, A = distinct answers to a
 prompt.
@@ -15,21 +15,21 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
-LEVEL = 0.95  # of all intervals
-RESAMPLES = 4000  # bootstrap resamples: the error of an interval's ends is below 2 % of its width
+LEVEL = 0.95  # confidence level of all intervals
+# Number of bootstrap resamples: the error of an interval's ends is below 2 % of its width.
+RESAMPLES = 4000
 EXACT_COST = 50_000_000  # multiplications (about 0.1 s) above which a consensus is sampled
-DRAWS = 2000  # samples of a consensus
-EXACT_SUMS = 1 << 17  # distinct sums of signs above which the test samples them
+DRAWS = 2000  # samples of a consensus for each k
+EXACT_SUMS = 1 << 17  # distinct sums of signed differences above which the test samples them
 FLIPS = 20_000  # samples of the sign-flip test
-CHUNK = 1 << 21  # numbers in memory at once
+CHUNK = 1 << 21  # maximum resampled numbers in memory at once
 
 
 def estimate_pass_at_k(n: int, right: int) -> Floats:
-    """Return [n]: the chance that one of k attempts is right, for k = 1 ... n, where `right` of n
-    were.
+    """Return [n]: the chance that at least one of k attempts is right, for k = 1 ... n.
 
-    It is the unbiased estimator 1 - C(n - c, k) / C(n, k) of arXiv:2107.03374, eq. 1, in its
-    numerically stable form.
+    `right` is c, the number of right attempts among n. The result is the unbiased estimator
+    1 - C(n - c, k) / C(n, k) of arXiv:2107.03374, eq. 1, in its numerically stable form.
     """
     k = np.arange(1, n + 1)
     misses = np.maximum(n - right - k + 1, 0) / (n - k + 1)
@@ -38,7 +38,7 @@ def estimate_pass_at_k(n: int, right: int) -> Floats:
 
 @dataclass(frozen=True)
 class Consensus:
-    """The expected value of the most frequent answer.
+    """The expected value of the most frequent answer, for each k.
 
     Attributes:
         values: [K] expected values.
@@ -65,12 +65,12 @@ def estimate_consensus(
     the k attempts has an answer, the value is 0.
 
     Args:
-        counts: [A] How often each answer occurred.
-        values: [A] What each answer is worth.
-        ks: The sizes k.
+        counts: [A] Number of attempts that gave each answer.
+        values: [A] Score of each answer.
+        ks: [K] The sizes k.
         silent: Number of attempts without an answer.
-        seed: Of the random choices.
-        exact: True enumerates, False samples; None enumerates if it is cheap.
+        seed: Seed of the samples.
+        exact: True enumerates, False samples; None enumerates if this is cheap.
     """
     n = sum(counts) + silent
     assert all(1 <= k <= n for k in ks), (n, ks)
@@ -117,13 +117,13 @@ def _enumerated(counts: Sequence[int], values: Sequence[float], silent: int) -> 
                 next_worth[votes:] += chosen * worth[: n + 1 - votes]
             if count >= winning_votes:
                 chosen = float(math.comb(count, winning_votes))
-                before, summed = (
-                    ways[: n + 1 - winning_votes, :-1],
-                    worth[: n + 1 - winning_votes, :-1],
-                )
-                next_ways[winning_votes:, 1:] += chosen * before
-                next_worth[winning_votes:, 1:] += chosen * (summed + value * before)
+                # This answer joins the winners: t grows by one.
+                previous_ways = ways[: n + 1 - winning_votes, :-1]
+                previous_worth = worth[: n + 1 - winning_votes, :-1]
+                next_ways[winning_votes:, 1:] += chosen * previous_ways
+                next_worth[winning_votes:, 1:] += chosen * (previous_worth + value * previous_ways)
             ways, worth = next_ways, next_worth
+        # Ties are broken uniformly: the winners' values are averaged.
         totals += (worth[:, 1:] / np.arange(1, worth.shape[1])).sum(1)
     return totals[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)]
 
@@ -155,9 +155,9 @@ def bootstrap_interval(
 ) -> tuple[float, float]:
     """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
-    The bootstrap draws prompts with replacement. If all values are 0 or all are 1 there is nothing
-    to resample: the bound is then that of Clopper and Pearson, which holds for any values in [0,
-    1]. It is (nan, nan) without values.
+    The bootstrap draws prompts with replacement. If all values are 0, or all are 1, every resample
+    is equal: the interval is then that of Clopper and Pearson, which holds for any values in
+    [0, 1]. Without values it is (nan, nan).
     """
     values_P = np.asarray(values_P, dtype=np.float64)
     if not len(values_P):
@@ -202,19 +202,20 @@ class PairedDifference:
 def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDifference:
     """Compare two sets of values on the same prompts by the sign-flip test.
 
-    If both were alike, each prompt's difference could as well have the other sign. So p is the
-    share of all sign choices whose sum is at least as far from 0 as the observed one.
+    If a and b did not differ, each prompt's difference could as well have the other sign. So p is
+    the share of all sign choices whose sum is at least as far from 0 as the observed one.
 
-    The test assumes no distribution, uses the size of differences (the sign test does not), and has
-    its level for any number of prompts. For single attempts at 0 or 1 it is McNemar's exact test.
+    The test assumes no distribution, uses the size of differences (the sign test does not), and
+    keeps its significance level for any number of prompts. For single attempts scored 0 or 1 it is
+    McNemar's exact test.
 
-    If the sums are too many to enumerate they are sampled, and the observed one counts as one of
-    them, so that the level holds there too.
+    If there are too many sums to enumerate, they are sampled. The observed sum then counts as one
+    of the samples, so that the test still keeps its level.
     """
     difference_P = np.asarray(a_P, dtype=np.float64) - np.asarray(b_P, dtype=np.float64)
     low, high = _difference_interval(difference_P, seed)
-    moved = difference_P[np.abs(difference_P) > 1e-12]
-    p_value, exact = _sign_flip(moved, seed)
+    nonzero = difference_P[np.abs(difference_P) > 1e-12]
+    p_value, exact = _sign_flip(nonzero, seed)
     return PairedDifference(
         prompts=len(difference_P),
         difference=float(difference_P.mean()) if len(difference_P) else math.nan,
@@ -222,27 +223,27 @@ def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDif
         high=high,
         p_value=p_value,
         exact=exact,
-        better=int((moved > 0).sum()),
-        worse=int((moved < 0).sum()),
+        better=int((nonzero > 0).sum()),
+        worse=int((nonzero < 0).sum()),
     )
 
 
 def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]:
     """Return the confidence interval of the mean difference.
 
-    Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], for which
-    `interval` has exact bounds.
+    Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], so that
+    `bootstrap_interval` can use its exact bounds.
     """
     low, high = bootstrap_interval((difference_P + 1) / 2, seed=seed)
     return 2 * low - 1, 2 * high - 1
 
 
-def _sign_flip(moved: Floats, seed: int) -> tuple[float, bool]:
-    """Return the p-value of the differences that are not 0, and True if it is exact."""
-    observed = abs(moved.sum()) - 1e-9
+def _sign_flip(nonzero: Floats, seed: int) -> tuple[float, bool]:
+    """Return the p-value for the nonzero differences, and whether it is exact."""
+    observed = abs(nonzero.sum()) - 1e-9
     sums, shares = np.zeros(1), np.ones(1)
-    for size in moved:
-        # Rewards are often multiples of 1/n, so many sums coincide: equal ones are merged.
+    for size in nonzero:
+        # Rewards are often multiples of 1/n, so many sums are equal. Merge them.
         sums, index = np.unique(
             np.round(np.concatenate([sums + size, sums - size]), 9), return_inverse=True
         )
@@ -252,12 +253,12 @@ def _sign_flip(moved: Floats, seed: int) -> tuple[float, bool]:
     else:
         return min(1.0, float(shares[np.abs(sums) >= observed].sum())), True
     rng = np.random.default_rng(seed)
-    at_once = max(1, CHUNK // len(moved))
+    at_once = max(1, CHUNK // len(nonzero))
     beyond = 0
     for start in range(0, FLIPS, at_once):
         signs = (
-            rng.integers(0, 2, size=(min(at_once, FLIPS - start), len(moved)), dtype=np.int8) * 2
+            rng.integers(0, 2, size=(min(at_once, FLIPS - start), len(nonzero)), dtype=np.int8) * 2
             - 1
         )
-        beyond += int((np.abs(signs @ moved) >= observed).sum())
+        beyond += int((np.abs(signs @ nonzero) >= observed).sum())
     return (beyond + 1) / (FLIPS + 1), False

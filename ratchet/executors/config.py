@@ -46,7 +46,7 @@ class ClusterConfig(Section):
 
 
 class LocalClusterConfig(ClusterConfig):
-    """A cluster of processes on this machine; components that need no process run in the driver."""
+    """A cluster of processes on this machine; components without a process run in the driver."""
 
     builds: ClassVar[str] = "ratchet.executors.local:LocalExecutor"
 
@@ -56,7 +56,7 @@ class LocalClusterConfig(ClusterConfig):
 
 
 class RayClusterConfig(ClusterConfig):
-    """A Ray cluster: a running one, or a new one on this machine that ends with the run."""
+    """A Ray cluster: a running one, or a new one on this machine that is shut down with the run."""
 
     builds: ClassVar[str] = "ratchet.executors.ray:RayExecutor"
 

@@ -10,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from ratchet.errors import ConfigError
 from ratchet.executors.placement import Accelerator, ClusterNode
 
-NVIDIA_SMI_S = 30.0
+NVIDIA_SMI_S = 30.0  # time limit of nvidia-smi, in seconds
 
 
 def find_node(threads: int, device: str, devices: Sequence[int] | None = None) -> ClusterNode:
     """Return this machine as a node.
 
     Args:
-        threads: cores that the run may use.
+        threads: number of cores that the run may use.
+        device: the run's device; "cpu": the node has no accelerators.
         devices: indices of the accelerators that the run may use; None: all.
 
     Raises ConfigError if one of `devices` does not exist.
@@ -38,13 +39,13 @@ def find_node(threads: int, device: str, devices: Sequence[int] | None = None) -
 def find_accelerators() -> tuple[Accelerator, ...]:
     """Return this machine's accelerators without starting CUDA in this process.
 
-    With `CUDA_VISIBLE_DEVICES`, their indices count its entries.
+    With `CUDA_VISIBLE_DEVICES`, an accelerator's index is its position in that list.
     """
     import torch
 
     count = torch.cuda.device_count()
-    near = parse_topology(_topology()) if count else {}
-    return tuple(near.get(index, Accelerator(index)) for index in range(count))
+    topology = parse_topology(_topology()) if count else {}
+    return tuple(topology.get(index, Accelerator(index)) for index in range(count))
 
 
 def _topology() -> str:
@@ -64,9 +65,10 @@ def _topology() -> str:
 def parse_topology(topology: str) -> Mapping[int, Accelerator]:
     """Parse `nvidia-smi topo -m` into accelerators by index.
 
-    An accelerator's island is the lowest index among those that it reaches by NVLink (an entry such
-    as NV4) and itself.
+    An accelerator's island is the lowest index among itself and the accelerators that it reaches by
+    NVLink (an entry such as NV4); None if it reaches none.
     """
+    # Remove terminal colours.
     lines = [re.sub(r"\x1b\[[\d;]*m", "", line).split("\t") for line in topology.splitlines()]
     if not lines:
         return {}

@@ -1,10 +1,13 @@
-"""A fork server: a process that has imported the workers' modules and forks them.
+"""A fork server: a process that imports the workers' modules once, then forks each worker.
 
-A forked worker starts in milliseconds and shares the imported memory. The server runs no code of
-the components itself, because a process that has used several threads can't be forked safely. The
-driver sends orders through a socket. When that closes, or the driver dies, the server kills every
-worker with all its children, and removes the run's folder. The fork server of `multiprocessing`
-would run the driver's main script in each worker, and would not kill the workers' children.
+A forked worker starts in milliseconds and shares the imported modules' memory. The server runs no
+code of the components itself, because a process that has used several threads can't be forked
+safely.
+
+The driver sends orders through a socket. When the socket closes, or the driver dies, the server
+kills every worker with all its children, and removes the run's folder. The fork server of
+`multiprocessing` would run the driver's main script in each worker, and would not kill the workers'
+children.
 """
 
 from __future__ import annotations
@@ -33,9 +36,9 @@ def main(descriptor: int, driver: int, folder: str, preload: str) -> None:
     Args:
         descriptor: the socket to the driver.
         driver: the driver's process id.
-        folder: a folder that is removed at the end.
-        preload: names of modules to import, separated by commas. A missing one is skipped; a worker
-            that needs it will raise.
+        folder: the run's folder, which the server removes at the end.
+        preload: names of modules to import, separated by commas. A module that can't be imported
+            is skipped; a worker that needs it raises.
     """
     die_with_parent(driver, signal.SIGTERM)
     control = socket.socket(fileno=descriptor)
@@ -56,10 +59,11 @@ class _ForkServer:
         self.children: set[int] = set()
         # Signals wake the selector through this pair of sockets.
         self._woken, self._wake = socket.socketpair()
-        for end in (self._woken, self._wake):
-            end.setblocking(False)
+        for wake_socket in (self._woken, self._wake):
+            wake_socket.setblocking(False)
 
     def run(self) -> NoReturn:
+        # Without a Python handler, SIGCHLD would not be written to the wakeup socket.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
         signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
@@ -99,18 +103,18 @@ class _ForkServer:
             while self._woken.recv(512):
                 pass
         for child in list(self.children):
-            ended = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
-            if ended is None:
+            exit_info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+            if exit_info is None:
                 continue
-            # Kill its remaining children first: until it is waited for, no other process can get
-            # the id of its group.
+            # Kill the worker's remaining children before waiting for it: until then, no other
+            # process can get its group id.
             _kill(child)
             _, status = os.waitpid(child, 0)
             self.children.discard(child)
             self._report({"ended": child, "status": os.waitstatus_to_exitcode(status)})
 
     def _report(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the driver is gone; the selector will notice
+        with contextlib.suppress(OSError):  # the driver is gone; `_obey` ends the server
             self.control.send(json.dumps(message).encode())
 
     def _run_worker(self, descriptor: int, order: dict[str, Any]) -> NoReturn:
@@ -141,7 +145,7 @@ class _ForkServer:
 def _kill(child: int) -> None:
     """Kill a worker with all its children, and remove their shared memory."""
     paths = shared_by(child)
-    # A child that has no group yet has no children either.
+    # A worker that has not made its group yet has no children: then only the next call kills it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):

@@ -2,8 +2,8 @@
 
 Values are packed so that large arrays are never copied on the way. A frame is HEAD (kind, number of
 the call, count of pieces), the lengths of the pieces, and the pieces: the pickle first, then the
-memory of each array that it refers to (pickle protocol 5, out-of-band). Only processes of one run,
-which trust each other, use this protocol: a pickle can run any code.
+memory of each array that it refers to (pickle protocol 5, out-of-band). Use the protocol only
+between processes of one run, which trust each other: a pickle can run any code.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from enum import IntEnum
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
-PROTOCOL = 1  # increase it with every change of the messages
+PROTOCOL = 1  # version: increase it with every change of the messages
 HEAD = struct.Struct("!BQI")
 LENGTH = struct.Struct("!Q")
-SMALL = 2**16  # pieces below this are joined before they are sent
+SMALL = 2**16  # bytes; smaller pieces are joined before they are sent
 
 
 class FrameKind(IntEnum):
@@ -40,8 +40,10 @@ class FrameKind(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Parcel:
-    """A packed value. Its buffers are the arrays' own memory, so they must not change until it is
-    sent."""
+    """A packed value.
+
+    Its buffers are the memory of the arrays, which must not change until the parcel is sent.
+    """
 
     head: bytes
     buffers: tuple[memoryview, ...] = ()
@@ -75,8 +77,10 @@ def pack(value: Any) -> Parcel:
 
 
 def unpack(parcel: Parcel) -> Any:
-    """Unpack a value. Its arrays and tensors use the parcel's buffers, and are writable if those
-    are."""
+    """Unpack a value.
+
+    Its arrays and tensors share the memory of the parcel's buffers, and are writable if those are.
+    """
     return pickle.loads(parcel.head, buffers=parcel.buffers)
 
 
@@ -138,9 +142,11 @@ def send(
 def receive(
     connection: socket.socket, on_data: Callable[[], None] = lambda: None
 ) -> tuple[FrameKind, int, Parcel]:
-    """Receive a frame: its kind, number and value. Raises EOFError if the other side is gone.
+    """Receive a frame, and return its kind, call number and value.
 
     on_data: called whenever data has arrived.
+
+    Raises EOFError if the other side is gone.
     """
     kind, number, count = HEAD.unpack(_receive_exactly(connection, HEAD.size, on_data))
     lengths = _receive_exactly(connection, count * LENGTH.size, on_data)
@@ -159,15 +165,15 @@ def receive(
 def _receive_exactly(
     connection: socket.socket, count: int, on_data: Callable[[], None]
 ) -> bytearray:
-    memory = bytearray(count)
-    rest = memoryview(memory)
-    while rest:
+    received = bytearray(count)
+    remaining = memoryview(received)
+    while remaining:
         try:
-            size = connection.recv_into(rest)
+            size = connection.recv_into(remaining)
         except OSError as error:
             raise EOFError(str(error)) from error
         if not size:
             raise EOFError("the connection was closed")
         on_data()
-        rest = rest[size:]
-    return memory
+        remaining = remaining[size:]
+    return received

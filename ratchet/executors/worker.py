@@ -1,7 +1,7 @@
-"""A rank of a worker group in its process: it creates a component and runs its methods, one at a
-time, in order.
+"""The process of one rank of a worker group: it creates a component and runs its methods.
 
-The executor delivers the calls: by a socket (`ratchet.executors.worker_main`) or by Ray.
+Methods run one at a time, in order. The executor delivers the calls, over a socket
+(`ratchet.executors.worker_main`) or by Ray.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from ratchet.utils.object_store import configure_cache
 
 @dataclass(frozen=True)
 class WorkerPlace:
-    """The rank and resources of a component; every component gets it as its first argument."""
+    """The rank and resources of a component, which gets them as its first argument."""
 
     role: str
     rank: int
     world_size: int
     local_rank: int  # among the ranks of its group on this host
-    host: str  # this rank's host, as other ranks reach it
-    # "host:port" for `torch.distributed.init_process_group("tcp://...")` of the group's ranks; it
-    # is free on the host of rank 0.
+    host: str  # address at which other ranks reach this rank's host
+    # "host:port" at which the group's ranks meet, for
+    # `torch.distributed.init_process_group("tcp://...")`; the port is free on rank 0's host.
     rendezvous: str
-    threads: int  # for one operation
+    threads: int  # CPU threads of one operation
     device: str  # "cpu", or "cuda:N" among the accelerators that the process sees
 
 
 class ComponentHost:
-    """A holder of one component, which runs in one thread."""
+    """A holder of one component, whose methods all run in one thread."""
 
     def __init__(self) -> None:
         configure_cache(os.environ)
@@ -50,13 +50,14 @@ class ComponentHost:
     def answer(self, request: Parcel) -> tuple[FrameKind, Parcel]:
         """Run a packed request (operation, arguments) and return its packed result.
 
-        The kind is RESULT with the returned value, or RAISED with (packed error, "Type: message",
-        traceback). The packed error is None if it can't be sent.
+        The kind of the result is RESULT, with the returned value, or RAISED, with (packed error,
+        "Type: message", traceback). The packed error is None if the error can't be packed.
         """
         try:
             operation, arguments = unpack(request)
             return FrameKind.RESULT, pack(getattr(self, operation)(*arguments))
-        except (Exception, SystemExit) as error:  # the component's error; the driver raises it
+        # The component may raise anything; the driver raises it again.
+        except (Exception, SystemExit) as error:
             return FrameKind.RAISED, _pack_error(error)
 
     def greet(self) -> dict[str, Any]:
@@ -66,8 +67,8 @@ class ComponentHost:
     def reserve(self, host: str, ports: tuple[int, int] | None) -> str:
         """Reserve a port on this host and return "host:port".
 
-        The port is bound, so that no other program gets it, but not listened on: the component can
-        bind it too. Raises PortBusy if none of `ports` (first, last) is free.
+        The port is bound but not listened on: no other program gets it, and the component can still
+        bind it. Raises PortBusy if none of `ports` (first, last) is free.
         """
         self._reserved = bind_socket("", ports)
         return f"{host}:{self._reserved.getsockname()[1]}"
@@ -75,10 +76,10 @@ class ComponentHost:
     def build(self, place: WorkerPlace, factory: str, arguments: Mapping[str, Any]) -> None:
         """Create the component, after closing the previous one.
 
-        factory: "module:callable", which is called with the place and the arguments.
+        factory: "module:callable", called with the place and the arguments.
         """
         self.close()
-        os.environ["OMP_NUM_THREADS"] = str(place.threads)  # for programs that it starts
+        os.environ["OMP_NUM_THREADS"] = str(place.threads)  # for programs that the component starts
         if "torch" in sys.modules:
             import torch
 
@@ -116,7 +117,7 @@ def bind_socket(host: str, ports: tuple[int, int] | None) -> socket.socket:
     first, last = ports or (0, 0)
     for port in range(first, last + 1):
         listener = socket.socket()
-        # The option lets the port be bound again, to be listened on.
+        # With this option the component can bind the reserved port again, and listen on it.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
             listener.bind((host, port))
@@ -131,10 +132,10 @@ def bind_socket(host: str, ports: tuple[int, int] | None) -> socket.socket:
 
 
 def _pack_error(error: BaseException) -> Parcel:
-    text = "".join(traceback.format_exception(error))
+    traceback_text = "".join(traceback.format_exception(error))
     summary = traceback.format_exception_only(error)[0].strip()
     try:
         packed: Parcel | None = pack(error)
     except Exception:  # a custom __reduce__ may raise any type
         packed = None
-    return pack((packed, summary, text))
+    return pack((packed, summary, traceback_text))

@@ -1,8 +1,8 @@
 """The spans of one text on which two tokenizers can be compared.
 
-A span is some of the student's tokens and some of the teacher's whose texts, as each tokenizer
-decodes its own, are the same up to canonical equivalence (Unicode's NFC: "e" and a combining accent
-are "é"). A tokenizer that changes text (lower case, no accents, other spaces) has no span there.
+A span is a range of the student's tokens and one of the teacher's that decode to the same text, up
+to canonical equivalence (Unicode's NFC: "e" and a combining accent are "é"). Where a tokenizer
+changes the text (lower case, no accents, other spaces) there is no span.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ratchet.errors import DataError
 Span = tuple[range, range]  # indices of the student's tokens, and of the teacher's
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-# Tokens without a whole character beyond which bytes are invalid: a character has at most 4 bytes.
+# Window length from which tokens without a whole character (at most 4 bytes) are invalid bytes.
 LONG_WINDOW = 32
-# Tokens before a run, at least one of which has text.
+# Maximum number of tokens before a run that are decoded as its context.
 CONTEXT = 8
 # Maximum number of characters of a compatibility decomposition.
 EXPANSION = 18
@@ -32,8 +32,8 @@ EXPANSION = 18
 class TokenRun:
     """A run of text tokens, without control tokens.
 
-    previous: tokens of text that they directly follow, if any. Decoders treat the beginning of a
-    text differently: those of SentencePiece drop a space there.
+    previous: the text tokens directly before the run, if any. They matter because decoders treat
+    the beginning of a text differently: SentencePiece drops a space there.
     """
 
     tokenizer: Tokenizer
@@ -42,28 +42,28 @@ class TokenRun:
 
     @cached_property
     def before(self) -> list[int]:
-        """The last tokens of `previous` that make whole characters, if any."""
+        """Return the shortest end of `previous` that decodes to whole characters, if any."""
         for count in range(1, min(CONTEXT, len(self.previous)) + 1):
             tail = list(self.previous[-count:])
             text = self.tokenizer.decode(tail)
             if text and not text.startswith(REPLACED):
-                # A half character at its end may become whole by the tokens after it.
+                # The next tokens may complete a character that is cut off at its end.
                 return tail if self.tokenizer.decode([*tail, *self.tokens]).startswith(text) else []
         return []
 
     @cached_property
     def text(self) -> str:
-        """The text of the run after `previous`; bytes that are no UTF-8 become U+FFFD."""
+        """Return the text of the run after `previous`; invalid UTF-8 becomes U+FFFD."""
         return DecodeWindow(self.tokenizer, self.before, list(self.tokens)).text()
 
     @cached_property
     def cuts(self) -> dict[int, int]:
-        """The number of tokens that make up the first n characters of the text, by n.
+        """Map n to the number of tokens that make up the first n characters of the text.
 
         There is a cut wherever a token ends with a whole character. Only the text after the last
-        cut is decoded at each token, so the work grows with the number of tokens, not with its
-        square. `DecodeWindow.shorten` keeps it so where no character gets whole, and
-        `DecodeWindow.is_due` where no decoding so far is the text's.
+        cut is decoded at each token, so the work is linear in the number of tokens.
+        `DecodeWindow.shorten` keeps it linear if no character is completed, and
+        `DecodeWindow.is_due` if no decoded window matches the text.
         """
         cuts = {0: 0}
         window = DecodeWindow(self.tokenizer, self.before)
@@ -84,18 +84,20 @@ class TokenRun:
     @cached_property
     def is_canonical(self) -> bool:
         """True if the tokenizer encodes the run's text as these tokens."""
-        return any(self._writes(self.text, self.tokens, after) for after in ("start", "text"))
+        return any(self._encodes_as(self.text, self.tokens, after) for after in ("start", "text"))
 
     def is_literal(self, characters: slice, tokens: range) -> bool:
-        """True if each U+FFFD in the characters is that character, not invalid UTF-8."""
+        """True if each U+FFFD in the slice is a real U+FFFD, not invalid UTF-8."""
         text = self.text[characters]
         return (
             REPLACED not in text
             or self.is_canonical
-            or self._writes(text, [self.tokens[i] for i in tokens], "text")
+            or self._encodes_as(text, [self.tokens[i] for i in tokens], "text")
         )
 
-    def _writes(self, text: str, tokens: Sequence[int], after: Literal["start", "text"]) -> bool:
+    def _encodes_as(
+        self, text: str, tokens: Sequence[int], after: Literal["start", "text"]
+    ) -> bool:
         """True if the tokenizer encodes the text as these tokens."""
         try:
             return self.tokenizer.encode(text, after=after) == list(tokens)
@@ -106,16 +108,16 @@ class TokenRun:
 def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
     """Yield the shortest spans of the two runs, in order and disjoint.
 
-    teacher: its tokenizer's tokens of the student's text, which may decode to another text.
+    teacher: the student's text in the teacher's tokens, which may decode to another text.
     """
     student_text = student.text
     teacher_text = teacher.text
-    places = [
+    positions = [
         (p, q)
         for p, q in align_positions(student_text, teacher_text)
         if p in student.cuts and q in teacher.cuts
     ]
-    for (p, q), (p_end, q_end) in pairwise(places):
+    for (p, q), (p_end, q_end) in pairwise(positions):
         tokens = range(student.cuts[p], student.cuts[p_end])
         if compose_nfc(student_text[p:p_end]) == compose_nfc(
             teacher_text[q:q_end]
@@ -123,7 +125,7 @@ def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
 
 
-# --- Two texts, one of which a tokenizer made from the other.
+# --- Alignment of a text with the text that a tokenizer makes of it
 
 
 def compose_nfc(text: str) -> str:
@@ -134,13 +136,13 @@ def compose_nfc(text: str) -> str:
 def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     """Return ascending pairs of positions at which the two texts correspond.
 
-    Both are scanned from the beginning, past differences of normalisation (`_difference`), up to
-    the first unexplained difference; and from the end as far as they are equivalent.
+    Both are scanned from the beginning, past differences of normalisation (`_match_spellings`), up
+    to the first other difference, and from the end as far as they are equivalent.
     """
     if student == teacher:
         return [(i, i) for i in range(len(student) + 1)]
-    student_ends = _ends(student)
-    teacher_ends = _ends(teacher)
+    student_ends = _cluster_ends(student)
+    teacher_ends = _cluster_ends(teacher)
     # C = clusters
     student_C = [student[start:end] for start, end in pairwise(student_ends)]
     teacher_C = [teacher[start:end] for start, end in pairwise(teacher_ends)]
@@ -149,7 +151,7 @@ def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     while i < len(student_C) and j < len(teacher_C):
         step = (1, 1)
         if compose_nfc(student_C[i]) != compose_nfc(teacher_C[j]):
-            step = _difference(student_C[i : i + EXPANSION], teacher_C[j : j + EXPANSION])
+            step = _match_spellings(student_C[i : i + EXPANSION], teacher_C[j : j + EXPANSION])
         if step is None:
             break
         i, j = i + step[0], j + step[1]
@@ -163,45 +165,44 @@ def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     ):
         back_i, back_j = back_i - 1, back_j - 1
         backwards.append((student_ends[back_i], teacher_ends[back_j]))
-    return [*forwards, *(place for place in reversed(backwards) if place != forwards[-1])]
+    return [*forwards, *(position for position in reversed(backwards) if position != forwards[-1])]
 
 
-def _ends(text: str) -> list[int]:
+def _cluster_ends(text: str) -> list[int]:
     """Return 0 and the end of each cluster: characters that canonical composition may join."""
     return [
         0,
-        *(i for i in range(1, len(text)) if not _joins(text[i])),
+        *(i for i in range(1, len(text)) if not _composes_with_previous(text[i])),
         *([len(text)] if text else []),
     ]
 
 
-def _joins(character: str) -> bool:
-    """True if the character may compose with the one before it: a mark, a Hangul vowel or final."""
+def _composes_with_previous(character: str) -> bool:
+    """True if the character is a mark, Hangul vowel or final, which compose with the one before."""
     return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
 
 
-def _difference(student_C: Sequence[str], teacher_C: Sequence[str]) -> tuple[int, int] | None:
-    """Return the number of clusters at the beginning of each that spell the same text.
+def _match_spellings(student_C: Sequence[str], teacher_C: Sequence[str]) -> tuple[int, int] | None:
+    """Return how many clusters of each side, from the first on, spell the same text; None if none.
 
-    Spellings differ by case, by accents, by a compatible form ("fi" for the ligature), or by a
-    space
-    that one side lacks. None: the clusters are no such spellings.
+    Spellings may differ by case, accents, a compatible form ("fi" for the ligature), or a space
+    that one side lacks.
     """
-    student_fold, teacher_fold = _folded(student_C[0]), _folded(teacher_C[0])
+    student_fold, teacher_fold = _fold(student_C[0]), _fold(teacher_C[0])
     if not student_fold or not teacher_fold:
         return (0, 1) if student_fold else (1, 0)
     i = j = 1
     while student_fold != teacher_fold:
         if teacher_fold.startswith(student_fold) and i < len(student_C):
-            student_fold, i = student_fold + _folded(student_C[i]), i + 1
+            student_fold, i = student_fold + _fold(student_C[i]), i + 1
         elif student_fold.startswith(teacher_fold) and j < len(teacher_C):
-            teacher_fold, j = teacher_fold + _folded(teacher_C[j]), j + 1
+            teacher_fold, j = teacher_fold + _fold(teacher_C[j]), j + 1
         else:
             return None
     return i, j
 
 
-def _folded(text: str) -> str:
+def _fold(text: str) -> str:
     """Return the compatible form of a text without case, accents, spaces and control characters."""
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     return "".join(
@@ -209,7 +210,7 @@ def _folded(text: str) -> str:
     )
 
 
-# --- The ends of tokens in a text.
+# --- Token boundaries in a text
 
 
 @dataclass
@@ -218,7 +219,7 @@ class DecodeWindow:
 
     before: the tokens just before the position, as context for the decoder.
     at: number of characters before the position.
-    due: number of tokens from which it is decoded again.
+    due: number of tokens at which the window is decoded again.
     """
 
     tokenizer: Tokenizer
@@ -233,7 +234,7 @@ class DecodeWindow:
         return len(self.tokens) >= self.due
 
     def text(self, count: int | None = None) -> str:
-        """Return the text of the first `count` tokens; None: of all."""
+        """Return the text of the first `count` tokens, of all if None."""
         return self.tokenizer.decode([*self.before, *self.tokens[:count]])[
             len(self.tokenizer.decode(self.before)) :
         ]
@@ -247,19 +248,19 @@ class DecodeWindow:
         self.due = 0
 
     def shorten(self, text: str) -> None:
-        """Halve a long window without a whole character, if its halves decode the same apart.
+        """Cut the first tokens off a long window if separate decoding gives the same text.
 
-        They don't if one half character turns all bytes beside it into U+FFFD, as in decoders with
-        byte fallback. Such a window is decoded again once it has grown by an eighth.
+        It doesn't if an incomplete character turns all bytes beside it into U+FFFD, as in decoders
+        with byte fallback. Such a window is decoded again once it has grown by an eighth.
         """
         if len(self.tokens) < LONG_WINDOW:
             return
-        half = replace(self, tokens=list(self.tokens))
-        piece = half.text(LONG_WINDOW // 2)
-        half.pass_over(LONG_WINDOW // 2, piece)
-        if piece + half.text() == self.text() and text.startswith(piece, self.at):
-            self.before = half.before
-            self.tokens = half.tokens
-            self.at = half.at
+        rest = replace(self, tokens=list(self.tokens))
+        piece = rest.text(LONG_WINDOW // 2)
+        rest.pass_over(LONG_WINDOW // 2, piece)
+        if piece + rest.text() == self.text() and text.startswith(piece, self.at):
+            self.before = rest.before
+            self.tokens = rest.tokens
+            self.at = rest.at
         else:
             self.due = len(self.tokens) * 9 // 8

@@ -1,6 +1,7 @@
 """Define what a learner requires of a language model, and implement it for the built-in decoder.
 
-T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
+T = tokens of packed sequences laid end to end, n = a subset of them, d = hidden size,
+V = vocabulary size.
 """
 
 from __future__ import annotations
@@ -34,16 +35,16 @@ UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration names no
 class PolicyModel(nn.Module, ABC):
     """A language model that a learner can train."""
 
-    # How the architecture's own plan divided the model over tensor-parallel ranks. None if it is
-    # whole, and for the built-in decoder, which has its own shards.
+    # How the architecture's own plan divided the model over tensor-parallel ranks. None if the
+    # model is whole, and for the built-in decoder, which has its own shards.
     divided: TPDivision | None = None
-    # The adapter that trains instead of the model's own weights; None: the weights train.
+    # The adapter that is trained instead of the model's own weights; None: the weights are.
     adapter: Adapter | None = None
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """Rows of the output embedding over all ranks. Token ids are below this number."""
+        """The number of rows of the output embedding over all ranks. Token ids are below it."""
 
     @property
     @abstractmethod
@@ -65,26 +66,26 @@ class PolicyModel(nn.Module, ABC):
     def matrices(self) -> Mapping[str, Sequence[int]]:
         """Return the matrices that the layers multiply hidden states by.
 
-        The keys are parameter names on this rank. The values list the rows of each matrix in that
-        parameter, in order: a fused parameter has several. Embeddings and the language head are
-        left out.
+        The keys are parameter names on this rank. The values are the numbers of rows of the
+        matrices in that parameter, in order: a fused parameter has several. Embeddings and the
+        language head are left out.
         """
 
     @property
     def work(self) -> TokenCost | None:
-        """The arithmetic of one text token; None if it can't be determined."""
+        """The arithmetic of one text token's forward pass; None if it can't be determined."""
         return None
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """The head's matrix [V, d] if `logits` is just a product with it, in any dtype; None
-        otherwise.
+        """The head's matrix [V, d], in any dtype; None if `logits` is more than a product with
+        it.
         """
         return None
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if `hidden` computes prefixes that sequences share only once."""
+        """True if `hidden` computes a prefix once that several sequences share."""
         return False
 
     @property
@@ -99,7 +100,7 @@ class PolicyModel(nn.Module, ABC):
 
     @property
     def vocabulary(self) -> VocabParallelLogits | None:
-        """The division of the logits over ranks; None if this rank has all of them."""
+        """The division of the vocabulary over ranks; None if this rank computes all logits."""
         return None if self.divided is None else self.divided.vocabulary
 
     @property
@@ -128,14 +129,15 @@ class PolicyModel(nn.Module, ABC):
             positions_T: positions of the tokens, restarting at 0 in each sequence.
             lengths: tokens of each sequence, each at least 1; they sum to T.
             routing: replay and monitoring of the T tokens' experts, if the model `routes`.
-            read_T: bool; the tokens whose states the caller reads, None: all. The other states are
-                arbitrary finite numbers, which a model need not compute.
+            read_T: bool; True for the tokens whose states the caller reads; None: all. The other
+                states may be any finite numbers, so a model need not compute them.
         """
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
         """Return `hidden(...)`.
 
-        Hooks of torch see this call: FSDP gathers the weights before it.
+        Call it instead of `hidden` where torch's module hooks must run: FSDP gathers the weights
+        in one.
         """
         return self.hidden(*inputs, **options)
 
@@ -143,8 +145,8 @@ class PolicyModel(nn.Module, ABC):
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of the next token [n, V] in float32 (float64 for float64 models).
 
-        They have this precision even under autocast: a bfloat16 head is off by about 1e-2 nats a
-        token, as much as a whole policy step.
+        They have this precision even under autocast: a bfloat16 head errs by about 1e-2 nats per
+        token, as much as a whole policy step changes.
         """
 
     @abstractmethod
@@ -152,7 +154,7 @@ class PolicyModel(nn.Module, ABC):
         """Yield (Hugging Face name, detached tensor that shares the parameter's memory), each
         weight once.
 
-        Weights of an adapter are left out.
+        The adapter's weights are left out.
         """
 
     # --- an adapter
@@ -161,12 +163,12 @@ class PolicyModel(nn.Module, ABC):
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
         """Return the names of the linear maps that an adapter would adapt.
 
-        Raises ConfigError if the model has no map of a requested name.
+        Raises ConfigError if the model lacks a linear map that `lora` names.
         """
 
     @abstractmethod
     def attach(self, adapter: Adapter) -> None:
-        """Add the adapter and freeze all other weights. The outputs don't change yet."""
+        """Add the adapter and freeze all other weights. This does not change the outputs."""
 
     @abstractmethod
     def merge(self) -> None:
@@ -183,8 +185,8 @@ class PolicyModel(nn.Module, ABC):
         """Switch the adapter off inside the context."""
 
     def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the (name, parameter) pairs that an update changes: the adapter's, or all without
-        one.
+        """Return the (name, parameter) pairs that an update changes: the adapter's if there is one,
+        otherwise all.
         """
         return [
             (name, p)
@@ -209,7 +211,7 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
-        """Write a Hugging Face directory. Every file appears whole or not at all.
+        """Write a Hugging Face directory. Each file is written atomically.
 
         Args:
             weights: all weights by canonical name; None: the model's own.

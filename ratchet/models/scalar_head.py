@@ -42,7 +42,7 @@ class ScalarHead(nn.Module):
 
 
 def save_head(head: ScalarHead, directory: Path) -> None:
-    """Write `score.safetensors` beside the model, in float32."""
+    """Write the head as `score.safetensors` into the model's directory, in float32."""
     directory.mkdir(parents=True, exist_ok=True)
     with atomic_path(directory / FILE) as temporary:
         save_file(
@@ -55,7 +55,7 @@ def save_head(head: ScalarHead, directory: Path) -> None:
 def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
     """Return the scalar head in a model's directory; None if there is none.
 
-    It reads what `save_head` wrote, or the head of a Hugging Face `*ForSequenceClassification`.
+    The head is one that `save_head` wrote, or that of a Hugging Face `*ForSequenceClassification`.
     Raises ModelError if the head has more than one label, or belongs to a model of another width.
     """
     files = _find_head(directory)

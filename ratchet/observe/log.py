@@ -1,5 +1,7 @@
-"""The file `run.log`: everything that Ratchet logs, in one format and UTC. Warnings go to the
-screen too."""
+"""Write `run.log`: everything that Ratchet logs, in one format and in UTC.
+
+Warnings go to the screen too.
+"""
 
 from __future__ import annotations
 
@@ -18,14 +20,17 @@ from rich.text import Text
 from ratchet.observe.write_files import open_unshared
 from ratchet.utils.terminal_text import escape_controls
 
-# Model text, environment errors and tracebacks end up in the log: what steers a terminal must not
-# reach one through it.
+# Model text, environment errors and tracebacks end up in the log. Their control characters are
+# escaped, so that they can't steer a terminal that shows it.
 
 
 class UtcFormatter(logging.Formatter):
-    """`2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further lines of a
-    record are indented, so that what starts at the left margin is always a record; control
-    characters are escaped."""
+    """A formatter of records for `run.log`.
+
+    A record is `2026-01-31T12:00:00.123Z WARNING ratchet.runs.checkpoints: message`. Further
+    lines of it are indented, so that a line at the left margin always starts a record. Control
+    characters are escaped.
+    """
 
     converter = time.gmtime
 
@@ -40,11 +45,12 @@ class UtcFormatter(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """The handler of `run.log`. A disk that fails costs records, with one warning, and never the
-    run."""
+    """The handler of `run.log`. If the disk fails, records are lost with one warning, and the run
+    goes on.
+    """
 
     def __init__(self, path: Path, console: Console | None) -> None:
-        """Open the file. Raises OSError, also for a link, a pipe or a device in its place."""
+        """Open the file. Raises OSError, also if it is a link, a pipe or a device."""
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
         self.console, self.is_whole = console, True
 
@@ -65,13 +71,12 @@ class LogFile(logging.FileHandler):
                 self.console.print(Text(escape_controls(text), style="yellow"), soft_wrap=True)
 
     def close(self) -> None:
-        with suppress(OSError):  # of what could not be written before
+        with suppress(OSError):  # the same error as for the records that were lost
             super().close()
 
 
 class ConsoleHandler(logging.Handler):
-    """A handler that prints on the console of the progress display, so that the display stays
-    whole."""
+    """A handler that prints through the console of the progress display, which it keeps intact."""
 
     def __init__(self, console: Console) -> None:
         super().__init__(logging.WARNING)
@@ -89,22 +94,24 @@ class ConsoleHandler(logging.Handler):
 def log_to(
     path: Path, *, console: Console | None = None, level: int = logging.INFO
 ) -> Iterator[None]:
-    """Append the loggers under `ratchet` to `path` inside the block, and show warnings on
-    `console`. Raises OSError."""
-    to_file = LogFile(path, console)
-    to_file.setFormatter(UtcFormatter())
-    handlers: list[logging.Handler] = [to_file]
+    """Append records of `ratchet` loggers to `path` inside the block; show warnings on `console`.
+
+    Raises OSError.
+    """
+    log_file = LogFile(path, console)
+    log_file.setFormatter(UtcFormatter())
+    handlers: list[logging.Handler] = [log_file]
     if console is not None:
         handlers.append(ConsoleHandler(console))
     logger = logging.getLogger("ratchet")
-    before = logger.level
+    previous_level = logger.level
     logger.setLevel(level)
     for handler in handlers:
         logger.addHandler(handler)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.setLevel(previous_level)
         for handler in handlers:
             logger.removeHandler(handler)
             handler.close()

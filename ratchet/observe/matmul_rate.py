@@ -1,5 +1,7 @@
-"""The rate of matrix products on this machine with a run's own threads; profiles compare with
-it."""
+"""Measure the rate of matrix products on this machine, with which profiles compare a run's own.
+
+It is measured with the run's number of threads.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +11,9 @@ from dataclasses import dataclass
 import torch
 
 ROUNDS = 5
-ROUND_S = 0.03  # long enough for the clock, short enough that a user does not wait
-SQUARE = {"cpu": 1024, "cuda": 8192}  # sides: products of this size are as fast as any
+ROUND_S = 0.03  # long enough to time precisely, short enough that a user does not wait
+# Side of a square product by device: products of this size reach the full rate.
+SQUARE = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,9 +40,10 @@ class Gemm:
 def gemm_rate(
     gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
 ) -> float:
-    """Return the FLOP/s of this product with PyTorch's current threads, the best of a few rounds.
+    """Return the best FLOP/s of this product with PyTorch's current threads over a few rounds.
 
-    Each round takes `round_s` to twice that. Draws no random number.
+    Each round takes between one and two times `round_s`. No random number is drawn, so that the
+    run's random state stays as it is.
     """
     a = (
         torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device)
@@ -61,7 +65,7 @@ def gemm_rate(
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    seconds()  # warms up
+    seconds()  # warm-up
     while seconds() < round_s:
         repeats *= 2
     return repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))

@@ -1,7 +1,6 @@
-"""Sentinels: rules over the history of metrics that warn during a run or pause it, and keep the
-evidence.
+"""Warn about a run or pause it by rules over its metrics (sentinels), and keep the evidence.
 
-A rule is a pure function of a value and of those before it. A sentinel's memory is in the
+A rule is a pure function of a value and its predecessors. A sentinel's memory is in the
 checkpoint, so that a resumed run warns as the uninterrupted one would have.
 """
 
@@ -30,8 +29,8 @@ log = logging.getLogger(__name__)
 Metrics = Mapping[str, float | None]
 
 EXHIBITS = 8  # attempts in a file of evidence
-NGRAM = 8  # tokens: shorter ones come again in any text
-# standard deviations of a normal distribution are so many medians of absolute deviations
+NGRAM = 8  # tokens per n-gram; shorter ones repeat in any text
+# standard deviation / median absolute deviation, for a normal distribution
 NORMAL = 1.4826
 
 
@@ -40,20 +39,21 @@ NORMAL = 1.4826
 
 @dataclass(frozen=True)
 class MetricMemory:
-    """The finite values of a metric: the first `window` ones, and the latest after those. streak:
-    how many of the last values the rule held for."""
+    """The past values of a metric that a sentinel's rule needs; only finite ones are kept."""
 
-    first: tuple[float, ...] = ()
-    recent: tuple[float, ...] = ()
-    streak: int = 0
+    first: tuple[float, ...] = ()  # the first `window` values
+    recent: tuple[float, ...] = ()  # up to `window` latest values after those
+    streak: int = 0  # number of latest values for which the rule held, without a break
 
     def latest(self, n: int) -> tuple[float, ...]:
         return (*self.first, *self.recent)[-n:]
 
 
 def holds(sentinel: SentinelConfig, memory: MetricMemory, value: float | None) -> bool:
-    """Return True if the rule holds for a value after those in memory. value: None for one that is
-    not finite."""
+    """Return True if the rule holds for a value that follows those in memory.
+
+    value: None stands for a value that is not finite.
+    """
     if value is None:
         return sentinel.rule in ("nonfinite", "above", "spike", "grows", "rises")
     return _RULES[sentinel.rule](value, memory, sentinel.threshold, sentinel.window)
@@ -76,7 +76,7 @@ def _spikes(value: float, memory: MetricMemory, threshold: float, window: int) -
     if len(before) < window:
         return False
     middle = median(before)
-    # The floor keeps the last digit of a metric that hardly moves from being an outlier.
+    # The lower bounds keep rounding noise of a nearly constant metric from counting as a spike.
     deviation = max(NORMAL * median(abs(x - middle) for x in before), 1e-3 * abs(middle), 1e-6)
     return value - middle > threshold * deviation
 
@@ -125,10 +125,10 @@ _SAYS = {
 
 
 def watched_value(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
-    """Return the watched metric and its value; of several metrics the greatest, or one that is not
-    finite.
+    """Return the watched metric's name and value; None if the step does not report it.
 
-    None if the step does not report it.
+    Of several matching metrics it is one that is not finite, or else the greatest. Under the rule
+    `reported`, a metric that the step does not report has the value 0.
     """
     matching = {
         name: value for name, value in metrics.items() if fnmatchcase(name, sentinel.metric)
@@ -151,31 +151,31 @@ class Exhibit(NamedTuple):
 
 
 def repetition(row: Trajectory) -> float | None:
-    """Return the share of 8-token n-grams of the policy's text that occurred before; None for fewer
-    tokens."""
+    """Return the share of the policy's 8-token n-grams that occurred before in the row.
+
+    None if the policy wrote fewer than 8 tokens.
+    """
     tokens = row.tokens[row.owner == POLICY]
-    return _repeated(tokens.tobytes(), tokens.itemsize)
+    return _repeated_share(tokens.tobytes(), tokens.itemsize)
 
 
-def _repeated(written: bytes, size: int) -> float | None:
-    """Return the share of repeated n-grams. size: bytes of a token. Comparing n-grams as bytes is a
-    hundred times as fast as comparing rows of numbers."""
+def _repeated_share(written: bytes, size: int) -> float | None:
+    """Return the share of repeated n-grams in tokens of `size` bytes each."""
     count = len(written) // size - NGRAM + 1
     if count < 1:
         return None
-    return (
-        1.0
-        - len({written[start : start + NGRAM * size] for start in range(0, count * size, size)})
-        / count
-    )
+    # Comparing n-grams as bytes is a hundred times as fast as comparing rows of numbers.
+    distinct = {written[start : start + NGRAM * size] for start in range(0, count * size, size)}
+    return 1.0 - len(distinct) / count
 
 
 def _surprise(row: Trajectory) -> float:
-    wrote = row.rollout_logprobs[row.owner == POLICY]
-    return float(-wrote.mean()) if len(wrote) else 0.0
+    """Return the mean of -log p over the tokens that the policy wrote."""
+    logprobs = row.rollout_logprobs[row.owner == POLICY]
+    return float(-logprobs.mean()) if len(logprobs) else 0.0
 
 
-# By what attempts are chosen as evidence, for the first pattern that fits the metric.
+# The weight of an attempt as evidence, by the first pattern that matches the metric.
 _CHOSEN_BY: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
     ("rollout/repetition", lambda row: repetition(row) or 0.0),
     ("rollout/length*", lambda row: float(row.completion_length)),
@@ -187,7 +187,7 @@ _CHOSEN_BY: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
 
 
 def exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhibit]:
-    """Yield every attempt of a step as an exhibit."""
+    """Yield the training attempts of a step as exhibits."""
     weigh = next(weigh for pattern, weigh in _CHOSEN_BY if fnmatchcase(sentinel.metric, pattern))
     sign = -1.0 if sentinel.rule in ("below", "shrinks") else 1.0
     for group in groups:
@@ -198,7 +198,7 @@ def exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhi
         )
 
 
-def _shown(exhibit: Exhibit) -> dict[str, Any]:
+def _as_json(exhibit: Exhibit) -> dict[str, Any]:
     row = exhibit.row
     return {
         "weight": exhibit.weight,
@@ -215,7 +215,7 @@ def _shown(exhibit: Exhibit) -> dict[str, Any]:
     }
 
 
-# --- all of them
+# --- the sentinels of a stage
 
 
 def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
@@ -229,10 +229,10 @@ def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
 
 @dataclass
 class Sentinels:
-    """The sentinels of a stage. directory: where evidence goes (`step-N-NAME.json`); None:
-    nowhere."""
+    """The sentinels of a stage, with their memories."""
 
     config: SentinelsConfig
+    # Evidence is written here as `step-N-NAME.json`; None: it is not kept.
     directory: Path | None = None
     memories: dict[str, MetricMemory] = field(default_factory=dict)
 
@@ -245,10 +245,10 @@ class Sentinels:
     ) -> bool:
         """Check the metrics of a step. Return True if the run must pause.
 
-        shown: evidence by metric from other checks; without it, evidence is chosen from the step's
-        groups.
+        shown: evidence from other checks, by metric; for other metrics, evidence is chosen from
+            `groups`.
         """
-        pauses = False
+        must_pause = False
         for name, sentinel in watched(self.config).items():
             named_value = watched_value(sentinel, metrics)
             if named_value is None:
@@ -259,8 +259,8 @@ class Sentinels:
             if memory.streak == sentinel.patience:
                 chosen = (shown or {}).get(metric) or list(exhibits(sentinel, groups))
                 self._alarm(step, name, metric, value, metrics, chosen)
-                pauses |= sentinel.action == "pause"
-        return pauses
+                must_pause |= sentinel.action == "pause"
+        return must_pause
 
     def state(self) -> dict[str, Any]:
         """Return the memory of all sentinels as JSON values."""
@@ -285,15 +285,16 @@ class Sentinels:
         chosen: Sequence[Exhibit],
     ) -> None:
         sentinel = watched(self.config)[name]
-        says = _SAYS[sentinel.rule].format(threshold=sentinel.threshold, window=sentinel.window)
-        lasts = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
-        about = (
+        rule_text = _SAYS[sentinel.rule].format(
+            threshold=sentinel.threshold, window=sentinel.window
+        )
+        duration = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
+        meaning = (
             type(self.config).model_fields[name].description if name not in self.config.own else ""
         )
         number = "not finite" if value is None else f"{value:.4g}"
-        message = (
-            f"step {step}: sentinel {name}: {metric} = {number} {says}{lasts}: {about}".rstrip(": ")
-        )
+        alarm = f"{metric} = {number} {rule_text}{duration}"
+        message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")
         worst = sorted(chosen, key=lambda exhibit: -exhibit.weight)[:EXHIBITS]
         evidence = {
             "sentinel": name,
@@ -301,16 +302,19 @@ class Sentinels:
             "message": message,
             **dict(sentinel),
             "history": [*self.memories[name].latest(2 * sentinel.window)],
-            # Seconds differ from run to run, and a resumed one leaves the same files.
+            # Without timings, so that a resumed run writes the same files.
             "metrics": {
-                key: number for key, number in metrics.items() if not key.startswith(OF_THE_MACHINE)
+                key: content
+                for key, content in metrics.items()
+                if not key.startswith(OF_THE_MACHINE)
             },
-            "attempts": [_shown(exhibit) for exhibit in worst],
+            "attempts": [_as_json(exhibit) for exhibit in worst],
         }
-        where = self._keep(f"step-{step:08d}-{name}.json", evidence)
-        log.warning("%s%s", message, where)
+        saved_note = self._write_evidence(f"step-{step:08d}-{name}.json", evidence)
+        log.warning("%s%s", message, saved_note)
 
-    def _keep(self, name: str, evidence: Mapping[str, Any]) -> str:
+    def _write_evidence(self, name: str, evidence: Mapping[str, Any]) -> str:
+        """Write evidence to a file, and return a note for the log that says where it is."""
         if self.directory is None:
             return ""
         path = self.directory / name
@@ -323,16 +327,16 @@ class Sentinels:
 
 
 def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Return `repetition`, the mean over attempts that are long enough; {} if none is."""
+    """Return the mean of `repetition` over the attempts that have one; {} if none has."""
     if not rows:
         return {}
-    # all at once: numpy takes longer to begin than over one row
+    # One call for all rows, because the overhead of a numpy call exceeds its work on one row.
     tokens = np.concatenate([row.tokens for row in rows])
     written, size = (
         tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
         tokens.itemsize,
     )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
-    shares = [_repeated(written[start:end], size) for start, end in pairwise(ends)]
+    shares = [_repeated_share(written[start:end], size) for start, end in pairwise(ends)]
     measured = [share for share in shares if share is not None]
     return {"repetition": fmean(measured)} if measured else {}

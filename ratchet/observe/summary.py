@@ -1,4 +1,4 @@
-"""The result of a run: `summary.json`, and the table of accuracies before and after."""
+"""The summary of a run: `summary.json`, and the table of accuracy before and after training."""
 
 from __future__ import annotations
 
@@ -19,27 +19,31 @@ from ratchet.observe.write_files import replace_text
 
 
 def installed_versions() -> dict[str, str | None]:
-    """Return the versions of packages that results depend on, without importing them; None for a
-    missing package."""
+    """Return the versions of packages that results depend on; None for a missing package.
 
-    def of(package: str) -> str | None:
+    The packages are not imported.
+    """
+
+    def find_version(package: str) -> str | None:
         try:
             return version(package)
         except PackageNotFoundError:
             return None
 
-    return {name: of(name) for name in ("ratchet", "torch", "transformers")} | {
+    return {name: find_version(name) for name in ("ratchet", "torch", "transformers")} | {
         "python": platform.python_version()
     }
 
 
 @dataclass(frozen=True, slots=True)
 class StageSummary:
-    """One stage of the summary.
+    """The summary of one stage.
 
-    seconds: of training alone, without evaluation and saving. Accuracies: held-out, 0 to 1, None
-    without evaluation. trained_tokens had a loss; generated_tokens were sampled (0 in a supervised
-    stage).
+    Args:
+        seconds: training time, without evaluation and saving.
+        accuracy_before, accuracy_after: held-out accuracy, 0 to 1; None without evaluation.
+        trained_tokens: number of tokens with a loss.
+        generated_tokens: number of sampled tokens (0 in a supervised stage).
     """
 
     name: str
@@ -73,7 +77,7 @@ class StageSummary:
 
 @dataclass(frozen=True, slots=True)
 class RunSummary:
-    """The summary of a run. peak_mib: the largest memory of the process that finished the run."""
+    """The summary of a run. peak_mib: peak memory of the process that finished the run."""
 
     stages: tuple[StageSummary, ...]
     command: str
@@ -122,7 +126,7 @@ class RunSummary:
                 else "-"
             )
             speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
-            # Text, because a stage's name could hold what rich reads as markup.
+            # Text, because rich would read brackets in a stage's name as markup.
             table.add_row(
                 Text(stage.name),
                 Text(stage.algorithm),

@@ -1,7 +1,7 @@
-"""A run's use of its machine: processors, memory, disk, and accelerators where NVIDIA's library is
-installed.
+"""Measure a run's use of its machine: processors, memory, disk and NVIDIA accelerators.
 
-Only processes on this machine count. Linux reports all of it (/proc); other systems report less.
+Accelerators need NVIDIA's management library. Only processes on this machine count. On Linux all
+figures are available (from /proc); other systems have fewer.
 """
 
 from __future__ import annotations
@@ -16,23 +16,26 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 GIB = 2**30
-# how often processes of the run are looked for; those that are known are read in each step
+# Seconds between searches for new processes of the run; known ones are read at every measurement.
 KIN_S = 10.0
 PROC = Path("/proc")
 
 
 class Use(NamedTuple):
-    """cpu_s: processor seconds since the process began. resident: bytes of memory."""
+    """The processor time and memory of one process."""
 
-    cpu_s: float
-    resident: int
+    cpu_s: float  # processor seconds since the process began
+    resident: int  # bytes of resident memory
 
 
 class SystemMeter:
-    """A meter of the use since the last `measure`.
+    """A meter of the machine's use by this run.
 
-    directory: the disk that is watched. nvml: NVIDIA's library; None: no accelerator is watched.
-    clock: returns seconds.
+    Args:
+        directory: its disk is measured.
+        nvml: NVIDIA's management library; None: accelerators are not measured.
+        proc: the mount point of /proc.
+        clock: returns seconds.
     """
 
     def __init__(
@@ -51,63 +54,67 @@ class SystemMeter:
         self._at = clock()
 
     def measure(self) -> dict[str, float]:
+        """Return the current figures by name; `cpu_cores` is the mean since the last call."""
         now, uses = self._clock(), self._uses()
-        # A process that has ended takes its seconds with it, and one that is new brings those
-        # before it was known.
-        spent = sum(
+        # Only processes that were there at both measurements count: the seconds of an ended one are
+        # lost, and a new one has some from before this interval.
+        cpu_seconds = sum(
             use.cpu_s - self._worked[pid] for pid, use in uses.items() if pid in self._worked
         )
-        numbers = {"cpu_cores": spent / (now - self._at)} if now > self._at else {}
+        metrics = {"cpu_cores": cpu_seconds / (now - self._at)} if now > self._at else {}
         self._worked, self._at = {pid: use.cpu_s for pid, use in uses.items()}, now
         if resident := sum(use.resident for use in uses.values()):
-            numbers["rss_gib"] = resident / GIB
-        numbers |= self._host()
+            metrics["rss_gib"] = resident / GIB
+        metrics |= self._host_memory()
         with suppress(OSError):
             disk = shutil.disk_usage(self.directory)
-            numbers |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
-        return numbers | (self._gpus.measure() if self._gpus is not None else {})
+            metrics |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
+        return metrics | (self._gpus.measure() if self._gpus is not None else {})
 
     def _uses(self) -> dict[int, Use]:
-        """Return the use of each process of the run; without /proc, of this process alone."""
+        """Return the use of each process of the run by id; only of this process without /proc."""
         if not (self.proc / str(os.getpid()) / "stat").exists():
             return {os.getpid(): Use(time.process_time(), 0)}
         if self._clock() - self._looked >= KIN_S:
-            self._looked, self._kin = self._clock(), self._descendants()
+            self._looked, self._kin = self._clock(), self._find_descendants()
         ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-        stats = {pid: self._stat(pid) for pid in self._kin}
+        stats = {pid: self._read_stat(pid) for pid in self._kin}
         return {
-            pid: Use((int(s[11]) + int(s[12])) / ticks, int(s[21]) * page)
-            for pid, s in stats.items()
-            if s
+            pid: Use((int(stat[11]) + int(stat[12])) / ticks, int(stat[21]) * page)
+            for pid, stat in stats.items()
+            if stat
         }
 
-    def _descendants(self) -> set[int]:
+    def _find_descendants(self) -> set[int]:
         children: dict[int, list[int]] = {}
         for entry in self.proc.iterdir():
-            if entry.name.isdigit() and (stat := self._stat(int(entry.name))):
+            if entry.name.isdigit() and (stat := self._read_stat(int(entry.name))):
                 children.setdefault(int(stat[1]), []).append(int(entry.name))
-        visited, new = set[int](), [os.getpid()]
-        while new:
-            pid = new.pop()
+        visited, pending = set[int](), [os.getpid()]
+        while pending:
+            pid = pending.pop()
             if pid not in visited:
                 visited.add(pid)
-                new += children.get(pid, [])
+                pending += children.get(pid, [])
         return visited
 
-    def _stat(self, pid: int) -> list[str]:
-        """Return the fields after the name, which may hold blanks: state, parent, ..., 11: user
-        time, 12: system time, 21: pages."""
+    def _read_stat(self, pid: int) -> list[str]:
+        """Return the fields of a process's stat file after its name, which may hold blanks.
+
+        0: state, 1: parent, 11: user time, 12: system time, 21: resident pages. Return an empty
+        list if the process has ended.
+        """
         try:
             return (self.proc / str(pid) / "stat").read_text().rpartition(")")[2].split()
-        except (OSError, UnicodeDecodeError):  # it has ended
+        except (OSError, UnicodeDecodeError):
             return []
 
-    def _host(self) -> dict[str, float]:
+    def _host_memory(self) -> dict[str, float]:
         try:
             lines = (self.proc / "meminfo").read_text().splitlines()
             sizes = {
-                name: int(rest.split()[0]) * 1024
-                for name, _, rest in (line.partition(":") for line in lines)
+                name: int(value.split()[0]) * 1024
+                for name, _, value in (line.partition(":") for line in lines)
             }
             total, free = sizes["MemTotal"], sizes["MemAvailable"]
         except (OSError, KeyError, ValueError, IndexError):
@@ -116,10 +123,10 @@ class SystemMeter:
 
 
 class Accelerators:
-    """The accelerators of this machine, including work of other users on them."""
+    """A meter of this machine's accelerators; it includes the work of other users on them."""
 
     def __init__(self, nvml: Any) -> None:
-        """Open the library. Raises what NVML raises without a driver."""
+        """Open the library. Raises NVMLError without a driver."""
         self._nvml = nvml
         nvml.nvmlInit()
         self._handles = [
@@ -127,14 +134,14 @@ class Accelerators:
         ]
 
     def measure(self) -> dict[str, float]:
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for index, handle in enumerate(self._handles):
-            for name, value in self._of(handle):
-                numbers[f"gpu/{index}/{name}"] = value
-        return numbers
+            for name, value in self._measure_device(handle):
+                metrics[f"gpu/{index}/{name}"] = value
+        return metrics
 
-    def _of(self, handle: Any) -> Iterator[tuple[str, float]]:
-        """Yield what the device reports; some devices do not report everything."""
+    def _measure_device(self, handle: Any) -> Iterator[tuple[str, float]]:
+        """Yield (name, value) of each metric that the device reports; some lack one."""
         nvml = self._nvml
         readers: Mapping[str, Callable[[], float]] = {
             "busy_share": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,

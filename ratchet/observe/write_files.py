@@ -1,4 +1,4 @@
-"""Write files so that a crash leaves the old content or the new, never a part of it."""
+"""Write files so that a crash leaves either the old content or the new, never a part of it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ log = logging.getLogger(__name__)
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a directory's entries, to the disk itself. Raises OSError."""
+    """Flush a file, or a directory's entries, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -25,15 +25,15 @@ def sync(path: Path) -> None:
 
 
 def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
-    """Open a plain file, and nothing else that has its name, and return the descriptor.
+    """Open a plain file and return the descriptor; refuse anything else of that name.
 
-    A link could lead the writer to a file elsewhere, and a pipe or a device could make it wait for
-    ever.
+    A link could lead the writer to a file elsewhere, and a pipe or a device could block it forever.
 
     Args:
         path: The file.
-        flags: As `os.open` takes them. A file that `os.O_CREAT` creates gets the mode 0o644.
-        directory: The descriptor of the directory to look in, wherever its path leads by now.
+        flags: The flags of `os.open`. A file that `os.O_CREAT` creates gets the mode 0o644.
+        directory: The descriptor of the file's directory, in which `path.name` is then opened, even
+            if the directory's path now leads elsewhere.
 
     Raises:
         OSError: The file can't be opened, or is a link, a pipe, a device or a directory.
@@ -42,9 +42,9 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
     try:
         descriptor = os.open(name, flags | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644, dir_fd=directory)
     except OSError as error:
-        link = error.errno == errno.ELOOP
-        words = "It is a link" if link else os.strerror(error.errno or 0)
-        raise OSError(error.errno, words, str(path)) from error
+        is_link = error.errno == errno.ELOOP
+        reason = "It is a link" if is_link else os.strerror(error.errno or 0)
+        raise OSError(error.errno, reason, str(path)) from error
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "It is no plain file", str(path))
@@ -52,14 +52,14 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
 
 
 def open_unshared(path: Path, flags: int, *, directory: int | None = None) -> int:
-    """Open a plain file to change it, as `open_plain` does, and leave its other names as they are.
+    """Open a plain file to change it, and keep the content of its other hard links.
 
-    A copy of hard links, as `cp -al` and backups make it, would change along. So a file with
-    several names is copied first, and the copy takes this name. Don't use it for locks: they belong
-    to the file.
+    Writing through one hard link would also change a backup that has another (`cp -al`). So a file
+    with several links is copied first, and the copy takes this name. Don't use it for lock files: a
+    lock belongs to the file, not to its name.
 
     Raises:
-        OSError: As `open_plain`, or the copy can't be written.
+        OSError: `open_plain` raises it, or the copy can't be written.
     """
     descriptor = open_plain(path, flags, directory=directory)
     if os.fstat(descriptor).st_nlink <= 1:
@@ -68,11 +68,11 @@ def open_unshared(path: Path, flags: int, *, directory: int | None = None) -> in
     draft = path.with_name(f".{path.name}.partial")
     name, draft_name = (path, draft) if directory is None else (path.name, draft.name)
     with suppress(FileNotFoundError):
-        os.unlink(draft_name, dir_fd=directory)  # of a process that was killed here
+        os.unlink(draft_name, dir_fd=directory)  # left by a process that was killed here
     source = os.fdopen(open_plain(path, os.O_RDONLY, directory=directory), "rb")
     with source:
-        create = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-        with os.fdopen(open_plain(draft, create, directory=directory), "wb") as copy:
+        create_flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
+        with os.fdopen(open_plain(draft, create_flags, directory=directory), "wb") as copy:
             os.fchmod(copy.fileno(), stat.S_IMODE(os.fstat(source.fileno()).st_mode))
             shutil.copyfileobj(source, copy)
             copy.flush()
@@ -82,11 +82,10 @@ def open_unshared(path: Path, flags: int, *, directory: int | None = None) -> in
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace the file's content as a whole. Raises OSError, and then leaves the old content and no
-    other file.
+    """Replace the file's content as a whole.
 
-    A process that is killed on the way leaves a draft, which the next writer overwrites: a file has
-    one writer at a time.
+    Raises OSError, and then leaves the old content and no draft. A process that is killed meanwhile
+    leaves a draft, which the next writer overwrites: a file has one writer at a time.
     """
     draft = path.with_name(f".{path.name}.partial")
     try:
@@ -103,15 +102,15 @@ def replace_text(path: Path, text: str) -> None:
 class AppendFile:
     """A file that a run only appends to, such as `metrics.jsonl` and `ledger.jsonl`.
 
-    Another program may delete, replace or shorten the file while the run has it open: an editor
-    that saves it does. `append` notices, warns once for each such change, and goes on at the end of
-    the file that is there now, or in a new one. It overwrites nothing, and never follows the path
-    into another directory that has taken the name, nor a link. What is no plain file there is an
-    error. Other names of the file (hard links) keep the content that they had.
+    Another program, such as an editor that saves it, may delete, replace or shorten the file while
+    the run has it open. `append` then warns once for each such change, and appends to the file that
+    is there now, or to a new one. It never overwrites content, and follows neither a link nor a new
+    directory that has taken the old one's path. It is an error if the path is no plain file. Other
+    hard links of the file keep the content that they had.
     """
 
     def __init__(self, path: Path) -> None:
-        """Open `path`, created if absent. Raises OSError."""
+        """Open `path`, and create it if it is absent. Raises OSError."""
         self.path = path
         self._directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         self._descriptor = -1
@@ -134,13 +133,13 @@ class AppendFile:
         self.size += len(content)
 
     def sync(self) -> int:
-        """Flush to the disk itself and return the size in bytes. Raises OSError."""
+        """Flush to disk (fsync) and return the size in bytes. Raises OSError."""
         self._notice_changes()
         os.fsync(self._descriptor)
         return self.size
 
     def truncate(self, size: int) -> None:
-        """Forget all bytes after `size`, and flush. Raises OSError."""
+        """Remove all bytes after `size`, and flush to disk. Raises OSError."""
         os.ftruncate(self._descriptor, size)
         os.fsync(self._descriptor)
         self.size = size
@@ -166,6 +165,7 @@ class AppendFile:
             and os.path.samestat(present, opened)
             and opened.st_size == self.size
         ):
+            # A new hard link, such as a backup's, must not change with this file.
             if opened.st_nlink > self._names:
                 outdated = self._descriptor
                 self._open()
@@ -177,7 +177,7 @@ class AppendFile:
         outdated = self._descriptor
         try:
             self._open()
-        # the whole directory is gone, which its `RunDirectory.verify` reports
+        # The whole directory is gone, which `RunDirectory.verify` reports.
         except FileNotFoundError:
             return
         os.close(outdated)
@@ -187,4 +187,5 @@ class AppendFile:
             change,
         )
         if self.size and os.pread(self._descriptor, 1, self.size - 1) != b"\n":
-            self.size += os.write(self._descriptor, b"\n")  # the next line stays whole
+            # End a cut line, so that the next one stays whole.
+            self.size += os.write(self._descriptor, b"\n")

@@ -1,5 +1,4 @@
-"""The base of rewards that judge each trajectory by itself, and the adapter that makes one of a
-plain function."""
+"""Base classes of rewards that judge each trajectory by itself, and an adapter for functions."""
 
 from __future__ import annotations
 
@@ -16,38 +15,45 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
 
-# named parts sum to the reward; those of Scored need not
+# The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
 RewardFunction = Callable[[Trajectory, Task], Verdict | Awaitable[Verdict]]
 
-ROUNDING = 1e-9  # parts that sum to a bound may pass it by this
+ROUNDING = 1e-9  # a sum of parts may exceed a bound by this much
 
 
 class PerTrajectory(ABC):
-    """Scores the trajectories of a group one by one; one that can't be judged fails alone.
+    """A reward that judges the trajectories of a group one by one.
 
-    `name` is what a verdict of a single number is logged under, `label` what messages call the
-    reward. A verdict outside `bounds`, where they are declared, is the reward's own bug.
+    A trajectory that can't be judged fails alone.
     """
 
-    name: str
+    name: str  # a verdict that is a single number is logged under this name
+    # A verdict outside these bounds is a bug of the reward: the attempt fails. None: no bounds.
     bounds: tuple[float, float] | None = None
     together = False  # see `Reward`
 
     @property
     def label(self) -> str:
+        """Return the name of the reward in error messages."""
         return f"{type(self).__module__}:{type(self).__qualname__}"
 
     @abstractmethod
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
-        """The reward, or its named parts. `trajectory.messages` is the whole conversation, the
-        judged message last; `trajectory.outcome` is None, or Truncated when a budget cut it off."""
+        """Return the reward, or its named parts.
+
+        `trajectory.messages` is the whole conversation, the judged message last.
+        `trajectory.outcome` is None, or Truncated if a budget cut the trajectory off.
+        """
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Scored, or Truncated with a reward where the trajectory was cut off; Failed("reward")
-        where judging raised or gave no finite number; what had already failed or was cancelled
-        stays as it is."""
-        if len(trajectories) == 1:  # the usual case needs no task of its own
+        """Return an outcome for each trajectory.
+
+        It is Scored, or Truncated with a reward if the trajectory was cut off. It is
+        Failed("reward") if judging raised, or returned no finite number or one out of bounds. A
+        trajectory that had failed or was cancelled keeps its outcome.
+        """
+        if len(trajectories) == 1:  # the usual case needs no asyncio task
             return [await self._outcome(trajectories[0], task)]
         return await asyncio.gather(
             *(self._outcome(trajectory, task) for trajectory in trajectories)
@@ -60,9 +66,8 @@ class PerTrajectory(ABC):
             verdict = self.judge(trajectory, task)
             if not isinstance(verdict, float) and inspect.isawaitable(verdict):
                 verdict = await verdict
-            total, parts = self._judged(verdict)
-        # the episode boundary: a reward is anyone's code, and its bug must cost one attempt, not
-        # the run
+            total, parts = self._check_verdict(verdict)
+        # Users write rewards: a bug in one must cost an attempt, not the run.
         except Exception:
             return Failed(
                 "reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}"
@@ -70,19 +75,19 @@ class PerTrajectory(ABC):
         kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
         return kind(total, parts)
 
-    def _judged(self, verdict: Any) -> tuple[float, dict[str, float]]:
+    def _check_verdict(self, verdict: Any) -> tuple[float, dict[str, float]]:
+        """Return the total and the named parts of a verdict. Raises DataError for a bad one."""
         total: Any = None
-        named: Mapping[str, Any]
+        parts: Mapping[str, Any]
         if isinstance(verdict, Scored):
-            total, named = verdict.reward, verdict.parts
+            total, parts = verdict.reward, verdict.parts
         else:
-            named = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
-        values = list(named.values()) if total is None else [*named.values(), total]
+            parts = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
+        values = list(parts.values()) if total is None else [*parts.values(), total]
         if not values or not all(map(finite, values)) or not math.isfinite(sum(values)):
             raise DataError(
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite "
-                "float, "
-                "or a dict of named parts that are finite floats"
+                "float, or a dict of named parts that are finite floats"
             )
         total = sum(values) if total is None else total
         if (
@@ -93,22 +98,21 @@ class PerTrajectory(ABC):
             raise DataError(
                 f"reward {self.label} returned {total}, outside its declared bounds {low} to {high}"
             )
-        return float(total), {str(name): float(value) for name, value in named.items()}
+        return float(total), {str(name): float(value) for name, value in parts.items()}
 
 
 class FunctionReward(PerTrajectory):
-    """Adapts `(trajectory, task) -> float | dict of named parts`, plain or async, to the Reward
-    protocol."""
+    """A reward that calls `(trajectory, task) -> float | dict of named parts`, plain or async."""
 
     def __init__(self, function: RewardFunction, name: str = "") -> None:
-        plain: Any = function
-        while isinstance(plain, functools.partial):
-            plain = plain.func
-        # an object with __call__ has its class's name
-        named = plain if hasattr(plain, "__qualname__") else type(plain)
+        unwrapped: Any = function
+        while isinstance(unwrapped, functools.partial):
+            unwrapped = unwrapped.func
+        # A callable object is named after its class.
+        definition = unwrapped if hasattr(unwrapped, "__qualname__") else type(unwrapped)
         self.function = function
-        self.name = name or named.__name__
-        self._label = f"{named.__module__}:{named.__qualname__}"
+        self.name = name or definition.__name__
+        self._label = f"{definition.__module__}:{definition.__qualname__}"
 
     @property
     def label(self) -> str:
@@ -119,8 +123,7 @@ class FunctionReward(PerTrajectory):
 
 
 class AnswerReward(PerTrajectory):
-    """Judges the text of the final answer; a trajectory that was cut off before it finished earns
-    0."""
+    """A reward that judges the text of the final answer; a truncated trajectory earns 0."""
 
     def judge(self, trajectory: Trajectory, task: Task) -> Verdict | Awaitable[Verdict]:
         text = answer_text(trajectory)
@@ -128,16 +131,18 @@ class AnswerReward(PerTrajectory):
 
     @abstractmethod
     def grade(self, text: str, task: Task) -> Verdict | Awaitable[Verdict]:
-        """Wrong and malformed text is 0, never an exception: an exception says that the task itself
-        is broken."""
+        """Return the reward of a text.
+
+        Wrong or malformed text earns 0. Raise an exception only if the task itself is broken.
+        """
 
 
 class FinalAnswer(AnswerReward):
-    """One that reads the answer out of the text, and so can say which it is (`HasFinalAnswers`)."""
+    """An answer reward that extracts the answer from the text (see `HasFinalAnswers`)."""
 
     @abstractmethod
     def answer(self, text: str) -> str | None:
-        """Return the answer in one spelling for what means the same; None if there is none."""
+        """Return the answer, spelled alike for equal meanings; None if the text has no answer."""
 
     def vote(self, trajectory: Trajectory, task: Task) -> str | None:
         return (
@@ -148,8 +153,7 @@ class FinalAnswer(AnswerReward):
 
 
 def voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
-    """Return the part of a reward that names the answers of attempts at this task; None if there is
-    none."""
+    """Return the reward, or the part of it, that extracts final answers for this task, if any."""
     if isinstance(reward, HasFinalAnswers):
         return reward
     delegate = getattr(reward, "voter", None)
@@ -157,7 +161,7 @@ def voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
 
 
 def answer_text(trajectory: Trajectory) -> str:
-    """Text of the last assistant message. Raises DataError where there is none."""
+    """Return the text of the last assistant message. Raises DataError if there is none."""
     for message in reversed(trajectory.messages):
         if message.role == "assistant":
             return message.text
@@ -165,8 +169,10 @@ def answer_text(trajectory: Trajectory) -> str:
 
 
 def as_reward(reward: Reward | RewardFunction, name: str = "") -> Reward:
-    """`reward` itself where it already follows the protocol; a function adapted. Raises ConfigError
-    for anything else."""
+    """Return `reward` if it follows the Reward protocol, or a function adapted to it.
+
+    Raises ConfigError for anything else.
+    """
     if isinstance(reward, Reward):
         return reward
     if not callable(reward):

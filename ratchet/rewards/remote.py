@@ -1,4 +1,4 @@
-"""Any reward behind an HTTP endpoint: the attempts of a group go out in one request."""
+"""A reward computed by an HTTP endpoint, which gets the attempts of a group in one request."""
 
 from __future__ import annotations
 
@@ -24,31 +24,36 @@ class RemoteConfig(EndpointConfig):
 
 
 class Remote:
-    """Sends {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]}
+    """A reward that an HTTP endpoint computes.
+
+    It posts {"rows": [{"prompt", "response", "answer", "messages", "meta", "tag", "truncated"}]}
     and reads {"results": [{"reward": number, "parts": {name: number}} or {"error": text}]}, in
-    order."""
+    order.
+    """
 
     def __init__(self, config: RemoteConfig) -> None:
         self._endpoint = Endpoint(config.url, config)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Failed("reward") for an attempt that the endpoint could not judge, for all where it gave
-        nothing usable."""
-        outcomes: list[Outcome] = [_ended(trajectory) for trajectory in trajectories]
+        """Return the outcomes, with Failed("reward") for attempts that could not be judged.
+
+        If the endpoint's response is unusable, all attempts sent to it fail.
+        """
+        outcomes: list[Outcome] = [_initial_outcome(trajectory) for trajectory in trajectories]
         rows = [
             i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)
         ]
         if not rows:
             return outcomes
         try:
-            answer = await self._endpoint.post(
+            response = await self._endpoint.post(
                 {"rows": [_row(trajectories[i], task) for i in rows]}
             )
             judged = [
-                _outcome(result, trajectories[i])
-                for i, result in zip(rows, _results(answer, len(rows)), strict=True)
+                _parse_result(result, trajectories[i])
+                for i, result in zip(rows, _parse_results(response, len(rows)), strict=True)
             ]
-        # the episode boundary: the endpoint is anyone's, and so is what stands in meta
+        # Any error fails only these attempts: the endpoint and the content of `meta` are user code.
         except Exception:
             judged = [
                 Failed("reward", f"remote, task '{task.id}':\n{traceback.format_exc()}")
@@ -58,8 +63,8 @@ class Remote:
         return outcomes
 
 
-def _ended(trajectory: Trajectory) -> Outcome:
-    """Failed or cancelled already, or without anything to judge; else of no meaning yet."""
+def _initial_outcome(trajectory: Trajectory) -> Outcome:
+    """Return the final outcome of an attempt that can't be judged, else a placeholder."""
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
     if not any(message.role == "assistant" for message in trajectory.messages):
@@ -90,17 +95,17 @@ def _plain(message: Message) -> dict[str, Any]:
     return plain
 
 
-def _results(answer: Any, count: int) -> list[Any]:
-    results = answer.get("results") if isinstance(answer, Mapping) else None
+def _parse_results(response: Any, count: int) -> list[Any]:
+    results = response.get("results") if isinstance(response, Mapping) else None
     if not isinstance(results, list) or len(results) != count:
         raise DataError(
             f'the endpoint must answer {{"results": [...]}} with {count} of them, not '
-            f"{answer!r:.200}"
+            f"{response!r:.200}"
         )
     return results
 
 
-def _outcome(result: Any, trajectory: Trajectory) -> Outcome:
+def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
     if isinstance(result, Mapping) and "error" in result:
         return Failed("reward", f"remote: {str(result['error'])[:2000]}")
     reward: Any = result.get("reward") if isinstance(result, Mapping) else None

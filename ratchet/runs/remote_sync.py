@@ -8,8 +8,8 @@ what is new, in this order:
 3. the checkpoint, its manifest last;
 4. `mirror.json` with the new entries alone.
 
-So the content of the store matches one of its entries whenever the upload is interrupted. A failed
-upload is retried after the next save, and at the end.
+So each file in the store matches one of its entries in `mirror.json` even if an upload is
+interrupted. A failed upload is retried after the next save, and at the end.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from ratchet.utils.object_store import get_cached_path
 log = logging.getLogger(__name__)
 
 IDENTITY = ".mirror.json"  # in a run directory: identifies the run that it is a copy of
-MAX_NAMED = 6
+MAX_NAMED = 6  # missing files that the error at the end names
 
 
 class FileSnapshot(NamedTuple):
@@ -70,7 +70,7 @@ class Mirror:
     decide which checkpoints stay at the address.
 
     Attributes:
-        notes: Messages for the user, such as which of two copies was taken.
+        notes: Messages for the user, such as which of two copies is used.
         behind: Why the address lacks a part of the run; None if it has all of it.
 
     Raises:
@@ -88,9 +88,9 @@ class Mirror:
         self._run = uuid.uuid4().hex
         self._writer = uuid.uuid4().hex
         self._files: dict[str, FileVersions] = {}  # the entries of `mirror.json` at the address
-        self._facts: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # of local files
-        self._not_uploaded: list[str] = []  # after the latest attempt
-        self._wrote = False
+        self._facts: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
+        self._not_uploaded: list[str] = []  # names that the latest attempt left out
+        self._wrote = False  # True once this process has written `mirror.json`
         self._settled = False  # True once the store has the checkpoint rules of a stage
         self._work = BackgroundTask()
 
@@ -115,7 +115,7 @@ class Mirror:
             raise RunDirectoryError(f"{self.address} holds other files. Choose an empty --run-dir")
 
     def take_up(self) -> None:
-        """Fetch a run that resumes, unless the local directory has a newer checkpoint.
+        """Fetch the run to resume, unless the local directory has a checkpoint at least as new.
 
         Raises:
             RunDirectoryError: There is no such run.
@@ -156,8 +156,8 @@ class Mirror:
                 f"move it away, or go on with it alone by --resume {path}"
             )
         self._run, self._files = index.run, dict(index.files)
-        whole, listed = self.remote.checkpoints()
-        remote_step = max(whole, default=0)
+        complete, names_by_step = self.remote.checkpoints()
+        remote_step = max(complete, default=0)
         if local_step is not None and local_step >= remote_step:
             relation = (
                 f"newer than {self.address}"
@@ -171,7 +171,7 @@ class Mirror:
             return
         self._note_identity()
         self.remote.fetch_files(index, path)
-        self._fetch_checkpoints(whole, any_listed=bool(listed))
+        self._fetch_checkpoints(complete, any_listed=bool(names_by_step))
         replaced = "" if local_step is None else f", which was older (step {local_step})"
         self.notes.append(
             f"{self.address} goes on, after step {find_newest_step(self.directory)}: it was "
@@ -180,25 +180,25 @@ class Mirror:
         )
 
     def _fetch_checkpoints(
-        self, whole: Mapping[int, RemoteCheckpoint], *, any_listed: bool
+        self, complete: Mapping[int, RemoteCheckpoint], *, any_listed: bool
     ) -> None:
         """Fetch the best checkpoints and the newest one that matches its manifest.
 
-        The end of a stage may load the best ones.
+        The best ones are needed because the end of a stage may load them.
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
-        best = sort_by_score([stored.checkpoint for stored in whole.values()])[:keep_best]
+        best = sort_by_score([stored.checkpoint for stored in complete.values()])[:keep_best]
         for step in sorted(checkpoint.step for checkpoint in best):
-            self._fetched(whole[step])
-        if not any(self._fetched(stored) for stored in whole.values()) and any_listed:
+            self._try_fetch(complete[step])
+        if not any(self._try_fetch(stored) for stored in complete.values()) and any_listed:
             raise CheckpointError(
                 f"all checkpoints at {self.address} are damaged or were not uploaded completely "
                 "(each reason is above). "
                 "Restore one from a backup, or start anew with another --run-dir"
             )
 
-    def _fetched(self, stored: RemoteCheckpoint) -> bool:
+    def _try_fetch(self, stored: RemoteCheckpoint) -> bool:
         try:
             self.remote.fetch_checkpoint(stored, self.directory.checkpoints)
         except CheckpointError as error:
@@ -228,7 +228,7 @@ class Mirror:
             ) from error
 
     def _identity(self) -> str | None:
-        """Return the id of the run that the directory is a copy of, or None if it is none."""
+        """Return the id of the run that the directory is a copy of, or None if it is no copy."""
         try:
             return str(json.loads((self.directory.path / IDENTITY).read_bytes())["run"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -242,16 +242,16 @@ class Mirror:
     # --- during the run
 
     def note(self) -> dict[str, FileSnapshot]:
-        """Return size and modification time of all mirrored files; checkpoints excepted."""
+        """Return size and modification time of all mirrored files except checkpoints."""
         root = self.directory.path
         snapshots = {}
-        for where, below, files in os.walk(root):
-            below[:] = [
+        for folder, subfolders, files in os.walk(root):
+            subfolders[:] = [
                 name
-                for name in below
-                if is_mirrored((Path(where) / name).relative_to(root).as_posix())
+                for name in subfolders
+                if is_mirrored((Path(folder) / name).relative_to(root).as_posix())
             ]
-            for path in (Path(where) / name for name in files):
+            for path in (Path(folder) / name for name in files):
                 # Trackers create and delete files at any time.
                 with suppress(FileNotFoundError):
                     status, name = path.lstat(), path.relative_to(root).as_posix()
@@ -358,9 +358,9 @@ class Mirror:
         self._not_uploaded = []
 
     def _get_facts(self, name: str, noted: FileSnapshot) -> FileDigest | None:
-        """Return size and hash of a file as it was noted.
+        """Return size and hash of a file as it was at its snapshot.
 
-        None if the file has become shorter since or was deleted; the next save handles it.
+        None if the file has become shorter or was deleted since then; the next save handles it.
         """
         if name not in self._facts or self._facts[name][0] != noted:
             try:
@@ -374,7 +374,7 @@ class Mirror:
         return self._facts[name][1]
 
     def _check_writer(self) -> None:
-        """Raise OSError if another process has written to the address since.
+        """Raise OSError if another process has written to the address after this one.
 
         Two processes that write in turns would leave a mixture of both.
         """
@@ -399,8 +399,8 @@ class Mirror:
 
     def _put_checkpoints(self, local_checkpoints: Mapping[int, Checkpoint]) -> None:
         """Upload the kept checkpoints that the address lacks, then remove the others from it."""
-        whole, listed = self.remote.checkpoints()
-        checkpoint_by_step = {step: stored.checkpoint for step, stored in whole.items()} | dict(
+        complete, names_by_step = self.remote.checkpoints()
+        checkpoint_by_step = {step: stored.checkpoint for step, stored in complete.items()} | dict(
             local_checkpoints
         )
         kept = (
@@ -412,15 +412,15 @@ class Mirror:
         )
         for step in sorted(kept & local_checkpoints.keys(), reverse=True):
             if (
-                step not in whole
-                or whole[step].manifest != (local_checkpoints[step].path / MANIFEST).read_bytes()
+                step not in complete
+                or complete[step].manifest != (local_checkpoints[step].path / MANIFEST).read_bytes()
             ):
-                self._put_checkpoint(local_checkpoints[step], listed.get(step, []))
+                self._put_checkpoint(local_checkpoints[step], names_by_step.get(step, []))
             self._not_uploaded.remove(get_checkpoint_name(step))
-        for step in listed.keys() - kept:
+        for step in names_by_step.keys() - kept:
             # Damaged checkpoints stay, so that the user can inspect them.
-            if step in whole or MANIFEST not in listed[step]:
-                self._remove(step, listed[step])
+            if step in complete or MANIFEST not in names_by_step[step]:
+                self._remove(step, names_by_step[step])
 
     def _put_checkpoint(self, checkpoint: Checkpoint, listed: list[str]) -> None:
         self._remove(checkpoint.step, listed)

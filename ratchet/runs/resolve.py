@@ -33,7 +33,7 @@ from ratchet.utils.object_store import (
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
 WEIGHTS = ("model", "model-ema", "adapter", "base")  # entries that are not part of a run's record
 
-# Selects from a run's checkpoints by step, the newest first.
+# Function that selects from a run's complete checkpoints, which are given by step, newest first.
 Choose = Callable[[dict[int, RemoteCheckpoint]], Sequence[RemoteCheckpoint]]
 
 
@@ -88,7 +88,7 @@ def require_local_run(place: str) -> Path:
 
 
 def fetch_run_record(place: str | Path, names: Sequence[str] = ()) -> Path:
-    """Return a directory with the record of a run: everything but weights.
+    """Return a local directory with the record of a run: everything but weights.
 
     Args:
         place: A path or an address.
@@ -99,54 +99,63 @@ def fetch_run_record(place: str | Path, names: Sequence[str] = ()) -> Path:
     """
     if not isinstance(place, str) or not is_address(place):
         return Path(place)
-    return _copy(place, lambda name: name in names if names else _first(name) not in WEIGHTS)
+    return _copy(
+        place, lambda name: name in names if names else _get_first_part(name) not in WEIGHTS
+    )
 
 
 def list_runs_at(address: str) -> list[tuple[str, int]]:
-    """Return the run at an address, or those directly below it, with the bytes of their
-    checkpoints.
+    """Return the address and checkpoint bytes of the run at `address`, or of those directly below.
 
     Raises:
         RunDirectoryError: There is no run.
     """
     check_address(address)
-    with _said(address):
+    with _translate_os_errors(address):
         entries = Store(address).entries()
     prefixes = (
         [""]
         if INDEX in entries
-        else [name.removesuffix(INDEX) for name in entries if _is_index_of_a_run(name)]
+        else [name.removesuffix(INDEX) for name in entries if _is_index_below(name)]
     )
     if not prefixes:
         raise RunDirectoryError(
             f"{address} holds no runs (no {INDEX}). Give the address of a run, or of their folder"
         )
 
-    def size(prefix: str) -> int:
+    def sum_checkpoint_bytes(prefix: str) -> int:
         return sum(
             entry.size
             for name, entry in entries.items()
             if name.startswith(f"{prefix}checkpoints/")
         )
 
-    return [(f"{address.rstrip('/')}/{prefix}".rstrip("/"), size(prefix)) for prefix in prefixes]
+    return [
+        (f"{address.rstrip('/')}/{prefix}".rstrip("/"), sum_checkpoint_bytes(prefix))
+        for prefix in prefixes
+    ]
 
 
-def _is_index_of_a_run(name: str) -> bool:
+def _is_index_below(name: str) -> bool:
     return PurePosixPath(name).name == INDEX and len(PurePosixPath(name).parts) == 2
 
 
 def fetch_run_for_replay(place: str, steps: Sequence[int]) -> Path:
-    """Return the run with the last checkpoint before each of `steps`, and the base model of its
-    adapters."""
+    """Return a local directory with what a replay of `steps` needs.
+
+    That is the run, the last checkpoint before each step, and the base model of its adapters.
+    """
     if not is_address(place):
         return Path(place)
 
-    def choose(whole: dict[int, RemoteCheckpoint]) -> Sequence[RemoteCheckpoint]:
-        nearest = {max((saved for saved in whole if saved < step), default=0) for step in steps}
-        return [whole[saved] for saved in sorted(nearest - {0})]
+    def choose(checkpoints: dict[int, RemoteCheckpoint]) -> Sequence[RemoteCheckpoint]:
+        nearest = {
+            max((saved_step for saved_step in checkpoints if saved_step < step), default=0)
+            for step in steps
+        }
+        return [checkpoints[saved_step] for saved_step in sorted(nearest - {0})]
 
-    return _copy(place, lambda name: _first(name) not in WEIGHTS[:-1], choose)
+    return _copy(place, lambda name: _get_first_part(name) not in WEIGHTS[:-1], choose)
 
 
 def fetch_run_model(place: str, step: int | None = None) -> Path:
@@ -169,10 +178,10 @@ def fetch_run_model(place: str, step: int | None = None) -> Path:
     if step is not None:
         return _copy(
             place,
-            lambda name: _first(name) in ("config.yaml", "base"),
-            lambda whole: [_select_step(place, step, whole)],
+            lambda name: _get_first_part(name) in ("config.yaml", "base"),
+            lambda checkpoints: [_select_step(place, step, checkpoints)],
         )
-    with _said(place):
+    with _translate_os_errors(place):
         index = MirroredRun(place).index()
     if index is None:
         return find_model(place)
@@ -181,37 +190,40 @@ def fetch_run_model(place: str, step: int | None = None) -> Path:
             f"{place} has no finished model yet. Continue with `ratchet train --resume {place}`, "
             "or give the step of a checkpoint"
         )
-    return _copy(place, lambda name: _first(name) in ("config.yaml", "model", "adapter"))
+    return _copy(place, lambda name: _get_first_part(name) in ("config.yaml", "model", "adapter"))
 
 
 def fetch_weights(place: str) -> Path:
     """Return a local directory with weights in any format."""
     check_address(place)
-    with _said(place):
+    with _translate_os_errors(place):
         return (
             fetch_directory(place) if MirroredRun(place).index() is None else fetch_run_model(place)
         )
 
 
-def _first(name: str) -> str:
+def _get_first_part(name: str) -> str:
     """Return the first component of a path."""
     return PurePosixPath(name).parts[0]
 
 
-def _select_step(address: str, step: int, whole: dict[int, RemoteCheckpoint]) -> RemoteCheckpoint:
-    if step not in whole:
+def _select_step(
+    address: str, step: int, checkpoints: dict[int, RemoteCheckpoint]
+) -> RemoteCheckpoint:
+    if step not in checkpoints:
         raise CheckpointError(
-            f"no whole checkpoint of step {step} at {address}: it has {sorted(whole) or 'none'}"
+            f"no whole checkpoint of step {step} at {address}: it has "
+            f"{sorted(checkpoints) or 'none'}"
         )
-    return whole[step]
+    return checkpoints[step]
 
 
 def _copy(
-    address: str, is_selected: Callable[[str], bool], choose: Choose = lambda whole: ()
+    address: str, is_selected: Callable[[str], bool], choose: Choose = lambda checkpoints: ()
 ) -> Path:
     """Copy a part of the run at an address into the cache, and return the directory.
 
-    Files that are there already with the listed checksum are not fetched again.
+    Cached files with the listed checksum are not fetched again.
 
     Args:
         address: The address of the run.
@@ -221,22 +233,22 @@ def _copy(
     check_address(address)
     remote = MirroredRun(address)
     directory = get_cached_path("copies", address)
-    with _said(address), lock_cache_dir(directory):
+    with _translate_os_errors(address), lock_cache_dir(directory):
         index = remote.index()
         if index is None:
             raise RunDirectoryError(
                 f"{address} holds no run (no {INDEX}). Give the --run-dir that a run was begun with"
             )
-        whole, _ = remote.checkpoints()
-        chosen = choose(whole)
-        _clear(directory, index, set(whole))
+        checkpoints, _ = remote.checkpoints()
+        selected = choose(checkpoints)
+        _remove_stale_files(directory, index, set(checkpoints))
         remote.fetch_files(index, directory, is_selected)
-        for stored in chosen:
-            remote.fetch_checkpoint(stored, directory / "checkpoints")
+        for checkpoint in selected:
+            remote.fetch_checkpoint(checkpoint, directory / "checkpoints")
     return directory
 
 
-def _clear(directory: Path, index: MirrorIndex, steps: set[int]) -> None:
+def _remove_stale_files(directory: Path, index: MirrorIndex, steps: set[int]) -> None:
     """Remove local files that belong to another run or are no longer at the address."""
     identity = directory / IDENTITY
     if not identity.exists() or identity.read_text(encoding="utf-8") != index.run:
@@ -254,7 +266,7 @@ def _clear(directory: Path, index: MirrorIndex, steps: set[int]) -> None:
 
 
 @contextmanager
-def _said(address: str) -> Iterator[None]:
+def _translate_os_errors(address: str) -> Iterator[None]:
     try:
         yield
     except OSError as error:

@@ -1,5 +1,6 @@
-"""The calls of the Docker Engine API that sandboxes need. They block; `docker.py` runs them in
-threads.
+"""A client for the part of the Docker Engine API that sandboxes need.
+
+Its calls block, so `docker.py` runs them in threads.
 
 Source: https://docs.docker.com/reference/api/engine/ (1.41 and later). Everything read from a
 container is treated as hostile.
@@ -25,7 +26,7 @@ from ratchet.sandbox.base import SandboxError, TooLarge
 if TYPE_CHECKING:
     import httpx
 
-# API versions that this module is written for
+# The oldest and newest supported API version
 OLDEST = (1, 41)
 NEWEST = (1, 47)
 CHUNK = 1 << 16
@@ -43,8 +44,7 @@ class DockerNotFound(SandboxError):
 
 
 class DockerStream:
-    """The connection of an attached exec or container: frames of both outputs, each read with a
-    deadline."""
+    """The connection of an attached exec or container, which carries frames of both outputs."""
 
     def __init__(self, response: httpx.Response) -> None:
         self._response = response
@@ -52,35 +52,36 @@ class DockerStream:
         self._buffer = b""
 
     def frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """Yield (1 or 2, data) until the engine closes the connection.
+        """Yield (stream, data) until the engine closes the connection; see `HEADER`.
 
-        Raises TimeoutError at the deadline (of time.monotonic), EngineUnavailable if the connection
-        breaks or ends within a frame.
+        Raise TimeoutError at the deadline (of time.monotonic), or EngineUnavailable if the
+        connection breaks or ends within a frame.
         """
-        while head := self._read_exactly(HEADER.size, deadline):
-            kind, size = HEADER.unpack(head)
-            if kind not in (0, 1, 2):
+        while header := self._read_exactly(HEADER.size, deadline):
+            stream, size = HEADER.unpack(header)
+            if stream not in (0, 1, 2):
                 raise EngineUnavailable(
                     "the engine's stream is no multiplexed one: it begins a frame with "
-                    f"{head[:4]!r}"
+                    f"{header[:4]!r}"
                 )
             while size:
                 data = self._read_up_to(min(size, CHUNK), deadline)
                 if not data:
                     raise EngineUnavailable("the engine's stream was cut within a frame")
                 size -= len(data)
-                yield kind, data
+                yield stream, data
 
     def _read_exactly(self, size: int, deadline: float) -> bytes:
-        head = b""
-        while len(head) < size:
-            data = self._read_up_to(size - len(head), deadline)
-            if not data and head:
+        """Return the next `size` bytes of a header, or b"" if the stream has ended."""
+        header = b""
+        while len(header) < size:
+            data = self._read_up_to(size - len(header), deadline)
+            if not data and header:
                 raise EngineUnavailable("the engine's stream was cut within a frame's header")
             if not data:
                 return b""
-            head += data
-        return head
+            header += data
+        return header
 
     def _read_up_to(self, max_bytes: int, deadline: float) -> bytes:
         import httpcore
@@ -106,18 +107,20 @@ class DockerEngine:
     """A client of one Docker engine."""
 
     def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
-        """Connect to the engine. Raises SandboxError if no engine answers, or if it is too old."""
+        """Connect to the engine, or raise SandboxError if none answers or it is too old."""
         try:
             import httpx
         except ImportError:
             raise MissingDependency(
                 "httpx", extra="envs", needed_for="the docker sandbox"
             ) from None
-        scheme, _, rest = address.partition("://")
+        scheme, _, path = address.partition("://")
         limits = httpx.Limits(max_connections=None)
         verify = _tls(certificates) if certificates else True
         transport = httpx.HTTPTransport(
-            uds=f"/{rest.lstrip('/')}" if scheme == "unix" else None, verify=verify, limits=limits
+            uds=f"/{path.lstrip('/')}" if scheme == "unix" else None,
+            verify=verify,
+            limits=limits,
         )
         base = "http://docker" if scheme == "unix" else address
         self.address = address
@@ -126,16 +129,20 @@ class DockerEngine:
         )
         self._version = ""
         offered = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
-        number = tuple(int(part) for part in offered.split(".")[:2] if part.isdecimal())
-        if number < OLDEST:
+        version = tuple(int(part) for part in offered.split(".")[:2] if part.isdecimal())
+        if version < OLDEST:
             self.close()
             raise SandboxError(
                 f"the engine at {address} speaks API {offered}: 1.41 (Docker 20.10) or later is "
                 "needed"
             )
-        self._version = "/v{}.{}".format(*min(number, NEWEST))
+        self._version = "/v{}.{}".format(*min(version, NEWEST))
 
     def json(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
+        """Return the JSON of the engine's answer; {} if the answer is empty.
+
+        Raise DockerNotFound, EngineUnavailable, or SandboxError if the engine refuses the request.
+        """
         with self._answer(method, path, query, json=body) as response:
             data = _read_bounded(response, MAX_ANSWER)
         try:
@@ -148,7 +155,7 @@ class DockerEngine:
     def attach(self, path: str, body: Any = None, **query: Any) -> DockerStream:
         """Return the stream of an attached container or exec, which the caller must close.
 
-        Raises like `json`.
+        Raise the errors of `json`.
         """
         import httpx
 
@@ -170,9 +177,9 @@ class DockerEngine:
         return DockerStream(response)
 
     def put(self, container: str, folder: str, files: Mapping[str, bytes]) -> None:
-        """Write `files`, by path from `folder`, into the container."""
-        packed = io.BytesIO()
-        with tarfile.open(fileobj=packed, mode="w", format=tarfile.PAX_FORMAT) as archive:
+        """Write files into the container; their keys are paths relative to `folder`."""
+        tar_file = io.BytesIO()
+        with tarfile.open(fileobj=tar_file, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for name, data in _with_folders(files):
                 entry = tarfile.TarInfo(name)
                 entry.mode, entry.mtime = SESSION_FILE_MODE, int(time.time())
@@ -181,20 +188,18 @@ class DockerEngine:
                 else:
                     entry.size = len(data)
                 archive.addfile(entry, io.BytesIO(data or b""))
-        path, query = (
-            f"/containers/{container}/archive",
-            {"path": folder, "noOverwriteDirNonDir": "true"},
-        )
+        path = f"/containers/{container}/archive"
+        query = {"path": folder, "noOverwriteDirNonDir": "true"}
         headers = {"Content-Type": "application/x-tar"}
         with self._answer(
-            "PUT", path, query, content=packed.getvalue(), headers=headers
+            "PUT", path, query, content=tar_file.getvalue(), headers=headers
         ) as response:
             _read_bounded(response, MAX_ANSWER)
 
     def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
-        """Return the regular files at or below `path`, by path from its parent.
+        """Return the regular files at or below `path`; keys are paths relative to its parent.
 
-        Links and devices are left out. Raises DockerNotFound, or TooLarge if the archive exceeds
+        Links and devices are left out. Raise DockerNotFound, or TooLarge if the archive exceeds
         `max_bytes` bytes.
         """
         with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
@@ -217,7 +222,7 @@ class DockerEngine:
         return files
 
     def pull(self, image: str) -> None:
-        """Fetch an image from its registry. Raises SandboxError with the registry's message."""
+        """Fetch an image, or raise SandboxError with the registry's message."""
         name, _, tag = (
             image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         )
@@ -229,7 +234,7 @@ class DockerEngine:
                     )
 
     def remove(self, container: str) -> None:
-        """End and remove the container. One that is gone, or being removed, is no error."""
+        """Stop and remove the container, unless it is already gone or being removed."""
         try:
             self.json("DELETE", f"/containers/{container}", force="true", v="true")
         except DockerNotFound:
@@ -261,12 +266,12 @@ class DockerEngine:
             return
         text = _read_bounded(response, MAX_ANSWER)
         try:
-            why = json.loads(text)["message"]
+            reason = json.loads(text)["message"]
         except (ValueError, KeyError, TypeError):
-            why = text[:200].decode("utf-8", "replace")
+            reason = text[:200].decode("utf-8", "replace")
         message = (
             f"the engine at {self.address} answered {method} {path} with "
-            f"{response.status_code}: {why}"
+            f"{response.status_code}: {reason}"
         )
         if response.status_code == 404:
             raise DockerNotFound(message)
@@ -301,8 +306,10 @@ def _closing(response: httpx.Response) -> Iterator[None]:
 
 
 def _with_folders(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
-    """Return every directory before its contents: those that the engine creates belong to root
-    alone."""
+    """Return all directories, then the files.
+
+    The engine would create missing directories itself, but for root alone.
+    """
     folders = {str(folder) for name in files for folder in Path(name).parents} - {"."}
     return [*((folder, None) for folder in sorted(folders)), *files.items()]
 

@@ -1,8 +1,9 @@
 """Run programs on a service that speaks SandboxFusion's API.
 
-Source: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py: POST /run_code takes
-RunCodeRequest and answers RunCodeResponse, whose `status` is Success, Failed, or SandboxError when
-the service itself failed.
+POST /run_code takes a RunCodeRequest and returns a RunCodeResponse. Its `status` is Success,
+Failed, or SandboxError if the service itself failed.
+
+Source: github.com/bytedance/SandboxFusion, sandbox/server/sandbox_api.py.
 """
 
 from __future__ import annotations
@@ -34,10 +35,11 @@ from ratchet.sandbox.base import (
 from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
 
-# bytes that the service keeps of an output; it does not report that it cut one
+# Bytes at which the service cuts an output, without reporting it.
 SERVICE_OUTPUT = 1 << 20
 MAX_ANSWER = 8 << 20
 NOT_TEXT = "[DecodeError]"  # the service's replacement of an output that isn't UTF-8
+# Two programs that test isolation: one leaves a file, the other looks for it.
 LEAVE = "open('/tmp/{name}', 'w').close()"
 LOOK = "import os\nprint(os.path.exists('/tmp/{name}'))"
 
@@ -49,11 +51,11 @@ class ServiceUnavailable(SandboxError):
 class RemoteSandbox:
     """A sandbox on a service that speaks SandboxFusion's API.
 
-    The service does not report how it isolates programs: its operator declares it (`offers`), and
-    two programs test if one can leave a file for the other. Memory is limited by the service,
-    `ServerLimits.output_kib` here and, at 1 MiB, there; `cpu_s`, `disk_mib`, `processes` and
-    `threads` are the service's own. Raises SandboxError at construction if the service does not
-    answer, or is too weak.
+    The service does not report how it isolates programs: the config declares it (`offers`), and two
+    programs test if one can leave a file for the other. The service limits time and memory as each
+    request says, and output at 1 MiB; `Limits.output_kib` is applied here. Its own limits
+    stand in for `cpu_s`, `disk_mib`, `processes` and `threads`. Raises SandboxError at construction
+    if the service does not respond, or isolates too weakly.
 
     Args:
         slots: Number of concurrent requests.
@@ -86,7 +88,7 @@ class RemoteSandbox:
         self._closing = threading.Event()
         self._end = weakref.finalize(self, _end, self._closing, self._threads, self._client)
         try:
-            self._try_out()
+            self._check_service()
         except SandboxError:
             self.close()
             raise
@@ -100,8 +102,8 @@ class RemoteSandbox:
     ) -> Result:
         """Run a program; see `Sandbox.run`.
 
-        Input and output are text only. When the caller is cancelled, the service goes on until its
-        limit.
+        Input and output are text only. If the caller is cancelled, the program still runs on the
+        service until it ends or meets its limit.
         """
         if not self._end.alive:
             raise SandboxError("this sandbox is closed")
@@ -110,8 +112,10 @@ class RemoteSandbox:
             return await asyncio.get_running_loop().run_in_executor(self._threads, work)
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
-        """Return a session; see `Sandbox.open`. Its files are kept here, and travel with each
-        command."""
+        """Return a session; see `Sandbox.open`.
+
+        Its files are kept on this machine and sent with each command.
+        """
         if image:
             raise SandboxError(
                 f"the service at {self.config.address} has no images, such as {image!r}: use the "
@@ -128,7 +132,7 @@ class RemoteSandbox:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    def _try_out(self) -> None:
+    def _check_service(self) -> None:
         name = f"ratchet-{secrets.token_hex(8)}"
         self._run(LEAVE.format(name=name), b"", DEFAULT_LIMITS)
         probe = self._run(LOOK.format(name=name), b"", DEFAULT_LIMITS)
@@ -160,17 +164,17 @@ class RemoteSandbox:
             ) from None
         for attempt in range(self.config.retries + 1):
             try:
-                return _result(self._ask(content, limits.wall_s), limits)
+                return _read_result(self._post(content, limits.wall_s), limits)
             except ServiceUnavailable:
-                last = attempt == self.config.retries
-                if last or self._closing.wait(self.config.retry_wait_s * 2**attempt):
+                is_last = attempt == self.config.retries
+                if is_last or self._closing.wait(self.config.retry_wait_s * 2**attempt):
                     raise
         raise AssertionError("unreachable")
 
-    def _ask(self, content: bytes, wall_s: float) -> dict[str, Any]:
-        """Return the service's answer.
+    def _post(self, content: bytes, wall_s: float) -> dict[str, Any]:
+        """Return the service's response.
 
-        Raises ServiceUnavailable, or SandboxError if the request is at fault.
+        Raises ServiceUnavailable if a retry may help, else SandboxError.
         """
         import httpx
 
@@ -217,40 +221,44 @@ class RemoteSandbox:
         return answer
 
 
-def _result(answer: dict[str, Any], limits: Limits) -> Result:
-    """Return the result in the service's answer. Raises ServiceUnavailable if it contradicts
-    itself."""
-    ran = answer.get("run_result") or {}
+def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
+    """Return the result in the service's response.
+
+    Raises ServiceUnavailable if the response has no usable result.
+    """
+    run_result = answer.get("run_result") or {}
     status, code, seconds = (
-        ran.get("status"),
-        ran.get("return_code"),
-        float(ran.get("execution_time") or 0.0),
+        run_result.get("status"),
+        run_result.get("return_code"),
+        float(run_result.get("execution_time") or 0.0),
     )
     outputs = [
-        str(ran.get(name) or "").encode("utf-8", "surrogatepass") for name in ("stdout", "stderr")
+        str(run_result.get(name) or "").encode("utf-8", "surrogatepass")
+        for name in ("stdout", "stderr")
     ]
     max_bytes = min(limits.output_kib << 10, SERVICE_OUTPUT - 1)
-    over = any(len(text) > max_bytes for text in outputs)
-    first, second = (text[:max_bytes] for text in outputs)
+    is_too_long = any(len(output) > max_bytes for output in outputs)
+    stdout, stderr = (output[:max_bytes] for output in outputs)
     if status == "TimeLimitExceeded":
-        return Result(None, None, first, second, seconds, Reason.WALL)
+        return Result(None, None, stdout, stderr, seconds, Reason.WALL)
     if status != "Finished" or not isinstance(code, int):
         raise ServiceUnavailable(
             f"the service ran a program to status {status!r} and code {code!r}"
         )
-    if over:
-        return Result(None, None, first, second, seconds, Reason.OUTPUT)
-    # The output is lost, so the program can no longer be judged as right.
-    if first.startswith(NOT_TEXT.encode()):
-        return Result(code or 1, None, first, second, seconds, Reason.EXIT)
-    number = -code if code < 0 else code - 128 if code > 128 else None
+    if is_too_long:
+        return Result(None, None, stdout, stderr, seconds, Reason.OUTPUT)
+    # The output is lost, so the program must not count as successful.
+    if stdout.startswith(NOT_TEXT.encode()):
+        return Result(code or 1, None, stdout, stderr, seconds, Reason.EXIT)
+    # A signal is reported as a negative code, or as 128 + signal by a shell.
+    signal_number = -code if code < 0 else code - 128 if code > 128 else None
     return Result(
-        None if number else code,
-        number,
-        first,
-        second,
+        None if signal_number else code,
+        signal_number,
+        stdout,
+        stderr,
         seconds,
-        Reason.SIGNAL if number else Reason.EXIT,
+        Reason.SIGNAL if signal_number else Reason.EXIT,
     )
 
 

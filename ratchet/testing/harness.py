@@ -1,5 +1,7 @@
-"""The base of the kits for user code: calls with a deadline, services that break, and open
-resources of a process."""
+"""Shared parts of the kits that check user code.
+
+They are calls with a deadline, broken services, and counts of what a process has open.
+"""
 
 from __future__ import annotations
 
@@ -21,32 +23,32 @@ from unittest.mock import patch
 
 T = TypeVar("T")
 
-PROC = Path("/proc")  # absent outside of Linux, where nothing is counted and nothing is killed
-LOOKS_S = 0.02
-# the standard library's own process, which outlives its user
+PROC = Path("/proc")  # absent outside Linux: nothing is counted or killed there
+LOOKS_S = 0.02  # interval at which `supervised` polls the check
+# A helper process of the standard library. It outlives its use, so it is not counted.
 HELPER = b"resource_tracker"
 
 
 class BrokenRule(AssertionError):
-    """An error of a kit, not to be taken for an assertion of the code that it checks."""
+    """The error of a kit whose rule is broken, distinct from assertions of the code under test."""
 
 
 def require(rule: bool, broken: str) -> None:
-    """An assertion that `python -O` keeps."""
+    """Raise BrokenRule unless `rule` holds, under `python -O` too."""
     if not rule:
         raise BrokenRule(broken)
 
 
 class Calls:
-    """Calls of the code that is checked; each has `deadline_s`."""
+    """A caller of the code under test that gives each call `deadline_s`."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
-        self.running: tuple[str, float] | None = None  # (what, since when)
+        self.running: tuple[str, float] | None = None  # (name of the call, its start)
 
     @contextmanager
     def of(self, where: str) -> Iterator[None]:
-        """Marks what runs now, for `supervised` to see."""
+        """Mark a call as running inside the block, so that `supervised` sees it."""
         self.running = where, time.monotonic()
         try:
             yield
@@ -54,7 +56,7 @@ class Calls:
             self.running = None
 
     async def __call__(self, where: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Raises BrokenRule where it hangs, and what it raises."""
+        """Return the result of a call. Raises BrokenRule if it hangs, else what the call raises."""
         limit = asyncio.timeout(self.deadline_s)
         try:
             with self.of(where):
@@ -69,10 +71,11 @@ class Calls:
 
 
 def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
-    """`check(calls)` in a thread that is given up where a call neither ends nor gives way: it is
-    then left behind.
+    """Return the result of `check(calls)`, which runs in a thread.
 
-    Raises BrokenRule there, and whatever `check` raises."""
+    Raises BrokenRule and abandons the thread if a call neither ends nor lets itself be cancelled.
+    Raises what `check` raises.
+    """
     calls, future = Calls(deadline_s), Future[T]()
 
     def run() -> None:
@@ -85,7 +88,7 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
     while True:
         with suppress(TimeoutError):
             return future.result(timeout=LOOKS_S)
-        if future.done():  # a TimeoutError of its own
+        if future.done():  # the TimeoutError came from `check`
             return future.result()
         running = calls.running
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
@@ -119,7 +122,7 @@ def broken_services() -> Iterator[None]:
 
 
 def children() -> set[int]:
-    """Processes that this one has begun and not yet buried."""
+    """Return the ids of this process's children that have not been waited for."""
     pids: set[int] = set()
     for status in PROC.glob("[0-9]*/stat"):
         with suppress(OSError):
@@ -139,7 +142,7 @@ def kill(processes: set[int]) -> None:
 
 
 def held() -> dict[str, int]:
-    """Return what this process has open now."""
+    """Return how many child processes, threads and files this process has open."""
     gc.collect()
     files = PROC / "self" / "fd"
     return {

@@ -1,9 +1,8 @@
-"""A small vision-language model with random weights, and all that lies beside one on disk: nothing
-is downloaded.
+"""Write a small vision-language model with random weights to a directory, without any download.
 
-Two families of transformers, Qwen2.5-VL and Qwen3-VL, with their own image processor, placeholders
-and form of chat template (less its default system message), and a tokenizer of one token a
-character.
+The model is of the family Qwen2.5-VL or Qwen3-VL of transformers. It has the family's image
+processor, placeholders and chat format (without the default system message). Its tokenizer has one
+token per character.
 """
 
 from __future__ import annotations
@@ -51,9 +50,16 @@ TEMPLATE = """\
 
 @dataclass(frozen=True)
 class TinyVLM:
-    """Sizes. An image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens, as two by two patches
-    become one; larger images than `max_tokens` are scaled down. std: of the weights. window: side
-    of the windows that Qwen2.5's vision layers but the last attend in, in tokens."""
+    """The sizes of a tiny vision-language model.
+
+    Two by two patches become one token: an image of 32 x 32 pixels is (32 / (2 * patch))^2 tokens.
+
+    Args:
+        window: Side, in tokens, of the attention windows of Qwen2.5's vision layers. The last layer
+            attends to the whole image.
+        max_tokens: Images of more tokens are scaled down.
+        std: Standard deviation of the weights.
+    """
 
     family: Family = "qwen2_5_vl"
     alphabet: str = PRINTABLE
@@ -78,8 +84,10 @@ class TinyVLM:
 
 
 def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
-    """A Hugging Face directory: weights in float32, tokenizer, image processor, chat template.
-    Returns `directory`."""
+    """Write a Hugging Face directory and return its path.
+
+    It holds float32 weights, the tokenizer, the image processor and the chat template.
+    """
     import torch
     from transformers import AutoModelForImageTextToText, GenerationConfig
 
@@ -101,8 +109,10 @@ def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
 
 
 def vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
-    """One token a character, and the control tokens of the Qwen family. `alphabet` needs a newline,
-    and the letters of the roles' names."""
+    """Return a tokenizer with one token per character, and the control tokens of the Qwen family.
+
+    `alphabet` needs a newline, and the letters of the roles' names.
+    """
     return character_tokenizer(alphabet, controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
 
 
@@ -110,12 +120,13 @@ def _config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
     from transformers import AutoConfig
 
     head_dim = sizes.hidden // sizes.heads
-    time = head_dim // 8
-    side = (head_dim // 2 - time) // 2
+    # M-RoPE divides the frequencies among time, height and width. Height and width get equal
+    # shares, and time the rest.
+    spatial_dims = (head_dim // 2 - head_dim // 8) // 2
     rope = {
         "rope_type": "default",
         "rope_theta": 10000.0,
-        "mrope_section": [head_dim // 2 - 2 * side, side, side],
+        "mrope_section": [head_dim // 2 - 2 * spatial_dims, spatial_dims, spatial_dims],
     }
     text: dict[str, Any] = {
         "vocab_size": tokenizer.vocab_size,
@@ -189,17 +200,19 @@ def _write_processor(directory: Path, sizes: TinyVLM) -> None:
         "merge_size": 2,
         "processor_class": PROCESSORS[sizes.family],
     }
-    video = "Qwen2VLVideoProcessor" if sizes.family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    video_processor = (
+        "Qwen2VLVideoProcessor" if sizes.family == "qwen2_5_vl" else "Qwen3VLVideoProcessor"
+    )
     for name, kind in (
         ("preprocessor_config.json", {"image_processor_type": "Qwen2VLImageProcessor"}),
-        ("video_preprocessor_config.json", {"video_processor_type": video}),
+        ("video_preprocessor_config.json", {"video_processor_type": video_processor}),
     ):
         (directory / name).write_text(
             json.dumps({**common, **kind}, indent=2) + "\n", encoding="utf-8"
         )
 
 
-# of recipes/shapes.yaml
+# The model of recipes/shapes.yaml.
 SHAPES = TinyVLM(
     alphabet=string.ascii_letters + string.digits + " ?.,\n", vision_hidden=64, std=0.12
 )

@@ -21,8 +21,8 @@ from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
 
-SIDE = 512  # side of the matrices whose product measures a processor's peak: 5 ms of one core
-ROUND_S = 0.01  # seconds of one round of that measurement
+SIDE = 512  # side of the square matrices of the CPU peak measurement: 5 ms a product on one core
+ROUND_S = 0.01  # seconds per round of the peak measurement
 
 
 class StageMeter:
@@ -33,7 +33,7 @@ class StageMeter:
         peak: Peak FLOP/s of all devices together.
         system: Measures CPU, memory and accelerators; None measures none.
         trace: Receives the steps; None writes no trace.
-        activity: Knows when learners and generators are busy.
+        activity: Records when learners and generators are busy.
     """
 
     def __init__(
@@ -65,8 +65,8 @@ class StageMeter:
             seconds: Time since the step began.
         """
         rows = [row for group in groups for row in group.trajectories]
-        new = [row for group in groups if not group.uses for row in group.trajectories]
-        self.spent.add("policy", [len(row) for row in new if row.sampled])
+        new_rows = [row for group in groups if not group.uses for row in group.trajectories]
+        self.spent.add("policy", [len(row) for row in new_rows if row.sampled])
         flop = self.spent.flop - self._flop
         idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
         # The two clocks are read one after the other, so the share may lie outside [0, 1].
@@ -95,55 +95,57 @@ def metering(
 ) -> Iterator[None]:
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
-    spent = FlopCounter(_works(policy, run), update=2.0 if run.trainable else 3.0)
+    flop_counter = FlopCounter(_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0)
     system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
     run.meter = StageMeter(
-        spent, estimate_peak_flops(policy, config, index), system=system, trace=trace
+        flop_counter, estimate_peak_flops(policy, config, index), system=system, trace=trace
     )
-    run.roles = wrap_with_flop_counter(roles, spent)
+    run.roles = wrap_with_flop_counter(roles, flop_counter)
     try:
         yield
     finally:
         run.roles, run.meter = roles, None
 
 
-def _works(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
-    """Return the work per token of each role whose model is the policy or a copy of it.
+def _costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
+    """Return the cost per token of each role whose model is the policy or a copy of it.
 
     The FLOP of other models are unknown.
     """
-    work = policy.model.work
+    cost = policy.model.work
     names = [
         name
         for name in run.roles
         if name not in run.algorithm.roles or run.algorithm.roles[name].path is None
     ]
-    return {} if work is None else dict.fromkeys(names, work)
+    return {} if cost is None else dict.fromkeys(names, cost)
 
 
 def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
     """Return the peak FLOP/s of all learners and generators together.
 
-    For an accelerator with a known data sheet it is the manufacturer's value, else the measured
-    rate of a matrix product (under 0.2 s).
+    The value is the data sheet's for a known accelerator, else the measured rate of a matrix
+    product (under 0.2 s).
     """
-    first = next(policy.model.parameters())
+    parameter = next(policy.model.parameters())
     learners = 1 if policy.ranks is None else policy.ranks.size
     section = config.stages[index].generator
     # Generators of other kinds share the learner's accelerator.
     generators = section.workers if isinstance(section, GeneratorWorkersConfig) else 0
-    count = (
+    devices = (
         max(learners, generators)
         if getattr(config.cluster, "colocated", False)
         else learners + generators
     )
-    if first.device.type != "cuda":
+    if parameter.device.type != "cuda":
         gemm = Gemm(SIDE, SIDE, SIDE)
-        return count * gemm_rate(gemm, device=first.device, dtype=torch.float32, round_s=ROUND_S)
-    name = torch.cuda.get_device_name(first.device).upper().replace(" ", "")
-    datasheets = [kind for kind in KNOWN if kind.partition("-")[0] in name]
+        return devices * gemm_rate(
+            gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S
+        )
+    device_name = torch.cuda.get_device_name(parameter.device).upper().replace(" ", "")
+    datasheets = [kind for kind in KNOWN if kind.partition("-")[0] in device_name]
     if datasheets:
-        return count * KNOWN[datasheets[-1]].flop_s
-    return count * gemm_rate(
-        Gemm.square("cuda"), device=first.device, dtype=torch.bfloat16, round_s=ROUND_S
+        return devices * KNOWN[datasheets[-1]].flop_s
+    return devices * gemm_rate(
+        Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
     )

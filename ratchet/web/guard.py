@@ -1,4 +1,4 @@
-"""ASGI middleware that checks host names, counts bodies and answers exceptions."""
+"""ASGI middleware that checks host names, limits bodies and turns exceptions into responses."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from ratchet.web.connection import ServerLimits
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PAGES = ("http://", "https://")  # schemes of an Origin
+PAGES = ("http://", "https://")  # schemes of an allowed Origin
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
-# Bytes of a response that are sent at once. Smaller pieces give each its own write deadline.
+# Maximum bytes of a response body that are sent at once: each piece has its own write deadline.
 PIECE = 2**18
 
-# (status, what is wrong, code) -> (content type, body)
+# (status, message, code) -> (content type, body)
 Form = Callable[[int, str, str], tuple[str, bytes]]
 
 
@@ -30,18 +30,18 @@ def format_plain_error(status: int, message: str, code: str) -> tuple[str, bytes
 
 
 class Guard:
-    """An ASGI middleware that refuses foreign hosts and answers exceptions.
+    """An ASGI middleware that refuses foreign hosts and turns exceptions into responses.
 
-    An exception of the application is logged once, under an id that the client gets in a response
-    with status 500.
+    An exception of the application is logged once, under an id that the client gets with status
+    500.
 
     Args:
         app: the application.
-        names: hosts that a request may name in its Host and Origin; None: any. A server without a
-            key has to check them. Otherwise a page of another site could send requests through the
-            user's browser (DNS rebinding, or a simple POST).
+        names: hosts allowed in the Host and Origin of a request; None: any. A server without a key
+            needs them: otherwise a page of another site could send requests through the user's
+            browser (DNS rebinding, or a simple POST).
         form: turns an error into a content type and a body.
-        limits: of bodies.
+        limits: limits of request bodies.
     """
 
     def __init__(
@@ -57,17 +57,17 @@ class Guard:
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         has_begun = False
 
-        async def tracked(message: Message) -> None:
+        async def send_in_pieces(message: Message) -> None:
             nonlocal has_begun
             has_begun = True
-            for piece in _pieces(message):
+            for piece in _split_body(message):
                 await send(piece)
 
         async def refuse(status: int, message: str, code: str) -> None:
             if not has_begun:
-                kind, body = self.form(status, message, code)
+                content_type, body = self.form(status, message, code)
                 headers = [
-                    (b"content-type", kind.encode()),
+                    (b"content-type", content_type.encode()),
                     (b"content-length", str(len(body)).encode()),
                 ]
                 if code == "busy":
@@ -75,12 +75,12 @@ class Guard:
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
 
-        if self.names is not None and (why := explain_refusal(scope["headers"], self.names)):
-            await refuse(403, why, "forbidden_host")
+        if self.names is not None and (reason := explain_refusal(scope["headers"], self.names)):
+            await refuse(403, reason, "forbidden_host")
             return
         body = self.bodies.begin(bearer_key(scope["headers"]), receive)
         try:
-            await self.app(scope, body, tracked)
+            await self.app(scope, body, send_in_pieces)
         except asyncio.CancelledError:
             await refuse(503, "the server is stopping", "stopping")
         except BodyRefused as error:
@@ -99,24 +99,24 @@ class Guard:
 
 
 def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
-    """Return the key of a request, from its first Authorization; "" where it has none."""
+    """Return the bearer key in the first Authorization header; b"" if there is none."""
     value = next((value for name, value in headers if name == b"authorization"), b"")
     parts = value.split()
     return parts[1] if len(parts) == 2 and parts[0].lower() == b"bearer" else b""
 
 
 def explain_refusal(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
-    """Return why a request's Host or Origin is refused; "" if they are among `names`."""
+    """Return the reason to refuse a request's Host or Origin; "" if both are among `names`."""
     values = [(name, value.decode("latin-1")) for name, value in headers]
     hosts = [value for name, value in values if name == b"host"]
     for host in hosts or [""]:
-        if _host(host) not in names:
+        if _parse_host(host) not in names:
             return (
                 f"the request names the host '{host:.80}', and this server answers to "
                 f"{', '.join(names)} alone"
             )
     for origin in (value for name, value in values if name == b"origin"):
-        if not origin.startswith(PAGES) or _host(origin.partition("//")[2]) not in names:
+        if not origin.startswith(PAGES) or _parse_host(origin.partition("//")[2]) not in names:
             return (
                 f"the request comes from a page of '{origin:.80}', and without a key only local "
                 "pages are answered"
@@ -124,14 +124,13 @@ def explain_refusal(headers: Iterable[tuple[bytes, bytes]], names: Collection[st
     return ""
 
 
-def _host(address: str) -> str:
-    """Return the host of "host:port" in lower case, without brackets; "" if the text is no such
-    address."""
+def _parse_host(address: str) -> str:
+    """Return the host of "host:port", in lower case and without brackets; "" if it is invalid."""
     match = HOST.fullmatch(address)
     return (match[1] or match[2]).lower() if match else ""
 
 
-def _pieces(message: Message) -> Iterable[Message]:
+def _split_body(message: Message) -> Iterable[Message]:
     body = message.get("body", b"")
     if len(body) <= PIECE:
         return (message,)

@@ -1,13 +1,13 @@
-"""Weight sync of changes: positions and new values since the last version, without loss.
+"""Delta weight sync: send the positions and new values of changed weights, without loss.
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
-3e-6). Both ends keep the weights of the last push: a rank its blocks, a receiver all of them.
-Changes apply to one version only. After them each block must have the checksum that it has at the
-sender.
+3e-6). Both ends keep the weights of the last push: a rank keeps its blocks, a receiver keeps all.
+Changes apply to one version only. Once they are applied, each block must have the sender's
+checksum.
 
-Peak extra memory: model bytes at the receiver and each rank's share of them at the ranks, kept
-between pushes; while a block is compared, its bytes, and 9 bytes for each number of it; and the
-transport's memory, for at most as many bytes.
+Peak extra memory: between pushes, the model's bytes at the receiver and each rank's share of them
+at the ranks; while a block is compared, its bytes and 9 bytes for each of its elements; and the
+transport's memory, for at most the bytes of the blocks.
 """
 
 from __future__ import annotations
@@ -30,11 +30,12 @@ from ratchet.weight_sync.weight_blocks import (
 
 # The dtype of a position within a block.
 POSITION = torch.int32
+# Integer dtypes by width in bytes.
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _SentWeights:
-    """The blocks of a rank's last push, as they were sent."""
+    """The blocks of a rank's last push, in the dtype in which they were sent."""
 
     def __init__(self) -> None:
         self.version: int | None = None
@@ -46,29 +47,29 @@ _SENT: dict[str, _SentWeights] = {}
 
 
 def forget(session: str) -> None:
-    """Release the weights that a session keeps."""
+    """Release the weights that this process keeps for a session."""
     _SENT.pop(session, None)
 
 
 def view_as_words(tensor: Tensor) -> Tensor:
-    """Return a flat view as integers of the same width.
+    """Return a flat view of a tensor as integers of its dtype's width.
 
-    NaNs and zeros of either sign are then compared by their bits.
+    Comparing them compares bits: identical NaNs are equal, and 0.0 differs from -0.0.
     """
     return tensor.reshape(-1).view(WORDS[tensor.dtype.itemsize])
 
 
 def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Return (positions [c], int32, ascending, new words [c]) of the changed words.
+    """Return (positions [c], new words [c]) of the changed words; positions are int32, ascending.
 
-    None if sending the whole block takes no more bytes.
+    Return None if sending the whole block takes no more bytes, or if int32 can't count its words.
     """
     new_n = view_as_words(new)
     old_n = view_as_words(old)
     at_c = (new_n != old_n).nonzero().squeeze(1)
-    per_change = POSITION.itemsize + new.dtype.itemsize
+    change_bytes = POSITION.itemsize + new.dtype.itemsize
     if (
-        len(at_c) * per_change >= new_n.numel() * new.dtype.itemsize
+        len(at_c) * change_bytes >= new_n.numel() * new.dtype.itemsize
         or new_n.numel() > torch.iinfo(POSITION).max
     ):
         return None
@@ -90,18 +91,18 @@ def changes(
 ) -> Iterator[OutgoingPart]:
     """Yield the changes from version `base` to `version`.
 
-    Blocks are whole if the last push of the rank was not `base`.
+    Blocks are sent whole if the rank's last push was not version `base`.
     """
     sent = _SENT.setdefault(session, _SentWeights())
-    is_first = base is None or sent.version != base
-    # Not a whole version until the last block has been compared.
+    send_whole = base is None or sent.version != base
+    # Until all blocks have been compared, the kept ones belong to no version.
     sent.version = None
     kept: list[Tensor] = []
     for index, shard in enumerate(weights):
         new_dtype = resolve_sent_dtype(shard.tensor, dtype)
         new = shard.tensor.detach().to(new_dtype).contiguous()
         if (
-            is_first
+            send_whole
             or sent.blocks[index].shape != new.shape
             or sent.blocks[index].dtype != new_dtype
         ):
@@ -124,14 +125,14 @@ def changes(
 
 
 class ReceivedWeights:
-    """The weights of the last push, at a receiver.
+    """The weights of the last push at a receiver.
 
-    version: None if they are of no version, as after a failed push.
+    version: None before the first push and after a failed one.
     """
 
     def __init__(self) -> None:
         self.version: int | None = None
-        # By (rank, number of the block).
+        # Keys are (rank, number of the block).
         self.blocks: dict[tuple[int, int], Tensor] = {}
 
     def take(
@@ -143,27 +144,27 @@ class ReceivedWeights:
         base: int | None,
         version: int,
     ) -> Iterator[tuple[int, WeightBlock, Tensor]]:
-        """Yield (rank, block, its new value) for every block.
+        """Apply a push and yield (rank, block, its new value) for every block.
 
-        Raises DeltaRefused before anything is changed, and WeightSyncError if a block differs from
-        the sender's after its changes. The next push must then be whole.
+        Raises DeltaRefused before anything is changed. Raises WeightSyncError if a changed block
+        differs from the sender's; the next push must then be whole.
         """
         self._check(by_rank, parts, base, version)
         self.version = None
         for rank, rank_parts in enumerate(parts):
             positions: dict[int, Tensor] = {}
             for part in rank_parts:
-                numbers = open_part(rank, part)
+                values = open_part(rank, part)
                 key = (rank, part.block)
                 if part.kind == "whole":
-                    self._replace(key, numbers)
+                    self._replace(key, values)
                 elif part.kind == "at":
-                    positions[part.block] = numbers
+                    positions[part.block] = values
                 else:
                     apply_changed_words(
                         self.blocks[key],
                         positions.pop(part.block).to(self.blocks[key].device),
-                        numbers,
+                        values,
                     )
                     if not has_checksum(self.blocks[key], part.result):
                         name = by_rank[rank][part.block].name
@@ -177,13 +178,13 @@ class ReceivedWeights:
             for index, block in enumerate(blocks):
                 yield rank, block, self.blocks[rank, index]
 
-    def _replace(self, key: tuple[int, int], numbers: Tensor) -> None:
+    def _replace(self, key: tuple[int, int], values: Tensor) -> None:
         """Store a whole block."""
         old = self.blocks.get(key)
-        if old is not None and (old.shape, old.dtype) == (numbers.shape, numbers.dtype):
-            old.copy_(numbers)
+        if old is not None and (old.shape, old.dtype) == (values.shape, values.dtype):
+            old.copy_(values)
         else:
-            self.blocks[key] = numbers.clone()
+            self.blocks[key] = values.clone()
 
     def _check(
         self,
@@ -192,11 +193,11 @@ class ReceivedWeights:
         base: int | None,
         version: int,
     ) -> None:
-        """Raise DeltaRefused for changes of a version that this end does not have."""
+        """Raise DeltaRefused if changes start from a version that this receiver does not have."""
         for rank, rank_parts in enumerate(parts):
-            whole = {part.block for part in rank_parts if part.kind == "whole"}
+            whole_blocks = {part.block for part in rank_parts if part.kind == "whole"}
             changed = [
-                block.name for index, block in enumerate(by_rank[rank]) if index not in whole
+                block.name for index, block in enumerate(by_rank[rank]) if index not in whole_blocks
             ]
             if changed and (
                 self.version is None or base != self.version or version <= self.version

@@ -1,12 +1,13 @@
-"""Weight sync by files in a directory that all ends share.
+"""Sync weights through files in a directory that learner ranks and receivers share.
 
-Each rank writes its blocks as safetensors, in one directory a version. A directory gets its name
-once it is complete. The one before is removed after the commit, and the rest of a failed push
-before the next one.
+Each rank writes its blocks as a safetensors file, in one directory per version. A directory gets
+its final name once it is complete. The previous version is removed after the commit; what a failed
+push left is removed before the next one.
 
-Peak extra memory: each rank's share of the model bytes at the ranks, while the blocks are converted
-and written; at a receiver the mapped pages of the files, at most model bytes, which the system may
-take back; and model bytes of disk, twice for a moment (of memory, if the directory is in /dev/shm).
+Peak extra memory:
+- learner rank: its share of the model bytes, while blocks are converted and written;
+- receiver: the mapped pages of the files, at most model bytes, which the system may reclaim;
+- disk (memory, if the directory is in /dev/shm): model bytes, briefly twice that.
 """
 
 from __future__ import annotations
@@ -37,9 +38,9 @@ from ratchet.weight_sync.weight_blocks import (
 
 
 class FilesWeightSync(PushWeightSync):
-    """Pushes weights through files.
+    """A weight sync that pushes weights through files.
 
-    directory: of this weight sync alone, created if it is absent.
+    directory: used by this weight sync only; created if it is absent.
     """
 
     writer = "ratchet.weight_sync.files:write"
@@ -50,8 +51,7 @@ class FilesWeightSync(PushWeightSync):
     ) -> None:
         super().__init__(senders, receivers, **options)
         self.directory = directory.absolute()
-        # Not told by times of modification: a clock that was set back would make an older push the
-        # newest.
+        # Remembered here, because modification times mislead if the clock was set back.
         self._committed: Path | None = None
         self._complete: Path | None = None
 
@@ -77,24 +77,24 @@ class FilesWeightSync(PushWeightSync):
         self._remove_others(None)
 
     def _remove_others(self, keep: Path | None) -> None:
-        """Remove all pushes but one."""
+        """Remove all pushes, complete or not, except `keep`."""
         for path in (*self.directory.glob("push-*"), *self.directory.glob(".draft-*")):
             if path != keep:
                 shutil.rmtree(path, ignore_errors=True)
 
 
 def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> list[SentPart]:
-    """Write a rank's blocks to its file, and return what was sent."""
+    """Write a rank's blocks to its file, and return the descriptions of the sent parts."""
     tensors: dict[str, Tensor] = {}
     parts = []
-    place = 0
-    for item in outgoing:
-        numbers = torch.empty(item.tensor.numel(), dtype=item.dtype)
+    offset = 0
+    for part in outgoing:
+        converted = torch.empty(part.tensor.numel(), dtype=part.dtype)
         parts.append(
-            item.to_part(place, copy_with_checksum(as_bytes(numbers), item.tensor, item.dtype))
+            part.to_part(offset, copy_with_checksum(as_bytes(converted), part.tensor, part.dtype))
         )
-        tensors[_key(parts[-1])] = numbers
-        place += align_bytes(item.n_bytes)
+        tensors[_key(parts[-1])] = converted
+        offset += align_bytes(part.n_bytes)
     path = _file(directory, rank)
     try:
         save_file(tensors, path.with_suffix(".tmp"))
@@ -109,7 +109,7 @@ def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> lis
 
 
 def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: str) -> PartReader:
-    """Return a reader of the parts in the files."""
+    """Return a function that reads a rank's part from its file."""
     files: dict[int, Any] = {}
 
     def read_part(rank: int, part: SentPart) -> Tensor:

@@ -1,7 +1,8 @@
 """Losses that many algorithms share: pure functions `(out, batch, *, options) -> (x, metrics)`.
 
-x is to be minimised, at the term's level, before its weight. T = tokens. Entry t of a [T] column
-belongs to the prediction of token t. Metrics are detached, at the level of x, and weighted like it.
+x is minimised: one value per token or row (the term's level), not yet weighted. T = tokens. Entry t
+of a [T] column belongs to the prediction of token t. Metrics are detached, at the level of x, and
+weighted like it.
 """
 
 from __future__ import annotations
@@ -42,10 +43,10 @@ def value_loss(out: Outputs, batch: Batch, *, clip: float | None = None) -> tupl
     metrics = {"value": values_T.detach(), "return": returns_T}
     if clip is not None:
         old_T = batch.need("values")
-        near_T = torch.minimum(torch.maximum(values_T, old_T - clip), old_T + clip)
-        near_errors_T = (near_T - returns_T).square()
-        metrics["clipped"] = (near_errors_T > errors_T).to(errors_T.dtype)
-        errors_T = torch.maximum(errors_T, near_errors_T)
+        clipped_T = torch.minimum(torch.maximum(values_T, old_T - clip), old_T + clip)
+        clipped_errors_T = (clipped_T - returns_T).square()
+        metrics["clipped"] = (clipped_errors_T > errors_T).to(errors_T.dtype)
+        errors_T = torch.maximum(errors_T, clipped_errors_T)
     return errors_T / 2, metrics
 
 

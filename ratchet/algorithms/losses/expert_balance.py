@@ -1,11 +1,11 @@
-"""Losses and measures of the routers of a mixture of experts.
+"""Losses and metrics of the routers of a mixture of experts.
 
-They are at sequence level, so that micro-batches may be cut anywhere between sequences. The
+They are at sequence level, so that a batch may be cut into micro-batches between any sequences. The
 load-balance loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, multiplies
-two means over the tokens of a batch: cut into micro-batches, it would be another loss. Taken over
-the tokens of one sequence, as in DeepSeek-V3 (arXiv:2412.19437, eq. 17-20), it is a number of that
-sequence, and the loss a sum. This demands more: each sequence, not the batch alone, should use all
-experts. So its coefficient is best small (1e-4 there).
+two means over the tokens of a batch, so it would change with the micro-batches. DeepSeek-V3
+(arXiv:2412.19437, eq. 17-20) takes it over the tokens of one sequence, so the loss is a sum over
+sequences. That is stricter: each sequence, not only the batch, should use all experts. Therefore
+its coefficient is best small (1e-4 in DeepSeek-V3).
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ def router_balance(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     the expert's mean probability. All tokens count, the prompt's too. It is 1 if routing is even.
     """
     balance_S, _, entropy_S, max_load_S, rerouted_S = out.need("routers").T
-    measured = {
+    metrics = {
         "balance": balance_S,
         "entropy": entropy_S,
         "max_load": max_load_S,
         "rerouted": rerouted_S,
     }
-    return balance_S, {name: column_S.detach() for name, column_S in measured.items()}
+    return balance_S, {name: column_S.detach() for name, column_S in metrics.items()}
 
 
 def router_z(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
@@ -49,8 +49,9 @@ def router_z(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 def router_terms(*, balance_coef: float, z_coef: float) -> list[AlgorithmTerm]:
     """Return the routers' loss terms, in which each training sequence weighs the same.
 
-    balance_coef: 0 only measures.
-    z_coef: 0 leaves the z-loss out.
+    Args:
+        balance_coef: 0 only reports the metrics.
+        z_coef: 0 leaves the z-loss out.
     """
     balance = AlgorithmTerm(
         "router", router_balance, sequence_mean, level="sequence", needs=NEEDS, coef=balance_coef

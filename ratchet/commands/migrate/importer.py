@@ -1,4 +1,4 @@
-"""Convert a peer's keys to a recipe that `ratchet check` accepts, with an account of every key."""
+"""Convert another library's keys to a recipe that `ratchet check` accepts, and account for each."""
 
 from __future__ import annotations
 
@@ -59,25 +59,23 @@ Fate = Literal["same", "different", "without", "idle"]
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The account of a key. `ours` is empty if it has no counterpart, and then `note` says why;
-    with both, `note` says what means something else.
-
-    assumed: True if the file doesn't set it and it is the peer's default. within: the peer's key
-    that was converted with it. idle: True if nothing that it says changes a result here.
-    """
+    """The account of one key of the peer: its value, and what the recipe has in its place."""
 
     theirs: str
     value: Any
-    ours: Mapping[str, Any]
-    note: str
-    assumed: bool = False
-    within: str = ""
-    idle: bool = False
+    ours: Mapping[str, Any]  # keys and values in the recipe; empty without a counterpart
+    note: str  # why there is no counterpart, or how the meaning of `ours` differs
+    assumed: bool = False  # True if the file doesn't set the key, and it is the peer's default
+    within: str = ""  # the peer's key whose conversion covers this one too
+    idle: bool = False  # True if the key, as it is set, changes no result here
 
     @property
     def fate(self) -> Fate:
-        """Return the one fate of each key: taken as it is, taken with a change that `note` names,
-        dropped, or without effect."""
+        """Return what became of the key.
+
+        same: taken over. different: taken over with a change that `note` names. without: dropped.
+        idle: dropped, without effect on results.
+        """
         if self.within or self.ours:
             return "different" if self.note else "same"
         return "idle" if self.idle else "without"
@@ -85,25 +83,24 @@ class Item:
 
 @dataclass
 class Imported:
-    """The result of an import.
-
-    `flat`: the recipe by dotted key. `unset`: keys that are null there. `unread`: what could not be
-    resolved. `repeated`: earlier values of what a script says twice. `refused`: what `ratchet
-    check` says of the whole; "" if it accepts it.
-    """
+    """The result of an import."""
 
     peer: Peer
     method: str
     items: list[Item]
-    flat: dict[str, Any]
-    unset: list[str] = field(default_factory=list)
+    flat: dict[str, Any]  # the recipe by dotted key
+    unset: list[str] = field(default_factory=list)  # the peer's keys that the file sets to null
+    # keys that could not be resolved, each with what to do
     unread: Mapping[str, str] = field(default_factory=dict)
+    # earlier values of keys that a script sets twice
     repeated: Mapping[str, str] = field(default_factory=dict)
+    # problems that `ratchet check` still finds in the recipe
     refused: list[RecipeProblem] = field(default_factory=list)
+    # keys of the recipe that the file determines
     told: set[str] = field(default_factory=lambda: {"name", "algorithm.kind", "environment.kind"})
 
     def fated(self, fate: Fate) -> list[Item]:
-        """Return the keys with one fate."""
+        """Return the items with one fate."""
         return [item for item in self.items if item.fate == fate]
 
     @property
@@ -124,11 +121,12 @@ class Imported:
 
     @property
     def chosen(self) -> dict[str, Any]:
-        """Return keys of the recipe that no key of the file sets."""
+        """Return the keys of the recipe that no key of the file determines."""
         return {key: value for key, value in self.flat.items() if key not in self.told}
 
     @property
     def recipe(self) -> dict[str, Any]:
+        """Return `flat` as nested sections, in the order of a hand-written recipe."""
         places = {key: place for place, key in enumerate(ORDER)}
         nested: dict[str, Any] = {}
         for key, value in sorted(
@@ -143,28 +141,31 @@ class Imported:
 
 
 def read_config(path: Path, peer: str | None = None) -> Imported:
-    """Import a file. Raises ConfigError if it can't be read, if its keys are no peer's, or if the
-    kind of training can't be told."""
+    """Import a file.
+
+    Raises ConfigError if it can't be read, or if its keys don't tell the peer or the kind of
+    training.
+    """
     source = read_source(path)
-    chosen = PEERS[peer] if peer is not None else _told(source.values, path)
-    if path.suffix not in (".sh", ".bash", ".txt") and chosen.dialect != "omegaconf":
-        source = read_source(path, chosen.dialect)
-    name = chosen.method(source.values)
+    chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
+    if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
+        source = read_source(path, chosen_peer.dialect)
+    name = chosen_peer.method(source.values)
     if not name:
         raise ConfigError(
-            f"{path}: what kind of training it is can't be told from its keys: {chosen.title}'s "
-            f"are {', '.join(chosen.methods)}"
+            f"{path}: what kind of training it is can't be told from its keys: "
+            f"{chosen_peer.title}'s are {', '.join(chosen_peer.methods)}"
         )
-    result = convert(chosen, name, source)
+    result = convert(chosen_peer, name, source)
     if not {f"environment.{key}" for key in ("train", "hub", "preset")} & set(result.flat):
         result.flat["environment.train"] = ["data/train.jsonl"]
     result.flat.setdefault("name", re.sub(r"[^\w.+-]+", "-", path.stem).lstrip("_.+-") or "run")
-    _settle(result)
+    _remove_refused(result)
     return result
 
 
 def convert(peer: Peer, name: str, source: FlatConfig) -> Imported:
-    """Return what a method's table makes of a source, before `ratchet check` has seen it."""
+    """Return a source converted by a method's table, not yet checked by `ratchet check`."""
     method = peer.methods[name]
     result = Imported(
         peer, name, [], dict(method.fixed), unread=source.unread, repeated=source.repeated
@@ -173,7 +174,7 @@ def convert(peer: Peer, name: str, source: FlatConfig) -> Imported:
     return result
 
 
-def _told(values: Mapping[str, Any], path: Path) -> Peer:
+def _detect_peer(values: Mapping[str, Any], path: Path) -> Peer:
     ranked = sorted(PEERS.values(), key=lambda peer: peer.likeness(values), reverse=True)
     if ranked[0].likeness(values) == ranked[1].likeness(values):
         raise ConfigError(
@@ -205,7 +206,7 @@ def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
             result.unset += [] if assumed else [key]
         elif row is not None:
             config.looked_up.clear()
-            item = _item(row, key, value, config, assumed)
+            item = _convert_key(row, key, value, config, assumed)
             if row.how is not None and item.ours:
                 runs.add(key, row.how, value, config.looked_up)
         if item is None or (assumed and not (item.ours or item.within)):
@@ -215,10 +216,10 @@ def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
             lay(result.flat, name, content)
             laid_by[name] = key
         result.told |= set(item.ours)
-    _account(result, runs, laid_by, config)
+    _correct_items(result, runs, laid_by, config)
 
 
-def _item(row: KeyRow, key: str, value: Any, config: PeerConfig, assumed: bool) -> Item:
+def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, assumed: bool) -> Item:
     if value is None:
         return Item(key, None, {row.ours: row.null}, row.note, assumed)
     if row.within:
@@ -242,8 +243,11 @@ def _item(row: KeyRow, key: str, value: Any, config: PeerConfig, assumed: bool) 
 
 
 def lay(flat: dict[str, Any], key: str, value: Any) -> None:
-    """Put a key into a recipe by dotted keys, over what is there at it, below it, or in a section
-    above it."""
+    """Set a dotted key in a flat recipe.
+
+    It replaces keys below it and scalars above it. If a section above it is set, the key goes into
+    a copy of that section.
+    """
     for name in list(flat):
         if name.startswith(f"{key}.") or (
             key.startswith(f"{name}.") and not isinstance(flat[name], dict)
@@ -253,59 +257,63 @@ def lay(flat: dict[str, Any], key: str, value: Any) -> None:
     if above is None:
         flat[key] = value
         return
-    *places, last = key.removeprefix(f"{above}.").split(".")
+    *sections, last = key.removeprefix(f"{above}.").split(".")
     section = flat[above] = deepcopy(flat[above])
-    for place in places:
-        section = section.setdefault(place, {})
+    for name in sections:
+        section = section.setdefault(name, {})
     section[last] = value
 
 
-# --- the account: what each key did in the end
+# --- correct the accounts by the finished recipe
 
 
-def _account(
+def _correct_items(
     result: Imported, runs: ConversionRuns, laid_by: Mapping[str, str], config: PeerConfig
 ) -> None:
-    """Correct what the table says of each key by what the conversions did with its value, and by
-    what stands in the end."""
+    """Correct the items that a later key overrode, or whose value no conversion used."""
     recipe = result.recipe
-    standing = [_standing(item, recipe, laid_by) for item in result.items]
-    by_key = {item.theirs: item for item in standing}
-    items = [item if item.assumed else _effective(item, by_key, runs, config) for item in standing]
+    items = [_drop_overridden(item, recipe, laid_by) for item in result.items]
+    by_key = {item.theirs: item for item in items}
+    items = [item if item.assumed else _drop_unused(item, by_key, runs, config) for item in items]
     result.items = [item for item in items if not item.assumed or item.ours]
 
 
-def _standing(item: Item, recipe: Mapping[str, Any], laid_by: Mapping[str, str]) -> Item:
-    """Return the item without those keys of ours that another of theirs set to something else
-    afterwards."""
-    lost = [key for key, value in item.ours.items() if not _stands(recipe, key, value)]
-    if not lost:
+def _drop_overridden(item: Item, recipe: Mapping[str, Any], laid_by: Mapping[str, str]) -> Item:
+    """Return the item without the keys of `ours` that a later key set to another value."""
+    overridden = [key for key, value in item.ours.items() if not _has_value(recipe, key, value)]
+    if not overridden:
         return item
-    by = {
+    # The overriding key set this very key, or a section above it.
+    setters = {
         key: laid_by.get(key)
-        or next((by for name, by in laid_by.items() if key.startswith(f"{name}.")), "")
-        for key in lost
+        or next((setter for name, setter in laid_by.items() if key.startswith(f"{name}.")), "")
+        for key in overridden
     }
-    why = "; ".join(f"{key} goes under: {by[key] or 'another key'} sets it" for key in lost)
-    kept = {key: value for key, value in item.ours.items() if key not in lost}
+    why = "; ".join(
+        f"{key} goes under: {setters[key] or 'another key'} sets it" for key in overridden
+    )
+    kept = {key: value for key, value in item.ours.items() if key not in overridden}
     return replace(item, ours=kept, note="; ".join(filter(None, [item.note, why])))
 
 
-def _stands(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
-    place: Any = recipe
+def _has_value(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
+    content: Any = recipe
     for name in key.split("."):
-        if not isinstance(place, Mapping) or name not in place:
+        if not isinstance(content, Mapping) or name not in content:
             return False
-        place = place[name]
-    if isinstance(value, Mapping) and isinstance(place, Mapping):
-        return all(_stands(place, name, inner) for name, inner in value.items())
-    return place == value and type(place) is type(value)
+        content = content[name]
+    if isinstance(value, Mapping) and isinstance(content, Mapping):
+        return all(_has_value(content, name, inner) for name, inner in value.items())
+    return content == value and type(content) is type(value)
 
 
-def _effective(
+def _drop_unused(
     item: Item, by_key: Mapping[str, Item], runs: ConversionRuns, config: PeerConfig
 ) -> Item:
-    """Return the item, as what it is if no conversion made anything of its value."""
+    """Return the item, corrected if its own conversion did not use its value.
+
+    It is then covered by another key's conversion, or not taken over.
+    """
     if not item.within and item.theirs not in runs.ran:
         return item
     used = [theirs for theirs in runs.users(item.theirs, config) if by_key[theirs].ours]
@@ -316,12 +324,12 @@ def _effective(
     if not item.within:
         why = f"is not taken over: {', '.join(item.ours)} became what it is without it"
         return replace(item, ours={}, note="; ".join(filter(None, [item.note, why])))
-    main = by_key.get(_main(item))
+    main = by_key.get(_main_key(item))
     if main is None:
         return replace(
             item,
             within="",
-            note=f"counts with {_main(item)} alone, which the file doesn't set",
+            note=f"counts with {_main_key(item)} alone, which the file doesn't set",
             idle=True,
         )
     if main.ours:
@@ -333,44 +341,47 @@ def _effective(
     return replace(item, within="", note=f"{main.theirs}: {main.note}", idle=main.idle)
 
 
-def _main(item: Item) -> str:
-    """Return the key that an item stands with; where a table says it by `*`, the one beside it."""
+def _main_key(item: Item) -> str:
+    """Return `item.within`; if that is a pattern with `*`, the key of its name beside the item."""
     if "*" not in item.within:
         return item.within
     return f"{item.theirs.rpartition('.')[0]}.{item.within.rpartition('.')[2]}"
 
 
-# --- what check says of it
+# --- remove what `ratchet check` refuses
 
 
-def _settle(result: Imported) -> None:
-    """Remove what `ratchet check` refuses, and say so; what can't be removed stays in `refused`."""
+def _remove_refused(result: Imported) -> None:
+    """Remove the keys that `ratchet check` refuses, and note it in their items.
+
+    Problems of keys that the peer didn't set stay in `refused`.
+    """
     for _ in range(len(result.flat)):
         result.refused = list(_problems(result.recipe))
         if not result.refused:
             return
-        wrong = next(
+        removable = next(
             (
                 (key, problem)
                 for problem in result.refused
-                if (key := _taken(result, problem.origin.path))
+                if (key := _imported_key(result, problem.origin.path))
             ),
             None,
         )
-        if wrong is None:
+        if removable is None:
             return
-        key, problem = wrong
+        key, problem = removable
         del result.flat[key]
-        result.items = [_less(item, key, problem.message) for item in result.items]
+        result.items = [_without_key(item, key, problem.message) for item in result.items]
 
 
-def _taken(result: Imported, path: str) -> str | None:
-    """Return our key that a problem is at, if a key of the peer set it."""
+def _imported_key(result: Imported, path: str) -> str | None:
+    """Return the recipe's key at or above a problem's path, if a key of the peer set it."""
     keys = (key for item in result.items for key in item.ours if key in result.flat)
     return next((key for key in keys if path == key or path.startswith(f"{key}.")), None)
 
 
-def _less(item: Item, key: str, message: str) -> Item:
+def _without_key(item: Item, key: str, message: str) -> Item:
     if key not in item.ours:
         return item
     kept = {name: value for name, value in item.ours.items() if name != key}
@@ -390,6 +401,6 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     yield from problems
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
-        # the first that was written
-        node = next((node for node, left in located if not left), located[0][0])
+        # The first key that the recipe has; the others may be defaults.
+        node = next((node for node, missing in located if not missing), located[0][0])
         yield RecipeProblem(node.origin, conflict.message)

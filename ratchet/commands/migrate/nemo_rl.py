@@ -1,5 +1,7 @@
-"""NVIDIA NeMo RL: the YAML of its GRPO, DPO, SFT and reward model examples. Keys are those of NeMo
-RL 0.4 to 0.7."""
+"""The key table of NVIDIA NeMo RL: the YAML of its GRPO, DPO, SFT and reward model examples.
+
+Keys are those of NeMo RL 0.4 to 0.7.
+"""
 
 from __future__ import annotations
 
@@ -28,12 +30,11 @@ from ratchet.commands.migrate.table import (
 
 ANSWERS = (
     "counted in answers there and in prompts here: minibatches is how many optimizer steps "
-    "a "
-    "batch is split into"
+    "a batch is split into"
 )
 EVERY = "greedy accuracy on evaluation.tasks held-out tasks; 0 is only before and after"
 
-
+# Rows of every trainer, without the keys of its own section.
 COMMON = (
     *nothing(shared.BASE, "--config*"),
     KeyRow("policy.model_name", "model.path"),
@@ -229,7 +230,7 @@ COMMON = (
 
 
 def _common(section: str) -> tuple[KeyRow, ...]:
-    """Return the rows of keys that every trainer of NeMo RL has, with the trainer's own section."""
+    """Return the rows of every trainer; `section` holds the trainer's own keys (`grpo`, `dpo`)."""
     return (
         KeyRow(
             f"{section}.max_num_steps",
@@ -426,7 +427,8 @@ GRPO = (
 )
 
 
-def _given(section: str, note: str) -> tuple[KeyRow, ...]:
+def _offline(section: str, note: str) -> tuple[KeyRow, ...]:
+    """Return the rows of a trainer that reads a dataset without sampling (DPO, SFT, RM)."""
     return (
         KeyRow("policy.train_global_batch_size", "batch_size", how=whole),
         KeyRow("data.train.dataset_name", "environment", note=note, how=to.rows),
@@ -460,11 +462,11 @@ DPO = (
         "dpo.sft_average_log_probs",
         note="the likelihood of the chosen answers is a mean over their tokens",
     ),
-    *_given("dpo", shared.PAIRS),
+    *_offline("dpo", shared.PAIRS),
 )
 SFT = (
     KeyRow("sft.only_unmask_final", "algorithm.train", how=choose({True: "last", False: "all"})),
-    *_given("sft", shared.ROWS),
+    *_offline("sft", shared.ROWS),
 )
 
 
@@ -492,6 +494,6 @@ NEMO_RL = Peer(
         "grpo": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, GRPO),
         "dpo": Method({"algorithm.kind": "dpo", **ROWS}, DPO),
         "sft": Method({"algorithm.kind": "sft", **ROWS}, SFT),
-        "rm": Method({"algorithm.kind": "reward_model", **ROWS}, _given("rm", shared.PAIRS)),
+        "rm": Method({"algorithm.kind": "reward_model", **ROWS}, _offline("rm", shared.PAIRS)),
     },
 )

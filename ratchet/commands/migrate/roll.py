@@ -1,5 +1,7 @@
-"""Alibaba ROLL: the YAML of its RLVR, DPO and SFT pipelines. Keys and defaults are those of ROLL
-0.3."""
+"""The key table of Alibaba ROLL: the YAML of its RLVR, DPO and SFT pipelines.
+
+Keys and defaults are those of ROLL 0.3.
+"""
 
 from __future__ import annotations
 
@@ -37,12 +39,12 @@ EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
 def _train(role: str) -> tuple[KeyRow, ...]:
-    """Return the rows of the role that trains."""
+    """Return the rows of a role's optimizer, model and training engine."""
     return (*_optimizer(role), *_model_and_engine(role))
 
 
 def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[KeyRow, ...]:
-    """Return the rows of the two keys whose product is the batch of a rank."""
+    """Return the rows of the two keys whose product is a rank's batch size."""
     defaults = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     return tuple(
         KeyRow(f"{role}.training_args.{key}", ours, note, how, default=default)
@@ -142,6 +144,7 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
     )
 
 
+# Rows of every pipeline.
 COMMON = (
     *nothing(shared.BASE, "--config*"),
     *nothing(
@@ -410,7 +413,8 @@ RLVR = (
 )
 
 
-def _given(role: str) -> tuple[KeyRow, ...]:
+def _offline(role: str) -> tuple[KeyRow, ...]:
+    """Return the rows of a pipeline that trains on a dataset without sampling (DPO, SFT)."""
     return (
         *_batch_rows(role, "batch_size", ROWS_COUNTED, to.rows(role)),
         KeyRow(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
@@ -437,7 +441,7 @@ DPO = (
     ),
     KeyRow("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
     KeyRow("rejected_key", "environment.columns", how=to.column("rejected"), default="rejected"),
-    *_given("actor_train"),
+    *_offline("actor_train"),
 )
 SFT = (
     KeyRow("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
@@ -447,7 +451,7 @@ SFT = (
         "query_key",
         note="environment.prompt makes one prompt of several columns: '{instruction}\n{input}'",
     ),
-    *_given("sft_train"),
+    *_offline("sft_train"),
 )
 
 

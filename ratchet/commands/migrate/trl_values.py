@@ -1,4 +1,4 @@
-"""TRL: values of its keys as values of a recipe."""
+"""Conversions of TRL's values to values of a recipe."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ SCHEDULES = {
 
 
 def micro(config: PeerConfig) -> int:
-    """Return the answers of an optimizer step, of one process."""
+    """Return the number of answers in an optimizer step of one process."""
     return config.whole("per_device_train_batch_size") * config.whole("gradient_accumulation_steps")
 
 
 def answers(config: PeerConfig) -> int:
-    """Return the answers in a generation batch, of one process."""
+    """Return the number of answers in a generation batch of one process."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
     steps = (
@@ -59,7 +59,7 @@ def minibatches(config: PeerConfig) -> int:
 
 
 def divided(value: Any, config: PeerConfig) -> Sets:
-    """Convert minibatches; answers are shuffled there before a batch is divided."""
+    """Set the mini-batches. As in TRL, answers are shuffled before a batch is divided."""
     count = minibatches(config)
     return Sets(
         {
@@ -70,19 +70,22 @@ def divided(value: Any, config: PeerConfig) -> Sets:
 
 
 def updates(config: PeerConfig) -> int:
-    """Return the optimizer steps of a batch."""
+    """Return the number of optimizer steps per batch."""
     return minibatches(config) * config.whole("num_iterations") if config["num_generations"] else 1
 
 
 def batches(value: Any, config: PeerConfig) -> Any:
-    steps, each = numbers.whole(value, least=-1), updates(config)
+    steps, steps_per_batch = numbers.whole(value, least=-1), updates(config)
     if steps <= 0:
         return Idle(shared.EPOCHS)
-    taken = max(1, math.ceil(steps / each))
+    steps_here = max(1, math.ceil(steps / steps_per_batch))
     return (
-        taken
-        if taken * each == steps
-        else Sets({"steps": taken}, f"{steps} optimizer steps there, {taken * each} here")
+        steps_here
+        if steps_here * steps_per_batch == steps
+        else Sets(
+            {"steps": steps_here},
+            f"{steps} optimizer steps there, {steps_here * steps_per_batch} here",
+        )
     )
 
 
@@ -99,7 +102,7 @@ def rows(value: Any, config: PeerConfig) -> int:
 
 
 def every(strategy: str, ours: str) -> Convert:
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy] != "steps":
             return Without(
                 f"{strategy} is {config[strategy]} there, and counted in steps here: 0 is only at "
@@ -108,19 +111,20 @@ def every(strategy: str, ours: str) -> Convert:
         steps = numbers.number(value)
         if steps < 1:
             return Without("a share of all steps there: give their number")
-        steps, each = numbers.whole(value), updates(config)
-        taken = max(1, round(steps / each))
-        if taken * each == steps:
-            return taken
+        steps, steps_per_batch = numbers.whole(value), updates(config)
+        steps_here = max(1, round(steps / steps_per_batch))
+        if steps_here * steps_per_batch == steps:
+            return steps_here
         return Sets(
-            {ours: taken}, f"every {steps} optimizer steps there, every {taken * each} here"
+            {ours: steps_here},
+            f"every {steps} optimizer steps there, every {steps_here * steps_per_batch} here",
         )
 
-    return how
+    return convert
 
 
 def warmup(value: Any, config: PeerConfig) -> Any:
-    """Convert optimizer steps, cut to a whole number, or below 1 a share of them, rounded up."""
+    """Convert optimizer steps, rounded down, or (below 1) a share of all steps, rounded up."""
     number = numbers.number(value)
     if number < 0:
         raise Misread(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
@@ -134,7 +138,7 @@ def schedule(value: Any, config: PeerConfig) -> Any:
     if value == "cosine_with_min_lr" and "min_lr_rate" in (options := _options(config)):
         return Sets(
             {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": options["min_lr_rate"]},
-            _left(options, "min_lr_rate"),
+            _note_unused(options, "min_lr_rate"),
         )
     if value == "warmup_stable_decay" and "num_decay_steps" in (options := _options(config)):
         return Sets(
@@ -144,25 +148,26 @@ def schedule(value: Any, config: PeerConfig) -> Any:
                     options["num_decay_steps"], "num_decay_steps", 1
                 ),
             },
-            _left(options, "num_decay_steps"),
+            _note_unused(options, "num_decay_steps"),
         )
     return choose(SCHEDULES)(value, config)
 
 
 def _options(config: PeerConfig) -> Mapping[str, Any]:
-    """Return the keys of lr_scheduler_kwargs, which stand below it, or in it where it is one
-    value."""
-    inside = config["lr_scheduler_kwargs"]
-    below = {
+    """Return lr_scheduler_kwargs, given as dotted keys or as one mapping."""
+    as_mapping = config["lr_scheduler_kwargs"]
+    from_dotted_keys = {
         key.partition(".")[2]: config[key]
         for key in config.values
         if key.startswith("lr_scheduler_kwargs.")
     }
-    return below or (inside if isinstance(inside, Mapping) else {})
+    return from_dotted_keys or (as_mapping if isinstance(as_mapping, Mapping) else {})
 
 
-def _left(options: Mapping[str, Any], taken: str) -> str:
-    unused = ", ".join(f"{name}={value}" for name, value in options.items() if name != taken)
+def _note_unused(options: Mapping[str, Any], converted_key: str) -> str:
+    unused = ", ".join(
+        f"{name}={value}" for name, value in options.items() if name != converted_key
+    )
     return f"lr_scheduler_kwargs' {unused} has no counterpart" if unused else ""
 
 
@@ -182,7 +187,7 @@ def reports(value: Any, config: PeerConfig) -> Any:
     return shared.sinks(value, config["project"])
 
 
-def _high(config: PeerConfig) -> int | float:
+def _clip_high(config: PeerConfig) -> int | float:
     return config.number("epsilon" if config["epsilon_high"] is None else "epsilon_high")
 
 
@@ -194,7 +199,7 @@ def loss(value: Any, config: PeerConfig) -> Any:
         }
         return Sets({"algorithm.kind": "sapo", **taus, "algorithm.weighting": "token_mean"})
     if value == "cispo":
-        high = _high(config)
+        high = _clip_high(config)
         if high <= 1:
             return Without(
                 f"epsilon_high={high} is the greatest weight of a token there, and 1 + clip_high "
@@ -202,8 +207,7 @@ def loss(value: Any, config: PeerConfig) -> Any:
             )
         note = (
             "their epsilon_high is the greatest weight itself; here the weight is clipped "
-            "above "
-            "1 + clip_high"
+            "above 1 + clip_high"
         )
         return Sets({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
@@ -216,7 +220,7 @@ def loss(value: Any, config: PeerConfig) -> Any:
         return Without(f"importance_sampling_level={level} is not known here: set algorithm.loss")
     clip = {
         "algorithm.loss.clip_low": config.number("epsilon"),
-        "algorithm.loss.clip_high": _high(config),
+        "algorithm.loss.clip_high": _clip_high(config),
     }
     kind = {"algorithm.kind": "gspo" if level == "sequence" else "grpo", **clip}
     if value == "dr_grpo":
@@ -224,9 +228,9 @@ def loss(value: Any, config: PeerConfig) -> Any:
         return Sets(
             {**kind, "algorithm.weighting": "fixed_length", "algorithm.fixed_length": length}
         )
-    over = {"grpo": "the mean over answers", "bnpo": "the mean over tokens"}.get(value)
+    mean = {"grpo": "the mean over answers", "bnpo": "the mean over tokens"}.get(value)
     note = (
-        f"{over} is over the whole optimizer step here, over each micro-batch there" if over else ""
+        f"{mean} is over the whole optimizer step here, over each micro-batch there" if mean else ""
     )
     return Sets(
         {**kind, "algorithm.weighting": "sequence_mean" if value == "grpo" else "token_mean"}, note
@@ -259,7 +263,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         if weights_there is None
         else [numbers.real(weight, "reward_weights") for weight in weights_there]
     )
-    taken = [
+    rewards_here = [
         {**conversions[name], "weight": weight}
         for name, weight in zip(value, weights, strict=True)
         if name in conversions
@@ -267,7 +271,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     unknown = [
         name for name in value if name not in conversions and name != "get_soft_overlong_punishment"
     ]
-    values: dict[str, Any] = {"rewards": taken} if taken else {}
+    values: dict[str, Any] = {"rewards": rewards_here} if rewards_here else {}
     notes = [f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}"] if unknown else []
     if "get_soft_overlong_punishment" in value:
         factor = dict(zip(value, weights, strict=True))["get_soft_overlong_punishment"]
@@ -298,8 +302,8 @@ def correction(value: Any, config: PeerConfig) -> Any:
     if not (numbers.flag(value) and config.flag("use_vllm")):
         return Idle("use_vllm is false there, or it is off")
     mode = config[f"{CORRECTION}_mode"]
-    level, _, act = str(mode).partition("_")
-    if act not in ("mask", "truncate") or level not in ("token", "sequence"):
+    level, _, action = str(mode).partition("_")
+    if action not in ("mask", "truncate") or level not in ("token", "sequence"):
         return Without(f"{CORRECTION}_mode={mode} is not known here: set algorithm.correction")
     low, high = (
         None
@@ -307,14 +311,16 @@ def correction(value: Any, config: PeerConfig) -> Any:
         else config.number(f"{CORRECTION}_clip_{side}")
         for side in ("min", "max")
     )
-    least = {} if low is None else {"weight_low": low}
-    if act == "truncate" or high is None:
+    lower_bound = {} if low is None else {"weight_low": low}
+    if action == "truncate" or high is None:
         note = (
             ""
-            if act == "truncate"
+            if action == "truncate"
             else "nothing is above a bound of null, so nothing is masked there either"
         )
-        return Sets({"algorithm.correction": {"weight": level, **least, "weight_high": high}}, note)
+        return Sets(
+            {"algorithm.correction": {"weight": level, **lower_bound, "weight_high": high}}, note
+        )
     masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, "mask_denominator": "all"}
     return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
 
@@ -328,9 +334,9 @@ def vllm(value: Any, config: PeerConfig) -> Any:
 
 
 def preference(value: Any, config: PeerConfig) -> Any:
-    first = value[0] if isinstance(value, list) and len(value) == 1 else value
+    loss_type = value[0] if isinstance(value, list) and len(value) == 1 else value
     beta = {"algorithm.beta": numbers.real(config["beta"], "beta")}
-    if first == "sigmoid":
+    if loss_type == "sigmoid":
         smoothing = 0 if config["label_smoothing"] is None else config.number("label_smoothing")
         return Sets(
             {
@@ -339,27 +345,27 @@ def preference(value: Any, config: PeerConfig) -> Any:
                 **({"algorithm.label_smoothing": smoothing} if smoothing else {}),
             }
         )
-    if first == "ipo":
+    if loss_type == "ipo":
         return Sets(
             {"algorithm.kind": "ipo", **beta, "algorithm.normalize": "mean"},
             "their ipo takes the mean over an answer's tokens (normalize)",
         )
-    if first == "sigmoid_norm":
+    if loss_type == "sigmoid_norm":
         return Sets({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
     if isinstance(value, list) and sorted(value) == ["sft", "sigmoid"]:
         weights_there = config["loss_weights"]
-        listed = (
+        weight_list = (
             [1.0, 1.0]
             if weights_there is None
             else [numbers.real(weight, "loss_weights") for weight in weights_there]
         )
-        weights = dict(zip(value, listed, strict=True))
-        scaled = (
+        weights = dict(zip(value, weight_list, strict=True))
+        lr_hint = (
             f"; scale optimizer.lr by {weights['sigmoid']:g}" if weights["sigmoid"] != 1 else ""
         )
         note = (
             "the likelihood of the chosen answer beside the loss is sft_coef, over the loss's "
-            f"own weight{scaled}"
+            f"own weight{lr_hint}"
         )
         return Sets(
             {

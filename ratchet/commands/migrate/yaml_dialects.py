@@ -1,8 +1,8 @@
-"""YAML and JSON as the libraries that write them read them, within bounds and without a traceback.
+"""Read YAML and JSON of other libraries as they do, within bounds; every error is a ConfigError.
 
-Recipes are YAML 1.2; these files are not: PyYAML reads YAML 1.1 (`yes` is true, 010 is 8, 1_000 is
-a number, 1e-6 is text), and OmegaConf adds floats without a point or a sign of the exponent (1e-6
-is a number). So PyYAML's own resolvers decide here.
+Recipes are YAML 1.2, but these libraries read other dialects: PyYAML reads YAML 1.1 (`yes` is
+true, 010 is 8, 1_000 is a number, 1e-6 is text), and OmegaConf adds floats without a point or a
+sign of the exponent (1e-6 is a number). So PyYAML's resolvers decide what a value is.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import yaml
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
-# of all files together, each alias counted where it stands: against anchors that multiply
+# The limit for all files together. An alias counts at each use, so nested anchors can't explode.
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_FILES = 200
@@ -30,17 +30,17 @@ FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Yaml(yaml.SafeLoader):
-    """A loader of YAML 1.1 without dates, which no key of these libraries holds.
+    """A loader of YAML 1.1 without dates, which these libraries' keys never hold.
 
-    It counts while it composes: PyYAML takes seconds for a nest of brackets, minutes for a million
-    values.
+    It checks the bounds while it composes, because PyYAML takes seconds for deeply nested brackets
+    and minutes for a million values.
     """
 
     nodes = 0
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
-        """Compose one node and what is in it. Raises ConfigError past the bounds."""
+        """Compose one node and its content. Raises ConfigError beyond the bounds."""
         where = f"line {self.peek_event().start_mark.line + 1}"
         self.nodes += 1
         self.depth += 1
@@ -60,8 +60,10 @@ _Yaml.yaml_implicit_resolvers = {
 
 
 class _OmegaConf(_Yaml):
-    """A loader with OmegaConf's floats (omegaconf.readthedocs.io; its YAML loader adds one
-    resolver)."""
+    """A loader that also reads floats as OmegaConf does, whose YAML loader adds one resolver.
+
+    See omegaconf.readthedocs.io.
+    """
 
 
 _OmegaConf.add_implicit_resolver(
@@ -74,15 +76,15 @@ LOADERS: dict[Dialect, type[yaml.SafeLoader]] = {"omegaconf": _OmegaConf, "yaml"
 
 @dataclass
 class ConfigReader:
-    """A reader of the files of one configuration; its bounds hold for all of them together."""
+    """A reader of the files of one configuration, which counts their values and files together."""
 
     dialect: Dialect
     values: int = 0
     files: int = 0
-    _open: set[int] = field(default_factory=set)
+    _open: set[int] = field(default_factory=set)  # ids of the nodes around the current one
 
     def yaml(self, path: Path) -> dict[str, Any]:
-        """Return keys and values of a YAML file. Raises ConfigError."""
+        """Return the keys and values of a YAML file. Raises ConfigError."""
         try:
             loader: Any = LOADERS[self.dialect](self.text(path))
             root = loader.get_single_node()
@@ -97,7 +99,7 @@ class ConfigReader:
         return _section(content, path)
 
     def json(self, path: Path) -> dict[str, Any]:
-        """Return keys and values of a JSON file. Raises ConfigError."""
+        """Return the keys and values of a JSON file. Raises ConfigError."""
         try:
             content = json.loads(
                 self.text(path), object_pairs_hook=lambda pairs: _unique(pairs, path)
@@ -107,8 +109,10 @@ class ConfigReader:
         return _section(content, path)
 
     def text(self, path: Path) -> str:
-        """Return the text of a file. Raises ConfigError where there is none, or it is too large or
-        not UTF-8."""
+        """Return the text of a file.
+
+        Raises ConfigError if it is absent, too large or not UTF-8, or one file too many.
+        """
         self.files += 1
         if self.files > MAX_FILES:
             raise ConfigError(
@@ -178,8 +182,8 @@ class ConfigReader:
         pairs: list[tuple[str, Any]] = []
         for key, content in node.value:
             if key.tag.endswith(":merge"):
-                below = self._value(content, loader, path)
-                for section in reversed(below if isinstance(below, list) else [below]):
+                sections = self._value(content, loader, path)
+                for section in reversed(sections if isinstance(sections, list) else [sections]):
                     if not isinstance(section, dict):
                         raise ConfigError(
                             f"{path}:{key.start_mark.line + 1}: << must name an anchor of a section"
@@ -205,6 +209,6 @@ def _section(content: Any, path: Path) -> dict[str, Any]:
     if content is None:
         raise ConfigError(f"{path} is empty")
     if not isinstance(content, dict):
-        what = "a list" if isinstance(content, list) else f"just {str(content)[:40]!r}"
-        raise ConfigError(f"{path} must hold keys and values, not {what}")
+        description = "a list" if isinstance(content, list) else f"just {str(content)[:40]!r}"
+        raise ConfigError(f"{path} must hold keys and values, not {description}")
     return content

@@ -1,5 +1,5 @@
-"""The command `ratchet replay`: it computes a step again, and says where the result differs from
-the run's, bit for bit."""
+"""The command `ratchet replay`: compute a step again and report where its result is not bit-equal
+to the run's."""
 
 from __future__ import annotations
 
@@ -28,10 +28,9 @@ NOT_EQUAL = 1  # the exit status
 
 @dataclass(frozen=True)
 class Difference:
-    """One difference. what: a metric, a column with the place in it, or the weights of a role.
-    None: the side does not have it."""
+    """A difference between a recorded and a replayed value; None where a value is missing."""
 
-    what: str
+    what: str  # a metric, a column with the place in it, or the weights of a role
     recorded: Any
     replayed: Any
 
@@ -44,20 +43,15 @@ class Difference:
 
 @dataclass(frozen=True)
 class ReplayVerdict:
-    """The result for a step.
-
-    begun_at: the step of the checkpoint that it was played from; 0: the start of the run. compared:
-    the number of metrics. earlier: the first step on the way after which weights differed; None:
-    none. changed: the step under another recipe.
-    """
+    """The comparison of a replayed step with the recorded one."""
 
     played: Played
-    begun_at: int
-    recorded: Mapping[str, float | None]
-    compared: int
+    begun_at: int  # step of the checkpoint that the replay started from; 0: the start of the run
+    recorded: Mapping[str, float | None]  # metrics
+    compared: int  # number of metrics that were compared
     differences: Sequence[Difference]
-    earlier: int | None
-    changed: Played | None = None
+    earlier: int | None  # first replayed step before this one after which weights differed
+    changed: Played | None = None  # the step under another recipe
 
     @property
     def equal(self) -> bool:
@@ -67,7 +61,7 @@ class ReplayVerdict:
 def replay_steps(
     path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False
 ) -> int:
-    """Print the result of each step, in increasing order. Return the exit status: 0 if all were
+    """Print the verdict on each step, in increasing order. Return the exit status: 0 if all were
     bit-equal, else 1."""
     console = make_console()
     equal = True
@@ -88,7 +82,7 @@ def replay_steps(
 async def verdicts(
     replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
 ) -> AsyncIterator[ReplayVerdict]:
-    """Yield one verdict for each step, in increasing order. Raises as `ReplayBuffer` does."""
+    """Yield one verdict for each step, in increasing order. Raise the errors of `Replay`."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
         await replay.before(step)
@@ -111,47 +105,48 @@ def comparable(played: Played) -> list[str]:
 def differences(
     replay: Replay, played: Played, recorded: Mapping[str, float | None]
 ) -> Iterator[Difference]:
-    """Yield differences of metrics, of the batch's columns, and of the weights after the step, as
-    far as the run recorded them."""
+    """Yield differences in metrics, in the learner's columns, and in the recorded fingerprints of
+    the weights after the step."""
     for name in comparable(played):
-        now = played.metrics[name]
-        if name not in recorded or recorded[name] != now:
-            yield Difference(name, recorded.get(name), now)
-    was, now = replay.record.step(played.step), played.table
+        value = played.metrics[name]
+        if name not in recorded or recorded[name] != value:
+            yield Difference(name, recorded.get(name), value)
+    recorded_table, replayed_table = replay.record.step(played.step), played.table
     for name in LEARNED:
-        place = _first_unequal(was.column(name), now.column(name))
+        columns = recorded_table.column(name), replayed_table.column(name)
+        place = _first_unequal(*columns)
         if place is not None:
             yield Difference(
-                f"{name} of {_where(was, place)}",
-                *(_entry(t.column(name), place) for t in (was, now)),
+                f"{name} of {_describe_place(recorded_table, place)}",
+                *(_entry(column, place) for column in columns),
             )
-    for role, print_ in replay.record.steps[played.step].fingerprints.items():
-        if played.fingerprints.get(role) != print_:
+    for role, fingerprint in replay.record.steps[played.step].fingerprints.items():
+        if played.fingerprints.get(role) != fingerprint:
             yield Difference(
-                f"weights of {role} after the step", print_, played.fingerprints.get(role)
+                f"weights of {role} after the step", fingerprint, played.fingerprints.get(role)
             )
 
 
-def _first_unequal(was: pa.ChunkedArray, now: pa.ChunkedArray) -> tuple[int, int] | None:
-    """Return (row, token) where two columns of lists differ first, NaN being equal to NaN; None if
-    they don't."""
-    if was.equals(now):
+def _first_unequal(recorded: pa.ChunkedArray, replayed: pa.ChunkedArray) -> tuple[int, int] | None:
+    """Return (row, token) of the first difference between two columns of lists; None if there is
+    none. NaN equals NaN."""
+    if recorded.equals(replayed):
         return None
-    for row, (a, b) in enumerate(zip(was, now, strict=True)):
-        if a.is_valid != b.is_valid:
+    for row, cells in enumerate(zip(recorded, replayed, strict=True)):
+        if cells[0].is_valid != cells[1].is_valid:
             return row, 0
-        if a.is_valid:
-            x, y = (np.asarray(cell.values.to_numpy(zero_copy_only=False)) for cell in (a, b))
+        if cells[0].is_valid:
+            x, y = (np.asarray(cell.values.to_numpy(zero_copy_only=False)) for cell in cells)
             unequal = np.flatnonzero(~((x == y) | ((x != x) & (y != y))))
             if len(unequal):
                 return row, int(unequal[0])
     return None
 
 
-def _where(table: pa.Table, place: tuple[int, int]) -> str:
+def _describe_place(table: pa.Table, place: tuple[int, int]) -> str:
     row, token = place
-    group, number = (table.column(name)[row].as_py() for name in ("group", "row"))
-    return f"group {group}, row {number}, token {token}"
+    group, row_in_group = (table.column(name)[row].as_py() for name in ("group", "row"))
+    return f"group {group}, row {row_in_group}, token {token}"
 
 
 def _entry(column: pa.ChunkedArray, place: tuple[int, int]) -> Any:
@@ -160,17 +155,21 @@ def _entry(column: pa.ChunkedArray, place: tuple[int, int]) -> Any:
     return None if cell is None else cell[token]
 
 
-def _distance(a: Any, b: Any) -> str:
-    if isinstance(a, float) and isinstance(b, float) and math.isfinite(a) and math.isfinite(b):
-        return f" ({(b - a) / abs(a):+.1e})" if a else f" ({b - a:+.1e})"
-    return ""
+def _distance(recorded: Any, replayed: Any) -> str:
+    """Return the relative difference of two finite floats as text (absolute if `recorded` is 0)."""
+    if not (isinstance(recorded, float) and isinstance(replayed, float)):
+        return ""
+    if not (math.isfinite(recorded) and math.isfinite(replayed)):
+        return ""
+    difference = replayed - recorded
+    return f" ({difference / abs(recorded):+.1e})" if recorded else f" ({difference:+.1e})"
 
 
-# --- what it says
+# --- output
 
 
 def as_plain(verdict: ReplayVerdict) -> dict[str, Any]:
-    """Return what `--json` writes."""
+    """Return the verdict in the form that `--json` writes."""
     played = verdict.played
     return {
         "step": played.step,
@@ -194,17 +193,19 @@ def show(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> No
         f"the checkpoint of step {verdict.begun_at}" if verdict.begun_at else "the start of the run"
     )
     between = played.step - 1 - verdict.begun_at
-    way = f" and {between} recorded step{'s' * (between != 1)}" if between else ""
+    replayed_before = f" and {between} recorded step{'s' * (between != 1)}" if between else ""
     lines = [
-        f"step {played.step} ({played.stage}), from {origin}{way}: "
+        f"step {played.step} ({played.stage}), from {origin}{replayed_before}: "
         f"{'' if verdict.equal else 'NOT '}bit-equal"
     ]
     if verdict.equal:
-        prints = ", ".join(f"{role} {print_[:12]}" for role, print_ in played.fingerprints.items())
+        fingerprints = ", ".join(
+            f"{role} {fingerprint[:12]}" for role, fingerprint in played.fingerprints.items()
+        )
         tokens = f"{played.batch.n_tokens:,} tokens"
         lines.append(
             f"  {verdict.compared} metrics, the columns of {tokens}, and the weights after it "
-            f"({prints})"
+            f"({fingerprints})"
         )
     elif verdict.earlier is not None:
         lines.append(f"  the weights are others since step {verdict.earlier}: replay that one")
@@ -218,7 +219,7 @@ def show(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> No
 
 def _side_by_side(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
     assert verdict.changed is not None, "there is something to compare"
-    now, other = verdict.played.metrics, verdict.changed.metrics
+    replayed, changed = verdict.played.metrics, verdict.changed.metrics
     table = Table(
         Column("metric", overflow="fold"),
         "recorded",
@@ -227,10 +228,9 @@ def _side_by_side(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
         title=f"step {verdict.played.step}",
     )
     for name in dict.fromkeys([*comparable(verdict.played), *comparable(verdict.changed)]):
-        if now.get(name) != other.get(name) or name in ("policy/loss", "policy/grad_norm"):
-            table.add_row(
-                name, *(_number(numbers.get(name)) for numbers in (verdict.recorded, now, other))
-            )
+        if replayed.get(name) != changed.get(name) or name in ("policy/loss", "policy/grad_norm"):
+            metrics = (verdict.recorded, replayed, changed)
+            table.add_row(name, *(_number(values.get(name)) for values in metrics))
     return table
 
 

@@ -1,4 +1,4 @@
-"""The command `ratchet explain`: the groups, tags and tokens of a step that moved the weights."""
+"""The command `ratchet explain`: show which groups, tags and tokens of a step moved the weights."""
 
 from __future__ import annotations
 
@@ -30,14 +30,16 @@ HINT = (
     "direction: part along the whole gradient, all sum to 1. pull: above 0 makes the token "
     "likelier."
 )
-CONTEXT = 12  # tokens before one that is shown
+CONTEXT = 12  # number of tokens shown before a token
 
 
 def explain_step(
     path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
 ) -> None:
-    """Print what moved a role's weights in a step. Raises as `ReplayBuffer` does, and ConfigError
-    for a role that did not train."""
+    """Print what moved a role's weights in a step.
+
+    Raise the errors of `Replay`, and ConfigError for a role that did not train.
+    """
     replay = Replay(path)
     played, influence = asyncio.run(influences(replay, step, role=role, most=top))
     assert replay.policy is not None, "the step was played"
@@ -59,24 +61,23 @@ async def influences(
             f"nothing trains {role} in stage {run.name}: give one of "
             f"{', '.join(run.algorithm.losses)}"
         )
-    noted = Influences(learner, most=most)
-    run.roles = {**run.roles, role: noted}
+    recorder = Influences(learner, most=most)
+    run.roles = {**run.roles, role: recorder}
     try:
         played = await replay.play()
     finally:
         run.roles = {**run.roles, role: learner}
-    return played, noted.found
+    return played, recorder.found
 
 
 def explained(
     played: Played, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int
 ) -> dict[str, Any]:
-    """Return what `--json` writes: all groups and tags, the strongest first, and the `top`
-    tokens."""
+    """Return what `--json` writes: all groups and tags, and `top` tokens, the strongest first."""
     groups = {group.id: group for group in played.groups}
     shares, updates = influence.groups, max(influence.updates, 1)
-    losses = sum(abs(share.loss) for share in shares.values())
-    rows = [_group_row(groups[name], share, updates, losses) for name, share in shares.items()]
+    total_loss = sum(abs(share.loss) for share in shares.values())
+    rows = [_group_row(groups[name], share, updates, total_loss) for name, share in shares.items()]
     strongest = sorted(influence.tokens, key=lambda token: -abs(token.pull))[:top]
     return {
         "step": played.step,
@@ -92,7 +93,7 @@ def explained(
     }
 
 
-def _group_row(group: Group, share: GroupShare, updates: int, losses: float) -> dict[str, Any]:
+def _group_row(group: Group, share: GroupShare, updates: int, total_loss: float) -> dict[str, Any]:
     rewards = [
         row.reward for row in group.trajectories if row.use == "train" and row.reward is not None
     ]
@@ -104,7 +105,7 @@ def _group_row(group: Group, share: GroupShare, updates: int, losses: float) -> 
         "direction": share.direction / updates,
         "norm": share.norm / updates,
         "loss": share.loss / updates,
-        "loss_share": abs(share.loss) / losses if losses else 0.0,
+        "loss_share": abs(share.loss) / total_loss if total_loss else 0.0,
     }
 
 
@@ -124,13 +125,12 @@ def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _token_row(
     token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence
 ) -> dict[str, Any]:
-    row = [row for row in group.trajectories if row.counts and row.attempt == token.attempt][
-        token.strand
-    ]
+    strands = [row for row in group.trajectories if row.counts and row.attempt == token.attempt]
+    row = strands[token.strand]
     before = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
     return {
         "group": token.group,
-        "row": next(number for number, other in enumerate(group.trajectories) if other is row),
+        "row": next(index for index, other in enumerate(group.trajectories) if other is row),
         "position": token.position,
         "token": token.token,
         "text": tokenizer.decode([token.token], skip_special=False),
@@ -156,13 +156,10 @@ def show(found: Mapping[str, Any], console: Console, top: int) -> None:
     console.print(
         _table(f"Groups ({len(shown)} of {len(found['groups'])})", shown, ("group", "tag"), numbers)
     )
-    shares = ("loss_share", "pull", "pull_share")
     if found["tokens"]:
-        console.print(
-            _table(
-                "Tokens", found["tokens"], ("group", "row", "position", "before", "text"), shares
-            )
-        )
+        words = ("group", "row", "position", "before", "text")
+        numbers = ("loss_share", "pull", "pull_share")
+        console.print(_table("Tokens", found["tokens"], words, numbers))
     console.print(HINT, highlight=False, soft_wrap=True)
 
 
@@ -180,5 +177,5 @@ def _table(
 
 
 def _literal(value: Any) -> Any:
-    # as text, since it may look like markup
+    # A Text, since rich would read markup in a plain string.
     return Text(repr(value)[1:-1] if isinstance(value, str) else str(value))

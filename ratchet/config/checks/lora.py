@@ -1,4 +1,4 @@
-"""Checks across keys: settings that `lora` can't be combined with."""
+"""Check that `lora` is combined with settings that support it."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import ConfigError, ModelError
 
 
-def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check target modules of our own decoder; those of another model are checked when it is
-    loaded, before training."""
+def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check the target modules of our own decoder.
+
+    Those of another model are checked when it is loaded, before training.
+    """
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
     try:
         shape = get_preset(config.model.preset or "tiny", vocab_size=1, **config.model.overrides)
-    except (ModelError, TypeError):  # told by another check
+    except (ModelError, TypeError):  # another check reports it
         return
     try:
         resolve_decoder_targets(shape, stage.lora)
@@ -27,7 +29,7 @@ def _maps(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         yield clash(str(error), "lora.target_modules")
 
 
-def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and config.model.train_encoders:
         yield clash(
             "model.train_encoders=true and lora: an adapter is of the language model, "
@@ -37,9 +39,9 @@ def _towers(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
-    # one in this process trains any
+    # A local learner has no `adapts_pipelines`: it trains any adapter.
     if stage.lora is None or not hasattr(learner, "adapts_pipelines"):
         return
     if learner.pipeline_parallel > 1 and not learner.adapts_pipelines:
@@ -61,15 +63,20 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check later stages: an adapter is merged into the weights when the next stage begins, which
-    needs the weights in one process."""
+def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that another stage can follow.
+
+    The adapter is merged into the weights when the next stage begins, which needs the weights in
+    one process.
+    """
     if stage.lora is None or stage == config.stages[-1]:
         return
-    spread = getattr(stage.learner, "kind", "") != "local"
-    apart = getattr(stage.generator, "kind", "") not in ("engine", "hf")
-    if spread or apart:
-        key, value = ("learner", stage.learner) if spread else ("generator", stage.generator)
+    is_distributed = getattr(stage.learner, "kind", "") != "local"
+    is_remote = getattr(stage.generator, "kind", "") not in ("engine", "hf")
+    if is_distributed or is_remote:
+        key, value = (
+            ("learner", stage.learner) if is_distributed else ("generator", stage.generator)
+        )
         yield clash(
             f"stage {stage.name} has lora and is not the last: its adapter would have to be merged "
             "into the weights of other "
@@ -80,9 +87,9 @@ def _last(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    held: Any = getattr(stage.generator, "worker", stage.generator)
-    max_rank = getattr(held, "lora_rank", None)
+def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    worker: Any = getattr(stage.generator, "worker", stage.generator)
+    max_rank = getattr(worker, "lora_rank", None)
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         yield clash(
             f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the largest "
@@ -94,9 +101,9 @@ def _served(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 LORA_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
-    _maps,
-    _towers,
-    _ranks,
-    _last,
-    _served,
+    _check_target_modules,
+    _check_encoders,
+    _check_learner,
+    _check_following_stage,
+    _check_served_rank,
 )

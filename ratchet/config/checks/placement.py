@@ -10,9 +10,9 @@ from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
 
-def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     first = config.stages[0].learner
-    if stage.learner != first and (_spread(first) or _spread(stage.learner)):
+    if stage.learner != first and (_is_distributed(first) or _is_distributed(stage.learner)):
         yield clash(
             f"learner differs from that of stage {config.stages[0].name}, and processes keep their "
             "parts of the model from "
@@ -21,7 +21,7 @@ def _learners(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
     if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
         yield clash(
@@ -33,9 +33,9 @@ def _ranks(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner = _kind(stage.learner)
-    if stage.optimizer.whole_matrices and _spread(stage.learner):
+    if stage.optimizer.whole_matrices and _is_distributed(stage.learner):
         yield clash(
             f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
             f"learner.kind={learner} divides them "
@@ -62,7 +62,7 @@ def _divided(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-def _saved(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.checkpoint.background and _kind(stage.learner) != "local":
         yield clash(
             "checkpoint.background copies what this process holds, and "
@@ -73,10 +73,10 @@ def _saved(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     kind = _kind(config.cluster)
-    generates = kind == "ray" and _kind(stage.generator) == "workers"
-    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not generates:
+    ray_generates = kind == "ray" and _kind(stage.generator) == "workers"
+    if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not ray_generates:
         yield clash(
             f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this "
             "one: set learner.kind=dtensor "
@@ -86,8 +86,8 @@ def _cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _turns(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check weight sync under colocation: weights are then sent from host memory."""
+def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that learner and generator can leave an accelerator and sync from host memory."""
     if not getattr(config.cluster, "colocated", False):
         return
     if not getattr(stage.generator, "placeable", True):
@@ -124,15 +124,15 @@ def _kind(section: Section) -> str:
 
 
 PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
-    _learners,
-    _ranks,
-    _divided,
-    _saved,
-    _cluster,
-    _turns,
+    _check_same_learner,
+    _check_sequence_parallel,
+    _check_optimizer,
+    _check_background_checkpoint,
+    _check_cluster,
+    _check_colocation,
 )
 
 
-def _spread(learner: Any) -> bool:
-    """Return True if the learner trains in processes of its own."""
+def _is_distributed(learner: Any) -> bool:
+    """True if the learner trains in processes of its own."""
     return hasattr(learner, "provider")

@@ -11,10 +11,10 @@ from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
 BITS, ENGINE = "bitsandbytes", "transformer_engine"
-CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of its driver; the second inside Windows
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # files of CUDA's driver; the second is WSL's
 
 
-def _optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     package = stage.optimizer.needs
     if package is not None and find_spec(package) is None:
         yield clash(
@@ -25,23 +25,25 @@ def _optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is None or stage.lora.base is None:
         return
-    form, learner = stage.lora.base, getattr(stage.learner, "kind", "")
-    if reason := _missing(form):
-        yield clash(f"lora.base={form} {reason}, lora.base=float8, or remove it", "lora.base")
+    quantisation, learner = stage.lora.base, getattr(stage.learner, "kind", "")
+    if reason := _explain_missing(quantisation):
+        yield clash(
+            f"lora.base={quantisation} {reason}, lora.base=float8, or remove it", "lora.base"
+        )
     if hasattr(stage.learner, "provider"):
         yield clash(
-            f"lora.base={form} quantises whole matrices, and learner.kind={learner} divides them "
-            "over processes: set "
+            f"lora.base={quantisation} quantises whole matrices, and learner.kind={learner} "
+            "divides them over processes: set "
             "learner.kind=local, or remove lora.base",
             "lora.base",
             "learner.kind",
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora.base={form} quantises the maps of Ratchet's own decoder, and "
+            f"lora.base={quantisation} quantises the maps of Ratchet's own decoder, and "
             "model.backend=transformers runs another: set "
             "model.backend=auto, or remove lora.base",
             "lora.base",
@@ -49,60 +51,60 @@ def _base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    held: Any = getattr(stage.generator, "worker", stage.generator)
-    form = getattr(held, "quantise", None)
-    if form is None:
+def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    generator: Any = getattr(stage.generator, "worker", stage.generator)
+    quantisation = getattr(generator, "quantise", None)
+    if quantisation is None:
         return
-    if reason := _missing(form):
+    if reason := _explain_missing(quantisation):
         yield clash(
-            f"generator.quantise={form} {reason}, or generator.quantise=float8",
+            f"generator.quantise={quantisation} {reason}, or generator.quantise=float8",
             "generator.quantise",
         )
-    if held is stage.generator and not getattr(held, "copies_weights", False):
+    if generator is stage.generator and not getattr(generator, "copies_weights", False):
         yield clash(
-            f"generator.quantise={form} is for weights of the generator's own, and here it reads "
-            "those that are trained: "
+            f"generator.quantise={quantisation} is for weights of the generator's own, and here it "
+            "reads those that are trained: "
             "set generator={kind: workers, worker: {kind: engine, quantise: %s}}, or remove it"
-            % form,
+            % quantisation,
             "generator.quantise",
         )
-    if getattr(held, "copies_weights", False) and _without_cuda(config):
+    if getattr(generator, "copies_weights", False) and _lacks_cuda(config):
         yield clash(
-            f"generator.quantise={form} is computed by vLLM on CUDA devices alone, and there is "
-            "none here: remove it",
+            f"generator.quantise={quantisation} is computed by vLLM on CUDA devices alone, and "
+            "there is none here: remove it",
             "generator.quantise",
         )
 
 
-def _fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
     if getattr(learner, "fp8", None) is None:
         return
-    asked = f"learner.fp8={learner.fp8}"
-    if _without_cuda(config):
+    setting = f"learner.fp8={learner.fp8}"
+    if _lacks_cuda(config):
         yield clash(
-            f"{asked} is computed on CUDA devices alone, and there is none here: remove "
+            f"{setting} is computed on CUDA devices alone, and there is none here: remove "
             "learner.fp8",
             "learner.fp8",
         )
     elif find_spec(ENGINE) is None:
         yield clash(
-            f"{asked} is computed by the package {ENGINE}, which is not installed: pip install "
+            f"{setting} is computed by the package {ENGINE}, which is not installed: pip install "
             "'transformer-engine[pytorch]', "
             "or remove learner.fp8",
             "learner.fp8",
         )
     if learner.weights != "bfloat16":
         yield clash(
-            f"{asked} multiplies what rests in bfloat16, and learner.weights={learner.weights}: "
+            f"{setting} multiplies what rests in bfloat16, and learner.weights={learner.weights}: "
             "set learner.weights=bfloat16",
             "learner.weights",
             "learner.fp8",
         )
 
 
-def _half(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_lora_weights(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and getattr(stage.learner, "weights", "float32") != "float32":
         yield clash(
             "lora trains float32 factors beside weights that rest, and learner.weights=bfloat16 "
@@ -113,10 +115,9 @@ def _half(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _missing(form: str) -> str:
-    """Return why a form of quantisation is unavailable, up to the first remedy; "" if it is
-    available."""
-    if form != "nf4" or find_spec(BITS) is not None:
+def _explain_missing(quantisation: str) -> str:
+    """Return why a quantisation is unavailable, with the first remedy; "" if it is available."""
+    if quantisation != "nf4" or find_spec(BITS) is not None:
         return ""
     return (
         f"is computed by the package {BITS}, which is not installed: pip install "
@@ -124,9 +125,11 @@ def _missing(form: str) -> str:
     )
 
 
-def _without_cuda(config: RunConfig) -> bool:
-    """Return True if a run on this machine alone has no CUDA, as far as that is known without
-    torch."""
+def _lacks_cuda(config: RunConfig) -> bool:
+    """True if the run is on the CPU, or on this machine alone without CUDA's driver.
+
+    torch is not imported to find out.
+    """
     if config.device == "cpu":
         return True
     is_local = getattr(config.cluster, "kind", "") == "local"
@@ -134,9 +137,9 @@ def _without_cuda(config: RunConfig) -> bool:
 
 
 PRECISION_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
-    _optimizer,
-    _base,
-    _generator,
-    _fp8,
-    _half,
+    _check_optimizer,
+    _check_lora_base,
+    _check_generator,
+    _check_fp8,
+    _check_lora_weights,
 )

@@ -1,4 +1,4 @@
-"""Define the shape of the built-in decoder, read from and written to a Hugging Face `config.json`.
+"""The shape of the built-in decoder, read from and written to a Hugging Face `config.json`.
 
 The module does not import torch.
 """
@@ -27,8 +27,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", ORIGINAL),
 }
 SILU = ("silu", "swish")
-# The first is Qwen's older key; the second is Mixtral's, which all families use since
-# transformers 5.
+# Qwen's older key, and Mixtral's, which all families use since transformers 5.
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 REQUIRED = (
     "vocab_size",
@@ -154,7 +153,7 @@ class DecoderConfig:
     )
     bos_id: int | None = None
     eos_ids: tuple[int, ...] = ()
-    n_experts: int = 0  # of each layer outside `dense_layers`; 0 in families without experts
+    n_experts: int = 0  # experts per layer outside `dense_layers`; 0 in families without experts
     experts_per_token: int = 0
     expert_intermediate_size: int = 0
     renormalise: bool = True  # the weights of a token's experts are scaled to sum to 1
@@ -246,7 +245,7 @@ class DecoderConfig:
 
     @property
     def sparse_layers(self) -> tuple[int, ...]:
-        """The indices of the layers that have experts."""
+        """Return the indices of the layers that have experts."""
         return tuple(layer for layer in range(self.n_layers) if self.is_sparse(layer))
 
     @classmethod
@@ -297,8 +296,8 @@ class DecoderConfig:
     def to_hf(self) -> dict[str, Any]:
         """Return the content of a `config.json` that transformers >= 5 reads.
 
-        `rope_theta` is repeated at the top level for older readers. Raises ModelError if no
-        `model_type` has this combination of biases and norms.
+        `rope_theta` is repeated at the top level for older readers. Raises ModelError if `family`
+        can't represent these biases, norms and experts.
         """
         self._check_family()
         return {
@@ -408,9 +407,9 @@ def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
         and hf.get("sliding_window", 4096) is not None
         and not hf.get("layer_types")
     ):
-        first = 0 if family.sparse else hf.get("max_window_layers", 28)
-        if first < hf["num_hidden_layers"]:
-            return f"use_sliding_window limits the attention of layers {first} and up"
+        first_windowed = 0 if family.sparse else hf.get("max_window_layers", 28)
+        if first_windowed < hf["num_hidden_layers"]:
+            return f"use_sliding_window limits the attention of layers {first_windowed} and up"
     return None
 
 
@@ -418,10 +417,10 @@ def _experts_reason(hf: Mapping[str, Any], sparse: MoEFormat) -> str | None:
     counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    experts = counts.pop() if counts else sparse.n_experts
+    n_experts = counts.pop() if counts else sparse.n_experts
     per_token = hf.get("num_experts_per_tok", sparse.experts_per_token)
-    if not 0 < per_token <= experts:
-        return f"num_experts_per_tok={per_token} of {experts} experts can't be chosen"
+    if not 0 < per_token <= n_experts:
+        return f"num_experts_per_tok={per_token} of {n_experts} experts can't be chosen"
     if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
         return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
     return None
@@ -448,15 +447,15 @@ def _experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
 
 
 def _rope_reason(hf: Mapping[str, Any]) -> str | None:
-    stated = read_rope_section(hf)
-    if any(isinstance(value, Mapping) for value in stated.values()):
+    rope = read_rope_section(hf)
+    if any(isinstance(value, Mapping) for value in rope.values()):
         return "its rotary embedding differs between layers (nested rope_parameters)"
-    kind = stated.get("rope_type", stated.get("type", "default"))
+    kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KEYS:
         return f"rope_type '{kind}' is not one of {', '.join(ROPE_KEYS)}"
-    if missing := [key for key in ROPE_KEYS[kind] if key != ORIGINAL and stated.get(key) is None]:
+    if missing := [key for key in ROPE_KEYS[kind] if key != ORIGINAL and rope.get(key) is None]:
         return f"rope_type '{kind}' comes without {', '.join(missing)}"
-    if stated.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1, 1.0):
+    if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1, 1.0):
         return "its rotary embedding turns a part of each head only (partial_rotary_factor)"
     return None
 

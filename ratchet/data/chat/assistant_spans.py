@@ -1,6 +1,7 @@
-"""One conversation rendered by one template: where each turn of the assistant lies in the text,
-found by rendering the messages before it and the messages up to it, never by searching for what was
-said.
+"""Find the assistant's turns in a conversation that a chat template has rendered.
+
+A turn's span comes from rendering the messages before it and the messages up to it, never from
+searching for the message's text.
 """
 
 from __future__ import annotations
@@ -15,13 +16,15 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Part
 
-# One private code point stands for each control token in a message while the template works on it.
+# Code points that replace control tokens in messages while the template renders them.
 PRIVATE_USE = range(0xF0000, 0xFFFFE)
 
 
 class Piece(NamedTuple):
-    """A stretch of text that is tokenized by itself; `turn` is the message that the assistant wrote
-    it in."""
+    """A piece of text that is tokenized by itself.
+
+    `turn` is the index of the assistant's message that it belongs to; None: the template's text.
+    """
 
     text: str
     turn: int | None = None
@@ -31,10 +34,16 @@ class Piece(NamedTuple):
 class TurnShape:
     """The text that a template puts around the assistant's text.
 
-    prompt | lead | text | end, rest: a prompt stops before `lead`, which the model has to write
-    (Mistral's space, Qwen3's empty reasoning); `end` runs to the token `end_id` that ends the turn
-    (None: the template has none); `rest` is the template's again. `prefill` is the opposite of
-    `lead`: a prompt that already begins the answer (DeepSeek-R1's <think>).
+    A rendered turn is: prompt, lead, text, end, rest.
+
+    Attributes:
+        lead: Text after the prompt that the model has to write (Mistral's space, Qwen3's empty
+            reasoning).
+        prefill: The opposite of `lead`: the beginning of the answer that the prompt already holds
+            (DeepSeek-R1's <think>).
+        end: Text up to and including the token `end_id`, which ends the turn.
+        rest: Text that the template adds after the turn.
+        end_id: None if the template has no such token.
     """
 
     lead: str
@@ -45,8 +54,11 @@ class TurnShape:
 
 
 def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
-    """Found by rendering one turn. Raises DataError for a template that does not write what the
-    assistant says."""
+    """Return the shape of a turn, found by rendering one.
+
+    Raise DataError if the template leaves out the assistant's text, or if its prompt and its turn
+    begin differently.
+    """
     user = Message("user", "u")
     prompt = template.render([user], None, prompt=True)
     header, separator, trailer = template.render(
@@ -70,6 +82,8 @@ def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
 
 
 class Conversation:
+    """A conversation rendered by one template."""
+
     def __init__(
         self,
         template: ChatTemplate,
@@ -78,34 +92,31 @@ class Conversation:
         messages: Sequence[Message],
         tools: Sequence[Mapping[str, Any]] | None,
     ) -> None:
-        self._template, self._tokenizer, self._shape, self._tools = (
-            template,
-            tokenizer,
-            shape,
-            tools,
-        )
+        self._template = template
+        self._tokenizer = tokenizer
+        self._shape = shape
+        self._tools = tools
         self._messages, self._typed = _shield(messages, tokenizer.special_ids)
 
     def text(self, n: int, *, prompt: bool) -> str:
-        """The first n messages, rendered; with the header of the assistant's next turn where
-        `prompt`."""
+        """Return the first n messages rendered; `prompt` adds the assistant's next header."""
         return self._template.render(self._messages[:n], self._tools, prompt=prompt)
 
     def turn(self, i: int) -> tuple[str, str]:
-        """(the prompt before message i, what the assistant writes in it, the end of its turn
-        included), as it was written: last in the conversation. Raises DataError when the second
-        does not follow from the first."""
-        prompt, whole, shape = (
-            self.text(i, prompt=True),
-            self.text(i + 1, prompt=False),
-            self._shape,
-        )
+        """Return the prompt for message i, and the assistant's text with the end of its turn.
+
+        Both are rendered with message i as the last one, as when it was written. Raise DataError if
+        the turn does not continue the prompt.
+        """
+        prompt = self.text(i, prompt=True)
+        whole = self.text(i + 1, prompt=False)
+        shape = self._shape
         if whole.startswith(prompt):
             return prompt, whole[len(prompt) : self._turn_end(whole, len(prompt))]
         if shape.prefill and whole.startswith(prompt.removesuffix(shape.prefill)):
             return prompt, self._after_prefill(i) + shape.end
-        # The answer changes what stands before it (Mistral drops the system message): the prompt is
-        # what the model reads.
+        # With the answer, the template changes the text before it (Mistral drops the system
+        # message). The model still reads the prompt, so only the answer is taken from `whole`.
         probe = [*self._messages[:i], Message("assistant", SENTINEL)]
         header, separator, _ = self._template.render(probe, self._tools, prompt=False).partition(
             SENTINEL
@@ -118,8 +129,10 @@ class Conversation:
         return prompt, whole[len(header) : self._turn_end(whole, len(header))]
 
     def _turn_end(self, whole: str, start: int) -> int:
-        """Return where the last turn ends in the rendering of a conversation: before what the
-        template adds, else with its last control token."""
+        """Return the end of the last turn in the rendered conversation `whole`.
+
+        It is the start of the template's `rest`, or else the end of the last control token.
+        """
         if whole.endswith(self._shape.rest):
             return len(whole) - len(self._shape.rest)
         ends = [special.end for special in self._tokenizer.specials(whole) if special.end > start]
@@ -136,8 +149,10 @@ class Conversation:
         return answer[len(prefill) :]
 
     def before(self, n: int) -> tuple[list[Piece], list[int]]:
-        """(pieces of the prompt for message n, messages of the assistant that the template has
-        rewritten by then)."""
+        """Return the pieces of the prompt for message n, and the rewritten assistant messages.
+
+        The latter are the indices of those that the prompt does not show as they were written.
+        """
         text = self.text(n, prompt=True)
         pieces: list[Piece] = []
         rewritten: list[int] = []
@@ -158,26 +173,30 @@ class Conversation:
     def tokens(
         self, pieces: Sequence[Piece], after: After = "start"
     ) -> list[tuple[int, int | None]]:
-        """(id, turn) of every token. What the template wrote may hold control tokens; what was said
-        holds none."""
-        marked: list[tuple[int, int | None]] = []
+        """Return (id, turn) of every token.
+
+        Only the template's text can hold control tokens; in a message they are plain text.
+        """
+        tokens: list[tuple[int, int | None]] = []
         for piece in pieces:
             for part in self._tokenizer.pieces(piece.text):
                 if isinstance(part, int):
-                    marked.append((part, piece.turn))
+                    tokens.append((part, piece.turn))
                     after = "special"
                 else:
                     ids = self._tokenizer.encode(part.translate(self._typed), after=after)
-                    marked += [(token, piece.turn) for token in ids]
+                    tokens += [(token, piece.turn) for token in ids]
                     after = "text"
-        return marked
+        return tokens
 
 
 def _shield(
     messages: Sequence[Message], specials: Mapping[str, int]
 ) -> tuple[list[Message], dict[int, str]]:
-    """Return the messages with every control token in their text as one private code point, and
-    what each code point stands for."""
+    """Return the messages with a private code point for each control token in their text.
+
+    Also return the control token of each code point.
+    """
     joined = "\n".join(text for message in messages for text in _texts(message))
     typed = sorted([special for special in specials if special in joined], key=len, reverse=True)
     if not typed:

@@ -1,5 +1,5 @@
-"""Chat templates: the built-in ones, and any Jinja template of a Hugging Face tokenizer, rendered
-as transformers does.
+"""Chat templates: the built-in ones, and the Jinja templates of Hugging Face tokenizers, rendered
+as transformers renders them.
 
 Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`,
 `strftime_now`, `tojson` without HTML escapes, loop controls, `{% generation %}` blocks). Messages
@@ -29,22 +29,21 @@ from ratchet.utils.terminal_text import shorten_text
 ROLES: tuple[str, ...] = get_args(Role)
 
 MAX_INDENT = 100
-MAX_BYTES = 128 << 10  # of a template; the longest published ones have some 20 KiB
+MAX_BYTES = 128 << 10  # of a template; the longest published ones have about 20 KiB
 
-# What a message stands for in a probe: nothing that a template could contain, split, strip or
-# escape.
+# The content of a probe's message: a text that no template contains, splits, strips or escapes.
 SENTINEL = "\ue000RatchetProbe\ue001"
 
 BUILTIN: Mapping[str, str] = {
-    # For small models from scratch: what was said, and EOS after each answer.
+    # Writes the contents alone, with EOS after each answer; for small models trained from scratch.
     "plain": """\
 {%- for message in messages -%}
     {{- message.content -}}
     {%- if message.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 """,
-    # One token opens each turn; EOS closes those of the assistant. Tool calls are written; the
-    # tools themselves are not shown.
+    # Opens each turn with one token, and closes the assistant's turns with EOS. Writes tool calls,
+    # but no descriptions of tools.
     "turns": """\
 {%- for message in messages -%}
     {{- "<" + message.role + ">" + message.content -}}
@@ -78,8 +77,12 @@ BUILTIN: Mapping[str, str] = {
 
 
 def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
-    """The Jinja text for `choice`: a built-in name, the path of a .jinja file, Jinja text, or None
-    for the tokenizer's own. Raises DataError when there is none."""
+    """Return the Jinja text of a template. Raise DataError if there is none.
+
+    Args:
+        choice: A built-in name, the path of a .jinja file, Jinja text, or None for the template of
+            the tokenizer.
+    """
     if choice is None:
         if tokenizer.chat_template is None:
             raise DataError(
@@ -108,8 +111,10 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
 
 
 class _Generation(Extension):
-    """Some templates mark what the assistant said; Ratchet finds it without, and reads through the
-    marks."""
+    """A tag that some templates put around the assistant's text.
+
+    Ratchet finds that text without the tag, so only the content is rendered.
+    """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
 
@@ -150,7 +155,7 @@ def _compile(source: str) -> jinja2.Template:
     environment.globals["raise_exception"] = _raise_exception
     try:
         template = environment.from_string(source)
-        # of a chain of mappings each rendering makes a dictionary anew, slowly
+        # The globals are a ChainMap, which each rendering would convert to a dictionary, slowly.
         template.globals = dict(template.globals)
         return template
     except jinja2.TemplateSyntaxError as error:
@@ -166,13 +171,13 @@ def _compile(source: str) -> jinja2.Template:
         ValueError,
         TypeError,
     ) as error:
-        what = (
+        reason = (
             "it nests too deeply"
             if isinstance(error, RecursionError)
             else shorten_text(str(error), 400)
         )
         raise DataError(
-            f"the chat template can't be compiled: {what or type(error).__name__}"
+            f"the chat template can't be compiled: {reason or type(error).__name__}"
         ) from error
 
 
@@ -180,35 +185,43 @@ _printed: datetime | None = None
 
 
 def print_date(date: str | None) -> None:
-    """Let templates made from now on in this process print this day (ISO 8601) as today; None: the
-    day they are made on.
+    """Set the day that templates created from now on in this process print as today.
 
-    A run sets its first day in all of its processes, so that prompts stay the same over midnight
-    and over resumptions.
+    A run sets its first day in all of its processes, so that prompts stay the same after midnight
+    and after a resume.
+
+    Args:
+        date: The day in ISO 8601; None for the day on which a template is created.
     """
     global _printed
     _printed = None if date is None else datetime.fromisoformat(date)
 
 
 def printed_time() -> datetime:
-    """Return the time that a template prints unless its caller names another."""
+    """Return the time that a template prints unless its caller passes another."""
     return _printed or datetime.now()
 
 
 def today() -> str:
-    """Return the day of now, as `print_date` takes it."""
+    """Return the current day in the format that `print_date` takes."""
     return datetime.now().date().isoformat()
 
 
 def may_print_date(choice: str | None, *, has_template: bool) -> bool:
-    """True if the template that a recipe chooses may print a date. has_template: the tokenizer may
-    bring one."""
+    """Return True if the template that a recipe chooses may print a date.
+
+    Args:
+        has_template: True if the tokenizer may have a template.
+    """
     return has_template if choice is None else choice not in BUILTIN
 
 
 class ChatTemplate:
-    """One template with its variables. The clock that `strftime_now` reads stands still, so that a
-    prompt with today's date is the same in the whole run."""
+    """A template with its variables.
+
+    `strftime_now` always formats the time `now`, so that a prompt with today's date is the same in
+    the whole run.
+    """
 
     def __init__(self, source: str, variables: Mapping[str, Any], now: datetime) -> None:
         self.source = source
@@ -222,15 +235,18 @@ class ChatTemplate:
         *,
         prompt: bool,
     ) -> str:
-        """Text of the conversation, with the header of the assistant's next turn where `prompt`.
+        """Return the text of the conversation.
 
-        Raises DataError for no messages, an unknown role, a role that the template leaves out, and
-        when the template refuses.
+        Raise DataError for no messages, an unknown role, a role that the template leaves out, and
+        an error of the template.
+
+        Args:
+            prompt: True to end with the header of the assistant's next turn.
         """
         if not messages:
             raise DataError("there are no messages to render: a prompt has at least one")
         self._check_roles(messages)
-        return self._call(_dictionaries(messages, self._dialect(messages)), tools, prompt)
+        return self._call(_to_dictionaries(messages, self._dialect(messages)), tools, prompt)
 
     def _call(
         self,
@@ -271,22 +287,24 @@ class ChatTemplate:
                 raise DataError(
                     f"message {i} has the unknown role '{message.role}': use {', '.join(ROLES)}"
                 )
-            if message.role in ("system", "tool") and not self._shows[message.role]:
+            if message.role in ("system", "tool") and not self._writes_role[message.role]:
                 raise DataError(
                     f"message {i}: the chat template leaves out what the role '{message.role}' says"
                 )
 
     @cached_property
-    def _shows(self) -> dict[str, bool]:
-        """Return, by role, True if the template writes what that role says. A template that raises
-        refuses when it renders."""
+    def _writes_role(self) -> dict[str, bool]:
+        """Return for each role whether the template writes its messages.
+
+        A template that raises on the probe counts as True; it raises again in `render`.
+        """
         user, assistant = Message("user", "u"), Message("assistant", "a")
         probes = {
             "system": [Message("system", SENTINEL), user],
             "tool": [user, assistant, Message("tool", SENTINEL, tool_call_id="call00000")],
         }
         return {
-            role: self._contains(_dictionaries(probe, DIALECTS[0]), SENTINEL)
+            role: self._contains(_to_dictionaries(probe, DIALECTS[0]), SENTINEL)
             for role, probe in probes.items()
         }
 
@@ -297,8 +315,7 @@ class ChatTemplate:
             return True
 
     def _dialect(self, messages: Sequence[Message]) -> Dialect:
-        """Return how the template wants tool calls: arguments as an object or as JSON, and no
-        content as "" or None."""
+        """Return the form in which the template reads messages; it matters only for tool calls."""
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
         )
@@ -321,25 +338,26 @@ class ChatTemplate:
         )
 
 
+# A template's form of messages with tool calls: empty content ("" or None), and the function that
+# writes arguments (as an object or as JSON).
 Dialect = tuple[str | None, Callable[[Mapping[str, Any]], Any]]
 DIALECTS: tuple[Dialect, ...] = (("", dict), (None, dict), ("", _tojson), (None, _tojson))
 
 
-def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
-    """Messages in the form that templates read. A tool's message also names the tool that it
-    answers for."""
-    empty, arguments = dialect
-    functions: list[dict[str, Any]] = []
+def _to_dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
+    """Return messages in the form that templates read. A tool's message also gets the tool's name."""
+    empty_content, write_arguments = dialect
+    dictionaries: list[dict[str, Any]] = []
     names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
         item: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
-            item["content"] = item["content"] or empty
+            item["content"] = item["content"] or empty_content
             item["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
-                    "function": {"name": call.name, "arguments": arguments(call.arguments)},
+                    "function": {"name": call.name, "arguments": write_arguments(call.arguments)},
                 }
                 for call in message.tool_calls
             ]
@@ -347,8 +365,8 @@ def _dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[st
             item["tool_call_id"] = message.tool_call_id
             if message.tool_call_id in names:
                 item["name"] = names[message.tool_call_id]
-        functions.append(item)
-    return functions
+        dictionaries.append(item)
+    return dictionaries
 
 
 def _content(message: Message) -> str | list[dict[str, str]]:

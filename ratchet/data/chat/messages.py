@@ -1,4 +1,4 @@
-"""Conversations as they stand in data: OpenAI's format with tool calls, and ShareGPT's ({"from":
+"""Reading conversations from data, in OpenAI's format with tool calls or in ShareGPT's ({"from":
 "human", "value": ...})."""
 
 from __future__ import annotations
@@ -26,22 +26,30 @@ READ = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name"
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """where: the file, the row and the column, for errors. Raises DataError for what can't be read
-    as it is meant."""
+    """Return the messages of a conversation. Raise DataError for anything that would be misread.
+
+    Args:
+        where: The file, the row and the column, for errors.
+    """
     if not isinstance(value, list) or not value:
-        what = "an empty array" if value == [] else describe_type(value)
+        actual = "an empty array" if value == [] else describe_type(value)
         raise DataError(
-            f'{where} is {what}, must be an array of messages such as {{"role": "user", "content": '
-            f'"..."}}'
+            f'{where} is {actual}, must be an array of messages such as {{"role": "user", '
+            f'"content": "..."}}'
         )
     return tuple(_message(item, f"{where}, message {index}") for index, item in enumerate(value))
 
 
 def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Descriptions of functions: a list, or (as Arrow can't hold lists of different objects) its
-    JSON. None: no tools."""
+    """Return descriptions of functions in OpenAI's format.
+
+    Args:
+        value: A list of descriptions, or its JSON, since Arrow can't hold lists of different
+            objects. None: no tools.
+        where: The file, the row and the column, for errors.
+    """
     if isinstance(value, str):
-        value = _json(value, where) if value.strip() else None
+        value = _parse_json_text(value, where) if value.strip() else None
     if value is None:
         return ()
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
@@ -82,47 +90,50 @@ def _message(item: Any, where: str) -> Message:
             f"{where} has the role {role_name!r:.40}, must be one of "
             f"{', '.join(dict.fromkeys(ROLES.values()))}"
         )
-    written = item.get("tool_calls") or []
-    if not isinstance(written, list):
+    raw_calls = item.get("tool_calls") or []
+    if not isinstance(raw_calls, list):
         raise DataError(
-            f"{where} has {describe_type(written)} as 'tool_calls', must be an array of calls"
+            f"{where} has {describe_type(raw_calls)} as 'tool_calls', must be an array of calls"
         )
-    calls = tuple(_call(call, index, where) for index, call in enumerate(written))
+    calls = tuple(_call(call, index, where) for index, call in enumerate(raw_calls))
     if calls and role != "assistant":
         raise DataError(
             f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools"
         )
-    called = item.get("tool_call_id")
+    call_id = item.get("tool_call_id")
     return Message(
         role,
         _content(item, where, empty=bool(calls)),
         calls,
-        called if isinstance(called, str) else None,
+        call_id if isinstance(call_id, str) else None,
     )
 
 
 def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple[Part, ...]:
-    """Text, or parts where some of them are no text. empty: null is no text, as beside tool
-    calls."""
+    """Return the content as text, or as parts if some of them are not text.
+
+    Args:
+        empty: True if null means the empty text, as it does beside tool calls.
+    """
     content = item.get("content", item.get("value"))
     if content is None and empty:
         return ""
     parts = read_content(content, where) if isinstance(content, list) else ()
     if isinstance(content, list) and all(part.type == "text" for part in parts):
         content = "".join(part.value for part in parts)
-    said = (
+    text = (
         content
         if isinstance(content, str)
         else "".join(part.value for part in parts if part.type == "text")
     )
     if not isinstance(content, str | list):
-        what = (
+        problem = (
             "has no 'content'"
             if "content" not in item and "value" not in item
             else f"has {describe_type(content)} as 'content'"
         )
-        raise DataError(f"{where} {what}: write it as a string")
-    if any("\ud800" <= c <= "\udfff" for c in said):
+        raise DataError(f"{where} {problem}: write it as a string")
+    if any("\ud800" <= c <= "\udfff" for c in text):
         raise DataError(
             f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: "
             "remove it"
@@ -140,23 +151,25 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
         )
     arguments = function.get("arguments", {})
     if isinstance(arguments, str):
-        arguments = _json(arguments, where) if arguments.strip() else {}
+        arguments = _parse_json_text(arguments, where) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise DataError(
             f"{where} has {describe_type(arguments)} as arguments, must be an object, or its JSON"
         )
-    name = call.get("id")
+    call_id = call.get("id")
     return ToolCall(
-        name if isinstance(name, str) and name else f"call_{index}", function["name"], arguments
+        call_id if isinstance(call_id, str) and call_id else f"call_{index}",
+        function["name"],
+        arguments,
     )
 
 
-def _json(text: str, where: str) -> Any:
+def _parse_json_text(text: str, where: str) -> Any:
     try:
-        return parse_json(text, parse_constant=_refuse)
+        return parse_json(text, parse_constant=_refuse_constant)
     except ValueError as error:
         raise DataError(f"{where}: malformed JSON in a string: {error}") from error
 
 
-def _refuse(name: str) -> NoReturn:
+def _refuse_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not a JSON number")

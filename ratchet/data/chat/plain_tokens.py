@@ -1,6 +1,6 @@
-"""The copy of a tokenizer that encodes what people and programs wrote.
+"""A copy of a tokenizer for untrusted text, such as the contents of messages.
 
-No text can spell one of its special tokens, and a character without a token always shows as one id.
+No text encodes to one of its special tokens, and every character without a token gets one id.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ import tokenizers
 from ratchet.errors import DataError
 from ratchet.utils.terminal_text import get_first_line
 
-# Put before a text to give it something to follow, and before a token's content so that no text
-# spells it. Random, so that no text can contain them on purpose; only copies know them.
+# GUARD is put before a text so that the text is not encoded as the start of a sequence. HIDDEN is
+# put before a special token's content so that no text spells it. Both are random, so that no text
+# can contain them on purpose; only the copies know them.
 GUARD = f"\U0010fffd{secrets.token_hex(8)}"
 HIDDEN = f"\U0010fffc{secrets.token_hex(8)}:"
 UNKNOWN = f"{HIDDEN}unknown"
@@ -26,9 +27,9 @@ UNKNOWN = f"{HIDDEN}unknown"
 
 @contextmanager
 def refusing_panics(text: str) -> Iterator[None]:
-    """Raise DataError where the library panics: its regular expressions give up on some texts.
+    """Raise DataError if the tokenizers library panics: its regular expressions fail on some texts.
 
-    The class of a panic can't be imported, and passes every handler of Exception.
+    The class of a panic can't be imported, and it is no subclass of Exception.
     """
     try:
         yield
@@ -42,19 +43,20 @@ def refusing_panics(text: str) -> Iterator[None]:
 
 
 def largest_growth(section: Any) -> int:
-    """Return how many characters the normalizers or decoders of a tokenizer.json make of one."""
+    """Return how many characters the normalizers or decoders of a tokenizer.json make of one at
+    most."""
     if not isinstance(section, dict):
         return 1
     parts = section.get("normalizers") or section.get("decoders") or ()
-    texts = [section.get(name) for name in ("content", "prepend")]
-    growth = max([1, *(len(text) for text in texts if isinstance(text, str))])
+    inserted = [section.get(name) for name in ("content", "prepend")]
+    growth = max([1, *(len(text) for text in inserted if isinstance(text, str))])
     return growth * math.prod(map(largest_growth, parts))
 
 
 def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int | None]:
-    """Return a copy to which special tokens are ordinary text, and the id of unknown characters.
+    """Return a copy that encodes special tokens as ordinary text, and the id of its unknown token.
 
-    The id is None where every character has tokens.
+    The id is None if every character has tokens.
     """
     state = backend.to_str()
     copy = tokenizers.Tokenizer.from_str(state)
@@ -64,11 +66,11 @@ def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, 
         name = copy.model.unk_token
         unknown = None if name is None else copy.token_to_id(name)
         # Rewriting a vocabulary of 150,000 tokens takes 1.6 s, and hardly any BPE needs it.
-        # An unknown token of one character stands for that character too.
-        is_clear = _has_all_bytes(copy) if name is None else unknown is not None and len(name) > 1
-        if is_clear and not _spells_special(copy):
+        # An unknown token of one character is ambiguous: it is that character's token too.
+        covers_all = _has_all_bytes(copy) if name is None else unknown is not None and len(name) > 1
+        if covers_all and not _spells_special(copy):
             return copy, unknown
-    return _rewritten(state)
+    return _rewrite(state)
 
 
 def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
@@ -77,11 +79,14 @@ def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
     if "ByteLevel" not in f"{backend.pre_tokenizer} {backend.normalizer}":
         return False
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
-    return all(backend.token_to_id(sign) is not None for sign in alphabet)
+    return all(backend.token_to_id(character) is not None for character in alphabet)
 
 
 def _spells_special(copy: tokenizers.Tokenizer) -> bool:
-    """True if the text of a special token gives its id. One character can't be split, and may."""
+    """Return True if the text of a special token encodes to its id.
+
+    Tokens of one character are exempt, since they can't be split.
+    """
     special = {
         i: token.content for i, token in copy.get_added_tokens_decoder().items() if token.special
     }
@@ -95,19 +100,19 @@ def _spells_special(copy: tokenizers.Tokenizer) -> bool:
     return any(special.get(i, "") in contents for encoding in encodings for i in encoding.ids)
 
 
-def _rewritten(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
+def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     """Return a copy whose special tokens no text can spell, and the id of a new unknown token.
 
-    To tell the library that special tokens are text is not enough: a model that looks up whole
-    pieces (Unigram, WordLevel, BPE that ignores merges) has them in its vocabulary. And a BPE
-    without an unknown token drops characters.
+    `encode_special_tokens` alone is not enough: a model that looks up whole pieces (Unigram,
+    WordLevel, BPE that ignores merges) has special tokens in its vocabulary. And a BPE without an
+    unknown token drops characters.
     """
     state = json.loads(serialised)
     special = {token["content"] for token in state["added_tokens"] if token["special"]}
-    special |= _unknown(state["model"])
+    special |= _unknown_tokens(state["model"])
     special = {content for content in special if len(content) > 1}
     for token in state["added_tokens"]:
-        token["content"] = _hidden(token["content"], special)
+        token["content"] = _hide(token["content"], special)
     unknown = _rewrite_vocabulary(state, special)
     copy = tokenizers.Tokenizer.from_str(json.dumps(state))
     copy.encode_special_tokens = True
@@ -115,34 +120,34 @@ def _rewritten(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     return copy, unknown
 
 
-def _unknown(model: dict[str, Any]) -> set[str]:
+def _unknown_tokens(model: dict[str, Any]) -> set[str]:
     """Return the text of the model's unknown token, which not every file marks as special."""
     if isinstance(model["vocab"], list):
         return {model["vocab"][model["unk_id"]][0]} if model["unk_id"] is not None else set()
     return {model["unk_token"]} - {None}
 
 
-def _hidden(content: str, special: set[str]) -> str:
+def _hide(content: str, special: set[str]) -> str:
     return HIDDEN + content if content in special else content
 
 
 def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
-    """Hide special tokens, add those that lie beyond the vocabulary, and an unknown one at its end.
+    """Hide special tokens in the vocabulary, append an unknown token, and return its id.
 
-    The library numbers added tokens that the vocabulary lacks from its end on, so with one more
-    entry they would get other ids.
+    The library numbers added tokens that the vocabulary lacks from its end on. They are put into
+    the vocabulary first, because the unknown token would shift their ids.
     """
     model, added = state["model"], state["added_tokens"]
     if isinstance(model["vocab"], list):
-        vocabulary = [[_hidden(piece, special), score] for piece, score in model["vocab"]]
-        beyond = sorted(
+        vocabulary = [[_hide(piece, special), score] for piece, score in model["vocab"]]
+        appended = sorted(
             (token for token in added if token["id"] >= len(vocabulary)),
             key=lambda token: token["id"],
         )
-        vocabulary += [[token["content"], 0.0] for token in beyond]
+        vocabulary += [[token["content"], 0.0] for token in appended]
         model["vocab"], model["unk_id"] = [*vocabulary, [UNKNOWN, 0.0]], len(vocabulary)
         return len(vocabulary)
-    pieces = {_hidden(piece, special): i for piece, i in model["vocab"].items()}
+    pieces = {_hide(piece, special): i for piece, i in model["vocab"].items()}
     pieces |= {token["content"]: token["id"] for token in added}
     pieces[UNKNOWN] = max(pieces.values(), default=-1) + 1
     model["vocab"], model["unk_token"] = pieces, UNKNOWN

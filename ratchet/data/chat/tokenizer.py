@@ -1,9 +1,7 @@
-"""Text to token ids and back: one class over the Rust library, read from and written to Hugging
-Face directories.
+"""Convert text to token ids and back, by the Rust library `tokenizers` and in Hugging Face's files.
 
-There are two kinds of text, never mixed up: text of a person or program (`encode(text)`:
-"<|im_end|>" is ten ordinary characters) and text of a template (`allow_special=True`: it is the
-control token).
+Two kinds of text are kept apart. In text of a person or program (`encode(text)`) "<|im_end|>" is
+ten ordinary characters. In text of a template (`allow_special=True`) it is the control token.
 """
 
 from __future__ import annotations
@@ -50,20 +48,22 @@ DOWNLOADS = [
     "vocab.*",
     "merges.txt",
 ]
-MAX_GROWTH = 64  # characters that a normalizer makes of one; published ones make 3
-# White space to the library: Unicode's, without the four separators that Python counts too.
+MAX_GROWTH = 64  # most characters that a normalizer may make of one; published ones make 3
+# White space as the library defines it: Unicode's, without four separators that Python includes.
 SPACE = re.compile(r"[^\S\x1c-\x1f]")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
-# Characters from which on a text is encoded by the library's call for batches. That one runs
-# without Python's lock, where a single text of 2 MiB holds up every other thread for seconds (12.2
-# s against 0.3 s); it takes 9 us longer.
+# Texts of at least this many characters are encoded by the library's batch call, which releases
+# Python's lock. Encoding one text of 2 MiB otherwise blocks every other thread for seconds (12.2 s
+# against 0.3 s). The batch call takes 9 us longer.
 LONG = 2**14
 
 
 class Special(NamedTuple):
-    """A control token in a text: characters [start, end). Some swallow the white space beside
-    them."""
+    """A control token in a text, at characters [start, end).
+
+    These include adjacent white space if the token is defined to strip it.
+    """
 
     start: int
     end: int
@@ -71,9 +71,16 @@ class Special(NamedTuple):
 
 
 class Tokenizer:
-    """`config` is the content of tokenizer_config.json (it names the special tokens); `eos_ids`
-    adds to its EOS others that end a turn. Nothing in Ratchet pads by id: `pad_id` is only written
-    out for other programs."""
+    """A tokenizer with its special tokens and chat template.
+
+    Nothing in Ratchet pads by id: `pad_id` is only saved for other programs.
+
+    Args:
+        backend: The library's tokenizer.
+        config: The content of tokenizer_config.json, which names the special tokens.
+        eos_ids: Further tokens that end a turn, besides the EOS of `config`.
+        chat_template: The template's source; None: no template.
+    """
 
     def __init__(
         self,
@@ -83,7 +90,7 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        # a tokenizer.json may ask for either, and would then change texts silently
+        # tokenizer.json may enable either, which would silently change texts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -96,31 +103,32 @@ class Tokenizer:
         }
         for token in self.special_tokens.values():
             if backend.token_to_id(token) is not None:
-                # some files name a token as special that they don't mark so
+                # Some files name a special token without marking it as special.
                 backend.add_special_tokens([token])
         self.bos_id, self.pad_id = self._named("bos_token"), self._named("pad_token")
-        first = self._named("eos_token")
+        eos_id = self._named("eos_token")
         self.eos_ids: tuple[int, ...] = tuple(
-            dict.fromkeys([first, *eos_ids] if first is not None else eos_ids)
+            dict.fromkeys([eos_id, *eos_ids] if eos_id is not None else eos_ids)
         )
-        self._check_eos(first)
+        self._check_eos(eos_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without what is computed on first use: some of it holds this process's
-        own guard."""
-        computed = {
+        """Return the state without cached properties: some contain `GUARD`, which is random in each
+        process.
+        """
+        cached = {
             name for name, value in vars(type(self)).items() if isinstance(value, cached_property)
         }
-        return {name: value for name, value in self.__dict__.items() if name not in computed}
+        return {name: value for name, value in self.__dict__.items() if name not in cached}
 
     def _named(self, name: str) -> int | None:
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 
-    def _check_eos(self, first: int | None) -> None:
-        if first is None and "eos_token" in self.special_tokens:
-            name = self.special_tokens["eos_token"]
+    def _check_eos(self, eos_id: int | None) -> None:
+        if eos_id is None and "eos_token" in self.special_tokens:
+            token = self.special_tokens["eos_token"]
             raise ModelError(
-                f"eos_token {name!r} of tokenizer_config.json is no token of tokenizer.json: "
+                f"eos_token {token!r} of tokenizer_config.json is no token of tokenizer.json: "
                 "correct one of them"
             )
         for i in self.eos_ids:
@@ -136,9 +144,15 @@ class Tokenizer:
     def encode(
         self, text: str, *, allow_special: bool = False, after: After = "start"
     ) -> list[int]:
-        """Ids of `text`, without BOS or EOS. `after` says what the text follows: nothing, a special
-        token or other text (then no SentencePiece space is put in front of it). Raises DataError
-        for a character that has no token."""
+        """Return the ids of `text`, without BOS or EOS.
+
+        Raises DataError for a character that has no token.
+
+        Args:
+            allow_special: Encode the text of a control token as that token.
+            after: What `text` follows: nothing ("start"), a special token, or other text (then it
+                gets no SentencePiece space in front).
+        """
         if not allow_special:
             return self._encode_text(text, after)
         ids: list[int] = []
@@ -152,7 +166,7 @@ class Tokenizer:
         return ids
 
     def pieces(self, text: str) -> Iterator[str | int]:
-        """`text` cut at its special tokens, which come as ids."""
+        """Yield the text between special tokens, and each special token as its id, in order."""
         position = 0
         for special in self.specials(text):
             if special.start > position:
@@ -163,28 +177,28 @@ class Tokenizer:
             yield text[position:]
 
     def specials(self, text: str) -> list[Special]:
-        """The special tokens in `text`, in order."""
+        """Return the special tokens in `text`, in order."""
         pattern, tokens = self._special_pattern
         specials: list[Special] = []
         end = 0
         for match in pattern.finditer(text) if tokens else ():
-            token, number = tokens[(match.lastindex or 0) - 1]
+            token, token_id = tokens[(match.lastindex or 0) - 1]
             start = match.start()
-            # Backwards from each token: a pattern that begins with white space is quadratic in a
-            # stretch of it, and a model may write any number of spaces.
+            # White space in front is found backwards from the token. A pattern that begins with
+            # white space takes quadratic time, and a model may write any number of spaces.
             while token.lstrip and start > end and SPACE.fullmatch(text[start - 1]):
                 start -= 1
             end = match.end()
-            specials.append(Special(start, end, number))
+            specials.append(Special(start, end, token_id))
         return specials
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
-        """Text of `ids`; bytes that are no UTF-8 become U+FFFD, ids without a token nothing."""
+        """Return the text of `ids`. Invalid UTF-8 becomes U+FFFD; unknown ids are left out."""
         return self._backend.decode(list(ids), skip_special_tokens=skip_special)
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """Every control token and its id."""
+        """The id of each control token."""
         return {
             token.content: i
             for i, token in self._backend.get_added_tokens_decoder().items()
@@ -193,28 +207,30 @@ class Tokenizer:
 
     @cached_property
     def adds_bos(self) -> bool:
-        """Return True if the tokenizer by itself starts a text with BOS: models trained so need
-        it."""
+        """True if the tokenizer itself puts BOS before a text. Models trained this way need it."""
         return self.bos_id is not None and self._backend.encode("").ids[:1] == [self.bos_id]
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 (hex) of all that decides how a conversation turns into ids."""
+        """The SHA-256 (hex) of everything that determines the ids of a conversation."""
         rest = json.dumps([self.special_tokens, self.eos_ids, self.chat_template], sort_keys=True)
         return hashlib.sha256(f"{self._backend.to_str()}\n{rest}".encode()).hexdigest()
 
     @cached_property
     def longest(self) -> int:
-        """Return the most characters that one token may stand for."""
+        """The largest number of characters in the vocabulary's entry for one token."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def same_tokens(self, other: Tokenizer) -> bool:
-        """Return True if both turn every text into the same ids; templates may differ."""
+        """True if both turn every text into the same ids. Their templates may differ."""
         return self._backend.to_str() == other._backend.to_str()
 
     def save(self, directory: str | Path) -> None:
-        """Writes the files that `load_tokenizer` and `transformers.AutoTokenizer` read. Several EOS
-        ids go to generation_config.json, unless the model's own lies there already."""
+        """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read.
+
+        If there are several EOS ids, they go to generation_config.json, unless that file exists
+        already (the model's own).
+        """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
         _write(directory / "tokenizer.json", self._backend.to_str(pretty=True))
@@ -242,12 +258,11 @@ class Tokenizer:
 
     @cached_property
     def _contexts(self) -> dict[After, tuple[str, list[int]]]:
-        """Return the text, and its ids, that is put before a text so that it is encoded as in the
-        middle of a longer one.
+        """Return, for each `after`, the context that is encoded in front of a text, and its ids.
 
-        Some SentencePiece conversions put a space before every stretch of text, after a special
-        token too; between two stretches of one text there is none, which a newline in front
-        reproduces.
+        Some SentencePiece conversions put a space before every stretch of text, even after a
+        special token. A text that continues another must not get one; a newline at the end of its
+        context prevents it.
         """
         probe = self._encoding(f"{GUARD}a")
         spaced = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
@@ -261,25 +276,25 @@ class Tokenizer:
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
             return []
-        context, before = self._contexts[after]
+        context, context_ids = self._contexts[after]
         encoding = self._encoding(context + text)
-        if encoding.ids[: len(before)] != before:  # the newline merged with the text
+        if encoding.ids[: len(context_ids)] != context_ids:  # the newline merged with the text
             return self._encode_text(text, "special")
-        ids = encoding.ids[len(before) :]
+        ids = encoding.ids[len(context_ids) :]
         unknown = self._copy[1]
         if unknown is not None and unknown in ids:
-            start, end = encoding.offsets[len(before) + ids.index(unknown)]
+            start, end = encoding.offsets[len(context_ids) + ids.index(unknown)]
             self._refuse((context + text)[start:end])
         return ids
 
     def _encoding(self, text: str) -> tokenizers.Encoding:
-        """Encode plain text. Raises DataError for one that the library can't take."""
+        """Encode plain text. Raises DataError if the library can't encode it."""
         try:
             with refusing_panics(text):
                 if len(text) < LONG:
                     return self._plain.encode(text, add_special_tokens=False)
                 return self._plain.encode_batch([text], add_special_tokens=False)[0]
-        except TypeError as error:  # the library takes no half of a UTF-16 pair
+        except TypeError as error:  # the library rejects half of a surrogate pair
             lone = next(c for c in text if "\ud800" <= c <= "\udfff")
             raise DataError(
                 f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: "
@@ -287,20 +302,21 @@ class Tokenizer:
             ) from error
 
     def _refuse(self, characters: str) -> NoReturn:
-        points = " ".join(f"U+{ord(c):04X}" for c in characters[:8]) + (
+        code_points = " ".join(f"U+{ord(c):04X}" for c in characters[:8]) + (
             " ..." if characters[8:] else ""
         )
         raise DataError(
-            f"{shorten_text(repr(characters), 80)} ({points}) has no token: add it to "
+            f"{shorten_text(repr(characters), 80)} ({code_points}) has no token: add it to "
             "`tokenizer.alphabet`, or use "
             "`tokenizer.kind: bytes`, which has a token for everything"
         )
 
     @cached_property
     def _special_pattern(self) -> tuple[re.Pattern[str], list[tuple[tokenizers.AddedToken, int]]]:
-        """Return a pattern of the special tokens, the longest first, and each one's token and id.
+        """Return a pattern that matches special tokens, and the (token, id) pair of each.
 
-        Group n of the pattern is the n-th token, with the white space that it swallows behind it.
+        Longer tokens come first. Group n of the pattern is the n-th token; the match also includes
+        white space behind the token if the token strips it.
         """
         added = [
             (token, i)
@@ -319,12 +335,9 @@ def _token_pattern(token: tokenizers.AddedToken) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """A special token in tokenizer_config.json is a string, or an object with its flags."""
+    """Return a special token of tokenizer_config.json, which may be an object with flags."""
     return value["content"] if isinstance(value, Mapping) else value
 
 
 def _write(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")
-
-
-# --- reading a directory

@@ -1,8 +1,8 @@
-"""Tool calls written as Python, `[name(key="value"), other.name(n=1)]`, and
-`name.call(key="value")`, as Llama calls built-in tools.
+"""A parser of tool calls written as Python: `[name(key="value"), other.name(n=1)]`, or
+`name.call(key="value")`, which Llama writes for built-in tools.
 
-A reader of its own rather than `ast`: a model may write anything, and Python's parser answers some
-of it with warnings, memory errors, or a stack overflow.
+It does not use `ast`, because a model may write anything, and Python's parser answers some texts
+with warnings, memory errors, or a stack overflow.
 """
 
 from __future__ import annotations
@@ -36,8 +36,10 @@ class _Unreadable(ValueError):
 
 
 def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
-    """(name, arguments) of each call; None for anything else. Arguments are literals, given by
-    name."""
+    """Return (name, arguments) of each call, or None if the text is not a list of calls.
+
+    Arguments are literals, passed by name.
+    """
     reader = _Reader(text)
     try:
         calls = (
@@ -56,6 +58,8 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
 
 class _Reader:
+    """A recursive-descent parser. Its methods raise _Unreadable for a text of another form."""
+
     def __init__(self, text: str) -> None:
         self.text, self.position, self.depth = text, 0, 0
 
@@ -63,17 +67,19 @@ class _Reader:
         raise _Unreadable(f"at {self.position}")
 
     def taken(self, pattern: re.Pattern[str]) -> re.Match[str] | None:
+        """Match the pattern at the position, and move past the match."""
         match = pattern.match(self.text, self.position)
         if match is not None:
             self.position = match.end()
         return match
 
     def skipped(self, mark: str) -> bool:
+        """Move past white space and past `mark`; return True if `mark` was there."""
         while self.position < len(self.text) and self.text[self.position].isspace():
             self.position += 1
-        there = self.text.startswith(mark, self.position)
-        self.position += len(mark) * there
-        return there
+        is_present = self.text.startswith(mark, self.position)
+        self.position += len(mark) * is_present
+        return is_present
 
     def end(self) -> None:
         self.skipped("")
@@ -81,7 +87,7 @@ class _Reader:
             self.fail()
 
     def listed(self, opening: str, closing: str, item: Any) -> list[Any]:
-        """Items with commas between, one behind the last allowed."""
+        """Return the items of a list with commas between them; a trailing comma is allowed."""
         if not self.skipped(opening):
             self.fail()
         self.depth += 1
@@ -133,15 +139,15 @@ class _Reader:
 
 def _number(text: str) -> int | float:
     if text.lstrip("+-").isdigit():
-        return int(text)  # ValueError beyond Python's limit of digits
+        return int(text)  # raises ValueError above Python's limit of digits
     value = float(text)
     if value in (float("inf"), float("-inf")):
         raise _Unreadable(text)
     return value
 
 
-def _unescaped(found: re.Match[str]) -> str:
-    code = found[1]
+def _unescaped(match: re.Match[str]) -> str:
+    code = match[1]
     if len(code) > 1:
         return chr(int(code[1:], 16))
-    return ESCAPES.get(code, found[0])
+    return ESCAPES.get(code, match[0])

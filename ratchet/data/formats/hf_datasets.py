@@ -1,5 +1,4 @@
-"""A dataset of the Hugging Face hub as a table, through the package `datasets`: downloaded once,
-then mapped into memory."""
+"""Tables of Hugging Face hub datasets: the package `datasets` downloads once and memory-maps."""
 
 from __future__ import annotations
 
@@ -11,9 +10,13 @@ from ratchet.errors import DataError, MissingDependency
 
 
 class HubTable:
-    """hub: an id, or a directory of the same form. subset: what the hub calls a configuration.
+    """A split of a Hugging Face dataset as a table.
 
-    Raises DataError where there is no such dataset, subset or split, or where it can't be reached.
+    Args:
+        hub: Id of the dataset, or a directory of the same form.
+        subset: The hub's "configuration".
+
+    Raises DataError if the dataset, subset or split does not exist or can't be reached.
     """
 
     def __init__(
@@ -31,7 +34,7 @@ class HubTable:
             self._rows: Any = datasets.load_dataset(hub, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:
             raise DataError(f"{self.name}: can't be had: {_first_line(error)}") from error
-        self._rows = _undecoded(self._rows)
+        self._rows = _disable_decoding(self._rows)
         if not len(self._rows):
             raise DataError(f"{self.name}: the split holds no rows")
 
@@ -49,25 +52,26 @@ class HubTable:
         return f"{self.name}, row {index + 1}"
 
 
-def _undecoded(rows: Any) -> Any:
-    """Return the rows with images, clips and videos as files: they are decoded on use, within
-    limits."""
+def _disable_decoding(rows: Any) -> Any:
+    """Return the rows with media as encoded files, to be decoded on use, within limits."""
     import datasets
 
-    kinds = (datasets.Image, datasets.Audio, datasets.Video)
+    media_features = (datasets.Image, datasets.Audio, datasets.Video)
 
-    def plain(feature: Any) -> Any:
-        if isinstance(feature, kinds):
+    def without_decoding(feature: Any) -> Any:
+        if isinstance(feature, media_features):
             return type(feature)(decode=False)
         if isinstance(feature, dict):
-            return {name: plain(inner) for name, inner in feature.items()}
+            return {name: without_decoding(inner) for name, inner in feature.items()}
         if isinstance(feature, list):
-            return [plain(inner) for inner in feature]
+            return [without_decoding(inner) for inner in feature]
         return (
-            datasets.List(plain(feature.feature)) if isinstance(feature, datasets.List) else feature
+            datasets.List(without_decoding(feature.feature))
+            if isinstance(feature, datasets.List)
+            else feature
         )
 
-    features = {name: plain(feature) for name, feature in rows.features.items()}
+    features = {name: without_decoding(feature) for name, feature in rows.features.items()}
     return rows if features == dict(rows.features) else rows.cast(datasets.Features(features))
 
 

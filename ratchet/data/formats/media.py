@@ -1,9 +1,8 @@
-"""Images, audio clips and videos: from what a message or a row says of one to its bytes, and on to
-what a processor reads.
+"""Fetch and decode the images, audio clips and videos that messages and rows refer to.
 
-Bytes of strangers are hostile: sizes are checked before anything is decoded, addresses are fetched
-only where that was asked for, paths don't leave their root, and whatever is wrong is a DataError
-that names the row and the file. Free of torch.
+Media are untrusted: sizes are checked before decoding, URLs are fetched only if the limits allow
+it, and paths can't leave their root. Every problem is a DataError that names the row and the file.
+This module does not import torch.
 """
 
 from __future__ import annotations
@@ -35,12 +34,11 @@ from ratchet.utils.object_store import PACKAGES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# Of the many that Pillow reads: no EPS (it runs Ghostscript), nothing that only converters of icons
-# meet.
+# The Pillow formats that are read. EPS is excluded (it runs Ghostscript), as are rare formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGES, "hf", "memory")
 SHOWN_CHARS = 80
-# What the first bytes tell: a `data:` URL names its form.
+# Media types by the first bytes of a file; a `data:` URL names its type.
 SIGNATURES = (
     (b"\x89PNG\r\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
@@ -50,7 +48,7 @@ SIGNATURES = (
     (b"fLaC", "audio/flac"),
     (b"ID3", "audio/mpeg"),
 )
-# Whatever a decoder raises on bytes that it did not expect.
+# Exceptions that decoders raise on malformed bytes.
 BROKEN = (
     OSError,
     SyntaxError,
@@ -67,15 +65,14 @@ SAMPLE_TYPES = {1: "<u1", 2: "<i2", 4: "<i4"}
 
 
 class Audio(NamedTuple):
-    """samples_N: float32 in [-1, 1], one channel."""
+    """A decoded audio clip. `samples_N`: one channel, in [-1, 1]."""
 
     samples_N: NDArray[np.float32]
     rate_hz: int
 
 
 def shown(reference: str) -> str:
-    """A path or an address as errors name it, a long one by its end: of a `data:` URL only what it
-    claims to be."""
+    """Return a reference as errors show it: the end of a long one, the head of a `data:` URL."""
     if reference.startswith("data:"):
         return f"{reference.partition(',')[0][:SHOWN_CHARS]},..."
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
@@ -87,11 +84,14 @@ def shown(reference: str) -> str:
 def fetch(
     reference: str, *, where: str, limits: MediaLimits, root: Path | str | None = None
 ) -> bytes:
-    """The encoded file behind a path, a `data:` URL, an address of an object store or, where
-    `limits.urls`, an http(s) one.
+    """Return the encoded file behind a reference. Raises DataError.
 
-    where: file and row (or task), for errors. root: the directory or store that paths are relative
-    to and may not leave; None: they are taken as they are. Raises DataError.
+    Args:
+        reference: A path, a `data:` URL, an address of an object store or, if `limits.urls`, an
+            http(s) one.
+        where: File and row (or task), for errors.
+        root: Directory or store that paths are relative to and may not leave; None takes them as
+            they are.
     """
     if not isinstance(reference, str) or not reference or "\0" in reference:
         raise DataError(
@@ -100,36 +100,38 @@ def fetch(
     name = f"{where}: {shown(reference)}"
     scheme = reference.partition(":")[0].lower()
     if scheme == "data":
-        return _inline(reference, name, limits)
+        return _decode_data_url(reference, name, limits)
     if scheme in ("http", "https"):
-        return _downloaded(reference, name, limits)
-    place = located(reference, where=where, root=root)
+        return _download(reference, name, limits)
+    location = located(reference, where=where, root=root)
     try:
-        with open_binary(place) as file, reading(place):
-            return _bounded(file, name, limits)
+        with open_binary(location) as file, reading(location):
+            return _read_within_limit(file, name, limits)
     except MissingDependency:
         raise
     except (DataError, OSError, ValueError) as error:
         raise DataError(
-            f"{name}: can't be read ({_line(error)}): put it there, or drop the row"
+            f"{name}: can't be read ({_first_line(error)}): put it there, or drop the row"
         ) from error
 
 
 def located(reference: str, *, where: str, root: Path | str | None) -> Path | str:
-    """The path or the object store's address that a reference means. Raises DataError for one
-    outside `root`."""
+    """Return the path or object store address of a reference.
+
+    Raises DataError if it lies outside `root`.
+    """
     name = f"{where}: {shown(reference)}"
     if reference[:7].lower() == "file://":
         reference = urllib.parse.unquote(reference[7:])
     if "://" in reference or (isinstance(root, str) and "://" in root):
-        return _in_store(reference, name, root)
+        return _locate_in_store(reference, name, root)
     if root is None:
         return Path(reference)
     base = Path(root).resolve()
     try:
         path = (base / reference).resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # a loop of links
-        raise DataError(f"{name}: is no path: {_line(error)}") from error
+    except (OSError, RuntimeError, ValueError) as error:  # e.g. a loop of symbolic links
+        raise DataError(f"{name}: is no path: {_first_line(error)}") from error
     if not path.is_relative_to(base):
         raise DataError(
             f"{name}: lies outside {base}: name the directory that holds all of them as the root"
@@ -137,7 +139,7 @@ def located(reference: str, *, where: str, root: Path | str | None) -> Path | st
     return path
 
 
-def _in_store(reference: str, name: str, root: Path | str | None) -> str:
+def _locate_in_store(reference: str, name: str, root: Path | str | None) -> str:
     base = str(root).rstrip("/") + "/" if root is not None else ""
     address = reference if "://" in reference else base + reference
     scheme = address.partition("://")[0].lower()
@@ -155,7 +157,7 @@ def _in_store(reference: str, name: str, root: Path | str | None) -> str:
     return address
 
 
-def _inline(reference: str, name: str, limits: MediaLimits) -> bytes:
+def _decode_data_url(reference: str, name: str, limits: MediaLimits) -> bytes:
     head, comma, body = reference.partition(",")
     if not comma or not head.endswith(";base64"):
         raise DataError(f"{name}: is no data: URL in base64: write data:image/png;base64,...")
@@ -165,28 +167,28 @@ def _inline(reference: str, name: str, limits: MediaLimits) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(
-            f"{name}: its base64 is broken ({_line(error)}): encode the file again"
+            f"{name}: its base64 is broken ({_first_line(error)}): encode the file again"
         ) from error
 
 
-def _downloaded(reference: str, name: str, limits: MediaLimits) -> bytes:
+def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
     if not limits.urls:
         raise DataError(
             f"{name}: addresses of the web are not fetched: set urls: true under media, or "
             "download the files"
         )
     try:
-        # only http(s) comes here
+        # fetch() passes only http(s) addresses
         with urllib.request.urlopen(reference, timeout=limits.timeout_s) as answer:
-            return _bounded(answer, name, limits)
+            return _read_within_limit(answer, name, limits)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise DataError(
-            f"{name}: can't be fetched ({_line(reason)}): download it, or drop the row"
+            f"{name}: can't be fetched ({_first_line(reason)}): download it, or drop the row"
         ) from error
 
 
-def _bounded(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:
+def _read_within_limit(file: IO[bytes], name: str, limits: MediaLimits) -> bytes:
     size = int(limits.max_mib * 2**20)
     content = file.read(size + 1)
     if len(content) > size:
@@ -200,29 +202,34 @@ def _refuse_size(name: str, limits: MediaLimits) -> None:
     )
 
 
-# --- from bytes to what a processor reads
+# --- from bytes to decoded media
 
 
 def decode_image(source: bytes, *, where: str, limits: MediaLimits) -> Image:
-    """RGB, decoded whole, turned as its camera was held; what is transparent lies on white.
+    """Decode an image to RGB, rotated by its EXIF orientation, with white behind transparency.
 
-    where: row and file, for errors. Raises DataError for what is no image, is cut off, or passes
-    the limits (told from its header, before anything is decoded); MissingDependency without Pillow.
+    where: row and file, for errors. Raises DataError if the bytes are no image, are cut off, or
+    exceed the limits (the header is checked before decoding); MissingDependency without Pillow.
     """
-    with _opened(source, where, limits) as image:
-        return _decoded(image)
+    with _open_image(source, where, limits) as image:
+        return _convert_to_rgb(image)
 
 
 def decode_video(
     source: bytes | Sequence[bytes], *, where: str, limits: MediaLimits
 ) -> list[Image]:
-    """Frames in RGB: of an animated GIF, WebP or PNG, or of images that are a frame each. Errors as
-    `decode_image`."""
+    """Decode an animated GIF, WebP or PNG, or a list of frame images, to RGB frames.
+
+    At most `limits.max_frames` evenly spaced frames are decoded. Raises like `decode_image`.
+    """
     if not isinstance(source, bytes):
         if not source:
             raise DataError(f"{where}: the video has no frames: give it some, or drop the row")
-        taken = _spread(len(source), limits.max_frames)
-        return [decode_image(source[i], where=f"{where}, frame {i}", limits=limits) for i in taken]
+        frame_indices = _evenly_spaced(len(source), limits.max_frames)
+        return [
+            decode_image(source[i], where=f"{where}, frame {i}", limits=limits)
+            for i in frame_indices
+        ]
     if source[4:8] == b"ftyp" or (
         source[:4] in (b"\x1aE\xdf\xa3", b"RIFF") and source[8:12] != b"WEBP"
     ):
@@ -231,21 +238,20 @@ def decode_video(
             "WebP"
         )
     frames = []
-    with _opened(source, where, limits) as image:
-        for i in _spread(getattr(image, "n_frames", 1), limits.max_frames):
+    with _open_image(source, where, limits) as image:
+        for i in _evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
             image.seek(i)
-            frames.append(_decoded(image.copy()))
+            frames.append(_convert_to_rgb(image.copy()))
     return frames
 
 
 def decode_audio(
     source: bytes, *, where: str, limits: MediaLimits, rate_hz: int | None = None
 ) -> Audio:
-    """A WAV file of whole numbers, its channels averaged; at `rate_hz` where given. Other forms
-    need the package soundfile.
+    """Decode a clip to one channel (the mean), resampled to `rate_hz` if given.
 
-    where: row and file, for errors. Raises DataError for what is no audio, is cut off, or passes
-    the limits.
+    Formats other than integer WAV need the package soundfile. where: row and file, for errors.
+    Raises DataError if the bytes are no audio, are cut off, or exceed the limits.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
@@ -258,20 +264,23 @@ def decode_audio(
         raise DataError(f"{where}: the clip holds no samples: copy it again, or drop the row")
     mono = samples.mean(axis=1, dtype=np.float64)
     if rate_hz is not None and rate_hz != rate:
-        mono, rate = _resampled(mono, rate, rate_hz), rate_hz
+        mono, rate = _resample(mono, rate, rate_hz), rate_hz
     return Audio(mono.astype(np.float32), rate)
 
 
 def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | None:
-    """(width, height) in pixels of an image, as its header says; None of another kind, which is
-    only looked for. Raises DataError for what can't be read, or is too large."""
+    """Return (width, height) of an image from its header; None for audio and video.
+
+    Audio and video are fetched but not decoded. Raises DataError if the file can't be read or is
+    too large.
+    """
     source = fetch(part.value, where=where, limits=limits)
     name = f"{where}: {shown(part.value)}"
     if not source:
         raise DataError(f"{name}: the file is empty: copy it again, or drop the row")
     if part.type != "image":
         return None
-    with _opened(source, name, limits) as image:
+    with _open_image(source, name, limits) as image:
         return image.size
 
 
@@ -295,7 +304,7 @@ def embedded(kind: MediaKind, source: bytes) -> Part:
 
 
 def pillow(needed_for: str = "reading and drawing images") -> Any:
-    """The package PIL. Raises MissingDependency without it."""
+    """Return the package PIL. Raises MissingDependency without it."""
     try:
         import PIL.Image
         import PIL.ImageDraw
@@ -309,9 +318,11 @@ def pillow(needed_for: str = "reading and drawing images") -> Any:
 
 
 @contextmanager
-def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
-    """Its header read and found to be within the limits. What goes wrong inside the block is the
-    image's fault too."""
+def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
+    """Open an image whose header is within the limits.
+
+    Decoder errors inside the block also become DataError.
+    """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
     PIL = pillow()
@@ -323,21 +334,25 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
             f"{where}: is no whole image of a form that is read: give {formats}, or drop the row"
         ) from error
     except PIL.Image.DecompressionBombError as error:
-        raise DataError(f"{where}: {_line(error)}: make it smaller, or drop the row") from error
+        raise DataError(
+            f"{where}: {_first_line(error)}: make it smaller, or drop the row"
+        ) from error
     except BROKEN as error:
-        raise _damaged(where, error) from error
+        raise _damaged_image_error(where, error) from error
     with image:
         width, height = image.size
         if max(width, height) > limits.max_side:
-            asked = (
+            limit_hint = (
                 f"{limits.max_side} at most on a side: make it smaller, or raise max_side "
                 "under media"
             )
-            raise DataError(f"{where}: is {width} x {height} pixels, {asked}")
+            raise DataError(f"{where}: is {width} x {height} pixels, {limit_hint}")
         if width * height > limits.max_pixels:
-            asked = f"{limits.max_pixels} at most: make it smaller, or raise max_pixels under media"
+            limit_hint = (
+                f"{limits.max_pixels} at most: make it smaller, or raise max_pixels under media"
+            )
             raise DataError(
-                f"{where}: declares {width} x {height} = {width * height} pixels, {asked}"
+                f"{where}: declares {width} x {height} = {width * height} pixels, {limit_hint}"
             )
         if image.mode in ("I", "F"):
             raise DataError(
@@ -347,20 +362,21 @@ def _opened(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
         try:
             yield image
         except (PIL.Image.DecompressionBombError, *BROKEN) as error:
-            raise _damaged(where, error) from error
+            raise _damaged_image_error(where, error) from error
 
 
-def _damaged(where: str, error: Exception) -> DataError:
+def _damaged_image_error(where: str, error: Exception) -> DataError:
     return DataError(
-        f"{where}: the image is damaged or cut off ({_line(error)}): copy it again, or drop the row"
+        f"{where}: the image is damaged or cut off ({_first_line(error)}): copy it "
+        "again, or drop the row"
     )
 
 
-def _decoded(image: Image) -> Image:
+def _convert_to_rgb(image: Image) -> Image:
     PIL = pillow()
     image.load()
     image = PIL.ImageOps.exif_transpose(image)
-    if image.mode.startswith("I;16"):  # of which Pillow would keep the lower half, cut off at 255
+    if image.mode.startswith("I;16"):  # Pillow would clip the 16-bit values at 255
         return PIL.Image.fromarray(
             (np.asarray(image).astype(np.uint16) >> 8).astype(np.uint8)
         ).convert("RGB")
@@ -372,9 +388,8 @@ def _decoded(image: Image) -> Image:
     )
 
 
-def _spread(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` of `count` indices, evenly spaced, the first and the last among
-    them."""
+def _evenly_spaced(count: int, at_most: int) -> list[int]:
+    """Return at most `at_most` evenly spaced indices below `count`, with the first and last."""
     return (
         list(range(count))
         if count <= at_most
@@ -391,7 +406,7 @@ def _is_plain_wave(source: bytes) -> bool:
 
 
 def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
-    """[samples, channels] in [-1, 1], and the rate in Hz."""
+    """Return [samples, channels] in [-1, 1], and the rate in Hz."""
     try:
         with wave.open(io.BytesIO(source)) as file:
             channels, width, rate, declared = file.getparams()[:4]
@@ -399,26 +414,27 @@ def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[
             raw = file.readframes(declared)
     except (wave.Error, EOFError, struct.error, ValueError, ArithmeticError) as error:
         raise DataError(
-            f"{where}: the clip is damaged or cut off ({_line(error)}): copy it again, or drop the "
-            "row"
+            f"{where}: the clip is damaged or cut off ({_first_line(error)}): copy it again, "
+            "or drop the row"
         ) from error
     if len(raw) != declared * channels * width:
-        asked = (
+        counts = (
             f"its header declares {declared} samples, and {len(raw) // (channels * width)} "
-            "are "
-            "there"
+            "are there"
         )
-        raise DataError(f"{where}: the clip is cut off: {asked}: copy it again, or drop the row")
-    if width == 3:  # widened to four bytes, the lowest of them 0
+        raise DataError(f"{where}: the clip is cut off: {counts}: copy it again, or drop the row")
+    if width == 3:  # pad 24-bit samples to 32 bits with a low byte of 0
         padded = np.zeros((len(raw) // 3, 4), np.uint8)
         padded[:, 1:] = np.frombuffer(raw, np.uint8).reshape(-1, 3)
-        whole = padded.view("<i4").ravel()
+        integers = padded.view("<i4").ravel()
     elif width in SAMPLE_TYPES:
-        whole = np.frombuffer(raw, SAMPLE_TYPES[width])
+        integers = np.frombuffer(raw, SAMPLE_TYPES[width])
     else:
         raise DataError(f"{where}: has samples of {width} bytes, must be 1 to 4: convert it")
-    values = whole.astype(np.float64)
-    values = (values - 128) / 128 if width == 1 else values / 2.0 ** (whole.dtype.itemsize * 8 - 1)
+    values = integers.astype(np.float64)
+    values = (
+        (values - 128) / 128 if width == 1 else values / 2.0 ** (integers.dtype.itemsize * 8 - 1)
+    )
     return values.reshape(-1, channels), rate
 
 
@@ -438,25 +454,26 @@ def _read_soundfile(
             return file.read(dtype="float64", always_2d=True), file.samplerate
     except (soundfile.SoundFileError, *BROKEN) as error:
         raise DataError(
-            f"{where}: is no audio, or damaged ({_line(error)}): copy it again, or drop the row"
+            f"{where}: is no audio, or damaged ({_first_line(error)}): copy it again, or drop "
+            "the row"
         ) from error
 
 
 def _refuse_long(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
     if rate <= 0 or samples > limits.max_audio_s * rate:
-        asked = f"{limits.max_audio_s:g} s at most: cut it, or raise max_audio_s under media"
-        raise DataError(f"{where}: declares {samples} samples at {rate} Hz, {asked}")
+        limit_hint = f"{limits.max_audio_s:g} s at most: cut it, or raise max_audio_s under media"
+        raise DataError(f"{where}: declares {samples} samples at {rate} Hz, {limit_hint}")
 
 
-def _resampled(samples_N: NDArray[np.float64], rate: int, wanted: int) -> NDArray[np.float64]:
-    """Resample by the spectrum, cut off or filled up: no frequency is mirrored into another."""
-    count = max(1, round(len(samples_N) * wanted / rate))
+def _resample(samples_N: NDArray[np.float64], rate: int, new_rate: int) -> NDArray[np.float64]:
+    """Resample by cutting or zero-padding the spectrum, which avoids aliasing."""
+    count = max(1, round(len(samples_N) * new_rate / rate))
     spectrum = np.fft.rfft(samples_N)
-    kept = np.zeros(count // 2 + 1, spectrum.dtype)
-    shared = min(len(spectrum), len(kept))
-    kept[:shared] = spectrum[:shared]
-    return np.fft.irfft(kept, count) * (count / len(samples_N))
+    new_spectrum = np.zeros(count // 2 + 1, spectrum.dtype)
+    count_kept = min(len(spectrum), len(new_spectrum))
+    new_spectrum[:count_kept] = spectrum[:count_kept]
+    return np.fft.irfft(new_spectrum, count) * (count / len(samples_N))
 
 
-def _line(error: object) -> str:
+def _first_line(error: object) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]

@@ -1,9 +1,8 @@
-"""Media in rows: what columns and messages say of them becomes parts of messages, each at its
-place.
+"""Turn the media of a row, named in columns or in messages, into parts of its messages.
 
-A place is a part of a message without a file of its own, as {"type": "image"}, or a mark in its
-text, as <image>; they take what the columns hold, in order. Without any place, media stand before
-the first thing that a user says.
+A place for a medium is a message part without a file, such as {"type": "image"}, or a mark in the
+text, such as <image>. Places take the media of the columns in order. If a kind has no place, its
+media come first in the first user message.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ratchet.types import MediaKind, Message, Part
 
 COLUMNS: Mapping[str, MediaKind] = {"images": "image", "audio": "audio", "videos": "video"}
 MARK = re.compile(r"(<image>|<audio>|<video>)")
-# How parts of messages are called, and the keys under which they say where their file is.
+# Types of media parts. A part names its file under one of these keys or one of SOURCES.
 PART_TYPES: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -38,8 +37,10 @@ SOURCES = ("url", "path", "bytes", "data", "base64")
 
 
 def read_content(value: list[Any], where: str) -> tuple[Part, ...]:
-    """Parts as OpenAI's and Hugging Face's formats write them; one without a file has an empty
-    value. Raises DataError."""
+    """Parse the parts of a message in OpenAI's or Hugging Face's format. Raises DataError.
+
+    A part without a file gets an empty value.
+    """
     return tuple(_part(item, f"{where}, part {index}") for index, item in enumerate(value))
 
 
@@ -64,8 +65,10 @@ def _part(item: Any, where: str) -> Part:
 
 
 def media_reference(kind: MediaKind, value: Any, where: str) -> str:
-    """The path, `data:` URL or address of one medium: text, bytes, or an object with them, as
-    `datasets` writes images."""
+    """Return the path, `data:` URL or address of one medium.
+
+    value: A string, bytes, or an object with one of them, as `datasets` writes images.
+    """
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
@@ -74,11 +77,11 @@ def media_reference(kind: MediaKind, value: Any, where: str) -> str:
         # OpenAI's input_audio
         if isinstance(value.get("data"), str) and isinstance(value.get("format"), str):
             return f"data:{kind}/{value['format']};base64,{value['data']}"
-        column = next(
+        content = next(
             (value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None
         )
-        if column is not None:
-            return media_reference(kind, column, where)
+        if content is not None:
+            return media_reference(kind, content, where)
     raise DataError(
         f"{where} is {describe_type(value)}, must be a path, an address, bytes, or an object with "
         "'bytes' or 'path'"
@@ -86,17 +89,21 @@ def media_reference(kind: MediaKind, value: Any, where: str) -> str:
 
 
 def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
-    """One medium or several; null is none."""
+    """Return the media of a column's value: one medium, a list of them, or null for none."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     return [
-        Part(kind, media_reference(kind, one, f"{where}, item {index}"))
-        for index, one in enumerate(values)
+        Part(kind, media_reference(kind, item, f"{where}, item {index}"))
+        for index, item in enumerate(values)
     ]
 
 
 @dataclass(frozen=True, slots=True)
 class Placing:
-    """root: what paths are relative to and may not leave; None: rows may not name paths."""
+    """A rule for putting the media of rows into messages.
+
+    root: Directory or store that paths are relative to and may not leave; None: rows may not name
+      paths.
+    """
 
     root: Path | str | None
     limits: MediaLimits
@@ -104,66 +111,69 @@ class Placing:
     def place(
         self, messages: Sequence[Message], media: Mapping[MediaKind, Sequence[Part]], where: str
     ) -> tuple[Message, ...]:
-        """The messages with every medium at its place. Marks of a kind that `media` does not name
-        are text.
+        """Return the messages with every medium at its place.
 
-        Raises DataError where there are more or fewer of a kind than places, and for a reference
-        that may not be followed.
+        Marks of a kind that is no key of `media` stay text. Raises DataError if the number of media
+        of a kind differs from its number of places, or if a reference is not allowed.
         """
-        split = [_split(message, media) for message in messages]
-        first = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+        parts_by_message = [_split_at_marks(message, media) for message in messages]
+        first_user = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
+        # Each kind is put in front of the ones before, so reversed order ends with images first.
         for kind in reversed(tuple(COLUMNS.values())):
-            parts = media.get(kind, ())
-            places = sum(part.type == kind and not part.value for said in split for part in said)
-            if parts and not places:
-                split[first] = [*(Part(kind, "") for _ in parts), *split[first]]
-            elif len(parts) != places:
+            media_parts = media.get(kind, ())
+            places = sum(
+                part.type == kind and not part.value for parts in parts_by_message for part in parts
+            )
+            if media_parts and not places:
+                new_places = [Part(kind, "") for _ in media_parts]
+                parts_by_message[first_user] = [*new_places, *parts_by_message[first_user]]
+            elif len(media_parts) != places:
                 raise DataError(
                     f"{where}: the text has {places} places for {kind}s, as <{kind}>, and the row "
-                    f"has {len(parts)} of them: "
+                    f"has {len(media_parts)} of them: "
                     "give each its place, or leave all marks out"
                 )
         queues = {kind: iter(parts) for kind, parts in media.items()}
 
-        def filled(part: Part) -> Part:
+        def fill(part: Part) -> Part:
             if part.type == "text":
                 return part
-            return self._followed(part if part.value else next(queues[part.type]), where)
+            return self._resolve(part if part.value else next(queues[part.type]), where)
 
         return tuple(
             message
             if all(part.type == "text" for part in parts)
-            else replace(message, content=tuple(map(filled, parts)))
-            for message, parts in zip(messages, split, strict=True)
+            else replace(message, content=tuple(map(fill, parts)))
+            for message, parts in zip(messages, parts_by_message, strict=True)
         )
 
-    def _followed(self, part: Part, where: str) -> Part:
+    def _resolve(self, part: Part, where: str) -> Part:
         reference = part.value
         if reference.startswith("data:"):
             return part
         if reference.lower().startswith(("http://", "https://")):
             if not self.limits.urls:
-                fetch(reference, where=where, limits=self.limits)  # says so
+                fetch(reference, where=where, limits=self.limits)  # raises: URLs are disabled
             return part
         if self.root is None:
             raise DataError(
                 f"{where}: {shown(reference)}: nothing says what this path is relative to: set "
                 "media_root"
             )
-        place = located(reference, where=where, root=self.root)
-        if isinstance(place, Path):
+        location = located(reference, where=where, root=self.root)
+        if isinstance(location, Path):
             with reading(f"{where}: {shown(reference)}"):
-                place.stat()
-        return Part(part.type, str(place))
+                location.stat()  # raises if the file is missing
+        return Part(part.type, str(location))
 
     def check(self, messages: Iterable[Message], where: str) -> None:
-        """Looks at the headers of what lies on this machine. Raises DataError."""
+        """Raise DataError for an unreadable or too large medium, unless it is at an address."""
         for part in list_media(messages):
             if "://" not in part.value:
                 check(part, where=where, limits=self.limits)
 
     def key(self, message: Message) -> Any:
-        """Return a value of a message's text and media, the same on every machine."""
+        """Return a key of a message's text and media that is the same on every machine."""
         if isinstance(message.content, str):
             return message.content
         root = f"{Path(self.root).resolve()}/" if isinstance(self.root, Path) else ""
@@ -179,20 +189,25 @@ def list_media(messages: Iterable[Message]) -> list[Part]:
 
 
 def without_media(value: Any) -> Any:
-    """A value of a row without the files in it: bytes become null, and `data:` URLs empty."""
+    """Return a row's value without embedded files.
+
+    Bytes become null; `data:` URLs and objects with bytes become empty strings.
+    """
     if isinstance(value, bytes):
         return None
     if isinstance(value, str):
         return "" if value.startswith("data:") and ";base64," in value[:100] else value
     if isinstance(value, dict):
-        held = isinstance(value.get("bytes"), bytes)
-        return "" if held else {key: without_media(item) for key, item in value.items()}
+        has_bytes = isinstance(value.get("bytes"), bytes)
+        return "" if has_bytes else {key: without_media(item) for key, item in value.items()}
     return [without_media(item) for item in value] if isinstance(value, list) else value
 
 
-def _split(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
-    """The parts of a message; marks of these kinds in what others than the assistant say become
-    places."""
+def _split_at_marks(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
+    """Return the parts of a message, in which marks of these kinds have become places.
+
+    Marks in assistant messages stay text.
+    """
     parts = (
         [Part("text", message.content)]
         if isinstance(message.content, str)
@@ -201,12 +216,12 @@ def _split(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
     if message.role == "assistant":
         return parts
     marks: dict[str, Part] = {f"<{kind}>": Part(kind, "") for kind in kinds}
-    found: list[Part] = []
+    split_parts: list[Part] = []
     for part in parts:
         pieces = MARK.split(part.value) if part.type == "text" else []
-        found += (
+        split_parts += (
             [marks.get(piece, Part("text", piece)) for piece in pieces if piece]
             if marks.keys() & {*pieces}
             else [part]
         )
-    return found
+    return split_parts

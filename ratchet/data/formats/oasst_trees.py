@@ -1,5 +1,7 @@
-"""Conversations from OpenAssistant's form (arXiv:2304.07327): a row a message, which names its
-parent and its tree."""
+"""Read conversations from OpenAssistant's format (arXiv:2304.07327).
+
+Each row is one message, and names its parent message and its tree.
+"""
 
 from __future__ import annotations
 
@@ -15,39 +17,41 @@ NAMED = ("message_id", "parent_id", "message_tree_id", "text", "role")
 
 
 class Trees:
-    """The best conversation of each tree: from its first message on, the answer that people ranked
-    first, up to the last of the assistant's. A tree without an answer is none. Holds the numbers of
-    the rows, not their text.
+    """A table of the best conversation of each tree.
 
-    Raises DataError for a row without the columns of this form.
+    It begins with the tree's first message, follows the reply that people ranked first at each
+    step, and ends with the assistant's last message. Trees without an answer of the assistant's are
+    left out. The object holds row indices, not text.
+
+    Raises DataError for a row that lacks a column of this format, and if no tree has an answer.
     """
 
     def __init__(self, table: Table) -> None:
         self.table = table
         children: dict[str, list[tuple[float, int, str]]] = {}
         roots: list[tuple[int, str]] = []
-        roles: list[bool] = []
+        is_assistant: list[bool] = []
         for index in range(len(table)):
             values = table.row(index).values
-            absent = next((name for name in NAMED if name not in values), None)
-            if absent is not None:
+            missing = next((name for name in NAMED if name not in values), None)
+            if missing is not None:
                 raise DataError(
-                    f"{table.where(index)}: no column '{absent}'; the row has {names(values)}"
+                    f"{table.where(index)}: no column '{missing}'; the row has {names(values)}"
                 )
-            roles.append(values["role"] == "assistant")
+            is_assistant.append(values["role"] == "assistant")
             parent, rank = values["parent_id"], values.get("rank")
             if values.get("deleted"):
                 continue
             if parent is None:
                 roots.append((index, values["message_id"]))
             else:
-                place = (
+                reply = (
                     float("inf") if rank is None else number_in(rank, "rank", table.where(index)),
                     index,
                     values["message_id"],
                 )
-                children.setdefault(parent, []).append(place)
-        paths = (_best(root, children, roles) for root in roots)
+                children.setdefault(parent, []).append(reply)
+        paths = (_best(root, children, is_assistant) for root in roots)
         self.paths = [path for path in paths if path]
         if not self.paths:
             raise DataError(
@@ -62,8 +66,8 @@ class Trees:
         return len(self.paths)
 
     def row(self, index: int) -> DataRow:
-        """The columns of its first message, and `messages`."""
-        rows = [self.table.row(place) for place in self.paths[index]]
+        """Return the columns of the conversation's first message, plus `messages`."""
+        rows = [self.table.row(position) for position in self.paths[index]]
         messages: list[Mapping[str, Any]] = [
             {"role": row.values["role"], "content": row.values["text"]} for row in rows
         ]
@@ -76,15 +80,16 @@ class Trees:
 def _best(
     root: tuple[int, str],
     children: Mapping[str, list[tuple[float, int, str]]],
-    roles: Sequence[bool],
+    is_assistant: Sequence[bool],
 ) -> list[int]:
-    index, name = root
+    """Return the row indices of a tree's best conversation; empty without an answer."""
+    index, message_id = root
     path = [index]
-    while answers := children.get(name):
-        _, index, name = min(answers)
+    while replies := children.get(message_id):
+        _, index, message_id = min(replies)
         path.append(index)
-        if len(path) > len(roles):
-            break  # messages that are each other's parents
-    while path and not roles[path[-1]]:
+        if len(path) > len(is_assistant):
+            break  # the parent ids form a cycle
+    while path and not is_assistant[path[-1]]:
         path.pop()
     return path

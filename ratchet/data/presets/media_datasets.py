@@ -1,4 +1,4 @@
-"""Published datasets with images or clips, as `ratchet.data.presets.datasets` has those of text."""
+"""Presets of published image and audio datasets (text: `ratchet.data.presets.datasets`)."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ IN_TAGS = "\nThink first, and give the answer in <answer></answer>."
 WORDS: Mapping[str, Any] = {"kind": "exact_match", "marked": True, "ignore_case": True}
 
 MEDIA_PRESETS: Mapping[str, Preset] = {
-    # image, problem, solution ("<answer> 3 </answer>"); split train; other parts of CLEVR-CoGenT
-    # are datasets of their own, Clevr_CoGenT_ValA, Clevr_CoGenT_ValB. Seen: NeMo RL's clevr loader
-    # and its test, other code that reads it.
+    # Columns: image, problem, solution ("<answer> 3 </answer>"); split train. Other parts of
+    # CLEVR-CoGenT are separate datasets: Clevr_CoGenT_ValA, Clevr_CoGenT_ValB. Seen: NeMo RL's
+    # clevr loader and its test, other code that reads it.
     "clevr_cogent": Preset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         {"images": "image", "prompt": "problem", "answer": "answer", "solution": "solution"},
@@ -23,8 +23,8 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         reward=WORDS,
         about="questions about rendered scenes, arXiv:1612.06890",
     ),
-    # images (one each), problem ("<image>..."), answer; splits train, validation, test. Seen: its
-    # card, NeMo RL's geometry3k loader.
+    # Columns: images (one a row), problem ("<image>..."), answer; splits train, validation, test.
+    # Seen: its card, NeMo RL's geometry3k loader.
     "geometry3k": Preset(
         "hiyouga/geometry3k",
         {"images": "images", "prompt": "problem", "answer": "answer"},
@@ -33,10 +33,10 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="geometry with diagrams, arXiv:2105.04165",
     ),
-    # image_path ("coco/train2014/COCO_..."), bbox [x1, y1, x2, y2] in pixels, captions [...],
-    # sentences, raw_image_info, file_name, split, ...; splits train, validation, test (testA),
-    # testB. The images are COCO's train2014: media_root is the directory with coco/ in it. Seen:
-    # its card, NeMo RL's refcoco loader, TRL's recipe that says xyxy.
+    # Columns: image_path ("coco/train2014/COCO_..."), bbox [x1, y1, x2, y2] in pixels, captions
+    # [...], sentences, raw_image_info, file_name, split, ...; splits train, validation, test
+    # (testA), testB. The images are COCO's train2014: media_root is the directory with coco/ in it.
+    # Seen: its card, NeMo RL's refcoco loader, TRL's recipe (boxes are xyxy).
     "refcoco": Preset(
         "jxu124/refcoco",
         {"images": "image_path", "prompt": "captions", "answer": "bbox"},
@@ -45,19 +45,19 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         reward="bounding_box",
         about="objects that a phrase refers to, Yu et al. (2016), arXiv:1608.00272",
     ),
-    # image (a path, or several), question ("<image>\n..."), chosen, rejected; since 1.2 also
-    # answer_gt, image_wh. Zip files on the hub, with meta.json, whose `root` of an annotation is
-    # the directory of its images: give one annotation file as train, and that directory as
-    # media_root. Seen: the features on its card, NeMo RL's mmpr loader.
+    # Columns: image (a path, or several), question ("<image>\n..."), chosen, rejected; since 1.2
+    # also answer_gt, image_wh. The hub has zip files and a meta.json, which gives the image
+    # directory of each annotation file as `root`: give one annotation file as train, and its image
+    # directory as media_root. Seen: the features on its card, NeMo RL's mmpr loader.
     "mmpr": Preset(
         "OpenGVLab/MMPR-v1.2",
         {"images": "image", "prompt": "question", "chosen": "chosen", "rejected": "rejected"},
         gives=PAIRS,
         about="pairs of reasoning about images, arXiv:2411.10442",
     ),
-    # audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,
-    # validation. Of the video only its sound is here, and questions that say video mean it. Seen:
-    # NeMo RL's avqa loader, other code that reads it; no card.
+    # Columns: audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,
+    # validation. Only the sound of each video is included; "video" in a question means that sound.
+    # Seen: NeMo RL's avqa loader, other code that reads it; no card.
     "avqa": Preset(
         "gijs/avqa-processed",
         {"audio": "audio", "prompt": "question", "answer": "answer"},

@@ -1,4 +1,4 @@
-"""Configuration of tasks from data. Free of torch and of their code."""
+"""Configuration of the environments that read datasets; it imports neither them nor torch."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from ratchet.utils.object_store import is_address
 
 
 class PreferencesConfig(EnvironmentConfig):
-    """Preference data from files, in any of their usual formats (docs/preference-data.md).
+    """A dataset of preferences from files, in any common format (docs/preference-data.md).
 
-    The test split is the file `test`, or else one in ten of the prompts of `train`.
+    The test split is the file `test`; without one, it is a tenth of the prompts of `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
@@ -55,11 +55,11 @@ class PreferencesConfig(EnvironmentConfig):
         names = [columns.get(usual, usual) for usual in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
         if repeated is not None:
-            both = " and ".join(
+            colliding = " and ".join(
                 usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
             )
             raise ValueError(
-                f"{both} would both be read from '{repeated}': give each a column of its own"
+                f"{colliding} would both be read from '{repeated}': give each a column of its own"
             )
         return columns
 
@@ -83,11 +83,12 @@ USUAL_COLUMNS = tuple(
 
 
 class DatasetConfig(EnvironmentConfig):
-    """Rows of files, of an object store or of the hub: prompts with answers, conversations, pairs,
-    labelled answers (docs/data.md). A preset says where a published dataset is and what its columns
-    mean; any key beside it says otherwise.
+    """A dataset from files, an object store or the Hugging Face hub (docs/data.md).
 
-    The test split is `test`, or the hub's, or else a share of the rows by a hash.
+    Its rows are prompts with answers, conversations, pairs or labelled answers. A preset says where
+    a published dataset is and what its columns mean; any key set beside it overrides the preset.
+
+    The test split is `test`, or the hub's; without either, a hash selects a share of the rows.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
@@ -188,15 +189,15 @@ class DatasetConfig(EnvironmentConfig):
         if not self.train and not self.test and self.hub is None and published is None:
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
-            self._needs_no_scan(published)
+            self._refuse_keys_that_scan(published)
         return self
 
-    def _needs_no_scan(self, known: Preset | None) -> None:
-        kept = self.keep or (known and known.keep)
-        if kept or self.is_distinct or self.overlap == "drop":
-            what = "keep" if kept else "distinct" if self.is_distinct else "overlap: drop"
+    def _refuse_keys_that_scan(self, published: Preset | None) -> None:
+        has_filters = self.keep or (published and published.keep)
+        if has_filters or self.is_distinct or self.overlap == "drop":
+            key = "keep" if has_filters else "distinct" if self.is_distinct else "overlap: drop"
             raise ValueError(
-                f"scan: false reads no row before it is met, and {what} selects rows: remove one "
+                f"scan: false reads no row before it is met, and {key} selects rows: remove one "
                 "of them"
             )
         if self.test_share and not self.test and not self.test_name:
@@ -210,7 +211,10 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The rows' names of the usual columns. Without a preset, a usual name is its own."""
+        """The name in the rows of each usual column; by default the usual name itself.
+
+        With a preset, it has only the columns that the preset or `columns` names.
+        """
         published = self.published
         return {
             **({name: name for name in USUAL_COLUMNS} if published is None else published.columns),
@@ -219,14 +223,18 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def root(self) -> Path | str | None:
-        """Return the directory that paths of media are relative to and may not leave; None if it is
-        unknown, for rows of the hub."""
-        place = self.media_root or next(iter((*self.train, *self.test)), None)
-        if place is None or place == self.media_root:
-            return place
-        if is_address(place):
-            return str(place).rpartition("/")[0]
-        return Path(place) if Path(place).is_dir() else Path(place).parent
+        """Return the directory that media paths are relative to and may not leave.
+
+        None for rows of the hub without `media_root`.
+        """
+        if self.media_root:
+            return self.media_root
+        first_file = next(iter((*self.train, *self.test)), None)
+        if first_file is None:
+            return None
+        if is_address(first_file):
+            return str(first_file).rpartition("/")[0]
+        return Path(first_file) if Path(first_file).is_dir() else Path(first_file).parent
 
     @property
     def is_distinct(self) -> bool:
@@ -239,8 +247,9 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def data_files(self) -> Sequence[Path]:
-        """Return the files on this machine, which a checkpoint's position in the data depends
-        on."""
+        """Return the dataset's local files, so that a resumed run can check that they have not
+        changed.
+        """
         return [
             file
             for file in expand((*self.train, *self.test))
@@ -249,7 +258,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def hub_id(self) -> str | None:
-        """Return the hub id that rows come from if no file is named."""
+        """Return `hub`, or the preset's hub id if no files are named; None if neither applies."""
         if self.hub is not None:
             return self.hub
         return (
@@ -260,7 +269,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def train_name(self) -> str:
-        """The hub's name of the training split; "" for none, or where files are named."""
+        """The hub's name of the training split; "" if there is none, or rows come from files."""
         return self._split(
             self.train_split, "train" if self.published is None else self.published.train
         )
@@ -269,8 +278,10 @@ class DatasetConfig(EnvironmentConfig):
     def test_name(self) -> str:
         return self._split(self.test_split, "" if self.published is None else self.published.test)
 
-    def _split(self, own: str | None, usual: str) -> str:
-        return "" if self.hub_id is None else usual if own is None else own
+    def _split(self, configured: str | None, default: str) -> str:
+        if self.hub_id is None:
+            return ""
+        return default if configured is None else configured
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -278,8 +289,11 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the kinds of rows. Rows without a description may offer any kind: one that lacks
-        it raises."""
+        """Return the kinds of training data that the rows offer.
+
+        Without a preset, or with `columns`, this is all kinds: a row that lacks what the algorithm
+        needs raises when it is read.
+        """
         return (
             ALL_SOURCES
             if self.published is None or self.columns

@@ -1,8 +1,8 @@
-"""Tasks from data: files of any form, object stores, the hub; published datasets by name.
+"""The environment of tasks from data: files, object stores, the hub, or a published dataset.
 
-Rows are read when their task is due. Before, every row is read once (unless `scan: false`): what
-can't be used is an error before anything trains, and which rows each split has is then a list of
-numbers.
+Every row is read once before training (unless `scan: false`), so that an unusable row is an error
+before anything trains. The scan keeps only the row numbers of each split; a row is read again when
+its task is due.
 """
 
 from __future__ import annotations
@@ -38,29 +38,34 @@ log = logging.getLogger(__name__)
 
 
 def dataset(config: DatasetConfig) -> Dataset:
-    """Build the environment. It offers tools if its rows may have them, since the player must then
-    know how the policy calls them."""
+    """Return the environment of a config.
+
+    It has `tools` only if rows may have them: the player must then know the policy's call format.
+    """
     published = config.published
-    tools = "tools" in config.columns or (published is not None and "tools" in published.columns)
-    return (DatasetWithTools if tools else Dataset)(config)
+    has_tools = "tools" in config.columns or (
+        published is not None and "tools" in published.columns
+    )
+    return (DatasetWithTools if has_tools else Dataset)(config)
 
 
 @dataclass(frozen=True, slots=True)
 class SplitRows:
-    """The rows of one split: numbers in its table, in order; None: all of them."""
+    """The rows of one split of a table."""
 
     table: Table
-    kept: NDArray[np.int64] | None
+    kept: NDArray[np.int64] | None  # ascending row numbers; None: all rows
 
     def __len__(self) -> int:
         return len(self.table) if self.kept is None else len(self.kept)
 
     def number(self, index: int) -> int:
+        """Return the table's row number of the split's row `index`."""
         return index if self.kept is None else int(self.kept[index])
 
     @property
     def blocks(self) -> Sequence[int]:
-        """Return how many of the rows lie in each of the table's blocks."""
+        """Return the number of the split's rows in each block of the table."""
         if self.kept is None:
             return self.table.blocks
         ends = np.cumsum(self.table.blocks)
@@ -68,7 +73,9 @@ class SplitRows:
 
 
 class Dataset(SingleTurn):
-    judges = False  # what the policy says, a reward must judge
+    """An environment whose tasks are the rows of a dataset."""
+
+    judges = False  # answers need a reward of the recipe
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -76,22 +83,25 @@ class Dataset(SingleTurn):
         self.reader = DatasetRowReader(config)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError, before iterating, for rows that can't be used (unless `scan: false`)
-        and for an empty split."""
+        """Return the tasks of a split.
+
+        Raises DataError, before iterating, for an unusable row (unless `scan: false`) and for an
+        empty split.
+        """
         rows = self.rows(split)
         if not rows:
             raise DataError(
                 f"environment '{self.name}' has no rows for its {split} split: "
-                f"{self._why_none(split)}"
+                f"{self._explain_empty(split)}"
             )
         if split == "test":
             return (self._task(split, rows, index) for index in range(start, len(rows)))
         order = Order(
             rows.blocks, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
         )
-        return self._endless(rows, order, start)
+        return self._repeat(rows, order, start)
 
-    def _endless(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
+    def _repeat(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
         position = start
         while True:
             yield self._task("train", rows, order.at(position))
@@ -100,12 +110,15 @@ class Dataset(SingleTurn):
     def rows(self, split: Split) -> SplitRows | tuple[()]:
         return self._splits.get(split, ())
 
-    # --- what an algorithm learns from
+    # --- Training targets of a row.
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The solution; the last message of a conversation; the better of two answers, one labelled
-        as good; or the answer."""
-        contents = self._given(task)
+        """Return the messages to imitate.
+
+        They are the better of two answers, an answer labelled as good, the solution (such as the
+        end of a conversation), or else the task's answer. Raises DataError if the row has none.
+        """
+        contents = self._read_contents(task)
         match contents.about:
             case Comparison(chosen=chosen):
                 return chosen
@@ -118,7 +131,7 @@ class Dataset(SingleTurn):
             case None if contents.answer is not None:
                 return (Message("assistant", contents.answer),)
             case None:
-                self._refuse(contents, "solution", "an answer")
+                self._raise_missing(contents, "solution", "an answer")
         raise DataError(
             f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
             "drop "
@@ -126,43 +139,43 @@ class Dataset(SingleTurn):
         )
 
     def comparison(self, task: Task) -> Comparison:
-        contents = self._given(task)
+        contents = self._read_contents(task)
         return (
             contents.about
             if isinstance(contents.about, Comparison)
-            else self._refuse(contents, "chosen", "two answers to compare")
+            else self._raise_missing(contents, "chosen", "two answers to compare")
         )
 
     def judged(self, task: Task) -> Judged:
-        contents = self._given(task)
+        contents = self._read_contents(task)
         return (
             contents.about
             if isinstance(contents.about, Judged)
-            else self._refuse(contents, "completion", "one labelled answer")
+            else self._raise_missing(contents, "completion", "one labelled answer")
         )
 
     def steps(self, task: Task) -> LabelledSteps:
-        contents = self._given(task)
+        contents = self._read_contents(task)
         return (
             contents.about
             if isinstance(contents.about, tuple)
-            else self._refuse(contents, "completions", "labelled steps")
+            else self._raise_missing(contents, "completions", "labelled steps")
         )
 
-    def _refuse(self, given: Given, usual: str, wanted: str) -> NoReturn:
+    def _raise_missing(self, contents: Given, usual: str, wanted: str) -> NoReturn:
         name = self.reader.names.get(usual, usual)
         raise DataError(
-            f"{given.where}: no column '{name}'; the row has {', '.join(given.has)}, but this "
-            f"algorithm learns from {wanted}: "
+            f"{contents.where}: no column '{name}'; the row has {', '.join(contents.has)}, but "
+            f"this algorithm learns from {wanted}: "
             f"name yours in `columns`: {{{usual}: ...}}, or use another algorithm"
         )
 
-    def _given(self, task: Task) -> Given:
-        """Read again: a task holds its row, and travels as plain data."""
+    def _read_contents(self, task: Task) -> Given:
+        """Return the contents of a task's row, read again from the plain values in `meta`."""
         values = {name: value for name, value in task.meta.items() if name != READ_FROM}
         return self.reader.read_again(DataRow(0, values), task.where)
 
-    # --- rows
+    # --- Rows and splits.
 
     def _task(self, split: Split, rows: SplitRows, index: int) -> Task:
         number = rows.number(index)
@@ -177,27 +190,30 @@ class Dataset(SingleTurn):
             meta={**self._meta(contents), **difficulty, READ_FROM: contents.where},
         )
 
-    def _meta(self, given: Given) -> Mapping[str, Any]:
-        """The row, whose images and clips are in the task's messages and need not be there
-        twice."""
-        if not list_media(given.prompt):
-            return _plain(given.values)
-        held = {self.reader.names.get(usual) for usual in COLUMNS}
+    def _meta(self, contents: Given) -> Mapping[str, Any]:
+        """Return the row's values without its media, which the task's messages already hold."""
+        if not list_media(contents.prompt):
+            return _plain(contents.values)
+        media_columns = {self.reader.names.get(usual) for usual in COLUMNS}
         return _plain(
-            {name: without_media(value) for name, value in given.values.items() if name not in held}
+            {
+                name: without_media(value)
+                for name, value in contents.values.items()
+                if name not in media_columns
+            }
         )
 
-    def _tag(self, given: Given) -> str:
+    def _tag(self, contents: Given) -> str:
         published = self.config.published
         domain = (
-            given.values.get(published.tag) if published is not None and published.tag else None
+            contents.values.get(published.tag) if published is not None and published.tag else None
         )
         return self.name if domain is None else str(domain)
 
     @cached_property
     def _splits(self) -> Mapping[str, SplitRows]:
-        """Opened when tasks are first asked for: an instance that only plays attempts reads
-        nothing."""
+        """Return the rows of each split, read on first use: an instance that only plays attempts
+        reads nothing."""
         config = self.config
         train = self._table(config.train, config.train_name)
         test = self._table(config.test, config.test_name)
@@ -207,14 +223,15 @@ class Dataset(SingleTurn):
         if not config.scan:
             return {name: SplitRows(table, None) for name, table in tables.items()}
         if train is None:
-            return {name: self._selected(table) for name, table in tables.items()}
+            return {name: self._select(table) for name, table in tables.items()}
         if test is None:
-            kept, prompts, out = self._scanned(train)
+            kept, prompts, is_test = self._scan(train)
+            train_rows, train_prompts = kept[~is_test], prompts[~is_test]
             return {
-                "train": self._without(train, kept[~out], prompts[~out], prompts[out]),
-                "test": SplitRows(train, kept[out]),
+                "train": self._drop_overlap(train, train_rows, train_prompts, prompts[is_test]),
+                "test": SplitRows(train, kept[is_test]),
             }
-        return self._apart(train, test)
+        return self._separate(train, test)
 
     def _table(self, places: Sequence[Any], split: str) -> Table | None:
         config = self.config
@@ -230,49 +247,60 @@ class Dataset(SingleTurn):
             table = Shaped(table, published.shape)
         return Trees(table) if published is not None and published.trees else table
 
-    def _selected(self, table: Table) -> SplitRows:
-        return SplitRows(table, self._scanned(table)[0])
+    def _select(self, table: Table) -> SplitRows:
+        return SplitRows(table, self._scan(table)[0])
 
-    def _apart(self, train: Table, test: Table) -> Mapping[str, SplitRows]:
-        """Raises DataError for a prompt that is in both, unless those are to be left out of what
-        trains."""
-        held, asked, _ = self._scanned(test)
-        kept, prompts, _ = self._scanned(train)
-        both = np.isin(prompts, asked)
-        if both.any() and self.config.overlap == "refuse":
-            one = int(kept[both][0])
-            other = int(held[asked == prompts[both][0]][0])
+    def _separate(self, train: Table, test: Table) -> Mapping[str, SplitRows]:
+        """Return both splits without shared prompts.
+
+        Raises DataError for a shared prompt, unless `overlap: drop` removes its training rows.
+        """
+        test_rows, test_prompts, _ = self._scan(test)
+        train_rows, train_prompts, _ = self._scan(train)
+        is_shared = np.isin(train_prompts, test_prompts)
+        if is_shared.any() and self.config.overlap == "refuse":
+            train_row = int(train_rows[is_shared][0])
+            test_row = int(test_rows[test_prompts == train_prompts[is_shared][0]][0])
             raise DataError(
-                f"{test.where(other)}: the prompt is also in the training split "
-                f"({train.where(one)}), so for {int(both.sum())} "
+                f"{test.where(test_row)}: the prompt is also in the training split "
+                f"({train.where(train_row)}), so for {int(is_shared.sum())} "
                 "rows there: remove them, or set overlap: drop"
             )
-        return {"train": self._without(train, kept, prompts, asked), "test": SplitRows(test, held)}
+        return {
+            "train": self._drop_overlap(train, train_rows, train_prompts, test_prompts),
+            "test": SplitRows(test, test_rows),
+        }
 
-    def _without(
+    def _drop_overlap(
         self,
         train: Table,
-        kept: NDArray[np.int64],
+        rows: NDArray[np.int64],
         prompts: NDArray[np.uint64],
-        asked: NDArray[np.uint64],
+        test_prompts: NDArray[np.uint64],
     ) -> SplitRows:
-        """Rows with a prompt of the test split don't train: with other ids they may be on either
-        side of one file."""
-        both = np.isin(prompts, asked)
-        if both.any():
+        """Return the training rows without those that have a prompt of the test split.
+
+        Even one file can have them: rows with equal prompts but different ids are split apart.
+        """
+        is_shared = np.isin(prompts, test_prompts)
+        if is_shared.any():
             log.warning(
                 "%d rows for training have a prompt of the test split and are left out",
-                int(both.sum()),
+                int(is_shared.sum()),
             )
-        return SplitRows(train, kept[~both])
+        return SplitRows(train, rows[~is_shared])
 
-    def _scanned(
+    def _scan(
         self, table: Table
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
-        """(numbers of the rows that are kept, a hash of the prompt of each, whether its own hash
-        holds it out)."""
-        share, distinct = round(self.config.test_share * 2**64), self.config.is_distinct
-        kept, prompts, out = array("q"), array("Q"), array("B")  # rows may be many millions
+        """Return (numbers of the kept rows, hash of each one's prompt, True for held-out rows).
+
+        A row is held out by the hash of its id, or of its prompt if it has no id.
+        """
+        test_limit = round(self.config.test_share * 2**64)
+        is_distinct = self.config.is_distinct
+        # Arrays, not lists: rows may be many millions.
+        kept, prompts, is_test = array("q"), array("Q"), array("B")
         seen: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
@@ -283,20 +311,20 @@ class Dataset(SingleTurn):
             prompt = _hash(
                 [[message.role, self.reader.placing.key(message)] for message in contents.prompt]
             )
-            if distinct and prompt in seen:
+            if is_distinct and prompt in seen:
                 continue
-            if distinct:
+            if is_distinct:
                 seen.add(prompt)
             kept.append(index)
             prompts.append(prompt)
-            out.append((_hash(contents.id) if contents.id else prompt) < share)
+            is_test.append((_hash(contents.id) if contents.id else prompt) < test_limit)
         return (
             np.asarray(kept, np.int64),
             np.asarray(prompts, np.uint64),
-            np.asarray(out).astype(np.bool_),
+            np.asarray(is_test).astype(np.bool_),
         )
 
-    def _why_none(self, split: Split) -> str:
+    def _explain_empty(self, split: Split) -> str:
         other = "test" if split == "train" else "train"
         if split not in self._splits:
             alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
@@ -307,18 +335,22 @@ class Dataset(SingleTurn):
 
 
 class DatasetWithTools(Dataset):
+    """A dataset environment whose tasks may have tools."""
+
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        return self._given(task).tools
+        return self._read_contents(task).tools
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values without dates, bytes and the like, which Arrow has: tasks go to other
-    processes, and into records."""
+    """Return the values that are plain data, so without Arrow's dates, bytes and the like.
+
+    Tasks are sent to other processes and written into records.
+    """
     return {
         name: value for name, value in values.items() if value is None or type(value) in TYPE_NAMES
     }
 
 
 def _hash(value: Any) -> int:
-    """No seed, no position and no size of the data enters: a row never changes sides."""
+    """Return a 64-bit hash of the value alone, so that a row always stays in its split."""
     return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest(), "big")

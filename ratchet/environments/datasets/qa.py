@@ -1,4 +1,4 @@
-"""Questions whose answers stand in a corpus that the policy can search."""
+"""A question-answering environment with a corpus that the policy can search."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ from ratchet.types import Message, Split, Task
 
 
 class QAConfig(WithToolsConfig):
-    """Questions from a file with the columns `question` and `answer`, and tools to look the answer
-    up (kind: search).
+    """Questions from a file with the columns `question` and `answer`, and search tools.
 
-    The test split is the file `test`, or else one in ten of the questions.
+    The tools find the answer (kind: search). The test split is the file `test`, or else one in ten
+    of the questions in `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.qa:QA"
@@ -30,7 +30,7 @@ class QAConfig(WithToolsConfig):
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The F1 of words, as usual for short answers (arXiv:1606.05250)."""
+        """Return the F1 of words, as usual for short answers (arXiv:1606.05250)."""
         return {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
@@ -40,8 +40,10 @@ class QA(WithTools):
         self.config = config
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a question in
-        both splits."""
+        """Return the tasks of a split.
+
+        Raise DataError with file and line for an unusable row, or a question in both splits.
+        """
         return map(self.asked, self._questions.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -58,34 +60,36 @@ class Questions(Rows):
     name = "qa"
 
     def __init__(self, config: QAConfig) -> None:
-        train = _read(config.train)
+        train = _read_questions(config.train)
         if config.test is None:
-            split = {
+            rows_by_split = {
                 "test": [row for row in train if held_out(row[1])],
                 "train": [row for row in train if not held_out(row[1])],
             }
         else:
-            split = {"train": train, "test": _read(config.test)}
-            asked = {question: line for line, question, _ in train}
-            for line, question, _ in split["test"]:
-                if question in asked:
+            rows_by_split = {"train": train, "test": _read_questions(config.test)}
+            train_lines = {question: line for line, question, _ in train}
+            for line, question, _ in rows_by_split["test"]:
+                if question in train_lines:
                     raise DataError(
                         f"{config.test}, line {line}: this question is also in {config.train}, "
-                        f"line {asked[question]}"
+                        f"line {train_lines[question]}"
                     )
-        self._rows = {name: [_task(name, row) for row in rows] for name, rows in split.items()}
+        self._rows = {
+            split: [_task(split, row) for row in rows] for split, rows in rows_by_split.items()
+        }
 
     def rows(self, split: Split) -> Sequence[Task]:
         return self._rows[split]
 
 
-def _read(path: DataFile) -> list[tuple[int, str, str]]:
-    """(line, question, answer), each question once."""
-    passages = {
+def _read_questions(path: DataFile) -> list[tuple[int, str, str]]:
+    """Return (line, question, answer) of each row; of equal questions, the last row."""
+    row_by_question = {
         row.values["question"]: (row.line, row.values["question"], row.values["answer"])
         for row in read_rows(path, {"question": str, "answer": str})
     }
-    return list(passages.values())
+    return list(row_by_question.values())
 
 
 def _task(split: str, row: tuple[int, str, str]) -> Task:

@@ -1,5 +1,7 @@
-"""Frozen lake: walk over the ice (.) from the start to the goal (G) without falling into a hole
-(O). On slippery ice a step may go to either side instead of ahead."""
+"""The frozen lake: the player walks over ice (.) to the goal (G) without falling into a hole (O).
+
+On slippery ice a step may go to either side instead of ahead.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,7 @@ SNOW: Rgb = (215, 235, 250)
 WATER: Rgb = (20, 40, 90)
 MARKS: dict[str, Sequence[Mark]] = {HOLE: [("circle", WATER)], GOAL: [("square", COLOURS["green"])]}
 
-Lake = tuple[str, int]  # the map without the player, row by row; and the cell of the player
+Lake = tuple[str, int]  # (the map without the player, row by row; the player's cell)
 
 
 class FrozenLake(BoardGame[Lake]):
@@ -65,6 +67,7 @@ class FrozenLake(BoardGame[Lake]):
         super().__init__(config)
         self.config = config
         self.size = config.size
+        # The same game without slipping, in which `sample` looks for a shortest way.
         self.firm = FrozenLake(config.model_copy(update={"slip": 0.0})) if config.slip else self
 
     def sample(self, rng: random.Random) -> Problem | None:
@@ -73,14 +76,16 @@ class FrozenLake(BoardGame[Lake]):
         cells[start], cells[goal] = ICE, GOAL
         lake = "".join(cells)
         firm = self.firm
-        way = shortest_way(
-            (lake, start), lambda at: firm.won(at) is True, lambda at: neighbours(firm, at)
+        moves = shortest_way(
+            (lake, start),
+            lambda state: firm.won(state) is True,
+            lambda state: neighbours(firm, state),
         )
-        if way is None or not self.config.min_distance <= len(way) <= self.max_moves:
+        if moves is None or not self.config.min_distance <= len(moves) <= self.max_moves:
             return None
         seed = rng.getrandbits(32)
         return Problem(
-            self.prompt((lake, start)), " ".join(way), {"lake": lake, "start": start}, seed
+            self.prompt((lake, start)), " ".join(moves), {"lake": lake, "start": start}, seed
         )
 
     def start(self, task: Task) -> Lake:
@@ -92,53 +97,61 @@ class FrozenLake(BoardGame[Lake]):
         return state[0], luck.choices(*zip(*self._ends(state[1], move), strict=True))[0]
 
     def _ends(self, cell: int, move: str) -> list[tuple[int, float]]:
-        """Return where a step may end, and how likely. At the edge the player stays."""
+        """Return the cells where a step may end, with their probabilities.
+
+        At the edge the player stays.
+        """
         ahead = OFFSETS[move]
         sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
         slip = self.config.slip
         ends = []
-        for (down, right), chance in zip(
+        for (down, right), probability in zip(
             [ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True
         ):
             row, column = cell // self.size + down, cell % self.size + right
             inside = 0 <= row < self.size and 0 <= column < self.size
-            ends.append((row * self.size + column if inside else cell, chance))
+            ends.append((row * self.size + column if inside else cell, probability))
         return ends
 
     def won(self, state: Lake) -> bool | None:
         return {GOAL: True, HOLE: False}.get(state[0][state[1]])
 
     def show(self, state: Lake) -> str:
-        lake, at = state
-        seen = lake[:at] + PLAYER + lake[at + 1 :]
-        return "\n".join(seen[i : i + self.size] for i in range(0, len(seen), self.size))
+        lake, cell = state
+        board = lake[:cell] + PLAYER + lake[cell + 1 :]
+        return "\n".join(board[i : i + self.size] for i in range(0, len(board), self.size))
 
     def cells(self, state: Lake) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
-        lake, at = state
-        you: Mark = ("triangle", COLOURS["red"])
-        drawn = [
-            (SNOW, [*MARKS.get(sign, ()), *([you] if cell == at else [])])
+        lake, player_cell = state
+        player_mark: Mark = ("triangle", COLOURS["red"])
+        drawn_cells = [
+            (SNOW, [*MARKS.get(sign, ()), *([player_mark] if cell == player_cell else [])])
             for cell, sign in enumerate(lake)
         ]
-        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+        return [drawn_cells[i : i + self.size] for i in range(0, len(drawn_cells), self.size)]
 
     def player(self, task: Task) -> Callable[[Lake], str]:
-        """The move with the best chance to win within the moves that are left."""
+        """Return a player that takes the move with the best chance to win in the moves left."""
         lake, _ = self.start(task)
         plan = self._plan(lake)
         moves_left = iter(range(self.max_moves - 1, -1, -1))
         return lambda state: plan[next(moves_left)][state[1]]
 
     def _plan(self, lake: str) -> list[list[str]]:
-        """The best move by (moves left after it, cell): value iteration backwards from the end,
-        where being early counts a trifle, so that the shorter of two sure ways is taken. Bellman
-        (1957)."""
+        """Return the best move by moves left after it, then by cell.
+
+        This is value iteration backwards from the last move (Bellman, 1957). A discount of 0.9999
+        prefers the shorter of two sure ways.
+        """
         values = [float(cell == GOAL) for cell in lake]
         plan: list[list[str]] = []
         for _ in range(self.max_moves):
             chances = [
-                {move: sum(p * values[end] for end, p in self._ends(at, move)) for move in OFFSETS}
-                for at in range(len(lake))
+                {
+                    move: sum(p * values[end] for end, p in self._ends(start, move))
+                    for move in OFFSETS
+                }
+                for start in range(len(lake))
             ]
             plan.append([max(OFFSETS, key=chance.__getitem__) for chance in chances])
             values = [

@@ -1,5 +1,7 @@
-"""Arithmetic by a parser of its own: what a policy writes is never executed, and no expression
-takes long."""
+"""Calculate arithmetic with a parser of our own.
+
+The policy's text is never executed as Python, and no expression takes long.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from ratchet.environments.tool_use.base import ToolConfig, ToolError
 
 
 class CalculatorConfig(ToolConfig):
-    """Arithmetic, exactly: + - * / // % ** and parentheses."""
+    """A calculator tool for exact arithmetic: + - * / // % ** and parentheses."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.calculator:Calculator"
 
 
 MAX_CHARS = 1000
 MAX_DEPTH = 50
-MAX_BITS = 4096  # of any value on the way
+MAX_BITS = 4096  # of numerator and denominator of each intermediate value
 TOKEN = re.compile(
     r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?|\*\*|//|[-+*/%()])"
 )
@@ -44,28 +46,31 @@ class Calculator:
 
 
 def calculate(expression: str) -> Fraction:
-    """The exact value. Raises ToolError."""
+    """Return the exact value of an expression, or raise ToolError."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARS} are allowed")
     for sign, plain in SIGNS.items():
         expression = expression.replace(sign, plain)
-    reader = _Reader(_tokens(expression))
-    value = reader.sum(0)
-    if reader.next is not None:
-        raise ToolError(f"'{reader.next}' can't stand there")
+    parser = _Parser(_tokens(expression))
+    value = parser.sum(0)
+    if parser.next is not None:
+        raise ToolError(f"'{parser.next}' can't stand there")
     return value
 
 
 def written(value: Fraction) -> str:
-    """A whole number, an exact decimal where there is a short one, else 12 significant digits."""
+    """Return the value as a whole number, a short exact decimal, or 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
-    rest = value.denominator
+    # A decimal is exact if the denominator has no prime factors but 2 and 5.
+    cofactor = value.denominator
     for prime in (2, 5):
-        while rest % prime == 0:
-            rest //= prime
-    digits = Decimal(value.numerator) / Decimal(value.denominator)
-    return f"{digits.normalize():f}" if rest == 1 and len(f"{digits:f}") <= 20 else f"{digits:.12g}"
+        while cofactor % prime == 0:
+            cofactor //= prime
+    decimal = Decimal(value.numerator) / Decimal(value.denominator)
+    if cofactor == 1 and len(f"{decimal:f}") <= 20:
+        return f"{decimal.normalize():f}"
+    return f"{decimal:.12g}"
 
 
 def _tokens(expression: str) -> list[str]:
@@ -84,41 +89,41 @@ def _tokens(expression: str) -> list[str]:
     return tokens
 
 
-class _Reader:
-    """A parser by precedence: sum, product, sign, power, as in Python."""
+class _Parser:
+    """A recursive-descent parser with Python's precedence: sum, product, sign, power."""
 
     def __init__(self, tokens: list[str]) -> None:
-        self._tokens, self._at = tokens, 0
+        self._tokens, self._position = tokens, 0
 
     @property
     def next(self) -> str | None:
-        return self._tokens[self._at] if self._at < len(self._tokens) else None
+        return self._tokens[self._position] if self._position < len(self._tokens) else None
 
-    def _take(self, *wanted: str) -> str | None:
+    def _take(self, *accepted: str) -> str | None:
         token = self.next
-        if token is None or token not in wanted:
+        if token is None or token not in accepted:
             return None
-        self._at += 1
+        self._position += 1
         return token
 
     def sum(self, depth: int) -> Fraction:
         value = self._product(depth)
-        while sign := self._take("+", "-"):
-            value = _bounded(_apply(sign, value, self._product(depth)))
+        while operator := self._take("+", "-"):
+            value = _bounded(_apply(operator, value, self._product(depth)))
         return value
 
     def _product(self, depth: int) -> Fraction:
         value = self._signed(depth)
-        while sign := self._take("*", "/", "//", "%"):
-            value = _bounded(_apply(sign, value, self._signed(depth)))
+        while operator := self._take("*", "/", "//", "%"):
+            value = _bounded(_apply(operator, value, self._signed(depth)))
         return value
 
     def _signed(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
             raise ToolError(f"the expression is nested more than {MAX_DEPTH} deep")
-        if sign := self._take("+", "-"):
+        if operator := self._take("+", "-"):
             value = self._signed(depth + 1)
-            return -value if sign == "-" else value
+            return -value if operator == "-" else value
         base = self._atom(depth)
         return _power(base, self._signed(depth + 1)) if self._take("**") else base
 
@@ -133,7 +138,7 @@ class _Reader:
             raise ToolError("the expression ends too early")
         if not (token[0].isdigit() or token[0] == "."):
             raise ToolError(f"'{token}' can't stand there")
-        self._at += 1
+        self._position += 1
         return _bounded(Fraction(token))
 
 
@@ -147,10 +152,10 @@ OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
 }
 
 
-def _apply(sign: str, a: Fraction, b: Fraction) -> Fraction:
-    if sign in ("/", "//", "%") and b == 0:
+def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
+    if operator in ("/", "//", "%") and b == 0:
         raise ToolError("division by zero")
-    return OPERATIONS[sign](a, b)
+    return OPERATIONS[operator](a, b)
 
 
 def _power(base: Fraction, exponent: Fraction) -> Fraction:

@@ -1,5 +1,5 @@
-"""Problems solved with tools: the policy calls some, reads what they say, and answers in a message
-without calls."""
+"""Environments with tools: the policy calls tools, reads their answers, and gives its own answer in
+a message without calls."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class WithToolsConfig(EnvironmentConfig):
 
 
 class ToolUseConfig(WithToolsConfig):
-    """The problems of another environment, with tools to solve them."""
+    """An environment that adds tools to the problems of another environment."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
 
@@ -48,9 +48,11 @@ class ToolUseConfig(WithToolsConfig):
 
 
 class WithTools:
-    """The turns of an episode with tools; a subclass serves the tasks. A message without calls is
-    the answer, and ends it: a reward judges it. Copies share the tools, which keep nothing of an
-    attempt."""
+    """A base class that plays the turns of an episode with tools; a subclass yields the tasks.
+
+    A message without calls is the final answer: it ends the episode, and a reward judges it. Copies
+    share the tools, which keep no state of an attempt.
+    """
 
     replayable = True
 
@@ -65,7 +67,7 @@ class WithTools:
         return self.toolbox.schemas
 
     def asked(self, task: Task) -> Task:
-        """Return the task with the system message before it."""
+        """Return the task with the system message, if there is one, before its messages."""
         if not self.settings.system:
             return task
         return replace(task, messages=(Message("system", self.settings.system), *task.messages))
@@ -75,7 +77,7 @@ class WithTools:
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        """Raises RatchetError where the machinery of a tool failed."""
+        """Run the calls of a message. Raise RatchetError if the machinery behind a tool failed."""
         if not message.tool_calls or self._turns >= self.settings.max_calling_turns:
             return Step(done=True)
         self._turns += 1
@@ -98,8 +100,10 @@ class ToolUse(WithTools):
         return map(self.asked, self.problems.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a call of the calculator for the prompt's expression, if that is worth the answer.
-        Raises DataError for other prompts, which have no demonstration."""
+        """Return an episode that evaluates the prompt's expression with the calculator.
+
+        Raise DataError if there is no calculator, or if its result is not the task's answer.
+        """
         expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
         try:
             result = written(calculate(expression)) if "calculator" in self.toolbox else None

@@ -1,4 +1,7 @@
-"""One operation on two numbers of fixed width: "37+48=" -> "85", or reversed, "580"."""
+"""Arithmetic: compute one operation on two numbers of fixed width.
+
+"37+48=" -> "85", or "580" with `reverse`.
+"""
 
 from __future__ import annotations
 
@@ -13,19 +16,19 @@ from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import OneRightAnswer
 
 
-def _distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
+def _refuse_repeats(operators: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(operators)) < len(operators):
         raise ValueError(f"operators {' '.join(operators)} repeat one: each is listed once")
     return operators
 
 
 Operators = Annotated[
-    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_distinct)
+    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_refuse_repeats)
 ]
 
 
 ExactOperators = Annotated[
-    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_distinct)
+    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_refuse_repeats)
 ]
 
 
@@ -49,6 +52,8 @@ OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
 class Arithmetic(OneRightAnswer, Procedural):
+    """An environment of one-operation problems drawn by an `ArithmeticConfig`."""
+
     name = "arithmetic"
 
     def __init__(self, config: ArithmeticConfig) -> None:
@@ -59,12 +64,14 @@ class Arithmetic(OneRightAnswer, Procedural):
         sign = rng.choice(self.config.operators)
         x, y = rng.randrange(10**digits), rng.randrange(10**digits)
         value = OPERATIONS[sign](x, y)
-        answer = self._reversed(value, sign) if self.config.reverse else str(value)
+        answer = self._reverse_answer(value, sign) if self.config.reverse else str(value)
         return Problem(f"{x:0{digits}d}{sign}{y:0{digits}d}=", answer)
 
-    def _reversed(self, value: int, sign: str) -> str:
-        """Least significant digit first, so that carries run in writing order; of fixed width, so
-        that the end is known from the start. A minus sign takes one place of the width and comes
-        last."""
+    def _reverse_answer(self, value: int, sign: str) -> str:
+        """Return the answer with its least significant digit first, padded to a fixed width.
+
+        Carries then run in writing order, and the answer's length is known from the start. A minus
+        sign takes one place of the width and comes last.
+        """
         width = 2 * self.config.digits if sign == "*" else self.config.digits + 1
         return f"{value:0{width}d}"[::-1]

@@ -1,7 +1,7 @@
 """Countdown: reach a target from given numbers with + - * /: "3 5 7:22=" -> "5*3+7".
 
-Any expression of the right value is right, so the answer that a task carries is one solution, for
-demonstrations; the reward judges by `meta`: numbers (ascending), target, use_all.
+Any expression with the right value is correct. A task's answer is one such solution, used for
+demonstrations; the reward reads `meta` instead: numbers (ascending), target, use_all.
 """
 
 from __future__ import annotations
@@ -37,10 +37,12 @@ class CountdownConfig(EnvironmentConfig):
 
     @field_validator("template")
     @classmethod
-    def _has_both(cls, template: str) -> str:
-        for place in ("{numbers}", "{target}"):
-            if place not in template:
-                raise ValueError(f"template lacks {place}: the problem can't be solved without it")
+    def _require_placeholders(cls, template: str) -> str:
+        for placeholder in ("{numbers}", "{target}"):
+            if placeholder not in template:
+                raise ValueError(
+                    f"template lacks {placeholder}: the problem can't be solved without it"
+                )
         return template
 
 
@@ -49,12 +51,16 @@ PRECEDENCE = {"+": 1, "-": 1, "*": 2, "/": 2}
 
 
 class Term(NamedTuple):
+    """A partial expression with its value and the precedence of its outermost operator."""
+
     value: int
     text: str
     precedence: int = ATOM
 
 
 class Countdown(Procedural):
+    """An environment of countdown problems, each with at least one solution."""
+
     name = "countdown"
 
     def __init__(self, config: CountdownConfig) -> None:
@@ -64,8 +70,9 @@ class Countdown(Procedural):
         numbers = [rng.randint(1, self.config.max_number) for _ in range(self.config.numbers)]
         solution = self._combine(rng, numbers)
         if solution is None or solution.value > self.config.max_target or solution.value in numbers:
-            return None  # a target among the numbers would be solved by naming it
-        numbers.sort()  # a problem has one prompt, so that a reordered copy can't cross the split
+            return None  # a target among the numbers would be solved by repeating that number
+        # Sorted, so that no reordered copy of a training problem lands in the held-out split.
+        numbers.sort()
         shown = " ".join(map(str, numbers))
         prompt = self.config.template.replace("{numbers}", shown).replace(
             "{target}", str(solution.value)
@@ -74,12 +81,14 @@ class Countdown(Procedural):
         return Problem(prompt, solution.text, meta)
 
     def _combine(self, rng: random.Random, numbers: list[int]) -> Term | None:
-        """Joins random pairs until one term is left; None where a step leaves the positive whole
-        numbers."""
+        """Join random pairs of terms until one is left.
+
+        Return None if a step yields no positive whole number.
+        """
         terms = [Term(n, str(n)) for n in numbers]
         while len(terms) > 1:
-            first, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
-            joined = _join(first, rng.choice(self.config.operators), right)
+            left, right = (terms.pop(rng.randrange(len(terms))) for _ in range(2))
+            joined = _join(left, rng.choice(self.config.operators), right)
             if joined is None:
                 return None
             terms.append(joined)
@@ -87,21 +96,21 @@ class Countdown(Procedural):
 
 
 def _join(left: Term, sign: str, right: Term) -> Term | None:
-    value = _value(left.value, sign, right.value)
+    value = _compute(left.value, sign, right.value)
     if value is None or value < 1:
         return None
-    rank = PRECEDENCE[sign]
-    first = left.text if left.precedence >= rank else f"({left.text})"
-    # "-" and "/" bind to the left: a-(b-c) keeps its parentheses
-    second = (
+    precedence = PRECEDENCE[sign]
+    left_text = left.text if left.precedence >= precedence else f"({left.text})"
+    # "-" and "/" associate to the left, so a-(b-c) keeps its parentheses.
+    right_text = (
         right.text
-        if right.precedence > rank or (right.precedence == rank and sign == "+")
+        if right.precedence > precedence or (right.precedence == precedence and sign == "+")
         else f"({right.text})"
     )
-    return Term(value, f"{first}{sign}{second}", rank)
+    return Term(value, f"{left_text}{sign}{right_text}", precedence)
 
 
-def _value(left: int, sign: str, right: int) -> int | None:
+def _compute(left: int, sign: str, right: int) -> int | None:
     if sign == "/":
         return left // right if left % right == 0 else None
     return {"+": left + right, "-": left - right, "*": left * right}[sign]

@@ -1,4 +1,4 @@
-"""Guess a number; after each guess it is said whether the number is higher or lower."""
+"""Guess a number; after each guess, the environment answers "higher" or "lower"."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class NumberGuessingConfig(GameConfig):
     )
 
     @model_validator(mode="after")
-    def _can_be_found(self) -> NumberGuessingConfig:
+    def _require_enough_moves(self) -> NumberGuessingConfig:
         if 2**self.max_moves <= self.numbers:
             raise ValueError(
                 f"max_moves={self.max_moves} guesses tell at most {2**self.max_moves - 1} numbers "
@@ -40,8 +40,12 @@ class NumberGuessingConfig(GameConfig):
 
 
 class Known(NamedTuple):
-    """The number is one of low .. high by what has been said. hint: "<" it is lower than the last
-    guess, ">" higher, "=" it was found, "" at the start."""
+    """The state of a game: by the hints so far, the number lies in low .. high.
+
+    secret: The number.
+    hint: "<" if the number is lower than the last guess, ">" if higher, "=" if the guess was right,
+      "" at the start.
+    """
 
     low: int
     high: int
@@ -53,6 +57,8 @@ HINTS = {"<": "lower", ">": "higher"}
 
 
 class NumberGuessing(Game[Known]):
+    """A game in which the model finds a number from "higher" and "lower"."""
+
     name = "number_guessing"
 
     def __init__(self, config: NumberGuessingConfig) -> None:
@@ -76,8 +82,11 @@ class NumberGuessing(Game[Known]):
         return numbers[-1] if numbers else ""
 
     def move(self, state: Known, move: str, luck: random.Random) -> Known | None:
-        """A guess that can't be right any more is legal: it is answered, and wasted."""
-        if not 0 < len(move) <= 9:  # longer than any number in a game
+        """Return the state after a guess, or None if the message has no possible number.
+
+        A guess outside low .. high is legal: it gets a hint and uses up a turn.
+        """
+        if not 0 < len(move) <= 9:  # empty, or longer than any number in a game
             return None
         guess = int(move)
         if guess == state.secret:
@@ -98,7 +107,7 @@ class NumberGuessing(Game[Known]):
         return f"{state.low}-{state.high}"
 
     def player(self, task: Task) -> Callable[[Known], str]:
-        """Halves what is left."""
+        """Return a player that guesses the middle of the remaining range."""
         return lambda state: str((state.low + state.high) // 2)
 
     def rules(self) -> str:

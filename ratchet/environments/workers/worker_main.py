@@ -1,9 +1,9 @@
-"""The process of `ratchet.environments.workers.pool`: attempts of one environment, each in one of
+"""The worker process of `ratchet.environments.workers.pool`: plays attempts of one environment in
 several threads.
 
-A thread has an event loop of its own, so that a blocking call delays only the attempts of its
-thread. The main thread reads what the driver sends. The process ends with the driver, however that
-ends.
+Each thread has its own event loop, so that a blocking call delays only the attempts of its thread.
+The main thread reads the driver's frames. The process ends when the driver ends, even if the driver
+is killed.
 """
 
 from __future__ import annotations
@@ -31,10 +31,17 @@ PR_SET_PDEATHSIG = 1
 
 
 def main(descriptor: int, driver: int) -> None:
-    """Never returns. The first frame holds the section ("of") and the credentials; the others are
-    calls and cancellations."""
-    _die_with(driver)
-    os.dup2(2, 1)  # the driver's standard output is not for whatever an environment prints
+    """Serve the driver's calls; never return.
+
+    The first frame holds the environment's section ("of") and the credentials; the others are calls
+    and cancellations.
+
+    Args:
+        descriptor: File descriptor of the socket to the driver.
+        driver: Process ID of the driver.
+    """
+    _end_with(driver)
+    os.dup2(2, 1)  # an environment's prints must not reach the driver's standard output
     faulthandler.enable()
     connection = socket.socket(fileno=descriptor)
     first = _receive(connection)
@@ -49,9 +56,11 @@ def main(descriptor: int, driver: int) -> None:
         server.take(_receive(connection))
 
 
-def _die_with(driver: int) -> None:
-    """The kernel kills this process when the driver dies, even if an environment holds the
-    interpreter's lock. Elsewhere than on Linux the end of the connection has to do."""
+def _end_with(driver: int) -> None:
+    """Let the kernel kill this process when the driver dies, even if an environment holds the GIL.
+
+    On systems other than Linux, the process ends when the connection closes.
+    """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != driver:
@@ -59,24 +68,24 @@ def _die_with(driver: int) -> None:
 
 
 def _end() -> NoReturn:
-    """End the process with all that environments started here and left in its group."""
+    """Kill this process and every process in its group, such as those that environments started."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("it is dead")
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    (length,) = HEAD.unpack(_exactly(connection, HEAD.size))
-    return json.loads(_exactly(connection, length))
+    (length,) = HEAD.unpack(_receive_exactly(connection, HEAD.size))
+    return json.loads(_receive_exactly(connection, length))
 
 
-def _exactly(connection: socket.socket, count: int) -> bytes:
-    pieces = bytearray()
-    while len(pieces) < count:
-        piece = connection.recv(min(count - len(pieces), 2**20))
+def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+    received = bytearray()
+    while len(received) < count:
+        piece = connection.recv(min(count - len(received), 2**20))
         if not piece:
             _end()
-        pieces += piece
-    return bytes(pieces)
+        received += piece
+    return bytes(received)
 
 
 class _Server:
@@ -97,7 +106,7 @@ class _Server:
 
 
 class _Thread:
-    """Plays the attempts that the driver gave it, each with an instance of its own."""
+    """A thread that plays the attempts the driver assigned to it, each on its own environment."""
 
     def __init__(self, server: _Server) -> None:
         self._server = server
@@ -107,15 +116,18 @@ class _Thread:
         threading.Thread(target=self._run, name="attempts", daemon=True).start()
 
     def _run(self) -> None:
-        """Run the loop of the thread. A task of an environment can end it, by sys.exit say, and
-        then no call would be answered any more."""
+        """Run the thread's event loop, and end the process if the loop ends.
+
+        An environment's task can end the loop, for example by sys.exit. No call would be answered
+        after that.
+        """
         try:
             self._loop.run_forever()
         finally:
             os._exit(1)
 
     def take(self, call: dict[str, Any]) -> None:
-        """Accept a call from any thread."""
+        """Pass a call or a cancellation to the loop; callable from any thread."""
         self._loop.call_soon_threadsafe(
             self._cancel if call["op"] == "cancel" else self._begin, call
         )
@@ -123,12 +135,12 @@ class _Thread:
     def _begin(self, call: dict[str, Any]) -> None:
         task = self._loop.create_task(self._answer(call))
         self._calls[call["id"]] = task
-        task.add_done_callback(lambda task: self._over(call["id"], task))
+        task.add_done_callback(lambda task: self._finish(call["id"], task))
 
-    def _over(self, number: int, task: asyncio.Task[None]) -> None:
-        del self._calls[number]
-        if task.cancelled():  # before it began
-            self._server.send(frame({"id": number, "error": "cancelled"}))
+    def _finish(self, call_id: int, task: asyncio.Task[None]) -> None:
+        del self._calls[call_id]
+        if task.cancelled():  # before it began, so `_answer` has sent nothing
+            self._server.send(frame({"id": call_id, "error": "cancelled"}))
 
     def _cancel(self, call: dict[str, Any]) -> None:
         if call["id"] in self._calls:
@@ -137,7 +149,8 @@ class _Thread:
     async def _answer(self, call: dict[str, Any]) -> None:
         try:
             answer = frame({"id": call["id"], "value": packed(await self._do(call))})
-        # the episode boundary, of a cancelled call too: the driver waits for an answer to each
+        # Any error of an environment ends here. A cancelled call is answered too, since the driver
+        # waits for one answer to each call.
         except BaseException:
             answer = frame({"id": call["id"], "error": traceback.format_exc()})
         self._server.send(answer)

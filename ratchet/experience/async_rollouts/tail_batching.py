@@ -1,11 +1,11 @@
 """A source wrapper for tail batching (RollPacker, arXiv:2509.21009).
 
-A step begins more groups than it takes and trains on those that are ready first. The others are
-deferred and come together in later steps, which play them to their end. So few steps wait for the
+A step starts more groups than it trains on, and takes those that finish first. The others are
+deferred. Later steps play only deferred groups, and wait for all of them. So few steps wait for the
 longest attempts, yet each prompt is trained on once, with attempts of the newest weights.
 
-A deferred group is drawn again with the same seeds. With other seeds a long attempt could become
-short, and training would see too few long ones.
+A deferred group is played again from its start, with the same seeds. With other seeds a long
+attempt could become short, and training would see too few long ones.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ratchet.types import Completion, Group, Placed, Sampling, Task
 log = logging.getLogger(__name__)
 
 Job = tuple[str, Task]  # a group's id, and its task
-QUIET_S = 30.0
+QUIET_S = 30.0  # seconds that `cut` waits for aborted requests
 
 
 @dataclass(eq=False)
 class DrawnTokens:
-    """The number of tokens that the attempts of a group have drawn."""
+    """A counter of the tokens that the attempts of a group have generated."""
 
     tokens: int = 0
 
@@ -43,9 +43,9 @@ CURRENT: ContextVar[DrawnTokens | None] = ContextVar("drawn", default=None)
 
 
 class AbortableGenerator:
-    """A generator wrapper that counts the tokens of each group and can abort them.
+    """A generator wrapper that counts the tokens of each group and can abort its requests.
 
-    Requests outside a group, such as those of an evaluation, pass through.
+    Requests outside a group, such as those of an evaluation, are not counted or held back.
     """
 
     def __init__(self, inner: Generator) -> None:
@@ -82,7 +82,8 @@ class AbortableGenerator:
     async def cut(self) -> None:
         """Abort the requests in flight, and wait until their tokens are counted.
 
-        Later requests wait until they are cancelled.
+        Until `open` is called, further requests of groups wait forever: their tasks are to be
+        cancelled.
         """
         self._cut = True
         if not self._requests:
@@ -107,13 +108,13 @@ class AbortableGenerator:
 class TailBatching:
     """A source that defers the slowest groups of a step.
 
-    No more prompts begin than the remaining steps can train on, so none is left at the end of a
-    stage. The last step may have deferred and new groups, and plays all of them to their end.
+    It starts no more prompts than the remaining steps can train on, so that none is left at the end
+    of a stage. The last step may mix deferred and new groups, and waits for all of them.
 
     Args:
         source: The source of rollouts.
         generator: The generator that the source's attempts call.
-        more: Number of groups that a step begins beyond those it takes.
+        more: Number of groups that a step starts beyond those it trains on.
         last_step: The first step after the stage.
     """
 
@@ -125,17 +126,17 @@ class TailBatching:
         self.more = more
         self.last_step = last_step
         self._deferred: list[Job] = []  # oldest first
-        self._numbers: dict[str, float] = {}  # metrics of the latest draw
+        self._metrics: dict[str, float] = {}  # of the latest draw
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        to_begin = (self.last_step - version) * n - len(self._deferred)
-        self._numbers = {"deferred": 0.0, "wasted_tokens": 0.0}
-        if len(self._deferred) >= n or to_begin < n:
-            groups = await self._whole(n, version)
+        # Number of new groups that the stage's remaining steps can still train on.
+        max_new = (self.last_step - version) * n - len(self._deferred)
+        self._metrics = {"deferred": 0.0, "wasted_tokens": 0.0}
+        if len(self._deferred) >= n or max_new < n:
+            groups = await self._play_deferred(n, version)
         else:
-            groups = await self._race(
-                self.source.take(min(n + self.more, to_begin), version), n, version
-            )
+            jobs = self.source.take(min(n + self.more, max_new), version)
+            groups = await self._race(jobs, n, version)
         return self.source.observed(groups)
 
     def ack(self, ids: Sequence[str], step: int) -> None:
@@ -145,10 +146,10 @@ class TailBatching:
         self.source.nack(ids, reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        numbers = {**self._numbers, "waiting": float(len(self._deferred))}
+        metrics = {**self._metrics, "waiting": float(len(self._deferred))}
         return {
             **self.source.measure(groups),
-            **{f"tails/{name}": value for name, value in numbers.items()},
+            **{f"tails/{name}": value for name, value in metrics.items()},
         }
 
     async def snapshot(self) -> Mapping[str, Any]:
@@ -161,7 +162,7 @@ class TailBatching:
         await self.source.restore(state["source"])
         self._deferred = [self.source.claim(name) for name in state["deferred"]]
 
-    async def _whole(self, n: int, version: int) -> list[Group]:
+    async def _play_deferred(self, n: int, version: int) -> list[Group]:
         """Play the oldest deferred groups to their end, with new ones if there are too few."""
         jobs = self._deferred[:n]
         self._deferred = self._deferred[n:]
@@ -170,7 +171,7 @@ class TailBatching:
         return await self.source.play(jobs, n)
 
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
-        """Return the first n groups that are ready, and defer the others."""
+        """Return the first n groups that finish, and defer the others."""
         drawn = {name: DrawnTokens() for name, _ in jobs}
         groups = await gather_first(
             [self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut
@@ -180,7 +181,7 @@ class TailBatching:
         late = [job for job in jobs if job[0] not in ready]
         self._deferred += late
         names = [name for name, _ in late]
-        self._numbers = {
+        self._metrics = {
             "deferred": float(len(late)),
             "wasted_tokens": float(sum(drawn[name].tokens for name in names)),
         }

@@ -1,4 +1,4 @@
-"""Metrics of rollouts, one definition each, whichever function played them."""
+"""Compute the metrics of NeMo RL rollouts, alike for all rollout functions."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from ratchet.types import Cancelled, Failed, Owner, Trajectory, Truncated
 
 
 def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
-    """Return the metrics of one attempt; tokens are those after its prompt.
+    """Return the metrics of one attempt.
+
+    `total_tokens` does not count the prompt; `turn_input_tokens` and `turn_total_tokens` do.
 
     Exactly one of `terminated` (by the environment), `truncated` (by a token budget),
     `max_turns_reached` and `failed` is True. A failed attempt has no reward: its `total_reward` is
     NaN.
     """
     failed = isinstance(trajectory.outcome, Failed | Cancelled)
-    limit = not failed and trajectory.metrics.get("turn_limit", 0) > 0
+    hit_turn_limit = not failed and trajectory.metrics.get("turn_limit", 0) > 0
     generated = [turn.end - turn.start for turn in trajectory.turns]
-    policy = int((trajectory.owner == Owner.POLICY).sum())
-    environment = int((trajectory.owner == Owner.ENVIRONMENT).sum())
+    policy_tokens = int((trajectory.owner == Owner.POLICY).sum())
+    environment_tokens = int((trajectory.owner == Owner.ENVIRONMENT).sum())
     return {
         "turn_count": int(trajectory.metrics.get("turns", len(generated))),
-        "total_tokens": policy + environment,
-        "assistant_tokens": policy,
-        "env_tokens": environment,
+        "total_tokens": policy_tokens + environment_tokens,
+        "assistant_tokens": policy_tokens,
+        "env_tokens": environment_tokens,
         "terminated": trajectory.outcome is None,
-        "truncated": isinstance(trajectory.outcome, Truncated) and not limit,
-        "max_turns_reached": limit,
+        "truncated": isinstance(trajectory.outcome, Truncated) and not hit_turn_limit,
+        "max_turns_reached": hit_turn_limit,
         "failed": failed,
         "total_reward": math.nan
         if failed
@@ -42,16 +44,16 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metrics of a batch from those of its rows; {} for none.
+    """Return the metrics of a batch, given those of its rows; {} for an empty batch.
 
     Rewards are averaged over the rows that did not fail.
     """
     if not samples:
         return {}
     turns = [sample["turn_count"] for sample in samples]
-    longest = [sample["max_gen_tokens_per_turn"] for sample in samples]
+    longest_turns = [sample["max_gen_tokens_per_turn"] for sample in samples]
     rewards = [sample["total_reward"] for sample in samples if not sample["failed"]]
-    numbers: dict[str, Any] = {
+    metrics: dict[str, Any] = {
         "total_turns": sum(turns),
         "avg_turns_per_sample": fmean(turns),
         "max_turns_per_sample": max(turns),
@@ -65,22 +67,22 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         "mean_gen_tokens_per_sample": fmean(sample["assistant_tokens"] for sample in samples),
         "max_gen_tokens_per_sample": max(sample["assistant_tokens"] for sample in samples),
         "mean_env_tokens_per_sample": fmean(sample["env_tokens"] for sample in samples),
-        "max_gen_tokens_per_turn/mean": fmean(longest),
-        "max_gen_tokens_per_turn/max": max(longest),
-        "max_gen_tokens_per_turn/p95": compute_percentile(longest, 95),
+        "max_gen_tokens_per_turn/mean": fmean(longest_turns),
+        "max_gen_tokens_per_turn/max": max(longest_turns),
+        "max_gen_tokens_per_turn/p95": compute_percentile(longest_turns, 95),
     }
     if rewards:
-        numbers |= {
+        metrics |= {
             "mean_total_reward": fmean(rewards),
             "max_total_reward": max(rewards),
             "min_total_reward": min(rewards),
         }
     for name, column in HISTOGRAMS.items():
-        numbers[name] = [count for sample in samples for count in sample[column]]
-    return numbers
+        metrics[name] = [count for sample in samples for count in sample[column]]
+    return metrics
 
 
-# Token counts of all turns of all rows: generated, read before, and both.
+# Lists of token counts, one per turn of every row: generated, context before the turn, and both.
 HISTOGRAMS = {
     "histogram/gen_tokens_length": "turn_gen_tokens",
     "histogram/input_tokens_length": "turn_input_tokens",
@@ -89,6 +91,6 @@ HISTOGRAMS = {
 
 
 def compute_percentile(values: Sequence[float], percent: float) -> float:
-    """Return the smallest value that at least `percent` of all do not exceed (nearest rank)."""
+    """Return the least value that at least `percent` % of values do not exceed (nearest rank)."""
     rank = max(1, math.ceil(percent / 100 * len(values)))
     return float(sorted(values)[rank - 1])

@@ -84,8 +84,8 @@ class TokenRecord:
         )
 
     def trajectory(self, **fields: Any) -> Trajectory:
-        """Return the trajectory; `fields` are those that are no token columns."""
-        whole = np.empty(self.length, np.int64)
+        """Return the trajectory; `fields` are its other fields, without the token columns."""
+        all_tokens = np.empty(self.length, np.int64)
         owner = np.empty(self.length, np.int8)
         trainable = np.empty(self.length, np.bool_)
         logprobs = np.zeros(self.length, np.float32)
@@ -96,8 +96,8 @@ class TokenRecord:
         start = 0
         for piece_owner, tokens, completion in self.pieces:
             end = start + len(tokens)
-            whole[start:end] = tokens
-            # Assigning an int takes numpy half the time of assigning a member of an enumeration.
+            all_tokens[start:end] = tokens
+            # numpy assigns an int in half the time of an enum member.
             owner[start:end] = int(piece_owner)
             trainable[start:end] = piece_owner == Owner.POLICY
             if completion is not None:
@@ -106,7 +106,7 @@ class TokenRecord:
                 kept_mass[start:end] = completion.log_kept_mass
             start = end
         return Trajectory(
-            tokens=whole,
+            tokens=all_tokens,
             owner=owner,
             trainable=trainable,
             rollout_logprobs=logprobs,
@@ -119,9 +119,9 @@ class TokenRecord:
     def _routes(self) -> np.ndarray | None:
         """Return the experts of all tokens, -1 where unknown, or None if no completion has them.
 
-        Each completion has the experts of all tokens so far. The forward that computed a token
-        first counts, because a turn's tokens were drawn from it. Only a turn's last token and the
-        environment's tokens come from the forward of the next turn's prompt.
+        Each completion has the experts of all tokens so far. The first forward that computed a
+        token counts, because the turn's tokens were sampled from it. Only a turn's last token and
+        the environment's tokens take their experts from the prefill of the next turn.
         """
         known_routes = [
             completion.routes
@@ -139,10 +139,10 @@ class TokenRecord:
 
 @dataclass(slots=True)
 class EpisodeStrand:
-    """A part of an attempt in which every prompt extends the last one; it becomes one trajectory.
+    """A part of an attempt in which each prompt extends the last one. It becomes one trajectory.
 
     Attributes:
-        message_count: Number of the conversation's messages that it holds.
+        message_count: Number of leading messages of the conversation that the strand covers.
         media: The media of all tokens so far.
     """
 
@@ -167,7 +167,7 @@ class EpisodeState:
     messages: list[Message]
     tools: Tools | None = None
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
-    waits_for: str = "the environment"  # or the generator
+    waits_for: str = "the environment"  # or "the generator"
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
     )
@@ -183,7 +183,7 @@ class EpisodeState:
         """
         self.strand.message_count = len(self.messages)
         strands = [strand for strand in self.strands if strand.sampled] or self.strands[:1]
-        # The attempt failed before it had a prompt, and a trajectory needs at least one token.
+        # A trajectory needs a token, even if the attempt failed before it had a prompt.
         if not strands[0].record.length:
             strands[0].record.add(Owner.PROMPT, [0])
         return [
@@ -201,7 +201,7 @@ class EpisodeState:
 
 
 def check_messages(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
-    """Return the messages of user code, or raise UserCodeFailed if they are none."""
+    """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
     if not isinstance(messages, tuple | list | Sequence) or not all(
         isinstance(message, Message) for message in messages
     ):
@@ -213,7 +213,7 @@ def check_messages(messages: Any, where: str, environment: Environment) -> Seque
 
 
 def check_step(step: Any, environment: Environment) -> Step:
-    """Return the step of user code, or raise UserCodeFailed for a malformed one."""
+    """Return a step from user code, or raise UserCodeFailed if it is malformed."""
     name = type(environment).__name__
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
@@ -237,14 +237,13 @@ def check_step(step: Any, environment: Environment) -> Step:
 
 @dataclass(frozen=True)
 class EpisodePlayer:
-    """A player of attempts with an environment, shared by all attempts.
+    """A player of attempts. All attempts share one player.
 
     Attributes:
         max_context: Tokens that the model can hold; the last turn is cut to it.
         max_turns: Number of turns after which an attempt is truncated.
-        timeout_s: Seconds for a whole attempt, waiting for the generator included; None sets no
-            limit. It interrupts code that awaits; code that blocks the process blocks its clock
-            too.
+        timeout_s: Seconds for a whole attempt, including waits for the generator; None: no limit.
+            Only code that awaits is interrupted: code that blocks the process blocks the clock too.
     """
 
     generator: Generator
@@ -276,76 +275,78 @@ class EpisodePlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """Play an attempt, and return its trajectories without rewards, one unless its history
-        forked.
+        """Play an attempt and return its trajectories, without rewards.
 
-        All have the same `outcome`: None, or already Truncated, Failed or Cancelled. Errors of the
-        generator other than DataError are raised, as they are no attempt's fault.
+        There is one trajectory, or more if the history forked. All have the same `outcome`: None,
+        or already Truncated, Failed or Cancelled. Generator errors other than DataError are raised,
+        because they are not the attempt's fault.
 
         All have the metrics of the whole attempt: "turns", "forks", "retries" (0 here),
-        "turn_limit" (1 if the last allowed turn did not end it), "malformed_tool_calls" if tools
+        "turn_limit" (1 if the attempt ran out of turns), "malformed_tool_calls" if tools
         are offered, and the sums of the environment's step metrics.
 
         Args:
             memo: The prompt cache that the attempts of a group share.
         """
-        play = EpisodeState(task, environment, sampling, list(task.messages))
+        state = EpisodeState(task, environment, sampling, list(task.messages))
         outcome: Outcome | None
         limit = limit_time(self.timeout_s)
         try:
             async with limit:
-                outcome = await self._episode(play, memo or PromptMemo())
+                outcome = await self._episode(state, memo or PromptMemo())
         except TimeoutError:
-            if not limit.expired():  # the generator raised it
+            # Without an expired limit, the generator raised it.
+            if not limit.expired():
                 raise
-            turns = int(play.metrics["turns"])
+            turns = int(state.metrics["turns"])
             outcome = Failed(
                 "timeout",
                 f"not over after {self.timeout_s:g} s and {turns} turns, waiting for "
-                f"{play.waits_for}",
+                f"{state.waits_for}",
             )
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
-        except DataError as error:  # messages that can't be rendered, a prompt that can't be read
+        # The messages can't be rendered, or the generator can't read the prompt.
+        except DataError as error:
             outcome = Failed("data", str(error))
-        return play.trajectories(attempt, outcome)
+        return state.trajectories(attempt, outcome)
 
-    async def _episode(self, play: EpisodeState, memo: PromptMemo) -> Outcome | None:
-        environment = play.environment
+    async def _episode(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
+        environment = state.environment
         with self._waiting("reset", environment):
-            first = await run_guarded(lambda: environment.reset(play.task))
-        play.messages = list(check_messages(first, "reset", environment))
+            first_messages = await run_guarded(lambda: environment.reset(state.task))
+        state.messages = list(check_messages(first_messages, "reset", environment))
         if self.offers(environment, HasTools):
             # A mixture of environments may offer no tools for this task.
-            play.tools = await get_offered_tools(environment, play.task) or None
-            play.metrics["malformed_tool_calls"] = 0
-        strand = play.strand
-        prompt, strand.media = memo.render(self.renderer, play.messages, play.tools)
+            state.tools = await get_offered_tools(environment, state.task) or None
+            state.metrics["malformed_tool_calls"] = 0
+        strand = state.strand
+        prompt, strand.media = memo.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
         for number in range(self.max_turns):
-            room = self.max_context - play.strand.record.length
+            room = self.max_context - state.strand.record.length
             if room <= 0:
                 if number:
                     return Truncated()
-                length = play.strand.record.length
+                length = state.strand.record.length
                 detail = (
                     f"the prompt has {length} tokens, the context {self.max_context}: "
                     "shorten it or drop the task"
                 )
                 return Failed("prompt_too_long", detail)
-            ended, outcome = await self._turn(play, number, room)
+            ended, outcome = await self._turn(state, number, room)
             if ended:
                 return outcome
-        play.metrics["turn_limit"] = 1
+        state.metrics["turn_limit"] = 1
         return Truncated()
 
     async def _turn(
-        self, play: EpisodeState, number: int, room: int
+        self, state: EpisodeState, number: int, room: int
     ) -> tuple[bool, Outcome | None]:
-        """Play a turn, and return True if the attempt ended with it, and its outcome if known."""
-        sampling = play.sampling
-        strand = play.strand
-        environment = play.environment
+        """Play a turn; return whether the attempt ended with it, and the outcome if known."""
+        sampling = state.sampling
+        strand = state.strand
+        environment = state.environment
         if self.offers(environment, HasStopStrings):
             sampling = replace(
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
@@ -355,18 +356,18 @@ class EpisodePlayer:
             sampling = replace(
                 sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room)
             )
-        play.waits_for = "the generator"
+        state.waits_for = "the generator"
         with waiting("attempts", GENERATE, "generator", self.timeout_s):
             # Generators without a media parameter serve text prompts too.
             media = [strand.media] if strand.media else []
             completion = await self.generator.generate(strand.record.tokens(), sampling, *media)
-        play.waits_for = "the environment"
+        state.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
-        message = self._read(play, completion)
-        history = tuple(play.messages)
-        play.messages.append(message)
-        play.metrics["turns"] += 1
+        message = self._read(state, completion)
+        history = tuple(state.messages)
+        state.messages.append(message)
+        state.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
         if stray := self.renderer.stray(completion.tokens):
@@ -376,16 +377,16 @@ class EpisodePlayer:
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length, cut=True))
             return True, Truncated()
-        with self._waiting("step", play.environment):
-            answer = await run_guarded(lambda: play.environment.step(message))
-        step = check_step(answer, play.environment)
+        with self._waiting("step", state.environment):
+            returned = await run_guarded(lambda: state.environment.step(message))
+        step = check_step(returned, state.environment)
         strand.turns.append(
             Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False)
         )
-        for name, measured in (step.metrics or {}).items():
-            play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
+        for name, value in (step.metrics or {}).items():
+            state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
         if not step.done:
-            self._observe(play, completion, history, step.messages)
+            self._observe(state, completion, history, step.messages)
         return step.done, None
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
@@ -393,41 +394,42 @@ class EpisodePlayer:
             "attempts", name, f"environment {type(environment).__name__}", self.timeout_s
         )
 
-    def _read(self, play: EpisodeState, completion: Completion) -> Message:
+    def _read(self, state: EpisodeState, completion: Completion) -> Message:
         tokens = completion.tokens.tolist()
-        if play.tools is None:
+        if state.tools is None:
             return self.renderer.parse(tokens, completion.stop)
-        calls = sum(len(message.tool_calls) for message in play.messages)
+        n_calls = sum(len(message.tool_calls) for message in state.messages)
         message, malformed = self.renderer.parse_calls(
-            tokens, completion.stop, tools=play.tools, first=calls
+            tokens, completion.stop, tools=state.tools, first=n_calls
         )
-        play.metrics["malformed_tool_calls"] += malformed
+        state.metrics["malformed_tool_calls"] += malformed
         return message
 
     def _observe(
         self,
-        play: EpisodeState,
+        state: EpisodeState,
         completion: Completion,
         history: Sequence[Message],
         answers: Sequence[Message],
     ) -> None:
-        """Append the environment's messages, in a new strand if the template rewrites earlier
-        turns."""
-        reply = play.messages[-1]
-        play.strand.message_count = len(play.messages)
-        play.messages.extend(answers)
+        """Append the environment's messages, in a new strand if the template rewrites history."""
+        reply = state.messages[-1]
+        state.strand.message_count = len(state.messages)
+        state.messages.extend(answers)
         sampled = completion.tokens.tolist()
-        if self.renderer.keeps(sampled, answers, history=history, said=reply, tools=play.tools):
-            added = self.renderer.extend(sampled, answers, history=history, tools=play.tools)
-            start = play.strand.record.length
-            play.strand.record.add(Owner.ENVIRONMENT, added)
-            media = self.renderer.media(added, answers)
-            play.strand.media += tuple(one._replace(start=start + one.start) for one in media)
+        if self.renderer.keeps(sampled, answers, history=history, said=reply, tools=state.tools):
+            new_tokens = self.renderer.extend(sampled, answers, history=history, tools=state.tools)
+            start = state.strand.record.length
+            state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
+            media = self.renderer.media(new_tokens, answers)
+            state.strand.media += tuple(
+                placed._replace(start=start + placed.start) for placed in media
+            )
         else:
-            play.strands.append(EpisodeStrand())
-            prompt = self.renderer.prompt(play.messages, play.tools)
-            play.strand.record.add(Owner.PROMPT, prompt)
-            play.strand.media = self.renderer.media(prompt, play.messages)
+            state.strands.append(EpisodeStrand())
+            prompt = self.renderer.prompt(state.messages, state.tools)
+            state.strand.record.add(Owner.PROMPT, prompt)
+            state.strand.media = self.renderer.media(prompt, state.messages)
 
 
 async def get_offered_tools(environment: HasTools, task: Task) -> Tools:

@@ -1,4 +1,4 @@
-"""Multi-LoRA serving: several adapters over one base model, selected by request.
+"""Multi-LoRA serving: several adapters over one base model, one of which each request selects.
 
 Rows of a forward with the same adapter share its matrix products. A request's bits depend on its
 own adapter alone: the rows of each adapter are padded to the multiple at which products are
@@ -25,7 +25,8 @@ from ratchet.models.lora.layers import FusedLoRA
 BASE = "base"  # adapter name that selects the base model without an adapter
 
 Name = str | None  # None: the decoder's own adapter, if it has one
-Rows = tuple[Tensor, int] | None  # (int64 indices with padding, number before it). None: all rows
+# (int64 row indices with padding, their number without padding). None: all rows
+Rows = tuple[Tensor, int] | None
 
 
 class AdapterRows:
@@ -38,7 +39,9 @@ class AdapterRows:
 class MultiAdapter(FusedLoRA):
     """A linear map's adapter that applies several adapters, each to its own rows.
 
-    default: the decoder's own adapter, if it has one. named: the added ones.
+    Args:
+        default: the decoder's own adapter, if it has one.
+        named: the added adapters.
     """
 
     def __init__(
@@ -71,7 +74,7 @@ class MultiLoRA:
         self.source = decoder
         self.row_multiple = row_multiple
         self._choice = AdapterRows()
-        self._added: dict[str, dict[str, FusedLoRA]] = {}  # by name, by path of the map
+        self._added: dict[str, dict[str, FusedLoRA]] = {}  # by name, then by path of the linear map
         self._view: Decoder | None = None
         # Identities of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
@@ -85,11 +88,11 @@ class MultiLoRA:
         """Add an adapter. Raises ModelError for a name in use, or an adapter that doesn't fit."""
         if name in self.names:
             raise ModelError(f"an adapter '{name}' is served already: give this one another name")
-        fresh = self._copy()
-        add_adapters(fresh, stored.adapter)
-        places = dict(adapter_weights(fresh))
+        adapted = self._copy()
+        add_adapters(adapted, stored.adapter)
+        target_weights = dict(adapter_weights(adapted))
         for key, weight in stored.weights.items():
-            if key not in places or places[key].shape != weight.shape:
+            if key not in target_weights or target_weights[key].shape != weight.shape:
                 raise ModelError(
                     f"adapter '{name}': its weight '{key}' {tuple(weight.shape)} doesn't fit the "
                     "model"
@@ -98,10 +101,10 @@ class MultiLoRA:
                 raise ModelError(
                     f"adapter '{name}': its weight '{key}' isn't finite. Export the adapter again."
                 )
-            places[key].copy_(weight)
+            target_weights[key].copy_(weight)
         self._added[name] = {
             path: linear.adapter
-            for path, linear in _linear_maps(fresh).items()
+            for path, linear in _linear_maps(adapted).items()
             if linear.adapter is not None
         }
         self._view = None
@@ -142,7 +145,7 @@ class MultiLoRA:
         return view
 
     def _copy(self) -> Decoder:
-        """Return a copy of the decoder's modules around the same tensors, without an adapter."""
+        """Return a copy of the decoder that shares its tensors and has no adapter."""
         shared = {
             id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())
         }

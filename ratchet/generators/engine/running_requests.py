@@ -1,11 +1,13 @@
-"""Arrays with the state of the engine's running requests: settings and lengths on the host, tokens
-on the device.
+"""Hold the state of the engine's running requests in arrays.
 
-Running requests fill the slots 0 .. n-1, in any order. Each gets one token a step, so the host
+Settings and lengths are on the host, tokens on the device.
+
+Running requests fill the slots 0 .. n-1, in any order. Each gets one token per step, so the host
 knows every length without a transfer. A step waits for the device only if a stop id or a stop
 string may end a request.
 
-R = slots, C = capacity in tokens, N = slots of a range, S = stop ids.
+R = slots, C = capacity in tokens, N = slots of a range, S = stop ids, F = filtered rows of a chunk,
+L = sparse layers, K = experts per token.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from ratchet.generators.request import GenerationRequest
 from ratchet.models.layers.expert_routing import UNKNOWN
 
 NO_STOP = -1
-# Logits that are sampled from at a time: 128 MiB in float32, of which a few copies exist.
+# Maximum number of logits sampled at a time: 128 MiB in float32, and a few copies of them exist.
 CHUNK_ELEMENTS = 2**25
 
 
@@ -52,7 +54,7 @@ class ActiveSlots:
     count: int
     feed: Tensor  # the last token of each slot, the model's next input
     positions: Tensor  # position of that token
-    prompts_N: Tensor  # tokens of each prompt
+    prompts_N: Tensor  # length of each prompt in tokens
     base_N: Tensor  # index of the slot's first token in the flat [R * C] histories
     stops_NS: Tensor | None
     chunks: tuple[LogitsChunk, ...]
@@ -61,7 +63,7 @@ class ActiveSlots:
 class RequestSlots:
     """The state of all running requests, a row per slot.
 
-    routes: shape of a token's expert choices, (sparse layers, experts per token).
+    routes: shape of a token's expert choices, (sparse layers, experts per token); (0, 0): none.
     """
 
     def __init__(
@@ -82,9 +84,9 @@ class RequestSlots:
         """Drop all slots and their memory."""
         self.rows = self.capacity = 0
         self.settings = np.zeros(0, dtype=SETTING)
-        self.prompts = np.zeros(0, dtype=np.int64)  # tokens of the prompt
-        self.lengths = np.zeros(0, dtype=np.int64)  # tokens so far
-        self.limits = np.zeros(0, dtype=np.int64)
+        self.prompts = np.zeros(0, dtype=np.int64)  # length of the prompt
+        self.lengths = np.zeros(0, dtype=np.int64)  # prompt and completion so far
+        self.limits = np.zeros(0, dtype=np.int64)  # length at which the request ends
         self.stops = np.zeros((0, 0), dtype=np.int64)
         self.tokens_RC = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.logprobs_RC = torch.zeros(0, 0, device=self.device)
@@ -92,7 +94,7 @@ class RequestSlots:
         self.routes_RCLK = torch.zeros(0, 0, *self.routes, dtype=torch.int16, device=self.device)
 
     def reserve(self, rows: int, capacity: int) -> None:
-        """Grow to exactly this size; stored values stay."""
+        """Grow the arrays to exactly this size and keep their values."""
         if (rows, capacity) == (self.rows, self.capacity):
             return
         for name in ("settings", "prompts", "lengths", "limits", "stops"):
@@ -105,9 +107,9 @@ class RequestSlots:
         self.rows, self.capacity = rows, capacity
 
     def enter(self, requests: Sequence[GenerationRequest], first: int) -> None:
-        """Write the host's state of new requests to the slots from `first` on.
+        """Write settings, lengths and stop ids of new requests to the slots from `first` on.
 
-        The prompts' tokens are written by `store`.
+        `store` writes the tokens of their prompts.
         """
         rows = slice(first, first + len(requests))
         self.settings[rows] = np.array(
@@ -129,7 +131,7 @@ class RequestSlots:
         self.tokens_RC.view(-1).index_copy_(0, rows_n * self.capacity + positions_n, tokens_n)
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
-        """Copy the source slots over the target slots. length: their maximum number of tokens."""
+        """Copy source slots over target slots. length: the longest source's number of tokens."""
         for table in (self.settings, self.prompts, self.lengths, self.limits, self.stops):
             table[targets] = table[sources]
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
@@ -144,21 +146,23 @@ class RequestSlots:
 
         The last is None for a slot without filters.
         """
-        picked = torch.tensor(rows, device=self.device)
+        rows_n = torch.tensor(rows, device=self.device)
         longest = int(self.lengths[rows].max())
         histories = [
             self.tokens_RC,
             self.logprobs_RC,
             *([self.log_kept_RC] if self.settings["filtered"][rows].any() else []),
         ]
-        tokens, logprobs, *kept = (
-            h[:, :longest].index_select(0, picked).cpu().numpy() for h in histories
+        tokens, logprobs, *log_kept_if_filtered = (
+            h[:, :longest].index_select(0, rows_n).cpu().numpy() for h in histories
         )
         results = []
         for i, row in enumerate(rows):
-            new = slice(self.prompts[row], self.lengths[row])
-            log_kept = kept[0][i, new].copy() if self.settings["filtered"][row] else None
-            results.append((tokens[i, new].copy(), logprobs[i, new].copy(), log_kept))
+            completion = slice(self.prompts[row], self.lengths[row])
+            log_kept = None
+            if self.settings["filtered"][row]:
+                log_kept = log_kept_if_filtered[0][i, completion].copy()
+            results.append((tokens[i, completion].copy(), logprobs[i, completion].copy(), log_kept))
         return results
 
     def broken(self, rows: list[int]) -> list[int]:
@@ -174,16 +178,14 @@ class RequestSlots:
                 .numpy()
             )
         finite = np.isfinite(logprobs)
-        return (
-            []
-            if finite.all()
-            else [row for row, fine in zip(rows, finite, strict=True) if not fine]
-        )
+        if finite.all():
+            return []
+        return [row for row, is_finite in zip(rows, finite, strict=True) if not is_finite]
 
     def read_routes(self, row: int) -> NDArray[np.int16]:
-        """Return the routes of prompt and completion; the last token's are unknown.
+        """Return the expert choices of prompt and completion; the last token's are UNKNOWN.
 
-        The last token was sampled but has not been an input of the model.
+        The last token was sampled but has not yet been an input of the model.
         """
         routes = self.routes_RCLK[row, : self.lengths[row]].cpu().numpy().copy()
         routes[-1] = UNKNOWN
@@ -210,21 +212,21 @@ class RequestSlots:
 
     def _chunks(self, first: int, end: int) -> list[LogitsChunk]:
         step = max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
-        bounds = [
+        row_ranges = [
             slice(start, min(start + step, end - first)) for start in range(0, end - first, step)
         ]
         return [
             LogitsChunk(
                 rows, SamplingSettings.from_table(self.settings[first:end][rows], self.device)
             )
-            for rows in bounds
+            for rows in row_ranges
         ]
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device, copy=True)
 
     def record(self, active: ActiveSlots, draws: Sequence[SampledTokens]) -> Tensor:
-        """Append the drawn tokens to the slots of the range; return them, int64 [N]."""
+        """Append the sampled tokens to the slots of the range and return them, int64 [N]."""
         count = active.count
         index_N = active.base_N + active.positions[:count] + 1
         tokens_N = torch.cat([d.tokens_N for d in draws])

@@ -144,7 +144,7 @@ class Scheduler:
     def _admissible(self) -> list[GenerationRequest]:
         """Return the waiting requests that may enter now, in order.
 
-        Free slots, memory and the size of a forward bound them.
+        Free slots, cache memory and `prefill_tokens` limit their number.
         """
         if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
             # The cache still has the shape of earlier requests.
@@ -160,11 +160,13 @@ class Scheduler:
             if batch and tokens > self.limits.prefill_tokens:
                 break
             batch.append(request)
-        reach = int(self.slots.limits[: len(self.running)].max(initial=0))
-        reaches = list(accumulate((request.limit for request in batch), max, initial=reach))
+        longest = int(self.slots.limits[: len(self.running)].max(initial=0))
+        longest_by_count = list(
+            accumulate((request.limit for request in batch), max, initial=longest)
+        )
         counts = range(1, len(batch) + 1)
         count = bisect_left(
-            counts, True, key=lambda n: not self._fits(len(self.running) + n, reaches[n])
+            counts, True, key=lambda n: not self._fits(len(self.running) + n, longest_by_count[n])
         )
         return batch[:count]
 
@@ -184,8 +186,8 @@ class Scheduler:
     def _enter(self, batch: list[GenerationRequest]) -> None:
         """Start the first waiting requests.
 
-        If computing them together raises, each is computed alone, and those that raise then fail:
-        with RequestFailed if the model has computed others.
+        If computing them together raises, each is computed alone, and only those that raise again
+        fail. Their error is RequestFailed if the model has computed others.
         """
         longest = max(len(request.prompt) for request in batch)
         self._reserve(
@@ -193,7 +195,7 @@ class Scheduler:
         )
         try:
             hidden_Nd = self._compute_prompts(batch)
-        except Exception:  # of any type: one request's error must not fail the others
+        except Exception:  # any error: one request's must not fail the others
             self._enter_each(batch)
         else:
             self._start(batch, hidden_Nd)
@@ -215,8 +217,8 @@ class Scheduler:
     def _compute_prompts(self, batch: list[GenerationRequest]) -> Tensor:
         """Return the hidden state of each request's last prompt token, [N, d] and padding rows.
 
-        The requests get the next free slots, and each distinct prompt is computed once. They stay
-        in `waiting` until `_start`, so that `reset` finds them after an error.
+        The requests get the next free slots, and each distinct prompt is computed once. The
+        requests stay in `waiting` until `_start`, so that `reset` finds them after an error.
         """
         with_routes = self._with_routes
         with_adapter = self._with_adapter
@@ -232,29 +234,31 @@ class Scheduler:
     def _prefill_batch(self, batch: list[GenerationRequest]) -> Tensor:
         first = len(self.running)
         count = len(batch)
-        # P = distinct prompts; which_N: the prompt of each request.
-        numbers: dict[tuple[str | None, PromptKey], int] = {}
-        which_N = np.array([numbers.setdefault(request.key, len(numbers)) for request in batch])
-        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in numbers]
+        # P = distinct prompts; prompt_N: the prompt of each request.
+        prompt_numbers: dict[tuple[str | None, PromptKey], int] = {}
+        prompt_N = np.array(
+            [prompt_numbers.setdefault(request.key, len(prompt_numbers)) for request in batch]
+        )
+        prompts = [np.frombuffer(tokens, dtype=np.int64) for _, (tokens, _) in prompt_numbers]
         lengths_P = np.array([len(prompt) for prompt in prompts])
         starts_P = np.cumsum(lengths_P) - lengths_P
         self.slots.enter(batch, first)
 
-        lengths_N = lengths_P[which_N]
+        lengths_N = lengths_P[prompt_N]
         rows = np.repeat(np.arange(first, first + count), lengths_N)
         positions = concatenate_ranges(lengths_N)
-        sources = np.repeat(starts_P[which_N], lengths_N) + positions
+        sources = np.repeat(starts_P[prompt_N], lengths_N) + positions
         tokens_T = self._upload(np.concatenate(prompts))
         self.slots.store(
             self._upload(rows), self._upload(positions), tokens_T[self._upload(sources)]
         )
-        record = self._record(len(tokens_T))
-        adapters = [adapter for adapter, _ in numbers]
+        record = self._make_recorder(len(tokens_T))
+        adapters = [adapter for adapter, _ in prompt_numbers]
         hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
         if record is not None:
-            at = self._upload(rows), self._upload(positions)
-            self.slots.routes_RCLK.index_put_(at, record.experts_TLK[self._upload(sources)])
-        last_N = (starts_P + lengths_P - 1)[which_N]
+            places = self._upload(rows), self._upload(positions)
+            self.slots.routes_RCLK.index_put_(places, record.experts_TLK[self._upload(sources)])
+        last_N = (starts_P + lengths_P - 1)[prompt_N]
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
 
@@ -274,8 +278,8 @@ class Scheduler:
     def _refresh(self) -> None:
         """Recompute the keys and values of all running requests with the new weights.
 
-        Each request's last token is excluded, because it is fed next. Recorded routes stay: the
-        tokens so far were drawn with them.
+        Each request's last token is excluded, because the next step feeds it. Recorded routes stay,
+        as the tokens so far were drawn with them.
         """
         self._stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
@@ -297,10 +301,10 @@ class Scheduler:
         positions: NDArray[np.int64],
         record: RouteRecorder | None = None,
     ) -> Tensor:
-        """Return hidden states of sequences that lie end to end, [T, d] and padding rows.
+        """Return hidden states of sequences laid end to end, [T, d] and padding rows.
 
-        adapters: the adapter of each sequence. Keys and values of token `sources[i]` go to
-        `positions[i]` of slot `slots[i]`.
+        Keys and values of token `sources[i]` go to `positions[i]` of slot `slots[i]`.
+        adapters: the adapter of each sequence.
         """
         padding = (0, -len(tokens_T) % self.limits.row_multiple)
         places = (self._upload(x) for x in (sources, slots, positions))
@@ -308,11 +312,11 @@ class Scheduler:
         self.prefilled_tokens += len(tokens_T)
         tokens_T = F.pad(tokens_T, padding)
         positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
-        each_T: Sequence[str | None] = ()
+        adapters_T: Sequence[str | None] = ()
         if self._with_adapter:
-            each_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
+            adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
         multiple = self.limits.row_multiple
-        return self._decoder(each_T)(
+        return self._decoder(adapters_T)(
             tokens_T, positions_T, attend, row_multiple=multiple, route=record
         )
 
@@ -320,8 +324,8 @@ class Scheduler:
         """Return the decoder for rows with these adapters, followed by padding."""
         return self.adapters.decoder(adapters) if self._with_adapter else self.decoder
 
-    def _record(self, tokens: int) -> RouteRecorder | None:
-        """Return a record of routes for a forward of `tokens` rows and padding.
+    def _make_recorder(self, tokens: int) -> RouteRecorder | None:
+        """Return a recorder of routes for a forward of `tokens` rows and padding.
 
         None if no running request wants routes.
         """
@@ -350,37 +354,41 @@ class Scheduler:
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.count
-        plain = torch.arange(count)
+        plain_rows = torch.arange(count)
         if not self._with_adapter:
             hidden = self.compiled(
-                layers, active.feed[:count], active.positions[:count], plain, self.cache
+                layers, active.feed[:count], active.positions[:count], plain_rows, self.cache
             )
             padding = len(active.feed) - count
             return F.pad(hidden, (0, 0, 0, padding)) if padding else hidden
         hidden = self._decode_with_torch(active, longest)
-        plain = plain[[request.sampling.adapter is None for request in self.running]]
-        if len(plain):
-            hidden[plain] = self.compiled(
-                layers, active.feed[plain], active.positions[plain], plain, self.cache
+        plain_rows = plain_rows[[request.sampling.adapter is None for request in self.running]]
+        if len(plain_rows):
+            hidden[plain_rows] = self.compiled(
+                layers,
+                active.feed[plain_rows],
+                active.positions[plain_rows],
+                plain_rows,
+                self.cache,
             )
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
-        """Return the same hidden states as `_compute_next`, computed by PyTorch's operations."""
+        """Return hidden states like `_compute_next`, without the compiled step."""
         attend = DecodeAttention(self.cache, active.positions, longest)
-        record = self._record(len(active.feed))
+        record = self._make_recorder(len(active.feed))
         decoder = self._decoder(
             [request.sampling.adapter for request in self.running] if self._with_adapter else ()
         )
         multiple = self.limits.row_multiple
         hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
         if record is not None:
-            at = attend.slots_N[: active.count], active.positions[: active.count]
-            self.slots.routes_RCLK.index_put_(at, record.experts_TLK[: active.count])
+            places = attend.slots_N[: active.count], active.positions[: active.count]
+            self.slots.routes_RCLK.index_put_(places, record.experts_TLK[: active.count])
         return hidden
 
     def _emit(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
-        """Draw the next token of each slot in the range and return the slots that have ended.
+        """Draw the next token of each active slot and return the slots that have ended.
 
         hidden_Nd: may end with padding rows.
         """
@@ -435,7 +443,7 @@ class Scheduler:
     def _retire(self, ended: EndReasons) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.
 
-        Raises ModelError as `blame` does.
+        Raises ModelError as `explain_nonfinite` does.
         """
         if not ended:
             return
@@ -446,20 +454,24 @@ class Scheduler:
             self.slots.read_routes(row) if self.running[row].sampling.routes else None
             for row in rows
         ]
-        at = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
+        nonfinite_at = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
         broken = {
-            request: index for request, index in zip(requests, at, strict=True) if index is not None
+            request: index
+            for request, index in zip(requests, nonfinite_at, strict=True)
+            if index is not None
         }
         errors = self._explain_errors(broken) if broken else {}
         self._leave(rows)
-        for request, (tokens, logprobs, kept), stop, taken in zip(
+        for request, (tokens, logprobs, log_kept_mass), stop, request_routes in zip(
             requests, results, ended.values(), routes, strict=True
         ):
             error = errors.get(request, stop)
             if isinstance(error, Exception):
                 request.fail(error)
             else:
-                request.deliver(request.complete(tokens, logprobs, kept, error, taken))
+                request.deliver(
+                    request.complete(tokens, logprobs, log_kept_mass, error, request_routes)
+                )
 
     def _explain_errors(
         self, broken: Mapping[GenerationRequest, int]

@@ -1,7 +1,7 @@
-"""The extension of vLLM's workers that checks a weight push and loads it by vLLM's own reloading.
+"""An extension of vLLM's workers that checks a weight push and loads it with `reload_weights`.
 
-vLLM mixes the class into its worker (`worker_extension_cls`) and calls the methods in every process
-that holds weights.
+vLLM adds the class to its worker's bases (`worker_extension_cls`) and calls the methods in every
+process that holds weights.
 """
 
 from __future__ import annotations
@@ -42,15 +42,15 @@ def _end_after(driver: int, engine: int) -> None:
 
 
 def _unlink_shared_memory() -> None:
-    """Remove the names under which vLLM's workers on a CPU share memory.
+    """Remove the files in /dev/shm through which vLLM's workers on a CPU share memory.
 
-    vLLM never removes them, and by now all workers have opened the memory.
+    vLLM never removes them. By now all workers have opened them, so none needs the names.
     """
-    # Every worker that shares memory has imported this module.
+    # Workers that share memory have imported this module; the others need no import of it.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
         communicator = getattr(reference(), "device_communicator", None)
-        # absent on accelerators
+        # Accelerators have no `dist_module`.
         name = getattr(getattr(communicator, "dist_module", None), "group_name", None)
         for path in Path("/dev/shm").glob(f"{glob.escape(name)}_*") if name else ():
             path.unlink(missing_ok=True)  # another worker may have removed it
@@ -68,8 +68,8 @@ class VLLMBackend(_VLLMWorker):
     """The methods that Ratchet adds to vLLM's worker.
 
     They return failures as plain values, because an exception in one of several workers would
-    leave the others' results unread. With data parallelism vLLM passes on the first copy's results
-    alone, so there a failure is raised.
+    leave the others' results unread. With data parallelism they raise, because vLLM returns only
+    the first replica's results.
     """
 
     checked_push: WeightFileReader | None = None
@@ -78,37 +78,37 @@ class VLLMBackend(_VLLMWorker):
     def check_push(self, manifest: Mapping[str, Any]) -> str:
         """Map the file of a push and compare every checksum, while the old weights serve.
 
-        Returns what is wrong; "" if nothing is.
+        Return the reason if the push is refused, else "".
         """
         self.checked_push = None
         try:
-            inbox = WeightFileReader.open(manifest)
+            reader = WeightFileReader.open(manifest)
         except (OSError, ValueError) as error:
             return self._failed(f"{manifest['path']} can't be read: {error}")
-        if damaged := inbox.damaged():
+        if damaged := reader.damaged():
             names = ", ".join(damaged[:5])
             return self._failed(
                 f"{len(damaged)} weights don't have the checksum that they were sent with: {names}"
             )
-        self.checked_push = inbox
+        self.checked_push = reader
         return ""
 
     def check_adapter(self, path: str, checksum: str) -> str:
-        """Return what is wrong with the file of an adapter; "" if nothing is."""
+        """Check an adapter's file. Return the reason if it is refused, else ""."""
         reason = explain_adapter_damage(path, checksum)
         return self._failed(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:
         """Load the push that `check_push` accepted. Call it between two steps.
 
-        Returns what went wrong; "" if nothing did.
+        Return the error's text if loading failed, else "".
         """
-        inbox = self.checked_push
+        reader = self.checked_push
         self.checked_push = None
-        if inbox is None:
+        if reader is None:
             return self._failed("this worker has accepted no push")
         try:
-            self.reload_weights(weights_iterator=inbox.weights())
+            self.reload_weights(weights_iterator=reader.weights())
             self._repack_experts()
         except Exception as error:  # of any type: the caller stops the generator
             return self._failed(f"{type(error).__name__}: {error}")
@@ -122,8 +122,8 @@ class VLLMBackend(_VLLMWorker):
     def end_with(self, host: str, driver: int) -> None:
         """Make this worker and vLLM's engine end when the driver's process ends.
 
-        Without this, an engine whose driver was killed would keep running and hold the accelerator:
-        it ends only when the driver tells it to.
+        Otherwise an engine whose driver was killed would keep running and hold the accelerator,
+        since it ends only on the driver's request.
         """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
@@ -137,7 +137,7 @@ class VLLMBackend(_VLLMWorker):
     def _repack_experts(self) -> None:
         """Repack the experts' weights on a CPU after a reload.
 
-        vLLM 0.32 computes experts on a repacked copy, which its reloading does not update.
+        vLLM 0.32 computes experts from a repacked copy, which `reload_weights` does not update.
         """
         model = self.model_runner.get_model()
         if next(model.parameters()).device.type != "cpu":

@@ -27,18 +27,18 @@ from ratchet.types import Completion, Placed, Sampling
 
 log = logging.getLogger(__name__)
 
-# Maximum duration of an exchange in which no request ends, so also of a new request's wait.
+# Maximum duration of an exchange in which no request ends. New requests wait for its end.
 WAIT_S = 0.05
-TOGETHER = 64  # requests with the same prompt that one worker takes before others get some
+TOGETHER = 64  # maximum number of requests with one prompt that are sent to the same worker
 
 
 class GeneratorPool:
     """A `Generator`, `Placeable` and `HasReadableWeights` on workers with a `GeneratorRank` each.
 
     Attributes that the weight sync uses:
-        push_lock: held during a push of weights.
-        catch_up: pushes the current version to the given receivers alone; None: not possible.
-        on_restart: called after each restart.
+        push_lock: is held during a push of weights.
+        catch_up: pushes the current version to the given receivers only; None: there is no sync.
+        on_restart: is called after each restart.
     """
 
     def __init__(
@@ -49,7 +49,9 @@ class GeneratorPool:
     ) -> None:
         """Create the pool without workers; `start` starts them.
 
-        model, tokenizer: the policy's. Workers get their own when they start.
+        Args:
+            model: Unused, because workers load the policy's model themselves.
+            tokenizer: The policy's tokenizer.
         """
         self.tokenizer = tokenizer
         self.precision: str | None = getattr(config.worker, "quantise", None)
@@ -66,7 +68,8 @@ class GeneratorPool:
         self.hosts: set[str] = set()
         self._start: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
-        self._unplaced: dict[int, PendingRequest] = {}  # by number; while no worker can serve
+        # Requests by number that wait until a worker can serve.
+        self._unplaced: dict[int, PendingRequest] = {}
         self._recovery: asyncio.Task[None] | None = None
         self._pushed = self._paused = self._closed = False
 
@@ -75,8 +78,9 @@ class GeneratorPool:
     def start(self, start: Callable[[int], Workers]) -> None:
         """Start all workers.
 
-        start: starts a worker with its component by its rank; it is called again to replace a lost
-        one.
+        Args:
+            start: Starts the worker of a rank, with its component. It is called again to replace a
+                lost worker.
         """
         self._start = start
         with ThreadPoolExecutor(len(self.queues)) as threads:
@@ -98,10 +102,10 @@ class GeneratorPool:
         return [queue.group for queue in self.queues if queue.group is not None]
 
     async def rebuild(self) -> bool:
-        """Start a new process for each lost worker. Returns True if there was one.
+        """Start a new process for each lost worker. Return True if there was one.
 
-        The process has the run's first weights, and serves after a push. Raises the error that
-        ended the pool.
+        The process starts with the run's first weights, and serves requests after a push. Raise the
+        error that ended the pool, if there is one.
         """
         lost_queues = [queue for queue in self.queues if queue.group is None]
         await asyncio.gather(*(self._replace(queue) for queue in lost_queues))
@@ -129,7 +133,8 @@ class GeneratorPool:
     def _count_loss(self, error: Exception, redrawn: int = 0) -> None:
         """Count the loss of a worker, and end the pool if it exceeds the allowed restarts.
 
-        redrawn: number of requests that are drawn again.
+        Args:
+            redrawn: Number of requests that are drawn again.
         """
         if self.restarts >= self.max_restarts:
             self._end(error)
@@ -214,7 +219,8 @@ class GeneratorPool:
     def mark_current(self, queues: Sequence[WorkerQueue], version: int | None = None) -> None:
         """Mark workers as having the current weights, so that they serve.
 
-        version: version that was pushed to them; None: no push was needed.
+        Args:
+            version: The version that was pushed to them; None: no push was needed.
         """
         if version is not None:
             self.version = version
@@ -233,7 +239,7 @@ class GeneratorPool:
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises as the workers' generators do, and a WorkerError if a worker is lost and not
+        Raise what the workers' generators raise, or WorkerError if a worker is lost and not
         replaced.
         """
         assert self._start is not None, (
@@ -248,6 +254,7 @@ class GeneratorPool:
             return await future
         except asyncio.CancelledError:
             if self._unplaced.pop(request.number, None) is None:
+                # `any` stops at the queue that had the request.
                 any(queue.cancel(request) for queue in self.queues)
             raise
 
@@ -280,16 +287,17 @@ class GeneratorPool:
         """Exchange requests and completions with a worker while its queue is busy."""
         group = queue.group
         assert group is not None, "requests go to serving workers only"
-        # Let callers of the same moment enter together, so that equal prompts are computed once.
+        # Let concurrent callers join the first batch, so that equal prompts are computed once.
         await asyncio.sleep(0)
         while queue.busy and queue.group is group:
             requests, cancelled, abort = queue.take_batch()
             try:
-                (answered,) = await group.call("exchange", requests, cancelled, WAIT_S, abort)
-            except Exception as error:  # of any type: the sent requests have no answer
+                (results,) = await group.call("exchange", requests, cancelled, WAIT_S, abort)
+            # Any error means that the sent requests get no answer.
+            except Exception as error:
                 self.mark_lost(queue, group, error)
                 return
-            for number, answer in (*answered.each(), *answered.errors.items()):
+            for number, answer in (*results.each(), *results.errors.items()):
                 if isinstance(answer, Exception) and not _is_request_error(answer):
                     self.mark_lost(queue, group, answer)
                     return
@@ -325,8 +333,8 @@ class GeneratorPool:
     async def _call_running(self, method: str) -> None:
         """Call a method of all running workers.
 
-        A worker that is lost meanwhile is no error here: it is replaced, or ends the run, when it
-        is needed.
+        The loss of a worker raises an error only if it ended the pool. Otherwise the worker is
+        replaced when a request needs it.
         """
         results = await asyncio.gather(
             *(self.call_worker(queue, method) for queue in self.queues if queue.group is not None),
@@ -343,8 +351,10 @@ class GeneratorPool:
     ) -> Any:
         """Call a method of one worker's component.
 
-        timeout_s: deadline of the call; None: the workers' default. Raises WorkerError if the
-        worker is lost, and what its component raises.
+        Raise what the component raises, or WorkerError if the worker is lost.
+
+        Args:
+            timeout_s: Time limit of the call; None: the workers' default.
         """
         if (group := queue.group) is None:
             raise self.broken or WorkerError(f"generator rank {queue.rank} was lost")
@@ -368,7 +378,7 @@ class GeneratorPool:
     ) -> list[Any]:
         """Call a method of every worker, with separate arguments for each.
 
-        Raises the first error, while other workers may still run: see `give_up`.
+        Raise the first error, while other workers may still be running: see `give_up`.
         """
         pairs = zip(self.queues, arguments_by_worker, strict=True)
         return await asyncio.gather(
@@ -389,7 +399,7 @@ class GeneratorPool:
         """Return the number of workers."""
         return len(self.queues)
 
-    # --- weights that come through this process
+    # --- weights that pass through this process
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         await self._call_all("prepare", manifest)
@@ -410,7 +420,7 @@ class GeneratorPool:
         )
 
     def weights(self) -> Iterator[Shard]:
-        """Yield the first worker's weights; nothing if its generator does not show them."""
+        """Yield the first worker's weights; nothing if its generator does not expose them."""
         for group in self._groups[:1]:
             yield from group.call_now("weights")[0]
 
@@ -440,8 +450,8 @@ class PoolReceivers:
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
         """Call a method of every receiver and return the results."""
         calls = (
-            self.pool.call_worker(queue, "link", place, method, *arguments)
-            for place, queue in enumerate(self.queues)
+            self.pool.call_worker(queue, "link", index, method, *arguments)
+            for index, queue in enumerate(self.queues)
         )
         results = await asyncio.gather(*calls)
         if method == "commit":
@@ -450,5 +460,5 @@ class PoolReceivers:
 
 
 def _is_request_error(error: Exception) -> bool:
-    """Return True if an error concerns the request alone, so that its generator still works."""
+    """True if the error concerns only the request, so that the generator still works."""
     return isinstance(error, RatchetError) and not isinstance(error, WorkerError)

@@ -32,11 +32,11 @@ class PendingRequest:
 
     @property
     def cost(self) -> int:
-        """Return the maximum number of tokens of prompt and completion."""
+        """Return the maximum number of tokens, prompt and completion together."""
         return len(self.tokens) + self.sampling.max_new_tokens
 
     def deliver(self, answer: Completion | BaseException) -> None:
-        """Give the caller a completion or an error; do nothing if it was cancelled."""
+        """Give the caller a completion or an error; do nothing if the request is already done."""
         if self.future.done():
             return
         if isinstance(answer, BaseException):
@@ -54,19 +54,19 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class WorkerQueue:
-    """The requests of one worker, and its process."""
+    """The requests of one worker, and the process that serves them."""
 
     rank: int  # among the workers
-    group: Workers | None = None  # its process; None: it was lost
-    current: bool = False  # it has the pool's version of the weights, so it may serve
+    group: Workers | None = None  # the worker's process; None once it is lost
+    current: bool = False  # has the pool's version of the weights, so it may serve
     lost_group: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent
     sent: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet answered
-    cancelled: list[int] = field(default_factory=list)  # numbers not yet sent as cancelled
+    cancelled: list[int] = field(default_factory=list)  # numbers whose cancellation is not sent yet
     aborting: bool = False  # the next exchange aborts the sent requests
-    load: int = 0  # maximum number of tokens of all waiting and sent requests
+    load: int = 0  # sum of `cost` over waiting and sent requests
     prompts: Counter[PromptKey] = field(default_factory=Counter)  # of waiting and sent requests
-    pump: asyncio.Task[None] | None = None  # the task that exchanges with the worker
+    pump: asyncio.Task[None] | None = None  # the task that exchanges messages with the worker
 
     @property
     def busy(self) -> bool:
@@ -80,10 +80,10 @@ class WorkerQueue:
         self.prompts[request.key] += 1
 
     def take_batch(self) -> tuple[RequestBatch, list[int], bool]:
-        """Return what to send next, and mark it as sent.
+        """Return (requests, cancelled, aborting), which the next exchange sends, and mark as sent.
 
-        That is the waiting requests, the numbers of cancelled ones, and True if the requests sent
-        before must be aborted.
+        requests: the waiting ones. cancelled: numbers of cancelled requests. aborting: True if the
+        worker must abort the requests that it already has.
         """
         requests = RequestBatch.from_requests(
             {
@@ -115,7 +115,7 @@ class WorkerQueue:
         return True
 
     def abort(self) -> None:
-        """End waiting requests, and mark sent ones to be aborted."""
+        """End waiting requests, and have the next exchange abort those already sent."""
         for request in self.waiting.values():
             self._forget(request)
             request.deliver_aborted()

@@ -1,8 +1,8 @@
-"""Log-probabilities of target tokens in chunks of rows, with a hand-written backward.
+"""Compute log-probabilities of target tokens in chunks of rows, with a hand-written backward.
 
-The head must be a single matrix. Autograd would keep the logits of all chunks, or make some five
-blocks of their size for each chunk, and a gradient of the whole matrix for each. Here one block of
-logits exists at a time, and one gradient, to which every chunk adds.
+The head must be a single matrix. Autograd would either keep the logits of all chunks, or allocate
+about five blocks of their size and a gradient of the whole matrix for each chunk. Here one block of
+logits exists at a time, and all chunks add to one gradient of the matrix.
 
 n = predictions, d = hidden size, V = vocabulary.
 """
@@ -28,10 +28,10 @@ def compute_target_logprobs(
     """Return (log p of the targets [n], entropies [n]) of `softmax(hidden @ matrix.T /
     temperature)`.
 
-    rows: predictions of a chunk.
-    entropy: False leaves the entropies at 0. They have no gradient.
+    rows: number of predictions in a chunk.
+    entropy: False leaves the entropies at 0. They have no gradient in either case.
 
-    All tensors have one dtype but the int64 targets.
+    All tensors have the same dtype, except the int64 targets.
     """
     return _TargetLogprobs.apply(hidden_nd, matrix_Vd, targets_n, temperature_n, rows, entropy)
 
@@ -54,17 +54,17 @@ class _TargetLogprobs(Function):
         block = hidden.new_empty(min(rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), rows):
             chunk = slice(start, start + rows)
-            z = _logits(hidden[chunk], matrix, temperature[chunk], block)
-            maxima = z.amax(-1)
-            picked = z.gather(1, targets[chunk, None])[:, 0]
-            below = z.sub_(maxima[:, None])
-            exponentials = below.exp() if entropy else below.exp_()
-            total = exponentials.sum(-1)
-            log_sums[chunk] = maxima + total.log()
-            logprobs[chunk] = (picked - maxima) - total.log()
+            scaled = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
+            maxima = scaled.amax(-1)
+            target_logits = scaled.gather(1, targets[chunk, None])[:, 0]
+            shifted = scaled.sub_(maxima[:, None])
+            exponentials = shifted.exp() if entropy else shifted.exp_()
+            sums = exponentials.sum(-1)
+            log_sums[chunk] = maxima + sums.log()
+            logprobs[chunk] = (target_logits - maxima) - sums.log()
             if entropy:
-                mean = torch.bmm(exponentials[:, None], below[:, :, None])[:, 0, 0].div_(total)
-                entropies[chunk] = total.log() - mean
+                mean = torch.bmm(exponentials[:, None], shifted[:, :, None])[:, 0, 0].div_(sums)
+                entropies[chunk] = sums.log() - mean
         ctx.rows = rows
         ctx.save_for_backward(hidden, matrix, targets, temperature, log_sums)
         ctx.mark_non_differentiable(entropies)
@@ -74,7 +74,10 @@ class _TargetLogprobs(Function):
     def backward(
         ctx: Any, *grads: Tensor
     ) -> tuple[Tensor | None, Tensor | None, None, None, None, None]:
-        """Return the gradients of the hidden states and the matrix, p = softmax(z / t)."""
+        """Return the gradients of the hidden states and the matrix.
+
+        With logits z, temperature t and p = softmax(z / t): d log p_y / dz = (onehot_y - p) / t.
+        """
         hidden, matrix, targets, temperature, log_sums = ctx.saved_tensors
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_matrix = torch.zeros_like(matrix) if ctx.needs_input_grad[1] else None
@@ -82,8 +85,8 @@ class _TargetLogprobs(Function):
         block = hidden.new_empty(min(ctx.rows, len(hidden)), len(matrix))
         for start in range(0, len(hidden), ctx.rows):
             chunk = slice(start, start + ctx.rows)
-            # In place: log p first, then the gradient d log p_y / dz = (onehot_y - p) / t.
-            grad_logits = _logits(hidden[chunk], matrix, temperature[chunk], block)
+            # In place: z / t, log p, p, then the gradient of z; `weight` holds the factor 1 / t.
+            grad_logits = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             grad_logits.sub_(log_sums[chunk, None]).exp_().mul_(-weight[chunk, None])
             grad_logits.scatter_add_(1, targets[chunk, None], weight[chunk, None])
             if grad_hidden is not None:
@@ -93,6 +96,6 @@ class _TargetLogprobs(Function):
         return grad_hidden, grad_matrix, None, None, None, None
 
 
-def _logits(hidden: Tensor, matrix: Tensor, temperature: Tensor, block: Tensor) -> Tensor:
-    """Return the logits of a chunk, written into `block`."""
+def _scaled_logits(hidden: Tensor, matrix: Tensor, temperature: Tensor, block: Tensor) -> Tensor:
+    """Return a chunk's logits divided by the temperature, written into `block`."""
     return torch.mm(hidden, matrix.T, out=block[: len(hidden)]).div_(temperature[:, None])

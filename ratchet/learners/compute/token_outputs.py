@@ -1,7 +1,8 @@
-"""Columns that losses read, from hidden states: in float32 and in chunks.
+"""Compute the columns that losses read, such as log-probabilities, from hidden states.
 
-[T, V] never exists whole. T = tokens of a micro-batch, n = predicted tokens (only these need
-logits), d = hidden size, V = vocabulary, K = width of a column of likeliest tokens.
+They are computed in float32 and in chunks: [T, V] never exists whole. T = tokens of a
+micro-batch, S = its sequences, n = predicted tokens (only these need logits), d = hidden size,
+V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.
 """
 
 from __future__ import annotations
@@ -25,15 +26,15 @@ SCALARS = frozenset({"values", "scores", "token_scores"})
 
 @dataclass(frozen=True)
 class TokenOutputSpec:
-    """The outputs to compute for each prediction, beside the token's own log-probability.
+    """The outputs to compute for each prediction, besides its target's log-probability.
 
-    entropy: its entropy.
+    entropy: the prediction's entropy.
     of_ids: log-probabilities of given tokens (ids [n, K]).
     top: log-probabilities of the top_k likeliest tokens (0: of all, in order).
-    ids: their ids too.
-    shared: these log-probabilities are of the first so many tokens alone, renormalised; None: of
-      all.
-    entropy_slope: False if the entropy is only measured, which keeps nothing for the backward.
+    ids: the ids of these tokens too.
+    shared: size of the first part of the vocabulary over which `of_ids` and `top` renormalise;
+      None: the whole vocabulary.
+    entropy_slope: False if the entropy needs no gradient, which saves memory for the backward.
     """
 
     entropy: bool = False
@@ -54,10 +55,10 @@ class TokenOutputSpec:
         shared: int | None = None,
         measured: Collection[str] = (),
     ) -> TokenOutputSpec:
-        """Return the outputs for the names of columns.
+        """Return the outputs that the columns of these names need.
 
-        given_ids: the batch says which tokens' log-probabilities to return.
-        measured: the names that get no gradient.
+        given_ids: True if the batch holds the ids whose log-probabilities to return.
+        measured: names of the columns that need no gradient.
         """
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
@@ -72,29 +73,29 @@ class TokenOutputSpec:
 
     @property
     def is_logprobs_only(self) -> bool:
-        """True if only the tokens' own log-probabilities get a gradient, and no others are read."""
+        """True if only the targets' log-probabilities need a gradient, and no others are read."""
         return not (self.of_ids or self.top or (self.entropy and self.entropy_slope))
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the columns, in the order of the outputs."""
-        is_read = {
+        is_wanted = {
             "entropy": self.entropy,
             "topk_logprobs": self.of_ids or self.top,
             "topk_ids": self.ids,
         }
-        return ("logprobs", *(name for name, read in is_read.items() if read))
+        return ("logprobs", *(name for name, wanted in is_wanted.items() if wanted))
 
 
 class Vocabulary(Protocol):
     """A reader of log-probabilities [n, V] whose columns may be spread over ranks.
 
-    V may be the rank's part of the vocabulary.
+    V may be this rank's part of the vocabulary.
     """
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
     def first(self, all_nV: Tensor, size: int) -> Tensor:
-        """Return log-probabilities of the first `size` tokens alone, renormalised."""
+        """Return the log-probabilities of the first `size` tokens, renormalised over these."""
         ...
 
     def sum(self, x_nV: Tensor) -> Tensor: ...
@@ -116,7 +117,7 @@ class Vocabulary(Protocol):
 
 
 class FullVocabulary:
-    """A reader of log-probabilities that are all on this rank."""
+    """A vocabulary whose log-probabilities are all on this rank."""
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         return logits_nV.log_softmax(-1)
@@ -147,9 +148,9 @@ FULL_VOCABULARY = FullVocabulary()
 class Head:
     """A language head, which turns hidden states into log-probabilities.
 
-    size: tokens of the vocabulary.
-    chunk_rows: predictions whose logits exist at a time.
-    matrix: [V, d] in the dtype of losses, if `logits` is only a product with it; else None.
+    size: number of tokens in the vocabulary.
+    chunk_rows: number of predictions whose logits exist at a time.
+    matrix: [V, d] in the dtype of losses, if `logits` only multiplies by it; else None.
     """
 
     logits: Logits
@@ -167,14 +168,14 @@ def compute_token_columns(
     wanted: TokenOutputSpec,
     place_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return the columns "logprobs", "entropy", "topk_ids" and "topk_logprobs" that are wanted.
+    """Return those of the columns "logprobs", "entropy", "topk_ids", "topk_logprobs" in `wanted`.
 
     "logprobs" and "entropy" are [T], "topk_ids" [T, K], "topk_logprobs" [T, K + 1] (or [T, V], see
-    `outcomes`). They hold values at the tokens of the mask under each row's temperature, and 0
-    elsewhere. Given ids are the batch's `teacher_ids`. A row sampled greedily (temperature 0) is
-    scored under temperature 1, as its sampler recorded it.
+    `compute_outcome_logprobs`). They are computed at the tokens of the mask under each row's
+    temperature, and are 0 elsewhere. `wanted.of_ids` reads the batch's `teacher_ids`. A row sampled
+    greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
 
-    place_T: position of each token's hidden state; None: in the order of tokens.
+    place_T: row of each token's state in `hidden_Td`; None: the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
@@ -184,7 +185,7 @@ def compute_token_columns(
     targets_n = batch.tokens_T[index_n]
     ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
     columns: dict[str, Tensor] = {}
-    for name, values_n in _predicted(
+    for name, values_n in _compute_predictions(
         head, hidden_nd, targets_n, ids_nK, temperature_n, wanted
     ).items():
         columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put(
@@ -193,7 +194,7 @@ def compute_token_columns(
     return columns
 
 
-def _predicted(
+def _compute_predictions(
     head: Head,
     hidden_nd: Tensor,
     targets_n: Tensor,
@@ -202,19 +203,20 @@ def _predicted(
     wanted: TokenOutputSpec,
 ) -> dict[str, Tensor]:
     """Return the columns of the predictions, by name."""
-    bounds = range(0, max(1, len(hidden_nd)), head.chunk_rows)
-    if len(bounds) > 1 and head.matrix is not None and wanted.is_logprobs_only:
+    starts = range(0, max(1, len(hidden_nd)), head.chunk_rows)
+    if len(starts) > 1 and head.matrix is not None and wanted.is_logprobs_only:
         inputs = (
             hidden_nd.to(head.matrix.dtype),
             head.matrix,
             targets_n,
             temperature_n.to(head.matrix.dtype),
         )
-        with torch.autocast(hidden_nd.device.type, enabled=False):  # as `PolicyModel.logits`
-            picked = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
-        return dict(zip(wanted.names, picked, strict=False))
+        # `PolicyModel.logits` disables autocast too, to keep float32.
+        with torch.autocast(hidden_nd.device.type, enabled=False):
+            outputs = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
+        return dict(zip(wanted.names, outputs, strict=False))
     chunks: list[tuple[Tensor, ...]] = []
-    for start in bounds:
+    for start in starts:
         rows = slice(start, start + head.chunk_rows)
         arguments = (
             head,
@@ -224,15 +226,15 @@ def _predicted(
             temperature_n[rows],
             wanted,
         )
-        if len(bounds) > 1 and torch.is_grad_enabled():
+        if len(starts) > 1 and torch.is_grad_enabled():
             # The backward recomputes the logits of each chunk.
-            chunks.append(checkpoint(_chunk, *arguments, use_reentrant=False))
+            chunks.append(checkpoint(_compute_chunk, *arguments, use_reentrant=False))
         else:
-            chunks.append(_chunk(*arguments))
+            chunks.append(_compute_chunk(*arguments))
     return {name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(wanted.names)}
 
 
-def _chunk(
+def _compute_chunk(
     head: Head,
     hidden_nd: Tensor,
     targets_n: Tensor,
@@ -267,10 +269,10 @@ def _chunk(
 def compute_outcome_logprobs(
     vocabulary: Vocabulary, all_nV: Tensor, ids_nK: Tensor, size: int
 ) -> Tensor:
-    """Return log p of K tokens and, unless they are all, of "any other" in a last column.
+    """Return log p of K tokens and, unless they are all tokens, of "any other" in a last column.
 
-    "Any other" is summed over the other tokens. 1 minus the rest would be 0 in float32 for a sharp
-    distribution, without a gradient.
+    The probability of "any other" is a sum over the other tokens. 1 minus that of the K tokens
+    would be 0 in float32 for a sharp distribution, without a gradient.
     """
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:
@@ -279,7 +281,7 @@ def compute_outcome_logprobs(
 
 
 def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return the value of the state in which each token of the mask is chosen, 0 elsewhere. [T]
+    """Return the value of the state before each token of the mask, 0 elsewhere. [T]
 
     It is the scalar head's output one token earlier.
     """

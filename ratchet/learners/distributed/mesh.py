@@ -1,4 +1,4 @@
-"""The mesh: the process groups of a rank."""
+"""The device mesh and process groups of a rank."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ Group = dist.ProcessGroup
 
 
 class Mesh:
-    """The process groups of a rank; None stands for a group of one rank.
+    """The process groups of a rank. A group of one rank is None.
 
-    Every rank creates its mesh at the same time, after `init_process_group`.
+    All ranks create their mesh at the same time, after `init_process_group`.
     """
 
     def __init__(self, topology: Topology, device: str) -> None:
@@ -26,8 +26,9 @@ class Mesh:
         self.topology = topology
         self.rank = dist.get_rank()
         self.at = list(topology.coordinates())[self.rank]
-        ranks = topology.shards * topology.context
-        sizes = (topology.pipeline, topology.replicas, ranks, topology.tensor)
+        # The ranks of a replica over which FSDP divides the rows of a parameter.
+        row_ranks = topology.shards * topology.context
+        sizes = (topology.pipeline, topology.replicas, row_ranks, topology.tensor)
         self._mesh = init_device_mesh(
             device, sizes, mesh_dim_names=("pipeline", "replica", "rows", "tensor")
         )
@@ -37,30 +38,37 @@ class Mesh:
         )
         self.pipeline = self._mesh.get_group("pipeline") if topology.pipeline > 1 else None
         self.ends = self._ends()
-        # All ranks whose gradients are added up.
+        # The ranks whose gradients are added up.
         self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)
-        place = self.at.shard * topology.context + self.at.context
-        outer = ranks // topology.experts
+        row_index = self.at.shard * topology.context + self.at.context
+        # The ranks over which the rows of one expert's parameters are divided.
+        expert_row_ranks = row_ranks // topology.experts
         self.part = ModelShard(
             ShardIndex(self.at.tensor, topology.tensor),
             ShardIndex(self.at.pipeline, topology.pipeline),
-            ShardIndex(place % topology.experts, topology.experts),
+            ShardIndex(row_index % topology.experts, topology.experts),
         )
-        # This rank's share of the rows of every parameter, and of those of its experts.
-        self.share = ShardIndex(place, ranks)
-        self.expert_share = ShardIndex(place // topology.experts, outer)
-        self.fsdp = self._fsdp_mesh(self._mesh, ranks)
+        # This rank's share of the rows of each dense parameter, and of each of its experts'.
+        self.share = ShardIndex(row_index, row_ranks)
+        self.expert_share = ShardIndex(row_index // topology.experts, expert_row_ranks)
+        self.fsdp = self._fsdp_mesh(self._mesh, row_ranks)
         self.expert_fsdp = self.fsdp
         self.experts = None
         if topology.experts > 1:
-            sizes = (topology.pipeline, topology.replicas, outer, topology.experts, topology.tensor)
+            sizes = (
+                topology.pipeline,
+                topology.replicas,
+                expert_row_ranks,
+                topology.experts,
+                topology.tensor,
+            )
             names = ("pipeline", "replica", "rows", "experts", "tensor")
-            divided = init_device_mesh(device, sizes, mesh_dim_names=names)
-            self.experts = divided.get_group("experts")
-            self.expert_fsdp = self._fsdp_mesh(divided, outer)
+            expert_mesh = init_device_mesh(device, sizes, mesh_dim_names=names)
+            self.experts = expert_mesh.get_group("experts")
+            self.expert_fsdp = self._fsdp_mesh(expert_mesh, expert_row_ranks)
 
     def _ends(self) -> Group | None:
-        """Return the group of the pipeline's first and last rank; None for ranks between."""
+        """Return the group of the first and last pipeline stage; None if this rank has neither."""
         last = self.topology.pipeline - 1
         if not last:
             return None
@@ -77,14 +85,14 @@ class Mesh:
         group = self._group(group_key, 2)
         return group if self.at.pipeline in (0, last) else None
 
-    def _fsdp_mesh(self, mesh: DeviceMesh, ranks: int) -> DeviceMesh | None:
-        """Return the mesh over which weights are divided and repeated.
+    def _fsdp_mesh(self, mesh: DeviceMesh, row_ranks: int) -> DeviceMesh | None:
+        """Return the mesh over which FSDP divides weights and repeats them in each replica.
 
-        None: one rank has them alone.
+        None if one rank holds all of them.
         """
         if self.topology.replicas > 1:
             return mesh["replica", "rows"]
-        return mesh["rows"] if ranks > 1 else None
+        return mesh["rows"] if row_ranks > 1 else None
 
     def _group(
         self, group_key: Callable[[Coordinates], tuple[int, ...]], size: int

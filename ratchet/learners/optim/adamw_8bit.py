@@ -1,6 +1,6 @@
-"""AdamW with moments in 8 bits, a quarter of their size, by codes and kernels of bitsandbytes.
+"""AdamW with moments in 8 bits, a quarter of their memory, by codes and kernels of bitsandbytes.
 
-B = blocks of a flattened tensor, n = its numbers.
+B = blocks of a flattened tensor, n = its elements.
 """
 
 from __future__ import annotations
@@ -15,30 +15,31 @@ from torch.nn.functional import pad
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
-# Numbers that share a scale, as in the paper.
+# Elements that share a scale, as in the paper.
 BLOCK = 256
-# Parameters of fewer numbers keep float32 moments, which take little memory.
+# Parameters with fewer elements keep float32 moments, which take little memory.
 SMALL = 4096
-# Numbers that are restored at a time: whole blocks.
+# Elements that are restored at a time; a multiple of BLOCK.
 AT_ONCE = 2**22
 
 
 class AdamW8bit(AdamW):
     """AdamW with 8-bit optimizer states (arXiv:2110.02861).
 
-    Each block of numbers has one scale, and each number is the nearest of 256 values, which are
+    Each block has one scale, and each element is stored as the nearest of 256 values, which are
     dense around zero. The step itself is AdamW's, in float32.
 
-    Two things differ from the paper. A block's scale is its number of largest magnitude with its
-    sign, so that this number is exactly a code: quantising restored numbers changes no bit, and
-    checkpoints of ranks may hold restored numbers, for any division. And the root of the running
-    square is quantised, which has the range of the mean: a square of 1e-4 of its block's largest
-    gradient would be rounded to zero, and the step would be the mean over eps.
+    Two things differ from the paper. First, a block's scale is its element of largest magnitude,
+    with its sign, so that a code represents this element exactly. Quantising restored moments then
+    changes no bit, so checkpoints can hold restored moments, for any division among ranks. Second,
+    the root of the running square is quantised, because it has the same range as the mean. The
+    square of a gradient of 1e-4 of its block's largest would be rounded to zero, and the step would
+    be the mean over eps.
     """
 
     @cached_property
     def codes(self) -> MomentCodes:
-        """The codes of the mean and of the root."""
+        """The 8-bit codes of the mean and of the root, created at first use."""
         return MomentCodes()
 
     def _update_group(
@@ -61,9 +62,9 @@ class AdamW8bit(AdamW):
     def _update_in_runs(
         self, moments: Moments, local: Tensor, gradient: Tensor, lr: float, decay: float
     ) -> None:
-        """Update one run of blocks after another.
+        """Update a parameter in runs of blocks, one after another.
 
-        All moments of a large matrix in float32 would take the memory that this class saves.
+        Restoring all moments of a large matrix at once would take the memory that this class saves.
         """
         local_n = local.view(-1)
         gradient_n = gradient.reshape(-1)
@@ -73,13 +74,13 @@ class AdamW8bit(AdamW):
             blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
             quantised = {
                 key: value[blocks if key.endswith("scales") else run]
-                for key, value in _flat(moments).items()
+                for key, value in _flatten(moments).items()
             }
-            # Every run is the same step: the count of the run before is taken back.
+            # All runs are one step: undo the count of the previous run.
             moments["step"].copy_(step_before)
-            numbers = {"step": moments["step"], **self._restore(quantised)}
-            self._adamw_step([local_n[run]], [gradient_n[run]], [numbers], lr, decay)
-            self._quantise(numbers, quantised)
+            restored = {"step": moments["step"], **self._restore(quantised)}
+            self._adamw_step([local_n[run]], [gradient_n[run]], [restored], lr, decay)
+            self._quantise(restored, quantised)
 
     def moments(self, name: str, local: Tensor) -> Moments:
         if local.numel() < SMALL:
@@ -97,14 +98,17 @@ class AdamW8bit(AdamW):
         if "mean_codes" not in moments:
             return super().unquantised(name)
         shape = moments["mean_codes"].shape
-        restored = {key: value.view(shape) for key, value in self._restore(_flat(moments)).items()}
+        restored = {
+            key: value.view(shape) for key, value in self._restore(_flatten(moments)).items()
+        }
         return restored | {key: moments[key] for key in ("average",) if key in moments}
 
     def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
-        """Quantise moments that the caller has set."""
+        """Quantise and store moments that the caller has overwritten."""
         if "mean_codes" in self.state[name]:
             self._quantise(
-                {key: value.reshape(-1) for key, value in moments.items()}, _flat(self.state[name])
+                {key: value.reshape(-1) for key, value in moments.items()},
+                _flatten(self.state[name]),
             )
 
     def _restore(self, quantised: Mapping[str, Tensor]) -> Moments:
@@ -129,8 +133,8 @@ class AdamW8bit(AdamW):
 class MomentCodes:
     """The 256 values of the mean, which has signs, and of the root, which has none.
 
-    They lie between -1 and 1. The nearest value is searched here: the library's kernel for CPUs
-    takes a neighbour of it where values are small, even of a number that is a value.
+    They lie between -1 and 1. `quantise` searches the nearest value itself: among small values,
+    bitsandbytes' CPU kernel returns a neighbour, even for an input that equals a value.
     """
 
     def __init__(self) -> None:
@@ -144,9 +148,9 @@ class MomentCodes:
         return int((self.values[key] == 0).nonzero()[0])
 
     def quantise(self, numbers_n: Tensor, key: str) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of the numbers: uint8 [n], float32 [B]."""
+        """Return (codes uint8 [n], scales float32 [B]) of the numbers."""
         n = numbers_n.numel()
-        values = self._on(numbers_n, key)
+        values = self._values_on(numbers_n.device, key)
         numbers_Bk = pad(numbers_n, (0, -n % BLOCK)).view(-1, BLOCK)  # k = BLOCK
         largest_B1 = numbers_Bk.gather(1, numbers_Bk.abs().argmax(1, keepdim=True))
         relative_Bk = numbers_Bk / torch.where(largest_B1 == 0, 1.0, largest_B1)
@@ -154,19 +158,18 @@ class MomentCodes:
         return codes_Bk.to(torch.uint8).view(-1)[:n], largest_B1[:, 0]
 
     def restore(self, codes_n: Tensor, scales_B: Tensor, key: str) -> Tensor:
-        """Return the numbers of codes and scales, float32 [n]."""
-        code = self._on(codes_n, key)
+        """Return the numbers that codes and scales represent, float32 [n]."""
+        values = self._values_on(codes_n.device, key)
         return load_bitsandbytes().dequantize_blockwise(
-            codes_n.contiguous(), absmax=scales_B, code=code, blocksize=BLOCK
+            codes_n.contiguous(), absmax=scales_B, code=values, blocksize=BLOCK
         )
 
-    def _on(self, like: Tensor, key: str) -> Tensor:
-        """Return the values of a key on the device of `like`."""
-        self.values[key] = self.values[key].to(like.device)
+    def _values_on(self, device: torch.device, key: str) -> Tensor:
+        self.values[key] = self.values[key].to(device)
         return self.values[key]
 
 
-def _flat(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _flatten(moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return flat views of the quantised moments."""
     return {
         key: value.view(-1) for key, value in moments.items() if key.endswith(("_codes", "_scales"))

@@ -1,9 +1,9 @@
 """Compute attention over packed sequences for the learner. No sequence attends to another.
 
-Consecutive sequences of similar length share one causal call and are right-padded inside it only; a
-causal query never sees the padding behind it. Sequences of equal length, the common case, need no
-padding and are a plain view. Everything outside attention is padding-free. Segments of a prefix
-tree, whose past was computed elsewhere, share masked calls in the same way.
+Consecutive sequences of similar length share one causal call. Only inside this call they are padded
+on the right, where no causal query sees the padding. Sequences of equal length, the common case,
+need no padding, only a view of the tensor. Segments of a prefix tree, whose past belongs to other
+segments, share masked calls in the same way.
 
 T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = longest
 past of a segment, L = longest segment.
@@ -23,8 +23,8 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
-# Segments share a call if its cells (pairs of a query and a key), padding included, are at most
-# WASTE times the real cells plus FREE. On a CPU a separate call costs about as much as FREE cells.
+# Segments share a call if its pairs of a query and a key, padding included, number at most WASTE
+# times the real pairs plus FREE. On a CPU a separate call costs about as much as FREE pairs.
 WASTE = 1.25
 FREE = 4096
 # Returns the indices of the keys and values of the tokens before a segment, in order.
@@ -33,9 +33,13 @@ Past = Callable[[PrefixSegment], Index]
 
 @dataclass(frozen=True)
 class Padding:
-    """The indices that pad sequences to rows of equal length, and take the padding away."""
+    """The indices that pad sequences to rows of equal length, and remove the padding again.
 
-    # int64 [rows * longest]: the token in each cell; padding repeats a real one and stays finite
+    A cell is a place for one token in these rows.
+    """
+
+    # int64 [rows * longest]: the token in each cell. A padding cell repeats a real token, so that
+    # its values are finite.
     gather: Tensor
     cells: Tensor  # int64 [tokens]: the cell of each token
 
@@ -51,7 +55,7 @@ class Bucket:
 
 
 class PackedAttention:
-    """The `attend` of `Decoder.forward` for sequences laid end to end."""
+    """The `attend` argument of `Decoder.forward` for sequences laid end to end."""
 
     def __init__(self, lengths: Sequence[int], device: torch.device | str = "cpu") -> None:
         """Plan the attention calls.
@@ -81,13 +85,13 @@ def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tens
 
 
 def _cells(bucket: Bucket, x: Tensor) -> Tensor:
-    """Return [tokens, heads, D] as [rows, heads, longest, D]."""
+    """Pad and reshape [tokens, heads, D] to [rows, heads, longest, D]."""
     cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
     return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
 
 
 def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
-    """Return [rows, heads, longest, D] as [tokens, heads, D], the inverse of `_cells`."""
+    """Invert `_cells`: turn [rows, heads, longest, D] into [tokens, heads, D]."""
     cells = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
     return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
 
@@ -97,14 +101,14 @@ class BranchCall:
     """One attention call over consecutive segments of a prefix tree, each with a past."""
 
     queries: Bucket  # the segments' own tokens
-    # int64 [R * (P + L)]: the token in each cell of keys and values, the past and then the
-    # segment; padding repeats a real token
+    # int64 [R * (P + L)]: the token in each cell of keys and values. A row has the segment's past,
+    # then the segment; padding cells repeat a real token.
     keys: Tensor
     seen: Tensor  # bool [R or 1, 1, L, P + L]: the cells that each query attends to
 
 
 class TreeAttention:
-    """The `attend` of `Decoder.forward` for the distinct tokens of a prefix tree.
+    """The `attend` argument of `Decoder.forward` for the distinct tokens of a prefix tree.
 
     Tokens are in the order of the tree's segments.
     """
@@ -117,17 +121,21 @@ class TreeAttention:
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split(
-            [self.roots, *(branches.queries.tokens for branches in self.branches)]
+            [self.roots, *(call.queries.tokens for call in self.branches)]
         )
         parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
-        for branches, q in zip(self.branches, queries, strict=True):
-            parts.append(attend_past(branches, q, k_TKD, v_TKD))
+        for call, q in zip(self.branches, queries, strict=True):
+            parts.append(attend_past(call, q, k_TKD, v_TKD))
         return torch.cat(parts)
 
 
 def attend_past(branches: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    """Return the attention of segments with a past: queries of the segments over all keys and
-    values.
+    """Return the attention of segments with a past.
+
+    Args:
+        q_THD: Queries of the call's segments only.
+        k_TKD: Keys of all tokens, the pasts included.
+        v_TKD: Values of all tokens, the pasts included.
     """
     bucket = branches.queries
 
@@ -146,7 +154,7 @@ class _Pad(Function):
     """Pad [tokens, ...] to [rows * longest, ...].
 
     Only real queries reach the loss, and they see no padding. So the gradient of padding is exactly
-    0, and the backward pass only picks the real cells.
+    0, and the backward pass only selects the real cells.
     """
 
     @staticmethod
@@ -202,21 +210,22 @@ def _shared_calls(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegment]
     A group ends where its padding would cost more than another call.
     """
     runs: list[list[PrefixSegment]] = []
-    # of the last run: real cells, longest segment, longest past
-    used = longest = longest_past = 0
+    # Of the last run: number of real query-key pairs, longest segment, longest past.
+    real_pairs = longest = longest_past = 0
     for segment in segments:
-        cost = segment.length * segment.end
-        joint = max(longest, segment.length)
+        segment_pairs = segment.length * segment.end
+        joint_longest = max(longest, segment.length)
         joint_past = max(longest_past, segment.begin)
-        padded_cells = (len(runs[-1]) + 1) * joint * (joint + joint_past) if runs else 0
-        if runs and padded_cells <= WASTE * (used + cost) + FREE:
+        row_pairs = joint_longest * (joint_longest + joint_past)
+        padded_pairs = (len(runs[-1]) + 1) * row_pairs if runs else 0
+        if runs and padded_pairs <= WASTE * (real_pairs + segment_pairs) + FREE:
             runs[-1].append(segment)
-            used += cost
-            longest = joint
+            real_pairs += segment_pairs
+            longest = joint_longest
             longest_past = joint_past
         else:
             runs.append([segment])
-            used = cost
+            real_pairs = segment_pairs
             longest = segment.length
             longest_past = segment.begin
     return runs
@@ -227,7 +236,7 @@ def plan_branch_calls(
 ) -> list[BranchCall]:
     """Return the attention calls for segments laid end to end.
 
-    Segments in ascending order of begin and length need the fewest calls.
+    Segments sorted by begin, then by length, need the fewest calls.
     """
     return [_branches(run, past, device) for run in _shared_calls(segments)]
 
@@ -244,11 +253,12 @@ def _branches(
     offsets_L = np.arange(bucket.longest)
     segment_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
     keys = torch.from_numpy(np.concatenate([past_RP, segment_RL], axis=1).reshape(-1))
+    # Pasts of equal length need only one mask for all rows.
     begins = sorted({segment.begin for segment in run})
     begin_R = torch.tensor(begins if len(begins) == 1 else [segment.begin for segment in run])
     causal_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool).tril()
-    behind_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
+    past_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
         -1, bucket.longest, -1
     )
-    seen = torch.cat([behind_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
+    seen = torch.cat([past_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
     return BranchCall(bucket, keys.to(device), seen[:, None].to(device))

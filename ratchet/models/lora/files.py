@@ -1,4 +1,4 @@
-"""Read and write adapters in peft's form, and fingerprint the base that an adapter belongs to.
+"""Read and write adapters in peft's format, and fingerprint the base that an adapter belongs to.
 
 The files are `adapter_config.json` and `adapter_model.safetensors`.
 """
@@ -27,7 +27,7 @@ from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import get_first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # in peft's words
+INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # ours -> peft's
 # Settings of peft that change the arithmetic. They must be off, as only plain LoRA is supported.
 PLAIN = (
     "use_dora",
@@ -47,7 +47,7 @@ def require_peft() -> None:
 
 
 def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
-    """Return peft's `LoraConfig`; `names` are the linear maps that have an adapter."""
+    """Return peft's `LoraConfig`; `names` are the linear layers that have an adapter."""
     require_peft()
     from peft import LoraConfig  # imported late, because it imports transformers
 
@@ -68,10 +68,10 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
 def save_adapter(
     directory: Path, adapter: Adapter, names: Sequence[str], weights: Mapping[str, SavableTensor]
 ) -> None:
-    """Write an adapter that `peft.PeftModel.from_pretrained` reads, in float32.
+    """Write an adapter in float32, for `peft.PeftModel.from_pretrained`.
 
     Args:
-        names: names of the linear maps that have an adapter.
+        names: names of the linear layers that have an adapter.
         weights: the adapter's weights by peft's names.
     """
     config = peft_config(adapter, names)
@@ -91,7 +91,7 @@ class StoredAdapter:
     """An adapter read from files."""
 
     adapter: Adapter
-    names: tuple[str, ...]  # of the linear maps that have an adapter
+    names: tuple[str, ...]  # of the linear layers that have an adapter
     weights: Mapping[str, Tensor]  # by peft's names, on the CPU
 
     def check(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
@@ -101,18 +101,18 @@ class StoredAdapter:
             shapes: shapes of the base's weights, by canonical name.
         """
         rank = self.adapter.lora.rank
-        for name, low_rank in self.weights.items():
-            path, _, which = name.removeprefix(PEFT).rpartition(".lora_")
-            shape = shapes.get(f"{path}.weight")
+        for name, weight in self.weights.items():
+            layer, _, factor = name.removeprefix(PEFT).rpartition(".lora_")
+            shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
                     f"the adapter's weight '{name}' is of a map that this model doesn't have: it "
                     "has another base"
                 )
-            expected = (rank, shape[1]) if which.startswith("A") else (shape[0], rank)
-            if tuple(low_rank.shape) != expected:
+            expected = (rank, shape[1]) if factor.startswith("A") else (shape[0], rank)
+            if tuple(weight.shape) != expected:
                 raise ModelError(
-                    f"the adapter's weight '{name}' has shape {tuple(low_rank.shape)}, the base "
+                    f"the adapter's weight '{name}' has shape {tuple(weight.shape)}, the base "
                     f"wants {expected}"
                 )
 
@@ -120,7 +120,7 @@ class StoredAdapter:
 def load_adapter(directory: Path) -> StoredAdapter:
     """Return the adapter in a directory.
 
-    Raises ModelError if it is damaged, or is not plain LoRA of linear maps.
+    Raise ModelError if it is damaged, or is not plain LoRA of linear layers.
     """
     require_peft()
     from peft import PeftConfig
@@ -173,7 +173,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
 def sum_bits(tensor: Tensor) -> int:
     """Return the sum of a tensor's bit patterns, modulo 2^64.
 
-    The sums of a tensor's blocks add up to the tensor's own, however it is divided.
+    The sums of a tensor's shards add up to that of the tensor, however it is sharded.
     """
     words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
     return int(tensor.detach().contiguous().view(words).sum(dtype=torch.int64))
@@ -189,7 +189,7 @@ def check_base(directory: Path, saved: object, current: str) -> None:
 
     Args:
         saved: the fingerprint in the checkpoint.
-        own: the fingerprint of the model.
+        current: the fingerprint of the model.
     """
     if saved != current:
         raise CheckpointError(

@@ -1,11 +1,10 @@
 """Define collectives of torch.distributed that gradients pass through.
 
-They work along the first dimension where there is a choice.
+They split and concatenate along the first dimension, if not called `..._columns`.
 
-Every rank of a tensor- or context-parallel group computes the same loss. So the gradient of a
-tensor that all ranks hold alike is the same on each, and the gradient of a tensor that differs
-between ranks is a summand on each. The backward pass of a collective depends on which of the two
-its input is.
+Every rank of a tensor- or context-parallel group computes the same loss. The
+gradient of a tensor that is equal on all ranks is complete on each if all compute the same from it;
+otherwise each rank has one summand. The backward pass of a collective depends on which it is.
 """
 
 from __future__ import annotations
@@ -46,8 +45,9 @@ def gather(x: Tensor, group: Group, *, alike: bool = False) -> Tensor:
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of the sum of all ranks' x. The number of ranks must divide its
-    length.
+    """Return this rank's part of the sum of all ranks' x.
+
+    The number of ranks must divide len(x).
     """
     return _ScatterSum.apply(x, group)
 

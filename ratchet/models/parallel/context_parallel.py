@@ -1,12 +1,12 @@
 """Divide the tokens of every sequence over the ranks of a context-parallel group.
 
-Each rank's tokens attend to all tokens of their sequence. A sequence is cut into twice as many
-chunks as there are ranks; a rank takes one from the front and one from the back, so that all do
-about the same amount of attention ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys and values are
-gathered in every layer.
+Each rank's tokens attend to all earlier tokens of their sequence. A sequence is cut into twice as
+many chunks as there are ranks; rank r takes chunk r from the front and from the back, so that all
+ranks compute about the same amount of attention ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys
+and values are gathered in every layer.
 
-T = tokens of the packed sequences, t = those of this rank, H = query heads, K = key/value heads, D
-= head_dim.
+Shape suffixes: T = tokens of the packed sequences, t = tokens of this rank, S = sequences, H =
+query heads, K = key/value heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ratchet.models.parallel.sharding import ShardIndex
 class ContextSplit:
     """The tokens of packed sequences that each rank of a context-parallel group computes."""
 
-    # This rank's segments in the order of computation. Their `start` counts the tokens of all
+    # This rank's segments in the order of computation. `start` is an index into the tokens of all
     # ranks, laid end to end.
     segments: tuple[PrefixSegment, ...]
     tokens: Index  # indices of this rank's tokens, in the order of computation
@@ -38,22 +38,25 @@ class ContextSplit:
 
     @classmethod
     def from_lengths(cls, lengths: Sequence[int], share: ShardIndex) -> ContextSplit:
-        """Divide sequences of these lengths; `share` is this rank of the group."""
+        """Return the split of sequences of these lengths.
+
+        share: index of this rank in its context-parallel group, and the group's size.
+        """
         starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
         by_rank = [_segments(lengths, ShardIndex(rank, share.count)) for rank in range(share.count)]
         tokens = [_tokens(segments, starts_S) for segments in by_rank]
         sizes = tuple(map(len, tokens))
         place_T = np.empty(sum(lengths), dtype=np.int64)
         place_T[np.concatenate(tokens)] = np.arange(sum(lengths))
-        placed: list[PrefixSegment] = []
+        placed_segments: list[PrefixSegment] = []
         start = sum(sizes[: share.index])
         for segment in by_rank[share.index]:
-            placed.append(PrefixSegment(segment.row, segment.begin, segment.end, start))
+            placed_segments.append(PrefixSegment(segment.row, segment.begin, segment.end, start))
             start += segment.length
-        return cls(tuple(placed), tokens[share.index], sizes, place_T, starts_S)
+        return cls(tuple(placed_segments), tokens[share.index], sizes, place_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
-        """Return the places of the tokens that come before a segment, in order."""
+        """Return the indices, among all ranks' tokens, of the tokens before a segment, in order."""
         start = int(self.starts_S[segment.row])
         return self.place_T[start : start + segment.begin]
 
@@ -78,7 +81,7 @@ def _tokens(segments: Sequence[PrefixSegment], starts_S: Index) -> Index:
 
 
 class ContextAttention:
-    """The `attend` of `Decoder.forward` for the tokens of one context-parallel rank."""
+    """The `attend` argument of `Decoder.forward` on one context-parallel rank."""
 
     def __init__(self, division: ContextSplit, group: Group, device: torch.device) -> None:
         self.sizes, self.group = division.sizes, group
@@ -88,7 +91,8 @@ class ContextAttention:
         k_TKD, v_TKD = gather_uneven(
             torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group
         ).chunk(2, dim=1)
-        # A rank without tokens still takes part in the collectives, in the backward pass too.
+        # A rank without tokens still takes part in the collectives. The sum keeps its gather in the
+        # graph, so that the backward pass has its collective too.
         if not self.calls:
             return q_tHD + k_TKD.sum() * 0
         queries = q_tHD.split([call.queries.tokens for call in self.calls])

@@ -1,5 +1,4 @@
-"""Model directories that transformers reads: what is checked before it does, and how its errors
-become one of ours."""
+"""Check model directories before transformers loads them, and turn its errors into ModelError."""
 
 from __future__ import annotations
 
@@ -14,7 +13,7 @@ from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import get_first_line
 
 READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Ends of the names of sizes in any family's configuration, and what they may be at most.
+# Maximum of each size in a config.json, by the end of its key's name in any model family.
 ENDS: Mapping[str, int] = {
     "_layers": SIZES["n_layers"][1],
     "n_layer": SIZES["n_layers"][1],
@@ -30,14 +29,16 @@ ENDS: Mapping[str, int] = {
 
 @contextmanager
 def translate_errors(directory: Path, what: str) -> Iterator[None]:
-    """Turn any error of transformers into a ModelError with its first line, after a look at the
-    directory's files."""
+    """Check the directory's files, then turn any error of transformers into a ModelError.
+
+    The ModelError quotes the first line of the original error.
+    """
     require_plausible(directory)
     try:
         yield
     except RatchetError:
         raise
-    # its code is as many families as there are, each with errors of its own kinds
+    # Each model family has its own code in transformers, which raises its own kinds of errors.
     except Exception as error:
         reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(f"transformers can't load {what} from {directory}: {reason}") from error
@@ -46,8 +47,8 @@ def translate_errors(directory: Path, what: str) -> Iterator[None]:
 def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
     """Raise ModelError if transformers filled weights with random numbers because no file has them.
 
-    loading: What `from_pretrained(..., output_loading_info=True)` returns; tied weights and buffers
-    are not in it.
+    loading: The info that `from_pretrained(..., output_loading_info=True)` returns; it does not
+      list tied weights and buffers.
     """
     missing = sorted(loading["missing_keys"])
     if missing:
@@ -61,8 +62,10 @@ def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
 
 
 def require_plausible(directory: Path) -> None:
-    """Raise ModelError for a file that is a pipe or a device, and for a configuration with sizes
-    beyond those of any model, which transformers would compute with until memory ends."""
+    """Raise ModelError for files that are no plain files, and for implausible sizes in config.json.
+
+    With sizes beyond those of any model, transformers would allocate until memory runs out.
+    """
     for path in (path for pattern in READ for path in directory.glob(pattern)):
         try:
             safe_read.require_file(path)
@@ -77,7 +80,7 @@ def require_plausible(directory: Path) -> None:
         raise ModelError(f"{path} can't be read: {error}") from None
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")
-    for key, value in _numbers(config):
+    for key, value in _list_numbers(config):
         limit = next((limit for end, limit in ENDS.items() if key.endswith(end)), None)
         if limit is not None and not 0 <= value <= limit:
             raise ModelError(
@@ -86,12 +89,12 @@ def require_plausible(directory: Path) -> None:
             )
 
 
-def _numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield (key, number) of a configuration and of those in it; a key twice where both have it."""
-    waiting: list[Mapping[str, Any]] = [config]
-    while waiting:
-        for key, value in waiting.pop().items():
+def _list_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
+    """Yield (key, number) of a configuration and its nested ones; the same key may come twice."""
+    unread: list[Mapping[str, Any]] = [config]
+    while unread:
+        for key, value in unread.pop().items():
             if isinstance(value, dict):
-                waiting.append(value)
+                unread.append(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 yield key, value

@@ -1,7 +1,7 @@
-"""Models of transformers that read images, audio or videos beside text, as policies.
+"""Policies over models of transformers that read images, audio or videos beside text.
 
-T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A medium's tokens
-are in the sequence already; its encoder (tower) gives the embeddings that are put in their places.
+T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A
+sequence holds placeholder tokens for each medium; embeddings of its encoder (tower) replace them.
 """
 
 from __future__ import annotations
@@ -37,22 +37,25 @@ from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, Placed
 from ratchet.utils.atomic_files import atomic_path
 
-# what backbones take encoded, where they take anything so
+# Kinds that the policy encodes itself if the backbone takes encoder outputs.
 ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")
-# as transformers numbers tokens by what they stand for
+# The token type ids of transformers.
 TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
-AROUND = 3  # tokens of text on either side of a probe's medium
+AROUND = 3  # text tokens before a probe's first medium; `AROUND + 1` follow each
 
-Media = Sequence[Sequence[Placed]]  # of each sequence
+Media = Sequence[Sequence[Placed]]  # the media of each sequence
 
 
 class MultimodalPolicy(TransformersPolicy):
-    """Media that several sequences of a forward have in common are encoded once, where the
-    architecture takes what its encoders gave. Positions of three axes (M-RoPE) are found for each
-    sequence alone, so that packed ones have those that they'd have apart; with them goes a row of
-    positions in the text, which tells sequences apart.
+    """A policy over a multimodal model of transformers.
 
-    train_encoders: True if all that is not the language model trains too.
+    A medium that several sequences of a forward share is encoded once, if the backbone takes
+    encoder outputs. Positions of three axes (M-RoPE) are computed for each sequence alone, so that
+    packing does not change them. A row of text positions goes with them and separates packed
+    sequences.
+
+    Args:
+        train_encoders: True to train everything outside the language model too.
     """
 
     def __init__(
@@ -64,12 +67,16 @@ class MultimodalPolicy(TransformersPolicy):
         probes: Sequence[Medium] = (),
         files: Mapping[str, bytes] | None = None,
     ) -> None:
-        """probes: two images, to find out whether packed sequences with media are kept apart;
-        without, each runs alone. files: of its processor, by name, which `save` writes too. Raises
-        ModelError."""
+        """Wrap a loaded model. Raises ModelError if its outputs can't be reproduced.
+
+        Args:
+            probes: Two images that test whether packed sequences with media are kept apart. Without
+                them each sequence runs alone.
+            files: The processor's files by name, which `save` writes too.
+        """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
-        self.packs = True  # until the probes say otherwise
+        self.packs = True  # False: each sequence runs alone
         super().__init__(model, saved_config=saved_config)
         if self.packs:
             self.packs = len(probes) > 1 and self._keeps_media_apart(probes)
@@ -150,12 +157,11 @@ class MultimodalPolicy(TransformersPolicy):
     # --- what trains
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return, by canonical name, all parameters but those of the language model and its
-        head."""
-        spoken = {id(p) for p in self.language.parameters()} | {
+        """Return the parameters outside the language model and its head, with canonical names."""
+        language_ids = {id(p) for p in self.language.parameters()} | {
             id(self.model.get_parameter(self.head_name))
         }
-        return [(name, p) for name, p in self.model.named_parameters() if id(p) not in spoken]
+        return [(name, p) for name, p in self.model.named_parameters() if id(p) not in language_ids]
 
     def requires_grad_(self, requires_grad: bool = True) -> Self:
         super().requires_grad_(requires_grad)
@@ -197,7 +203,10 @@ class MultimodalPolicy(TransformersPolicy):
         *,
         read_T: Tensor | None = None,
     ) -> Tensor:
-        """media: of each sequence, in order; (): there are none at all."""
+        """Return hidden states [T, d].
+
+        media: the media of each sequence, in order; (): no sequence has any.
+        """
         assert routing is None, "the routers of a transformers model are its own"
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
@@ -209,8 +218,8 @@ class MultimodalPolicy(TransformersPolicy):
             tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
         )
         alone = [
-            self._forward(tokens, positions, [len(tokens)], [own])
-            for tokens, positions, own in rows
+            self._forward(tokens, positions, [len(tokens)], [sequence_media])
+            for tokens, positions, sequence_media in rows
         ]
         return self._anchored(torch.cat(alone))
 
@@ -233,14 +242,14 @@ class MultimodalPolicy(TransformersPolicy):
         with self._reading(tokens_T[None], types_T[None]) as shown_1T:
             return self.backbone(input_ids=shown_1T, **options)[0][0]
 
-    def _read(self, found: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
-        """Return the inputs of a forward for media, in the order in which they lie in its rows."""
+    def _read(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
+        """Return the inputs of a forward for its media, given in the order of its rows."""
         options, outputs = dict[str, Any](), dict[str, Any]()
-        seen = self._encoded(found)
-        for kind in {medium.kind: None for medium in found}:
-            media_of_kind = [medium for medium in found if medium.kind == kind]
-            if kind in seen:
-                outputs[kind] = seen[kind].of(media_of_kind)
+        encoded = self._encoded(media)
+        for kind in {medium.kind: None for medium in media}:
+            media_of_kind = [medium for medium in media if medium.kind == kind]
+            if kind in encoded:
+                outputs[kind] = encoded[kind].of(media_of_kind)
             else:
                 options |= {
                     name: x.to(types_NL.device)
@@ -254,13 +263,15 @@ class MultimodalPolicy(TransformersPolicy):
         )
 
     def prefill(self, rows: Sequence[Sequence[int]], media: Media) -> tuple[Any, Tensor, Tensor]:
-        """The model's output for the last token of each row, with its cache, over rows padded on
-        the left; the mask that this took [N, L]; and the position of each row's next token [N], in
-        all axes the same."""
+        """Return (model output, attention mask [N, L], position of each row's next token [N]).
+
+        The rows are padded on the left. The output has logits of the last token alone, and the KV
+        cache. The next token has the same position in all axes.
+        """
         device, longest = self.model.device, max(map(len, rows))
         tokens_NL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
         mask_NL, types_NL = torch.zeros_like(tokens_NL), torch.zeros_like(tokens_NL)
-        places = list[Tensor]()
+        row_positions = list[Tensor]()
         for i, (row, placed) in enumerate(zip(rows, media, strict=True)):
             first = longest - len(row)
             row_tokens = tokens_NL[i, first:]
@@ -272,9 +283,9 @@ class MultimodalPolicy(TransformersPolicy):
                 row_tokens, order, types_NL[i, first:], [len(row)], [placed]
             )
             positions = positions[-3:, 0] if positions.dim() == 3 else positions
-            places.append(nn.functional.pad(positions, (first, 0)))
+            row_positions.append(nn.functional.pad(positions, (first, 0)))
         options = self._read([placed.medium for row in media for placed in row], types_NL)
-        positions_RNL = torch.stack(places, 1)
+        positions_RNL = torch.stack(row_positions, 1)
         if self.takes_positions:
             options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
         with self._reading(tokens_NL, types_NL) as shown_NL:
@@ -288,15 +299,18 @@ class MultimodalPolicy(TransformersPolicy):
         return out, mask_NL, positions_RNL.amax((0, 2)) + 1
 
     def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
-        """Mark the media tokens of one sequence."""
+        """Write the types of one sequence's media tokens into `types_T`."""
         for start, medium in placed:
             span = slice(start, start + medium.span)
             types_T[span] = self._types(tokens_T[span])
 
     @contextmanager
     def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Tokens whose only placeholders are those of media, while the embedding reads all as they
-        are: one that a policy wrote is a token like others."""
+        """Yield tokens in which stray placeholders, which a policy has written, are replaced.
+
+        Inside the block the embedding still reads the original tokens: a stray placeholder is an
+        ordinary token.
+        """
         stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
             yield tokens_NL
@@ -312,12 +326,12 @@ class MultimodalPolicy(TransformersPolicy):
 
     @cached_property
     def takes(self) -> frozenset[str]:
-        """Arguments of the backbone."""
+        """Return the names of the backbone's arguments."""
         return frozenset(inspect.signature(self.backbone.forward).parameters)
 
     @property
     def axes(self) -> int:
-        """Return the axes of a token's position: 3 (time, height, width) under M-RoPE."""
+        """Return the number of axes of a token's position: 3 (time, height, width) under M-RoPE."""
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
     def _types(self, tokens_T: Tensor) -> Tensor:
@@ -336,24 +350,27 @@ class MultimodalPolicy(TransformersPolicy):
         lengths: Sequence[int],
         media: Media,
     ) -> Tensor:
-        """[1, T]; of an M-RoPE model the rows text, time, height and width, [4, 1, T]; where it
-        doesn't pack, without the first."""
-        find = getattr(self.backbone, "get_rope_index", None)
-        if find is None:
+        """Return the position ids, [1, T], or under M-RoPE [4, 1, T].
+
+        The M-RoPE rows are text, time, height and width; without packing the first is left out.
+        """
+        get_rope_index = getattr(self.backbone, "get_rope_index", None)
+        if get_rope_index is None:
             return positions_T[None]
         rows_4T = positions_T.expand(4, -1).clone()
         if any(media):
-            tokens_T, types_T = tokens_T.cpu(), types_T.cpu()  # it asks for number after number
-        parameters = inspect.signature(find).parameters
+            # `get_rope_index` reads single numbers, one after the other.
+            tokens_T, types_T = tokens_T.cpu(), types_T.cpu()
+        parameters = inspect.signature(get_rope_index).parameters
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
             if placed:
                 row_slice = slice(end - length, end)
                 grids = {
                     name: x
-                    for name, x in join_media_inputs([one.medium for one in placed]).items()
+                    for name, x in join_media_inputs([item.medium for item in placed]).items()
                     if name in parameters
                 }
-                row_positions, _ = find(
+                row_positions, _ = get_rope_index(
                     tokens_T[row_slice][None], mm_token_type_ids=types_T[row_slice][None], **grids
                 )
                 rows_4T[1:, row_slice] = row_positions[:, 0].to(rows_4T)
@@ -362,17 +379,19 @@ class MultimodalPolicy(TransformersPolicy):
     def _anchored(self, hidden_Td: Tensor) -> Tensor:
         """Return hidden states with a gradient, even 0, for every trained weight.
 
-        Ranks of which one saw no image must sum the same gradients, and an optimizer must treat a
-        weight as it would in one process.
+        All ranks must sum the same gradients even if one saw no image, and an optimizer must treat
+        a weight as it would in one process.
         """
         if not torch.is_grad_enabled() or self.adapter is not None or not self.train_encoders:
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
     def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
-        """Return what the encoders give for each medium, computed once for equal ones, except for
-        kinds whose encoder the backbone calls by itself."""
-        seen: dict[MediaKind, EncodedMedia] = {}
+        """Return the encoder outputs by kind, in which equal media are encoded once.
+
+        Kinds that the backbone has to encode itself are left out.
+        """
+        encoded: dict[MediaKind, EncodedMedia] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
             if (
@@ -391,8 +410,8 @@ class MultimodalPolicy(TransformersPolicy):
             with torch.set_grad_enabled(torch.is_grad_enabled() and self.train_encoders):
                 output = encode(**inputs, return_dict=True)
             if len(output.pooler_output) == len(unique):
-                seen[kind] = EncodedMedia(output, tuple(unique))
-        return seen
+                encoded[kind] = EncodedMedia(output, tuple(unique))
+        return encoded
 
     # --- probes, at load
 
@@ -400,18 +419,19 @@ class MultimodalPolicy(TransformersPolicy):
         try:
             super()._check_logits()
         except ModelError:
-            self.packs = False  # without the row of positions in the text
+            # The model may not take the row of text positions, which goes with packing.
+            self.packs = False
             super()._check_logits()
 
     def _probe_rows(
         self, probes: Sequence[Medium]
     ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
-        """Sequences of the first medium, of text alone, and of both media; and where these are."""
+        """Return three sequences (first medium, text alone, both media), and their media."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
-        for own in ([probes[0]], [], [probes[1], probes[0]]):
+        for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
             pieces, placed = [self._probe_tokens(AROUND)], list[Placed]()
-            for medium in own:
+            for medium in row_probes:
                 placed.append(Placed(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
@@ -422,45 +442,48 @@ class MultimodalPolicy(TransformersPolicy):
         return rows, media
 
     def _probe_tokens(self, n: int) -> Tensor:
-        """Return tokens of which none stands for a medium."""
+        """Return `n` tokens without placeholders."""
         tokens = super()._probe_tokens(n)
         return torch.where(self._types(tokens) > 0, 0, tokens)
 
     @torch.no_grad()
     def _keeps_media_apart(self, probes: Sequence[Medium]) -> bool:
-        """Packed equals separate, and another neighbour changes nothing."""
+        """True if packing changes no hidden state, and no sequence depends on its neighbours."""
         rows, media = self._probe_rows(probes)
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
-        other = torch.where(self._types(rows[0]) > 0, rows[0], (rows[0] + 1) % AROUND)
+        changed_row = torch.where(self._types(rows[0]) > 0, rows[0], (rows[0] + 1) % AROUND)
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
-            beside = self.hidden(
-                torch.cat([other, *rows[1:]]), torch.cat(positions), lengths, media=media
+            beside_changed = self.hidden(
+                torch.cat([changed_row, *rows[1:]]), torch.cat(positions), lengths, media=media
             )
         except (TypeError, ValueError, IndexError, RuntimeError):
             return False
         self.packs = False
         alone = torch.cat(
             [
-                self.hidden(row, at, [len(row)], media=[own])
-                for row, at, own in zip(rows, positions, media, strict=True)
+                self.hidden(row, row_positions, [len(row)], media=[sequence_media])
+                for row, row_positions, sequence_media in zip(rows, positions, media, strict=True)
             ]
         )
         self.packs = True
-        kept = slice(lengths[0], None)
+        unchanged = slice(lengths[0], None)
         return is_close(packed, alone, self.model.dtype) and is_close(
-            beside[kept], packed[kept], self.model.dtype
+            beside_changed[unchanged], packed[unchanged], self.model.dtype
         )
 
     @torch.no_grad()
     def _check_media(self, probes: Sequence[Medium]) -> None:
-        """Against the model's own forward, which finds positions and encodes media by itself."""
+        """Raise ModelError if the logits differ from those of the model's own forward.
+
+        That forward computes positions and encodes media by itself.
+        """
         rows, media = self._probe_rows(probes)
         row, last_media = rows[-1], media[-1]
         inputs: dict[str, Any] = {
             name: x.to(row.device)
-            for name, x in join_media_inputs([one.medium for one in last_media]).items()
+            for name, x in join_media_inputs([item.medium for item in last_media]).items()
         }
         inputs |= {
             name: self._types(row)[None]

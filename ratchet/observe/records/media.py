@@ -1,8 +1,7 @@
-"""Images, audio clips and videos of a record: `media/` has one file for each file of steps, with
-each medium once.
+"""Store images, audio clips and videos of a record: one file in `media/` for each file of steps.
 
-They are kept encoded, as they came, and named by a hash of their bytes. What a model reads of one
-is a hundred times larger, and its processor computes it again with the same bits.
+A file holds each medium once, still encoded as it came, and named by a hash of its bytes. A
+model's input tensors are a hundred times larger, and its processor recomputes them exactly.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from xxhash import xxh3_128_hexdigest
 from ratchet.errors import DataError
 from ratchet.types import Group, Message, Part, Trajectory
 
-MEDIA = "media"  # the directory, in that of the record
+MEDIA = "media"  # directory name, inside the record's directory
 SCHEMA = pa.schema([pa.field("name", pa.string()), pa.field("source", pa.large_binary())])
 INLINE = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
 SHORT = re.compile(r"media:(\w+);([\w.+-]+/[\w.+-]+)")
@@ -31,32 +30,34 @@ def content_name(source: bytes) -> str:
     return xxh3_128_hexdigest(source)
 
 
-@lru_cache(64)  # the attempts of a group have the same
-def _taken_out(url: str) -> tuple[str, bytes] | None:
-    """Return the placeholder for a `data:` URL and the bytes it holds; None if it could not be
-    restored exactly."""
+# Cached because the attempts of a group have the same media.
+@lru_cache(64)
+def _extract_from_url(url: str) -> tuple[str, bytes] | None:
+    """Return the placeholder for a `data:` URL, and the bytes that the URL holds.
+
+    Return None if it is no such URL, or if it could not be restored exactly.
+    """
     match = INLINE.fullmatch(url)
     if match is None:
         return None
-    form, text = match.groups()
+    content_type, text = match.groups()
     try:
         source = base64.b64decode(text, validate=True)
     except (binascii.Error, ValueError):
         return None
-    whole = base64.b64encode(source).decode() == text
-    return (f"media:{content_name(source)};{form}", source) if whole else None
+    is_restorable = base64.b64encode(source).decode() == text
+    placeholder = f"media:{content_name(source)};{content_type}"
+    return (placeholder, source) if is_restorable else None
 
 
 def shortened(part: Part) -> str:
-    """Return a part's value with the names of media in place of the media that it holds."""
-    taken = (
-        _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
-    )
-    return part.value if taken is None else taken[0]
+    """Return a part's value, with a placeholder instead of a medium that it holds."""
+    extracted = _extract_from_part(part)
+    return part.value if extracted is None else extracted[0]
 
 
 def name_in(value: str) -> str | None:
-    """Return the name of the medium in a shortened value, or None."""
+    """Return the name of the medium in a placeholder; None if the value is no placeholder."""
     match = SHORT.fullmatch(value)
     return None if match is None else match[1]
 
@@ -79,33 +80,32 @@ def find_source(name: str, sources: Mapping[str, bytes]) -> bytes:
 def collect_sources(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, bytes]:
     """Return all media of the chosen groups, by name."""
     sources: dict[str, bytes] = {}
-    for at in chosen:
-        group = groups[at]
-        sources |= _inline(group.task.messages)
+    for index in chosen:
+        group = groups[index]
+        sources |= _collect_inline(group.task.messages)
         for trajectory in group.trajectories:
-            sources |= _of(trajectory)
+            sources |= _collect_from_trajectory(trajectory)
     return sources
 
 
-def _of(trajectory: Trajectory) -> dict[str, bytes]:
-    return _inline(trajectory.messages) | {
+def _collect_from_trajectory(trajectory: Trajectory) -> dict[str, bytes]:
+    return _collect_inline(trajectory.messages) | {
         content_name(medium.source): medium.source for _, medium in trajectory.media
     }
 
 
-def _inline(messages: Sequence[Message]) -> dict[str, bytes]:
-    return {name: source for part in _parts(messages) for name, source in _held(part)}
+def _collect_inline(messages: Sequence[Message]) -> dict[str, bytes]:
+    extracted = (_extract_from_part(part) for part in _iterate_parts(messages))
+    return {content_name(medium[1]): medium[1] for medium in extracted if medium is not None}
 
 
-def _held(part: Part) -> Iterator[tuple[str, bytes]]:
-    sources = (
-        _taken_out(part.value) if part.type != "text" and part.value.startswith("data:") else None
-    )
-    if sources is not None:
-        yield content_name(sources[1]), sources[1]
+def _extract_from_part(part: Part) -> tuple[str, bytes] | None:
+    if part.type == "text" or not part.value.startswith("data:"):
+        return None
+    return _extract_from_url(part.value)
 
 
-def _parts(messages: Sequence[Message]) -> Iterator[Part]:
+def _iterate_parts(messages: Sequence[Message]) -> Iterator[Part]:
     for message in messages:
         if not isinstance(message.content, str):
             yield from message.content

@@ -1,4 +1,4 @@
-"""An Arrow table of a step's groups and the learner's columns, one row for each trajectory.
+"""The Arrow table of a step: its groups and the learner's columns, one row for each trajectory.
 
 T = tokens of the batch, N = tokens of the rows of a table, R = rows.
 """
@@ -53,14 +53,13 @@ OUTCOMES: Mapping[type, str] = {
 
 
 class TrajectoryRow(NamedTuple):
-    """One trajectory of the table. place: its index in the batch; None if it is not in the
-    batch."""
+    """A trajectory of the table."""
 
     group_index: int
     group: Group
-    number: int
+    number: int  # index in the group
     trajectory: Trajectory
-    place: int | None
+    place: int | None  # index in the batch; None if it is not in the batch
 
 
 def build_table(
@@ -87,28 +86,29 @@ def build_table(
 
 def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[TrajectoryRow]:
     kept = range(len(groups)) if chosen is None else frozenset(chosen)
-    rows, place = list[TrajectoryRow](), 0
-    for at, group in enumerate(groups):
+    rows, next_place = list[TrajectoryRow](), 0
+    for index, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
-            counts = trajectory.counts
-            if at in kept:
-                rows.append(TrajectoryRow(at, group, number, trajectory, place if counts else None))
-            place += counts
+            # The batch holds the trajectories that count, in this order.
+            place = next_place if trajectory.counts else None
+            if index in kept:
+                rows.append(TrajectoryRow(index, group, number, trajectory, place))
+            next_place += trajectory.counts
     return rows
 
 
-# --- what the learner made of them
+# --- the learner's columns
 
 
 def _learned(
     rows: Sequence[TrajectoryRow], batch: Batch, weights_T: NDArray[np.float64]
 ) -> dict[str, pa.Array]:
-    there = [
+    available = [
         name
         for name in LEARNED
         if name in batch.token_columns and batch.token_columns[name].dim() == 1
     ]
-    columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in there}
+    columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in available}
     columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
     places = [row.place for row in rows if row.place is not None]
     lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
@@ -133,7 +133,7 @@ def _learned(
 def _token_indices(
     places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Return the indices of the tokens of some sequences among all tokens."""
+    """Return the indices, in the batch, of the tokens of the sequences at `places`."""
     parts = [np.arange(starts_S[place], starts_S[place] + lengths_S[place]) for place in places]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
@@ -144,17 +144,16 @@ def _lists(
     kind: pa.DataType,
     null_R: NDArray[np.bool_],
 ) -> pa.Array:
-    """Return one list for each row, from the values laid end to end."""
+    """Return one list for each row from the concatenated values of all rows."""
     offsets = np.zeros(len(lengths_R) + 1, np.int32)
     np.cumsum(lengths_R, out=offsets[1:])
-    # Floats of 64 bits become those of 32: what is exact is computed again, and these are looked
-    # at.
+    # float64 becomes float32: these values are for reading, and a replay recomputes exact ones.
     values = pa.array(values_N, type=kind.value_type, safe=False)
     return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=pa.array(null_R))
 
 
 def _row_N(column: pa.Array) -> NDArray[np.int64]:
-    """Return the row that each entry of a list column belongs to."""
+    """Return the row number of each entry of a list column."""
     return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
 
 
@@ -163,8 +162,8 @@ def _entries_N(column: pa.Array) -> NDArray[Any]:
 
 
 def _sums(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Return the sum of each row's entries, or of those where the mask is set, float64 [R]. A row
-    without entries gives null."""
+    """Return the sum of each row's entries, or of those where the mask is set, float64 [R]; null
+    for a null row."""
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
     values_N = _entries_N(column).astype(np.float64)
@@ -179,49 +178,49 @@ def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
 
 
 def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
-    """Return sums / counts; null where the count is 0."""
+    """Return sums / counts; null where the sum or the count is null, or the count is 0."""
     counts_R, sums_R = (
-        np.where(_nulls_R(each), 0.0, each.to_numpy(zero_copy_only=False))
-        for each in (counts, sums)
+        np.where(_nulls_R(column), 0.0, column.to_numpy(zero_copy_only=False))
+        for column in (counts, sums)
     )
     empty_R = _nulls_R(sums) | (counts_R == 0)
     return pa.array(sums_R / np.where(empty_R, 1.0, counts_R), mask=empty_R)
 
 
-# --- what was sampled
+# --- the rollout's columns
 
 
 def _scalars(
     step: int, stage: str, rows: Sequence[TrajectoryRow], entries: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
-    ours = [row.trajectory for row in rows]
-    outcomes = [t.outcome for t in ours]
+    trajectories = [row.trajectory for row in rows]
+    outcomes = [t.outcome for t in trajectories]
     trained = _sums(entries["trained"])
-    earned = _sums(entries["advantages"], _entries_N(entries["trained"]))
-    said_R = _sums(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
-    wrote_N, row_N = _entries_N(entries["owner"]) == POLICY, _row_N(entries["owner"])
+    advantages = _sums(entries["advantages"], _entries_N(entries["trained"]))
+    logprobs_R = _sums(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
+    is_policy_N, row_N = _entries_N(entries["owner"]) == POLICY, _row_N(entries["owner"])
     oldest, newest = _versions(entries["versions"])
     values: dict[str, list[Any] | pa.Array] = {
         "step": [step] * len(rows),
         "stage": [stage] * len(rows),
         "group_index": [row.group_index for row in rows],
         "row": [row.number for row in rows],
-        "attempt": [t.attempt for t in ours],
-        "use": [t.use for t in ours],
+        "attempt": [t.attempt for t in trajectories],
+        "use": [t.use for t in trajectories],
         "outcome": [None if outcome is None else OUTCOMES[type(outcome)] for outcome in outcomes],
-        "truncated": [t.truncated for t in ours],
+        "truncated": [t.truncated for t in trajectories],
         "failure": [_failure(outcome) for outcome in outcomes],
         "reward": [getattr(outcome, "reward", None) for outcome in outcomes],
-        "advantage": _means(earned, trained),
+        "advantage": _means(advantages, trained),
         "weight": _sums(entries["weights"]),
-        "temperature": [t.temperature for t in ours],
+        "temperature": [t.temperature for t in trajectories],
         "length": pa.array(np.diff(entries["tokens"].offsets.to_numpy())),
-        "generated_tokens": pa.array(np.bincount(row_N[wrote_N], minlength=len(rows))),
+        "generated_tokens": pa.array(np.bincount(row_N[is_policy_N], minlength=len(rows))),
         "trained_tokens": trained,
-        "policy_turns": [len(t.turns) for t in ours],
+        "policy_turns": [len(t.turns) for t in trajectories],
         "oldest_version": oldest,
         "newest_version": newest,
-        "rollout_logprob": pa.array(said_R, pa.float64(), mask=_nulls_R(newest)),
+        "rollout_logprob": pa.array(logprobs_R, pa.float64(), mask=_nulls_R(newest)),
     }
     return {
         name: _array(column, SCALARS[name]) for name, column in values.items()
@@ -229,10 +228,11 @@ def _scalars(
 
 
 def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
-    """Return the columns that all rows of a group share, computed once for each group."""
+    """Return the columns whose value is the same in all rows of a group."""
     groups = {row.group_index: row.group for row in rows}
-    places = {at: place for place, at in enumerate(groups)}
-    taken = pa.array([places[row.group_index] for row in rows], pa.int32())
+    # Each value is converted once for each group, and then repeated for the group's rows.
+    places = {group_index: place for place, group_index in enumerate(groups)}
+    place_of_row = pa.array([places[row.group_index] for row in rows], pa.int32())
     tasks = [group.task for group in groups.values()]
     values: dict[str, list[Any]] = {
         "group": [group.id for group in groups.values()],
@@ -245,25 +245,25 @@ def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
         "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
     }
     return {
-        name: _array(column, SCHEMA.field(name).type).take(taken) for name, column in values.items()
+        name: _array(column, SCHEMA.field(name).type).take(place_of_row)
+        for name, column in values.items()
     }
 
 
 def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
-    """Return the oldest and the newest weight version in each row; null for given text."""
+    """Return the oldest and newest weight version of each row; null if no token was sampled."""
     versions_N, row_N = _entries_N(column), _row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
     starts = np.flatnonzero(np.diff(row_N, prepend=-1))
     oldest_R, newest_R = np.zeros((2, len(column)), np.int32)
-    none_R = np.ones(len(column), np.bool_)
+    null_R = np.ones(len(column), np.bool_)
     if len(starts):
-        written = row_N[starts]
-        oldest_R[written], newest_R[written] = (
-            f.reduceat(versions_N, starts) for f in (np.minimum, np.maximum)
-        )
-        none_R[written] = False
-    return pa.array(oldest_R, mask=none_R), pa.array(newest_R, mask=none_R)
+        sampled_rows = row_N[starts]
+        oldest_R[sampled_rows] = np.minimum.reduceat(versions_N, starts)
+        newest_R[sampled_rows] = np.maximum.reduceat(versions_N, starts)
+        null_R[sampled_rows] = False
+    return pa.array(oldest_R, mask=null_R), pa.array(newest_R, mask=null_R)
 
 
 def _failure(outcome: Outcome | None) -> str | None:
@@ -273,38 +273,42 @@ def _failure(outcome: Outcome | None) -> str | None:
 
 
 def _sampled(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
-    ours = [row.trajectory for row in rows]
-    lengths_R, none = np.asarray([len(t) for t in ours], np.int32), np.zeros(len(ours), np.bool_)
-    laid = {name: _joined(getattr(t, name) for t in ours) for name in ("owner", "trainable")}
-    packed = len(rows) == batch.n_sequences and all(row.place is not None for row in rows)
-    # which a batch of these rows has end to end already
+    trajectories = [row.trajectory for row in rows]
+    lengths_R = np.asarray([len(t) for t in trajectories], np.int32)
+    null_R = np.zeros(len(trajectories), np.bool_)
+    columns_N = {
+        name: _concatenate(getattr(t, name) for t in trajectories)
+        for name in ("owner", "trainable")
+    }
+    # A batch of exactly these rows already holds these columns concatenated.
+    is_whole_batch = len(rows) == batch.n_sequences and all(row.place is not None for row in rows)
     for name in ("tokens", "rollout_logprobs", "versions"):
-        laid[name] = (
+        columns_N[name] = (
             getattr(batch, f"{name}_T").cpu().numpy()
-            if packed
-            else _joined(getattr(t, name) for t in ours)
+            if is_whole_batch
+            else _concatenate(getattr(t, name) for t in trajectories)
         )
     sampled_columns = {
-        name: _lists(lengths_R, column_N, SAMPLED[name], none) for name, column_N in laid.items()
+        name: _lists(lengths_R, column_N, SAMPLED[name], null_R)
+        for name, column_N in columns_N.items()
     }
-    cut = (
-        [t.log_kept_mass for t in ours] if bool(batch.log_kept_mass_T.any()) else [None] * len(ours)
+    has_kept_mass, has_routes = bool(batch.log_kept_mass_T.any()), ROUTES in batch.token_columns
+    log_kept_mass = [t.log_kept_mass if has_kept_mass else None for t in trajectories]
+    sampled_columns["log_kept_mass"] = _nullable_lists(log_kept_mass, SAMPLED["log_kept_mass"])
+    routes = [t.routes if has_routes else None for t in trajectories]
+    sampled_columns["routes"] = _nullable_lists(
+        [None if route is None else route.reshape(-1) for route in routes], SAMPLED["routes"]
     )
-    sampled_columns["log_kept_mass"] = _some(cut, SAMPLED["log_kept_mass"])
-    routes = [t.routes for t in ours] if ROUTES in batch.token_columns else [None] * len(ours)
-    sampled_columns["routes"] = _some(
-        [None if each is None else each.reshape(-1) for each in routes], SAMPLED["routes"]
-    )
-    shapes = [None if each is None else np.asarray(each.shape, np.int32) for each in routes]
-    return sampled_columns | {"routes_shape": _some(shapes, SAMPLED["routes_shape"])}
+    shapes = [None if route is None else np.asarray(route.shape, np.int32) for route in routes]
+    return sampled_columns | {"routes_shape": _nullable_lists(shapes, SAMPLED["routes_shape"])}
 
 
-def _joined(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
+def _concatenate(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
     lists = list(parts)
     return np.concatenate(lists) if lists else np.zeros(0)
 
 
-def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+def _nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
     """Return a list column in which some or all lists are null."""
     present = [column for column in columns if column is not None]
     if not present:
@@ -318,27 +322,28 @@ def _some(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array
     )
 
 
-# --- the words
+# --- messages and details
 
 
 def _details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
-    ours = [row.trajectory for row in rows]
+    trajectories = [row.trajectory for row in rows]
     return {
-        "reward_parts": _maps([t.reward_parts for t in ours]),
-        "metrics": _maps([t.metrics for t in ours]),
-        "turns": _turns(ours),
+        "reward_parts": _maps([t.reward_parts for t in trajectories]),
+        "metrics": _maps([t.metrics for t in trajectories]),
+        "turns": _turns(trajectories),
         "failure_detail": _array(
-            [t.outcome.detail if isinstance(t.outcome, Failed) else None for t in ours], pa.string()
+            [t.outcome.detail if isinstance(t.outcome, Failed) else None for t in trajectories],
+            pa.string(),
         ),
         "prompt": _messages([row.group.task.messages if row.number == 0 else None for row in rows]),
-        "messages": _messages([t.messages for t in ours]),
-        "media": _media(ours),
-        "extras": _array([_extras(t) for t in ours], pa.string()),
+        "messages": _messages([t.messages for t in trajectories]),
+        "media": _media(trajectories),
+        "extras": _array([_extras(t) for t in trajectories], pa.string()),
     }
 
 
 def as_json(value: Any) -> str:
-    """Return a value as JSON; what JSON does not know is described in words."""
+    """Return a value as JSON, with the `repr` of objects that JSON does not support."""
     return json.dumps(value, default=repr, ensure_ascii=False)
 
 
@@ -346,11 +351,11 @@ def _extras(t: Trajectory) -> str | None:
     return as_json(dict(t.extras)) if t.extras else None
 
 
-def _media(ours: Sequence[Trajectory]) -> pa.Array:
-    """Return the media columns. name: that of the source in the record's `media/`."""
-    placed = [placed for t in ours for placed in t.media]
+def _media(trajectories: Sequence[Trajectory]) -> pa.Array:
+    """Return the media column; `name` is the name of the source in the record's `media/`."""
+    placed = [placed for t in trajectories for placed in t.media]
     return _structs(
-        [len(t.media) for t in ours],
+        [len(t.media) for t in trajectories],
         PLACED,
         start=[start for start, _ in placed],
         span=[medium.span for _, medium in placed],
@@ -361,19 +366,19 @@ def _media(ours: Sequence[Trajectory]) -> pa.Array:
 
 
 def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
-    lengths = np.asarray([len(each) for each in numbers], np.int32)
+    lengths = np.asarray([len(mapping) for mapping in numbers], np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
-    keys = [key for each in numbers for key in each]
-    values = [value for each in numbers for value in each.values()]
+    keys = [key for mapping in numbers for key in mapping]
+    values = [value for mapping in numbers for value in mapping.values()]
     return pa.MapArray.from_arrays(
         offsets, _array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS
     )
 
 
-def _turns(ours: Sequence[Trajectory]) -> pa.Array:
-    turns = [turn for t in ours for turn in t.turns]
+def _turns(trajectories: Sequence[Trajectory]) -> pa.Array:
+    turns = [turn for t in trajectories for turn in t.turns]
     return _structs(
-        [len(t.turns) for t in ours],
+        [len(t.turns) for t in trajectories],
         TURN,
         start=[turn.start for turn in turns],
         end=[turn.end for turn in turns],
@@ -397,20 +402,20 @@ def _messages(conversations: Sequence[Sequence[Message] | None]) -> pa.Array:
     )
 
 
-def _parts(some: Sequence[Sequence[Part] | None]) -> pa.Array:
-    parts = [part for each in some if each is not None for part in each]
+def _parts(contents: Sequence[Sequence[Part] | None]) -> pa.Array:
+    parts = [part for content in contents for part in content or ()]
     return _structs(
-        [None if each is None else len(each) for each in some],
+        [None if content is None else len(content) for content in contents],
         PART,
         type=[part.type for part in parts],
         value=[shortened(part) for part in parts],
     )
 
 
-def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
-    calls = [call for each in some if each is not None for call in each]
+def _tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
+    calls = [call for turn in turns for call in turn or ()]
     return _structs(
-        [None if each is None else len(each) for each in some],
+        [None if turn is None else len(turn) for turn in turns],
         TOOL_CALL,
         id=[call.id for call in calls],
         name=[call.name for call in calls],
@@ -419,16 +424,16 @@ def _tool_calls(some: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
 
 
 def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
-    """Return lists of structs from the columns of all entries laid end to end. A length of None
-    gives no list."""
-    null = np.asarray([n is None for n in lengths], np.bool_)
-    if null.all():
+    """Return lists of structs from the concatenated columns of all entries; a length of None gives
+    null."""
+    null_R = np.asarray([n is None for n in lengths], np.bool_)
+    if null_R.all():
         return pa.nulls(len(lengths), pa.list_(kind))
     arrays = [_array(column, kind.field(name).type) for name, column in columns.items()]
     entries = pa.StructArray.from_arrays(arrays, fields=[kind.field(name) for name in columns])
     offsets = np.concatenate([[0], np.cumsum([n or 0 for n in lengths])]).astype(np.int32)
     return pa.ListArray.from_arrays(
-        pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null)
+        pa.array(offsets), entries, type=pa.list_(kind), mask=pa.array(null_R)
     )
 
 
@@ -437,5 +442,5 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
         return values.cast(kind)
     try:
         return pa.array(values, kind)
-    except UnicodeEncodeError:  # half a character, which a model may well write
+    except UnicodeEncodeError:  # half of a surrogate pair, which a model may write
         return pa.array([text and encodable(text) for text in values], kind)

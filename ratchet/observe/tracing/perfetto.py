@@ -1,9 +1,8 @@
-"""The file `trace.json`: when each part of a run began and ended, for Perfetto
-(https://ui.perfetto.dev) or chrome://tracing.
+"""Write `trace.json`, which shows when each part of a run began and ended.
 
-It has the Trace Event Format's JSON array form, whose closing bracket may be missing: it is written
-as the run goes, and a crash leaves a readable file. Times are of the wall clock, so that a resumed
-run continues in the same file, after a gap.
+Perfetto (https://ui.perfetto.dev) and chrome://tracing open it. It is a JSON array in the Trace
+Event Format, whose closing bracket may be missing, so a crash leaves a readable file. Times are
+wall-clock times, so that a resumed run continues in the same file, after a gap.
 """
 
 from __future__ import annotations
@@ -22,58 +21,71 @@ from ratchet.observe.write_files import open_unshared
 
 log = logging.getLogger(__name__)
 
-RUN, ATTEMPTS = 1, 2  # what the format calls processes
-EACH = 128  # steps at the beginning that are all traced
-MOST_ATTEMPTS = 64  # of a step
+RUN, ATTEMPTS = 1, 2  # process ids in the trace
+EACH = 128  # number of first steps that are all traced
+MOST_ATTEMPTS = 64  # maximum number of traced attempts in a step
 
 
 def traced(step: int) -> bool:
-    """Return True if this step (from 0) is traced: the first ones, then every second, every fourth,
-    and so on, the same number in each doubling of the steps."""
+    """True if this step (from 0) is traced.
+
+    The first `EACH` steps are traced, then every second, every fourth, and so on: about as many in
+    each doubling of the steps.
+    """
     return step % (1 << (step // EACH).bit_length()) == 0
 
 
 class Trace:
-    """The trace file of a run. Tracks are the format's threads; spans of the run nest. Attempts
-    overlap, so they are async events."""
+    """The trace file of a run.
+
+    A track is a thread in the trace. Spans of the run nest; attempts overlap, so they are async
+    events.
+    """
 
     def __init__(self, path: Path, activity: Activity = ACTIVITY) -> None:
-        """Open the file. Raises OSError if it can't be made or read."""
+        """Open the file, or raise OSError if it can't be created or read."""
         self.activity = activity
         self._offset_s = time.time() - activity.clock()
         self._tracks: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
         self._file: BinaryIO | None = os.fdopen(open_unshared(path, os.O_RDWR | os.O_CREAT), "r+b")
-        kept = _whole(self._file.read())
+        earlier_events = _complete_events(self._file.read())
         self._file.seek(0)
         self._file.truncate()
-        self._file.write(kept + b",\n" if kept else b"[\n")
+        self._file.write(earlier_events + b",\n" if earlier_events else b"[\n")
         for process, name in ((RUN, "run"), (ATTEMPTS, "attempts")):
-            self._note("M", process, 0, "process_name", args={"name": name})
+            self._add_event("M", process, 0, "process_name", args={"name": name})
 
     def begin_step(self, step: int) -> None:
-        """Start a step. step: from 0, over the whole run."""
-        on = traced(step)
-        self.activity.listener = self.span if on else None
-        self.activity.attempts = self.attempt if on else None
+        """Begin a step of the run, counted from 0."""
+        is_traced = traced(step)
+        self.activity.listener = self.span if is_traced else None
+        self.activity.attempts = self.attempt if is_traced else None
         self.activity.attempts_left = MOST_ATTEMPTS
 
     def span(self, track: str, name: str, start: float, end: float) -> None:
-        """Add a span; times are seconds of the activity's clock."""
+        """Add a span; its times are seconds of the activity's clock."""
         thread = self._tracks.get(track)
         if thread is None:
             thread = self._tracks[track] = len(self._tracks) + 1
-            self._note("M", RUN, thread, "thread_name", args={"name": track})
-            self._note("M", RUN, thread, "thread_sort_index", args={"sort_index": thread})
-        self._note("X", RUN, thread, name, ts=self._us(start), dur=self._us(end) - self._us(start))
+            self._add_event("M", RUN, thread, "thread_name", args={"name": track})
+            self._add_event("M", RUN, thread, "thread_sort_index", args={"sort_index": thread})
+        self._add_event(
+            "X",
+            RUN,
+            thread,
+            name,
+            ts=self._microseconds(start),
+            dur=self._microseconds(end) - self._microseconds(start),
+        )
 
     def attempt(self, group: str, name: str, start: float, end: float) -> None:
         event = {"cat": "attempt", "id": f"{group}#{name}"}
-        self._note("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(start), **event)
-        self._note("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._us(end), **event)
+        self._add_event("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._microseconds(start), **event)
+        self._add_event("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._microseconds(end), **event)
 
     def flush(self) -> None:
-        """Write what was added. A disk that fails costs the trace, and not the run."""
+        """Write the new events. If the disk fails, the trace ends but the run goes on."""
         events, self._events = self._events, []
         if self._file is None:
             return
@@ -85,24 +97,24 @@ class Trace:
             self._file = None
 
     def close(self) -> None:
-        """End the array, so that any JSON reader accepts it."""
+        """Close the array and the file, so that any JSON reader accepts it."""
         self.activity.listener = self.activity.attempts = None
         self.flush()
         if self._file is not None:
             with self._file as file, suppress(OSError):
-                file.seek(-2, os.SEEK_CUR)  # the last comma
+                file.seek(-2, os.SEEK_CUR)  # overwrite the last comma
                 file.write(b"\n]\n")
 
-    def _us(self, moment: float) -> int:
+    def _microseconds(self, moment: float) -> int:
         return round((moment + self._offset_s) * 1e6)
 
-    def _note(self, phase: str, process: int, thread: int, name: str, **more: Any) -> None:
-        self._events.append({"ph": phase, "pid": process, "tid": thread, "name": name, **more})
+    def _add_event(self, phase: str, process: int, thread: int, name: str, **fields: Any) -> None:
+        self._events.append({"ph": phase, "pid": process, "tid": thread, "name": name, **fields})
 
 
 @contextmanager
 def tracing(path: Path | None) -> Iterator[Trace | None]:
-    """Yield a trace inside the block; None without a path, and if the file can't be made."""
+    """Yield the trace; None without a path, or if the file can't be created."""
     trace = None
     try:
         trace = None if path is None else Trace(path)
@@ -115,8 +127,10 @@ def tracing(path: Path | None) -> Iterator[Trace | None]:
             trace.close()
 
 
-def _whole(content: bytes) -> bytes:
-    """Return the content without the end of the array or an event torn by a crash, up to the last
-    whole event."""
+def _complete_events(content: bytes) -> bytes:
+    """Return the content up to the last complete event.
+
+    It leaves out the end of the array, or an event that a crash cut off.
+    """
     content = content.removesuffix(b"\n]\n") + b",\n" if content.endswith(b"}\n]\n") else content
     return content[: max(content.rfind(b"},\n") + 1, 0)]

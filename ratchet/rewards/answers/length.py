@@ -1,4 +1,4 @@
-"""An answer's length is within bounds."""
+"""Reward an answer whose length is within bounds."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.types import Task, Trajectory, Truncated
 
 
 class LengthConfig(Section):
-    """1 where the answer's length is within bounds, falling to 0 outside."""
+    """A reward of 1 for a length within bounds; it falls to 0 over `margin` outside them."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
@@ -34,8 +34,11 @@ class LengthConfig(Section):
 
 
 class Length(PerTrajectory):
-    """Tokens are all that the policy wrote; the other units are of the last message. One that was
-    cut off earns 0."""
+    """A reward for the answer's length.
+
+    The unit tokens counts all that the policy wrote; other units count the last assistant message.
+    A truncated answer earns 0.
+    """
 
     name = "length"
     bounds = (0.0, 1.0)
@@ -44,16 +47,16 @@ class Length(PerTrajectory):
         self.config = config
 
     def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """Raises DataError for a text without tokens where tokens are to be counted."""
+        """Return the reward. Raises DataError if tokens must be counted and the text has none."""
         text = answer_text(trajectory)
         if isinstance(trajectory.outcome, Truncated):
             return 0.0
         length = self._length(text, trajectory)
-        over = 0 if self.config.at_most is None else length - self.config.at_most
-        outside = max(over, self.config.at_least - length, 0)
-        if outside == 0:
+        excess = 0 if self.config.at_most is None else length - self.config.at_most
+        distance = max(excess, self.config.at_least - length, 0)
+        if distance == 0:
             return 1.0
-        return max(0.0, 1.0 - outside / self.config.margin) if self.config.margin else 0.0
+        return max(0.0, 1.0 - distance / self.config.margin) if self.config.margin else 0.0
 
     def _length(self, text: str, trajectory: Trajectory) -> int:
         if self.config.unit == "tokens":

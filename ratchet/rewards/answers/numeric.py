@@ -1,8 +1,7 @@
-"""The answer's final number equals the task's, as exact rationals.
+"""A reward that compares the answer's final number with the task's, as exact rationals.
 
-Text of a model is hostile input: it is matched by patterns that run in linear time and never
-evaluated, and a number of more than MAX_DIGITS digits, or such an exponent, is unreadable instead
-of computed.
+Model output is untrusted: it is matched by linear-time patterns and never evaluated. A number
+longer than MAX_DIGITS, or with an exponent beyond it, is unreadable.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ratchet.types import Task
 
 
 class NumericAnswerConfig(Section):
-    """1 where the answer's final number equals the task's."""
+    """A reward of 1 if the answer's final number equals the task's, else 0."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.numeric:NumericAnswer"
 
@@ -39,7 +38,7 @@ MAX_DIGITS = 400
 WHOLE = r"(?>[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)"
 DECIMAL = rf"(?>{WHOLE}(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
 NUMBER = re.compile(
-    # a sign after a word, digit or bracket is an operator; digits inside a word (H2O) are no number
+    # A sign after a word, digit or bracket is an operator. Digits inside a word (H2O) don't count.
     rf"""(?: (?<![\w)\]}}]) (?P<sign> \$?[-+]\$? ) | (?<!\w) )
     (?: (?: (?P<mixed>{WHOLE})[ ] )? (?P<above>{DECIMAL}) / (?P<below>{DECIMAL})
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
@@ -73,7 +72,7 @@ class NumericAnswer(FinalAnswer):
         return None if number is None else str(number)
 
     def grade(self, text: str, task: Task) -> float:
-        """Raises DataError where the task's own answer is no number."""
+        """Return 1 if the numbers are equal, else 0. Raises DataError if the task has no number."""
         gold = read_number(str(task.answer))
         if gold is None:
             raise DataError(
@@ -85,42 +84,42 @@ class NumericAnswer(FinalAnswer):
 
 
 def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
-    """The number that `text` ends on: what stands after the last "####" or in the last \\boxed{},
-    whichever comes later; without either, the last number anywhere, or None with `require_marker`.
+    """Return the final number of `text`; None if there is none.
 
-    A marked answer must hold exactly one number, else it is unreadable: "#### 4 or 5" does not get
-    to be both.
+    It is the number after the last "####" or in the last \\boxed{}, whichever comes later. Without
+    either it is the last number anywhere, or None with `require_marker`. A marked answer must hold
+    exactly one number: "#### 4 or 5" is None.
     """
-    text = _plain(text)
+    text = _remove_latex(text)
     hashes = last_match(HASHES, text)
     boxed = text.rfind(BOXED)
     if hashes is not None and hashes.start() > boxed:
-        return _only(hashes.group(1))
+        return _read_single(hashes.group(1))
     if boxed >= 0:
-        return _only(_braced(text[boxed + len(BOXED) :]))
+        return _read_single(_read_braces(text[boxed + len(BOXED) :]))
     if require_marker:
         return None
     number = last_match(NUMBER, text)
-    return number and _value(number)
+    return number and _evaluate(number)
 
 
 def read_number(text: str) -> Fraction | None:
-    """The one number in `text`: signs, thousands commas, decimals, exponents, fractions (3/4,
-    \\frac{3}{4}) and mixed numbers (1 1/2); currency and units around it are ignored, per cent too
-    (50% is 50). None where there is none or more than one, where it is longer than MAX_DIGITS, and
-    where it is part of a power, a root or a multiple of pi.
+    """Return the only number in `text`; None if there is not exactly one.
+
+    Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}) and mixed numbers
+    (1 1/2) are read. Currency, units and per cent around it are ignored (50% is 50). A number
+    longer than MAX_DIGITS, or in a power, a root or a multiple of pi, is None.
     """
-    return _only(_plain(text))
+    return _read_single(_remove_latex(text))
 
 
 def whole_number(text: str) -> Fraction | None:
-    """The value of a text that is a number and nothing else: no unit, letter or second number. Else
-    None."""
-    match = NUMBER.fullmatch(_plain(text).strip())
-    return _value(match) if match else None
+    """Return the value of a text that is one number and nothing else (no unit), else None."""
+    match = NUMBER.fullmatch(_remove_latex(text).strip())
+    return _evaluate(match) if match else None
 
 
-def _plain(text: str) -> str:
+def _remove_latex(text: str) -> str:
     for pattern, replacement in LATEX:
         text = pattern.sub(replacement, text)
     return text
@@ -131,14 +130,14 @@ def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
     return tail[0] if tail else None
 
 
-def _only(text: str) -> Fraction | None:
+def _read_single(text: str) -> Fraction | None:
     numbers = NUMBER.finditer(text)
     first = next(numbers, None)
-    return _value(first) if first and next(numbers, None) is None else None
+    return _evaluate(first) if first and next(numbers, None) is None else None
 
 
-def _braced(text: str) -> str:
-    """`text` up to the brace that closes the one it follows."""
+def _read_braces(text: str) -> str:
+    """Return the part of `text`, which follows an opening brace, before the closing one."""
     depth = 1
     for brace in re.finditer(r"[{}]", text):
         depth += 1 if brace.group() == "{" else -1
@@ -147,7 +146,7 @@ def _braced(text: str) -> str:
     return ""
 
 
-def _value(match: re.Match[str]) -> Fraction | None:
+def _evaluate(match: re.Match[str]) -> Fraction | None:
     start, end = match.span()
     context = match.string
     if (
@@ -163,13 +162,13 @@ def _value(match: re.Match[str]) -> Fraction | None:
     if plain is not None:
         if abs(int(exponent or 0)) > MAX_DIGITS:
             return None
-        value = _fraction(plain) * Fraction(10) ** int(exponent or 0)
+        value = _parse_decimal(plain) * Fraction(10) ** int(exponent or 0)
     else:
-        if not _fraction(below):
+        if not _parse_decimal(below):
             return None
-        value = _fraction(mixed or "0") + _fraction(above) / _fraction(below)
+        value = _parse_decimal(mixed or "0") + _parse_decimal(above) / _parse_decimal(below)
     return -value if negative else value
 
 
-def _fraction(decimal: str) -> Fraction:
+def _parse_decimal(decimal: str) -> Fraction:
     return Fraction(decimal.replace(",", ""))

@@ -1,4 +1,4 @@
-"""The similarity of an answer to the task's: common subsequence, or words in any order."""
+"""Reward an answer's similarity to the reference: common subsequence, or words in any order."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ratchet.types import Task
 
 
 class SimilarityConfig(Section):
-    """The similarity of the answer to the task's, from 0 to 1."""
+    """The similarity, from 0 to 1, of an answer to the task's answer."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.similarity:Similarity"
 
@@ -31,7 +31,8 @@ class SimilarityConfig(Section):
     )
 
 
-# characters or words that are compared: about 30 ms; what goes beyond counts as different
+# Maximum number of characters or words that are compared, which takes about 30 ms. Further ones
+# count as different.
 MAX_UNITS = 10_000
 
 
@@ -45,12 +46,15 @@ class Similarity(AnswerReward):
     def grade(self, text: str, task: Task) -> float:
         if task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare with")
-        one, other = self._units(text), self._units(str(task.answer))
+        units = self._units(text)
+        reference = self._units(str(task.answer))
         if self.config.measure == "bag":
-            common = (Counter(one) & Counter(other)).total()
+            common = (Counter(units) & Counter(reference)).total()
         else:
-            common = common_subsequence(one[:MAX_UNITS], other[:MAX_UNITS])
-        similarity = 2 * common / (len(one) + len(other)) if one or other else 1.0
+            common = common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
+        # F1: the harmonic mean of precision and recall.
+        length = len(units) + len(reference)
+        similarity = 2 * common / length if length else 1.0
         return (
             similarity
             if self.config.threshold is None
@@ -65,14 +69,18 @@ class Similarity(AnswerReward):
 
 
 def common_subsequence(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
-    """Length of the longest common subsequence, a row of the table at a time as the bits of one
-    integer (Hyyrö 2004)."""
-    where: dict[Hashable, int] = {}
+    """Return the length of the longest common subsequence.
+
+    Each row of the dynamic program's table is held in the bits of one integer (Hyyrö 2004).
+    """
+    # For each unit, the positions in `one` that hold it, as a bit mask.
+    positions: dict[Hashable, int] = {}
     for index, unit in enumerate(one):
-        where[unit] = where.get(unit, 0) | 1 << index
-    full = (1 << len(one)) - 1
-    row = full
+        positions[unit] = positions.get(unit, 0) | 1 << index
+    all_bits = (1 << len(one)) - 1
+    # A 0 bit marks a position at which the common subsequence grows by one.
+    row = all_bits
     for unit in other:
-        matches = row & where.get(unit, 0)
-        row = ((row + matches) | (row - matches)) & full
+        matches = row & positions.get(unit, 0)
+        row = ((row + matches) | (row - matches)) & all_bits
     return len(one) - row.bit_count()

@@ -1,9 +1,9 @@
-"""Judging that may never end (computer algebra, a user's regular expression) in processes that can
-be killed.
+"""Worker processes for reward functions that may never end (computer algebra, a user's regular
+expression).
 
-A thread can't be stopped, and Python's own `re` holds the interpreter's lock while it backtracks:
-in the driver one hostile answer would stall every rollout. A call here has a bound on processor
-time and memory; a worker that passes it dies alone and is replaced. The bound counts processor
+A thread can't be stopped, and Python's own `re` holds the GIL while it backtracks: in the driver
+one hostile answer would stall every rollout. Here each call has a limit on processor time and
+memory; a worker that exceeds the time dies alone and is replaced. The time limit counts processor
 time, so that a loaded machine doesn't turn right answers into wrong ones.
 """
 
@@ -25,8 +25,8 @@ from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
 from ratchet.observe.stall_report import waiting
 
-START_S = 120.0  # wall time for imports, on a machine that does much else
-CALLS_PER_WORKER = 2000  # caches of a computer algebra system grow with what it is asked
+START_S = 120.0  # limit on the wall time of a worker's imports, on a busy machine
+CALLS_PER_WORKER = 2000  # then replaced: a computer algebra system's caches grow with each call
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from "
     "ratchet.rewards.process_pool.worker_main import main; main"
@@ -34,20 +34,26 @@ BOOTSTRAP = (
 
 
 class OutOfTime(RatchetError):
-    """The call took more processor time than it may."""
+    """The call exceeded its limit on processor time."""
 
 
 class PoolWorkerError(RatchetError):
-    """The function raised, or its process died twice; the message holds the traceback or says
-    how."""
+    """The function raised, or its process did not start or died twice.
+
+    The message holds the traceback or the cause of death.
+    """
 
 
 class RewardWorkers:
-    """Calls `function` ("module:name"; JSON in, JSON out) in at most `size` processes, started when
-    they are needed.
+    """A pool of worker processes that call one function; they start when they are needed.
 
-    They see no environment variables, and end with this object or with this process, whichever
-    comes first.
+    The workers inherit no environment variables, and end when this object or this process ends.
+
+    Args:
+        function: "module:name" of a function with JSON arguments and a JSON result.
+        cpu_s: Limit on the processor time of a call.
+        memory_mib: Limit on the memory of a worker.
+        size: Maximum number of workers.
     """
 
     def __init__(
@@ -60,15 +66,15 @@ class RewardWorkers:
         weakref.finalize(self, _close, self._idle)
 
     async def call(self, *arguments: Any) -> Any:
-        """Raises OutOfTime or WorkerError."""
+        """Return the function's result. Raise OutOfTime or PoolWorkerError."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self._call, arguments
         )
 
     def _call(self, arguments: tuple[Any, ...]) -> Any:
         request = json.dumps(arguments) + "\n"
-        # a worker may be killed from outside: try once more
-        for last in (False, True):
+        # Try twice, since a worker may be killed from outside.
+        for is_last_try in (False, True):
             worker = self._take()
             try:
                 with waiting("rewards", self.function, "reward workers", worker.wall_s):
@@ -79,7 +85,7 @@ class RewardWorkers:
                     raise OutOfTime(
                         f"{self.function} took more than {self.cpu_s:g} s of processor time"
                     ) from None
-                if last:
+                if is_last_try:
                     raise PoolWorkerError(
                         f"the process of {self.function} died ({death})"
                     ) from None
@@ -105,6 +111,8 @@ class RewardWorkers:
 
 
 class _Died(Exception):
+    """The worker died or gave no answer in time. by: the signal that killed it; at most 0: none."""
+
     def __init__(self, why: str, by: int = 0) -> None:
         super().__init__(why)
         self.by = by
@@ -113,8 +121,8 @@ class _Died(Exception):
 class _Worker:
     def __init__(self, function: str, cpu_s: float, memory_mib: int) -> None:
         self.calls = 0
-        # The bound on processor time is the worker's own; this one catches what waits, or is
-        # starved for very long.
+        # The worker itself limits its processor time. This limit on wall time is for calls that
+        # sleep, or that get no processor for very long.
         self.wall_s = 30.0 + 20.0 * cpu_s
         code = f"{BOOTSTRAP}({function!r}, {cpu_s!r}, {memory_mib!r})"
         self.process = subprocess.Popen(
@@ -122,7 +130,7 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # sets of symbols are walked in one order, whatever the run
+            # Sets of symbols are then iterated in the same order in every run.
             env={"PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is for the driver
         )
@@ -134,7 +142,7 @@ class _Worker:
             raise PoolWorkerError(f"the process of {function} did not start ({death})") from None
 
     def ask(self, request: str) -> dict[str, Any]:
-        """Raises _Died."""
+        """Send a request and return the answer. Raise _Died."""
         assert self.process.stdin is not None
         self.calls += 1
         try:
@@ -173,7 +181,7 @@ class _Worker:
             assert pipe is not None
             try:
                 pipe.close()
-            except OSError:  # what was not yet written to a dead process
+            except OSError:  # closing flushes, which fails if the process is dead
                 continue
         self.process.wait()
 

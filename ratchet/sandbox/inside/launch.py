@@ -1,9 +1,9 @@
-"""The entry point inside: find the strongest isolation that this machine grants, enter it, start
-the zygote.
+"""The sandbox's entry point: find the strongest isolation that this machine grants, enter it, and
+start the zygote.
 
-A level is first tried completely in a process that is discarded: some machines grant a namespace
-but refuse what makes it useful, and a sandbox must never be weaker than it reports. After the
-probe, a failure ends the launch.
+Each level is first tried in full in a throwaway process: some machines grant a namespace but refuse
+what makes it useful, and a sandbox must never be weaker than it reports. If entering the level then
+fails after all, the launch fails.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from typing import Any
 
 from . import child, landlock, rootfs, seccomp, syscalls, zygote
 
+# Modules that programs use often, imported before the zygote forks.
 PRELOADED = """
     abc array ast atexit base64 bisect calendar cmath collections collections.abc contextlib copy
     csv dataclasses datetime
@@ -45,20 +46,21 @@ def main(control: int, options: dict[str, Any]) -> None:
 
     Args:
         control: Descriptor of the control socket.
-        options: boss (pid of the trainer), at_most (level), readable (paths beside the library).
+        options: `boss`, the pid of the trainer; `at_most`, the highest level to try; `readable`,
+            paths that programs may read besides the library.
     """
     channel = socket.socket(fileno=control)
     try:
         boss = watch_boss(options["boss"])
         oom_first()
-        os.umask(0o022)  # not the trainer's
+        os.umask(0o022)  # a fixed one, not the trainer's
         zygote.be_quiet()
         readable = tuple(options["readable"])
         sources = view(readable)
         level, refused = strongest(options["at_most"], sources)
         if level == 0:
             raise RuntimeError("; ".join(refused))
-        seccomp.template(level, False)  # built once, here
+        seccomp.template(level, False)  # cached, so that forked programs need not build it
         for name in PRELOADED.split():
             __import__(name)
         sys.path.extend(readable)
@@ -69,7 +71,7 @@ def main(control: int, options: dict[str, Any]) -> None:
             inner = os.fork()
             if inner:
                 channel.close()
-                wait_for(inner, boss)
+                wait_for(inner, boss)  # does not return
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         proc = rootfs.build(sources) if level >= 3 else None
         channel.send(
@@ -82,9 +84,9 @@ def main(control: int, options: dict[str, Any]) -> None:
 
 
 def watch_boss(pid: int) -> int:
-    """Return a pidfd of the trainer, and exit if the trainer is already dead.
+    """Return a pidfd of the trainer, or exit if the trainer is already dead.
 
-    A death signal would not do: it comes when the *thread* that started this process ends.
+    A parent-death signal would not do: it is sent when the *thread* that started this process ends.
     """
     handle = os.pidfd_open(pid)
     if os.getppid() != pid:
@@ -93,7 +95,7 @@ def watch_boss(pid: int) -> int:
 
 
 def oom_first() -> None:
-    """Make the kernel kill a program instead of the trainer when the machine runs out of memory."""
+    """Make the kernel kill sandboxed programs, not the trainer, when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
@@ -102,13 +104,13 @@ def wait_for(inner: int, boss: int) -> None:
     """Wait until the zygote or the trainer ends, then exit.
 
     The launcher stays because a process can't move itself into its new process namespace. The
-    zygote is process 1 in there, so its end takes all programs with it. If the trainer ends first,
-    the zygote is killed.
+    zygote is process 1 of that namespace, so the kernel kills all programs when it ends. If the
+    trainer ends first, the launcher kills the zygote.
     """
     poll = select.poll()
-    for file in (boss, os.pidfd_open(inner)):
-        poll.register(file, select.POLLIN)
-    if [file for file, _ in poll.poll()] == [boss]:
+    for pidfd in (boss, os.pidfd_open(inner)):
+        poll.register(pidfd, select.POLLIN)
+    if [pidfd for pidfd, _ in poll.poll()] == [boss]:
         os.kill(inner, signal.SIGKILL)
     os.waitpid(inner, 0)
     os._exit(0)
@@ -129,16 +131,16 @@ def library() -> tuple[str, ...]:
     These are the standard library and the libraries that its extension modules are linked to.
     """
     paths = {path for name in ("stdlib", "platstdlib") if (path := sysconfig.get_path(name))}
-    folder = sysconfig.get_config_var("LIBDIR")
+    libdir = sysconfig.get_config_var("LIBDIR")
     return (
         *sorted(paths),
-        *((folder,) if folder and folder.startswith(sys.base_prefix) else ()),
+        *((libdir,) if libdir and libdir.startswith(sys.base_prefix) else ()),
         *MULTIARCH,
     )
 
 
 def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
-    """Return the strongest level granted, and why each stronger one was refused."""
+    """Return the strongest level up to `at_most` that is granted, and why others were refused."""
     if not seccomp.available():
         return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
     refused: list[str] = []
@@ -157,7 +159,7 @@ def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
 
 
 def trial(attempt: Callable[[], None]) -> str:
-    """Run `attempt` in a separate process. Returns why it failed, or ""."""
+    """Run `attempt` in a separate process. Return why it failed, or "" if it succeeded."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
@@ -190,10 +192,9 @@ def try_namespaces(sources: list[str]) -> None:
 
 
 def unused_uid(level: int, readable: Sequence[str]) -> int:
-    """Return an unused uid for root's programs, since file permissions and process counts don't
-    bind uid 0.
+    """Return an unused uid for programs if this process is root; 0 if not, or if none can be used.
 
-    Returns 0 if this process is not root, or no such uid can be used.
+    File permissions and limits on processes don't bind uid 0.
     """
     if os.getuid() != 0 or not (
         syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)
@@ -202,7 +203,7 @@ def unused_uid(level: int, readable: Sequence[str]) -> int:
     if level < 3 and not all(
         open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)
     ):
-        return 0  # another user could not import from a Python that only root reads
+        return 0  # another user could not import from a Python that only root can read
     for uid in (child.SCRATCH_UID + os.getpid(), child.NARROW_UID + os.getpid() % 500):
         if not trial(lambda uid=uid: os.setresuid(uid, uid, uid)):
             return uid
