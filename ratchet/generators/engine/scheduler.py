@@ -161,12 +161,10 @@ class Scheduler:
                 break
             batch.append(request)
         longest = int(self.slots.limits[: len(self.running)].max(initial=0))
-        longest_by_count = list(
-            accumulate((request.limit for request in batch), max, initial=longest)
-        )
+        limits = list(accumulate((request.limit for request in batch), max, initial=longest))
         counts = range(1, len(batch) + 1)
         count = bisect_left(
-            counts, True, key=lambda n: not self._fits(len(self.running) + n, longest_by_count[n])
+            counts, True, key=lambda n: not self._fits(len(self.running) + n, limits[n])
         )
         return batch[:count]
 
@@ -364,13 +362,8 @@ class Scheduler:
         hidden = self._decode_with_torch(active, longest)
         plain_rows = plain_rows[[request.sampling.adapter is None for request in self.running]]
         if len(plain_rows):
-            hidden[plain_rows] = self.compiled(
-                layers,
-                active.feed[plain_rows],
-                active.positions[plain_rows],
-                plain_rows,
-                self.cache,
-            )
+            feed, positions = active.feed[plain_rows], active.positions[plain_rows]
+            hidden[plain_rows] = self.compiled(layers, feed, positions, plain_rows, self.cache)
         return hidden
 
     def _decode_with_torch(self, active: ActiveSlots, longest: int) -> Tensor:
@@ -454,24 +447,22 @@ class Scheduler:
             self.slots.read_routes(row) if self.running[row].sampling.routes else None
             for row in rows
         ]
-        nonfinite_at = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
+        where = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
         broken = {
             request: index
-            for request, index in zip(requests, nonfinite_at, strict=True)
+            for request, index in zip(requests, where, strict=True)
             if index is not None
         }
         errors = self._explain_errors(broken) if broken else {}
         self._leave(rows)
-        for request, (tokens, logprobs, log_kept_mass), stop, request_routes in zip(
+        for request, (tokens, logprobs, log_kept), stop, experts in zip(
             requests, results, ended.values(), routes, strict=True
         ):
             error = errors.get(request, stop)
             if isinstance(error, Exception):
                 request.fail(error)
             else:
-                request.deliver(
-                    request.complete(tokens, logprobs, log_kept_mass, error, request_routes)
-                )
+                request.deliver(request.complete(tokens, logprobs, log_kept, error, experts))
 
     def _explain_errors(
         self, broken: Mapping[GenerationRequest, int]

@@ -306,11 +306,8 @@ class MultimodalPolicy(TransformersPolicy):
 
     @contextmanager
     def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Yield tokens in which stray placeholders, which a policy has written, are replaced.
-
-        Inside the block the embedding still reads the original tokens: a stray placeholder is an
-        ordinary token.
-        """
+        """Yield tokens in which stray placeholders that the policy wrote are replaced. Inside the
+        block the embedding still reads the originals: a stray placeholder is an ordinary token."""
         stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
             yield tokens_NL
@@ -387,10 +384,8 @@ class MultimodalPolicy(TransformersPolicy):
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
     def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
-        """Return the encoder outputs by kind, in which equal media are encoded once.
-
-        Kinds that the backbone has to encode itself are left out.
-        """
+        """Return the encoder outputs by kind, but for kinds that the backbone encodes itself. Equal
+        media are encoded once."""
         encoded: dict[MediaKind, EncodedMedia] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
