@@ -25,13 +25,13 @@ ZERO_WEIGHT = "what is not active has the weight 0, so that any finite number wi
 EQUIVALENT: Table = {
     (
         BASE,
-        "Term.__call__",
+        "AlgorithmTerm.__call__",
         "coef * (weight * torch.where(active, x, 0.0)).sum() -> coef * (weight * "
         "torch.where(active, x, 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         BASE,
-        "Term.__call__",
+        "AlgorithmTerm.__call__",
         "(share * torch.where(active, v.to(weight.dtype), 0.0)).sum() -> "
         "(share * torch.where(active, v.to(weight.dtype), 1.0)).sum()",
     ): ZERO_WEIGHT,
@@ -61,47 +61,47 @@ EQUIVALENT: Table = {
     (
         GROUP,
         "reinforce_pp",
-        "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=0.0) -> "
-        "rewards_A = normalised_by(attempts.groups, rewards_A, scale='none', epsilon=1.0)",
+        "rewards_A = normalise_by(attempts.groups, rewards_A, scale='none', epsilon=0.0) -> "
+        "rewards_A = normalise_by(attempts.groups, rewards_A, scale='none', epsilon=1.0)",
     ): NO_SCALE,
     (
         TEMPORAL,
         "turn_returns",
-        "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=0.0) -> "
-        "advantages_U = normalised_by(groups, advantages_U, scale='none', epsilon=1.0)",
+        "advantages_U = normalise_by(groups, advantages_U, scale='none', epsilon=0.0) -> "
+        "advantages_U = normalise_by(groups, advantages_U, scale='none', epsilon=1.0)",
     ): NO_SCALE,
     (
         TEMPORAL,
-        "step_rewards",
+        "compute_step_rewards",
         "torch.full((size,), -1).scatter_reduce -> torch.full((size,), -2).scatter_reduce",
     ): "any number below 0 says that an attempt has no step",
     (
         TEMPORAL,
-        "step_rewards",
+        "compute_step_rewards",
         "last_T = last_A[last_A >= 0] -> last_T = last_A[last_A >= 1]",
     ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing "
     "predicts it",
     (
         COMMON,
-        "whole",
+        "index_as_one",
         "return (torch.zeros(len(x), dtype=torch.int64), 1) -> return (torch.zeros(len(x), "
         "dtype=torch.int64), 2)",
     ): "one index more, which does not occur: what is made for it is never read",
     (
         COMMON,
-        "Steps.pad",
+        "AttemptSteps.pad",
         "width = int(self.count_A.max()) if len(self.count_A) else 0 -> "
         "width = int(self.count_A.max()) if len(self.count_A) else 1",
     ): "a matrix without rows is as empty at any width",
     (
         COMMON,
-        "Steps.pad",
+        "AttemptSteps.pad",
         "x_AL = x_T.new_zeros(len(self.count_A), width) -> x_AL = "
         "-x_T.new_zeros(len(self.count_A), width)",
     ): MINUS_ZERO,
     (
         COMMON,
-        "Steps.unpad",
+        "AttemptSteps.unpad",
         "x_T = x_AL.new_zeros(self.n_tokens) -> x_T = -x_AL.new_zeros(self.n_tokens)",
     ): MINUS_ZERO,
     (
@@ -112,13 +112,13 @@ EQUIVALENT: Table = {
     (
         TEMPORAL,
         "_earlier_turns",
-        "earlier.append(so_far.get(attempt, 0)) -> earlier.append(so_far.get(attempt, 1))",
+        "earlier.append(turns_so_far.get(attempt, 0)) -> earlier.append(turns_so_far.get(attempt, 1))",
     ): "the numbers of an attempt's turns are compared with each other alone: all may begin at 1",
     (
         TEMPORAL,
         "_earlier_turns",
-        "zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=True) -> "
-        "zip(attempt_index(batch)[0].tolist(), turns_S.tolist(), strict=False)",
+        "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=True) -> "
+        "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=False)",
     ): "both have an entry a sequence",
     (
         TEMPORAL,
