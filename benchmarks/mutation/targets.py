@@ -27,7 +27,7 @@ TARGETS: dict[str, tuple[str, ...]] = {
 }
 
 # Of these files only some functions are maths.
-FUNCTIONS = {f"{MATHS}/base.py": ("Term.__call__", "Algorithm.weigh")}
+FUNCTIONS = {f"{MATHS}/base.py": ("AlgorithmTerm.__call__", "Algorithm.weigh")}
 
 
 def targets() -> dict[str, list[str]]:
