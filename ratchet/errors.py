@@ -1,22 +1,22 @@
-"""Every error that Ratchet raises on purpose.
+"""The exceptions that Ratchet raises on purpose.
 
     RatchetError
     ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2
-    │   └── SamplingError    a completion can't be drawn with this field of `Sampling`
+    │   └── SamplingError    a field of `Sampling` has a value that can't be used
     ├── DataError            a row, a file or a prompt is wrong; names file and line
     │   └── RequestFailed    one completion can't be computed; other requests go on
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
-    ├── MissingColumn        a loss asked for a column that no pass fills
-    ├── MissingDependency    an optional package is absent; names the extra that brings it
+    ├── MissingColumn        a loss needs a column that no pass fills
+    ├── MissingDependency    an optional package is absent; names the extra that installs it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
-    ├── WeightSyncError      new weights did not reach a generator, which goes on with the old ones
-    │   └── DeltaRefused     changes to other weights than those that the receiver has
+    ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
+    │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
-    │   └── ParityError      sampler and learner disagree about the probability of what was sampled
+    │   └── ParityError      sampler and learner disagree about the probability of sampled tokens
     └── WorkerError          a process of a distributed run; names its role, rank and host
         ├── WorkerDied       it ended, or was silent for too long and was killed
-        ├── WorkerRaised     its component raised what can't be sent as it is
+        ├── WorkerRaised     its component raised an exception that can't be sent as it is
         ├── CallTimeout      it did not answer by the deadline
         ├── PortBusy         none of the ports that it may use is free
         └── VersionMismatch  driver and worker run different versions
@@ -28,7 +28,7 @@ from __future__ import annotations
 
 
 class RatchetError(Exception):
-    """Base of all errors meant for the user; the command line prints them without a traceback."""
+    """The base class of errors for the user; the command line prints them without a traceback."""
 
 
 class ConfigError(RatchetError):
@@ -36,7 +36,11 @@ class ConfigError(RatchetError):
 
 
 class SamplingError(ConfigError):
-    """field: the field of `Sampling` with the wrong value."""
+    """A wrong value of one field of `Sampling`.
+
+    Attributes:
+        field: The name of the field.
+    """
 
     def __init__(self, message: str, *, field: str = "") -> None:
         super().__init__(message)
@@ -87,8 +91,12 @@ class WorkerError(RatchetError):
 
 
 class WorkerDied(WorkerError):
-    """signal: the name of the one that ended it ("SIGKILL"), or "". tail: the last lines that it
-    wrote."""
+    """The end of a worker process.
+
+    Attributes:
+        signal: The name of the signal that ended it ("SIGKILL"), or "".
+        tail: The last lines of its output.
+    """
 
     def __init__(
         self, message: str, *, role: str, rank: int, host: str, signal: str = "", tail: str = ""
@@ -118,8 +126,12 @@ class ParityError(TrainingError):
 
 
 class WeightSyncError(RatchetError):
-    """tensor: the weight that is wrong, "" where it is none or not known. rank: of the learner,
-    None likewise."""
+    """A failed weight sync.
+
+    Attributes:
+        tensor: The name of the wrong weight; "" if there is none or it is unknown.
+        rank: The learner rank at fault; None if there is none or it is unknown.
+    """
 
     def __init__(self, message: str, *, tensor: str = "", rank: int | None = None) -> None:
         super().__init__(message)

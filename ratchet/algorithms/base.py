@@ -27,10 +27,11 @@ Weighting = Callable[[Batch], Tensor]
 class AlgorithmTerm:
     """One summand of a role's loss: `coef * sum(weight * x)`.
 
-    fn: `fn(out, batch) -> (x, metrics)` gives x and detached metrics at the term's `level` ([T],
-      [S] or [G]).
-    weighting: `weighting(batch)` gives the [T] column that carries the complete normaliser,
-      computed once over an optimizer step. A sequence or a group weighs the sum of its tokens.
+    fn: `fn(out, batch) -> (x, metrics)` returns x and detached metrics at the term's `level`:
+      [T], [S] or [G].
+    weighting: `weighting(batch)` returns the [T] column that carries the complete normaliser,
+      computed once over an optimizer step. The weight of a sequence or group is the sum of its
+      tokens'.
     needs: names of the `Outputs` that the learner must produce.
     coef: 0 only measures the term: it adds nothing to the loss, whatever its values.
 
@@ -82,7 +83,7 @@ def _importable(function: Callable[..., Any]) -> bool:
 class Pass:
     """A scoring pass: before the update, `role` computes a column without gradient.
 
-    output: the learner's name for what is computed.
+    output: name of the learner's output.
     produces: the column's name in the batch.
     tag: score only rows whose task has this tag. Several passes may fill one column, a part each.
     top_k: width of "topk_ids" and "topk_logprobs"; 0: one entry for each token of the vocabulary.
@@ -101,7 +102,7 @@ class Role:
     """A model beside the policy, and how to make it.
 
     path: directory or hub id of its model; None: a copy of the policy at the start of the stage.
-    lr: its own peak learning rate; None: the policy's.
+    lr: its peak learning rate; None: the policy's.
     aligned: its tokenizer differs from the policy's, and its columns are aligned by text spans.
     """
 
@@ -136,7 +137,7 @@ class Algorithm:
 
     source: the kind of groups it learns from, one of `ratchet.training.sources.SOURCES`.
     advantage: fills every column that is computed between the scoring passes and the update.
-    fills: the columns among those that replace a scoring pass.
+    fills: columns that `advantage` fills in place of a scoring pass.
     adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.
     warmup: steps of the stage during which a role is not updated, by role.
     minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
@@ -150,7 +151,7 @@ class Algorithm:
       one train.
     reads_parts: True if the named parts of the rewards matter: attempts of equal reward differ if
       their parts do.
-    replays: the policy's routers choose the experts that the sampler recorded.
+    replays: the policy's routers choose the experts that the sampler recorded (router replay).
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
 
@@ -203,12 +204,12 @@ class Algorithm:
 
     @property
     def updates_per_batch(self) -> int:
-        """Optimizer steps a batch."""
+        """The number of optimizer steps for each batch."""
         return self.minibatches * self.epochs
 
     @property
     def columns(self) -> frozenset[str]:
-        """Columns that are filled before the update."""
+        """The columns that are filled before the update."""
         return self.fills | {item.produces for item in self.passes}
 
     @property
@@ -230,9 +231,8 @@ class Algorithm:
         """Yield the mini-batches of a batch, `epochs` times over, as even as counts allow.
 
         A mini-batch has whole groups in order, or some attempts of every group. A step that lost
-        groups to failures may have fewer groups than mini-batches: some mini-batches are empty
-        then, and count as optimizer steps that change nothing, so that learning-rate schedules stay
-        in step.
+        groups to failures may have fewer groups than mini-batches. Empty mini-batches then count
+        as optimizer steps that change nothing, so that learning-rate schedules stay in step.
         """
         minibatches = [batch]
         if self.minibatches > 1:
@@ -265,7 +265,7 @@ class Algorithm:
     def weigh(self, mini: Batch, state: AlgoState) -> Batch:
         """Add every term's weight column, computed over this whole optimizer step.
 
-        From then on losses only sum.
+        The normalisers are in these weights, so losses only sum.
         """
         weights: dict[str, Weight] = {}
         for term in (term for terms in self.losses.values() for term in terms):

@@ -1,4 +1,4 @@
-"""The preference algorithms, built from their configuration."""
+"""Build the preference algorithms from their configuration."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ LABELLED_EXEMPTIONS = {
 
 
 def build_pairs(config: PreferenceConfig) -> Algorithm:
-    """Return the preference algorithm of a section, for pairs."""
+    """Return the preference algorithm for pairs that a config section describes."""
     coef = float(getattr(config, "odds_coef", 1.0))
     terms = [AlgorithmTerm("preference", bind(config), prompt_mean, level="group", coef=coef)]
     if config.sft_coef > 0:
@@ -42,7 +42,7 @@ def build_pairs(config: PreferenceConfig) -> Algorithm:
 
 
 def build_kto(config: KTOConfig) -> Algorithm:
-    """Return the KTO algorithm of a section."""
+    """Return the KTO algorithm that a config section describes."""
     loss = partial(
         kto, beta=config.beta, desirable=config.desirable, undesirable=config.undesirable
     )

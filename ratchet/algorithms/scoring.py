@@ -1,6 +1,6 @@
 """The scoring passes, which fill the columns that an algorithm names.
 
-T = tokens, K = width of a column of a teacher's likeliest tokens.
+T = tokens, S = sequences (rows).
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ratchet.protocols import Learner
 async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learner]) -> Batch:
     """Run the scoring passes in order and fill their columns.
 
-    Consecutive passes of the same role, rows and width are computed in one call. Raises DataError
-    for a task whose tag has no pass for a column: its rows would have no teacher.
+    Consecutive passes of the same role, tag and top_k are computed in one call. Raises DataError if
+    no pass fills a column for some task's tag: its rows would have no teacher.
     """
     _require_every_tag(batch, algo)
     for (role, tag, top_k), items in itertools.groupby(
@@ -40,7 +40,7 @@ async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learne
 
 
 def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
-    """Raise DataError if a task's tag has no pass for some column."""
+    """Raise DataError if a column has passes for some tags, but not for the tag of every task."""
     served: dict[str, set[str | None]] = {}
     for item in algo.passes:
         served.setdefault(item.produces, set()).add(item.tag)
@@ -61,7 +61,7 @@ def _rows_with_tag(batch: Batch, tag: str) -> list[int]:
 
 
 def _fill_rows(batch: Batch, item: Pass, column: Tensor, rows: Sequence[int] | None) -> Batch:
-    """Fill a column for some rows, and keep the rows that earlier passes have filled."""
+    """Fill a column for `rows` (None: all), and keep rows that earlier passes have filled."""
     fill_level = batch.fill_tokens if item.level == "token" else batch.fill_sequences
     if rows is None:
         return fill_level(**{item.produces: column})

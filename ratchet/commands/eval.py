@@ -1,5 +1,5 @@
-"""The command `ratchet eval`: a model's answers to held-out tasks or a benchmark, compared with
-another model's on request."""
+"""Evaluate a model on held-out tasks or a benchmark (`ratchet eval`), and compare it with another
+model on request."""
 
 from __future__ import annotations
 
@@ -56,13 +56,16 @@ log = logging.getLogger(__name__)
 
 Found = TypeVar("Found")
 NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
-MAX_NEW_TOKENS = 2048  # where no recipe says how long answers are
+MAX_NEW_TOKENS = 2048  # length limit of an answer without a recipe
 
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """The endpoint that a target names by its address. model: its name there. body: further keys of
-    each request."""
+    """Settings of requests to a target that is an endpoint.
+
+    model: the name by which the endpoint knows the model.
+    body: further keys of each request.
+    """
 
     model: str | None = None
     api_key_env: str | None = None
@@ -73,10 +76,11 @@ class EndpointSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Settings of an evaluation; None: as the recipe of the target says.
+    """Settings of an evaluation; None takes the value of the target's recipe.
 
-    on: a kind of environment, or an import path, with `words` for keys. step: of the target's
-    checkpoint; None: the trained model.
+    on: a benchmark, a kind of environment, or an import path.
+    words: keys of the environment that `on` names.
+    step: step of the target's checkpoint; None takes the trained model.
     """
 
     recipe: Path | None = None
@@ -97,9 +101,10 @@ class Evaluation:
 def evaluate_target(
     target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None
 ) -> None:
-    """Print the results and write them into a directory: `out`, or a new one beside the run.
+    """Evaluate a target, print the results, and write them to `out`.
 
-    Target and `against` may also be results of an earlier evaluation. Raises ConfigError, and
+    None writes to a new directory in `evals`: the run's, or the working directory's without a run.
+    `target` and `against` may also be results of an earlier evaluation. Raises ConfigError, and
     RatchetError if no attempt could be judged.
     """
     console = make_console()
@@ -135,7 +140,7 @@ def _results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
 
 
 def _read_here(target: str) -> str:
-    """Return a local copy of results at an address."""
+    """Return a local copy of results at an address; return any other target unchanged."""
     if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
         return target
     try:
@@ -145,7 +150,7 @@ def _read_here(target: str) -> str:
 
 
 def _settle(found: EvalResults, target: str, out: Path | None, console: Console) -> None:
-    """Show and write the results, unless they were read from a file."""
+    """Print and write the results, unless they were read from a file."""
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
@@ -236,7 +241,7 @@ async def _played(evaluator: Evaluator) -> EvalResults:
 
 
 def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, StageSpec]:
-    """Return the environment setup and the numbers of the recipe's last stage, with the changes of
+    """Return the environment setup and the spec of the recipe's last stage, changed by
     `evaluation`."""
     if config is None:
         plan = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
@@ -245,7 +250,8 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
     if evaluation.on is not None:
         section = measured_on(evaluation.on, evaluation.words)
         arena = build_eval_env_setup(section)
-        if isinstance(section, DatasetConfig):  # it ends: a part of it would be another benchmark
+        # A dataset is finite. By default all of it counts: part of it would be another benchmark.
+        if isinstance(section, DatasetConfig):
             plan = replace(
                 plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize})
             )
@@ -286,8 +292,10 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
 
 
 def measured_on(name: str, words: Sequence[str]) -> Section:
-    """Return the section of a benchmark by its name, of which only the test split is read, or of
-    any environment."""
+    """Return the config section of a benchmark or an environment.
+
+    By default only the test split of a benchmark is read.
+    """
     full_name = ALSO_CALLED.get(name, name)
     if full_name not in MEASURED_ON:
         return section_from_words("environment", name, words)
@@ -330,7 +338,7 @@ def _scores(target: Target, algorithm: Algorithm, plan: StageSpec, arena: EnvSet
             f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a "
             "run of it"
         )
-    # Whatever the run trained with: this process has the whole model.
+    # The local learner fits whatever learner the run used: this process has the whole model.
     scorer = build(LocalConfig(), model, head=head.to(next(model.parameters()).device))
     evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
     if evaluator is None:

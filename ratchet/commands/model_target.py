@@ -1,5 +1,7 @@
-"""The target of `ratchet eval`, `chat` and `serve`: a run directory, a checkpoint in it, or a
-Hugging Face model directory (or hub id)."""
+"""Open the target of `ratchet eval`, `chat` and `serve`.
+
+It is a run directory, a checkpoint in it, or a Hugging Face model directory (or hub id).
+"""
 
 from __future__ import annotations
 
@@ -37,11 +39,14 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 @dataclass(frozen=True)
 class Target:
-    """A model to load.
+    """A loaded policy, and where it comes from.
 
-    model: directory of the weights. config: of the run, up to the stage that the weights are of, or
-    of the recipe given beside a bare model; None without either. exported: the temporary directory
-    of a checkpoint's weights, which lives as long as this object.
+    Attributes:
+        model: Directory of the weights.
+        config: The recipe that was passed, else the run's, up to the stage of the weights; None for
+            a model directory without a recipe.
+        exported: The temporary directory of a checkpoint's weights, which lives as long as this
+            object.
     """
 
     model: Path
@@ -51,7 +56,7 @@ class Target:
 
 
 def parse_checkpoint_path(path: Path) -> tuple[Path, int] | None:
-    """Return (run, step) of a checkpoint's directory; None for any other."""
+    """Return (run directory, step) of a checkpoint's directory; None for any other directory."""
     run, step = path.parent.parent, STEP.fullmatch(path.name)
     if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
         return None
@@ -64,12 +69,15 @@ def open_target(
     """Open a target.
 
     Args:
-        generator: Its kind; None: what the run trained with (the engine for a bare model), in this
-            process.
-        step: Of a checkpoint, after which the weights of the run are wanted; None: at its end.
+        path: The run, checkpoint or model directory, or hub id.
+        recipe: Recipe to use instead of the run's.
+        generator: Kind of the generator, which runs in this process; None: the kind that the run
+            trained with (for a model directory the engine).
+        step: Step of the run's checkpoint to open; None: the finished model, unless `path` is a
+            checkpoint.
 
     Raises:
-        RunDirectoryError: The run has no finished model yet.
+        RunDirectoryError: The run has no finished model yet, or `step` is set and `path` is no run.
         CheckpointError: The checkpoint is missing or damaged.
     """
     if step is None and (found := parse_checkpoint_path(path)) is not None:
@@ -104,7 +112,7 @@ def open_target(
 
 
 def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
-    """Load the policy in this process, wherever the run was trained."""
+    """Load the policy into this process, even if the run trained in several."""
     stages = tuple(
         stage.model_copy(update={"generator": _generator(stage, generator)})
         for stage in config.stages
@@ -138,8 +146,11 @@ def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None
 
 
 def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
-    """Write the policy of a checkpoint of the last of these stages as the end of a run would.
-    Raises ConfigError for a form that this process can't read."""
+    """Write the model directory of a checkpoint's policy, as the end of a run does.
+
+    The checkpoint is of the last stage of `config`. Raises ConfigError for a Megatron checkpoint,
+    which this process can't read.
+    """
     index = len(config.stages) - 1
     stage = config.stages[index]
     if isinstance(stage.learner, MegatronConfig):
@@ -174,7 +185,7 @@ def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path)
 
 
 def _generator(stage: StageConfig, kind: str | None) -> Section:
-    """Return the generator section for one process."""
+    """Return the section of the generator to run in this process."""
     trained_with = stage.generator
     if kind is None:
         return (

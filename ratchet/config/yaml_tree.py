@@ -1,8 +1,8 @@
-"""YAML as a tree whose every value knows its file and line, so that later errors can name them.
+"""Read YAML as a tree whose values keep their file and line, so that later errors can name them.
 
-A small file can stand for a huge tree (anchors that repeat anchors), or take a parser's stack or
-hours, so a recipe is read within a `JsonValueBudget`. Messages do not repeat the contents of a file
-that is no recipe.
+A small file can expand to a huge tree (anchors that repeat anchors), overflow the parser's stack or
+take hours to parse, so a recipe is read within a `Budget`. Error messages do not quote a file that
+may not be a recipe.
 """
 
 from __future__ import annotations
@@ -33,8 +33,11 @@ MAX_DIGITS = 100
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The place of a value. `file` is a path or "command line"; `path` is the dotted path as an
-    override would write it."""
+    """The place of a value.
+
+    file: a path or "command line".
+    path: the dotted path, as in an override.
+    """
 
     file: str
     line: int | None
@@ -81,8 +84,8 @@ class Node:
             yield from child.leaves()
 
 
-# --- scalars: the core schema of YAML 1.2, where PyYAML has that of 1.1 (1e-3 is text there, off
-# and no are booleans, 010 is 8, 12:30:00 is 45000). Python's underscores in numbers are kept.
+# --- scalars: the core schema of YAML 1.2. PyYAML has that of 1.1, in which 1e-3 is text, off and
+# no are booleans, 010 is 8, and 12:30:00 is 45000. Numbers may have underscores, as in Python.
 
 SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -106,15 +109,19 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 @dataclass
 class Budget:
-    """The rest of what a recipe, with all that it extends, may use. bytes: of its files; written:
-    values and keys in them; nodes: values after anchors are expanded."""
+    """The remaining budget of a recipe and all that it extends.
+
+    bytes: size of the files.
+    written: keys and values in the files.
+    nodes: values after anchors are expanded.
+    """
 
     bytes: int = MAX_BYTES
     written: int = MAX_WRITTEN
     nodes: int = MAX_NODES
 
     def take_written(self, file: str, line: int) -> None:
-        """Raise ConfigError where a recipe has more values than MAX_WRITTEN."""
+        """Count a key or value of a file. Raises ConfigError beyond MAX_WRITTEN."""
         self.written -= 1
         if self.written < 0:
             raise ConfigError(
@@ -123,7 +130,7 @@ class Budget:
             )
 
     def take_node(self, where: ValueOrigin) -> None:
-        """Raise ConfigError where anchors make more values than MAX_NODES."""
+        """Count a value of the expanded tree. Raises ConfigError beyond MAX_NODES."""
         self.nodes -= 1
         if self.nodes < 0:
             raise ConfigError(
@@ -140,7 +147,7 @@ class _Loader(yaml.SafeLoader):
         self.file, self.budget, self.depth = file, budget, 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Compose as PyYAML does, which is recursive, within the budget and MAX_DEPTH."""
+        """Compose a node recursively as PyYAML does, within the budget and MAX_DEPTH."""
         self.budget.take_written(self.file, self.line + 1)
         self.depth += 1
         if self.depth > MAX_DEPTH:
@@ -164,8 +171,10 @@ class _Dumper(yaml.SafeDumper):
 
 
 def _scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
-    """Return a scalar's value. Raises ConfigError for a tag outside the core schema, and for a
-    number that no key can take."""
+    """Return a scalar's value.
+
+    Raises ConfigError for a tag outside the core schema, and for a malformed or too long number.
+    """
     text = node.value
     match node.tag.rpartition(":")[2]:
         case "null":
@@ -208,7 +217,7 @@ class _Reader:
     file: str
     budget: Budget
     problems: list[RecipeProblem] = field(default_factory=list)
-    # of the branch being read, against an anchor within itself
+    # ids of the nodes of the branch being read, to detect an anchor that contains itself
     open_nodes: list[int] = field(default_factory=list)
 
     def read(self, node: yaml.Node, path: str) -> Node:
@@ -260,7 +269,7 @@ class _Reader:
         return merged | children
 
     def _merged(self, node: yaml.Node, origin: ValueOrigin) -> dict[str, Node]:
-        """Content of `<<: *anchor` or `<<: [*a, *b]`, where earlier ones win."""
+        """Return the content of `<<: *anchor` or `<<: [*a, *b]`, where earlier anchors win."""
         read = self.read(node, origin.path)
         merged: dict[str, Node] = {}
         for item in reversed(read.value if isinstance(read.value, list) else [read]):
@@ -282,8 +291,10 @@ def _label(item: yaml.Node, index: int) -> str:
 def read_text(
     text: str, file: str, path: str = "", budget: Budget | None = None
 ) -> tuple[Node, list[RecipeProblem]]:
-    """Return the tree of one YAML document, and its duplicate keys. Raises ConfigError for text
-    that is not YAML or exceeds the budget."""
+    """Return the tree of one YAML document, and a problem for each duplicate key.
+
+    Raises ConfigError for text that is not YAML or exceeds the budget.
+    """
     budget = budget or Budget()
     try:
         root = _Loader(text, file, budget).get_single_node()
@@ -299,8 +310,10 @@ def read_text(
 
 
 def _without_content(detail: str) -> str:
-    """Return PyYAML's words without names from the file, which may be no recipe; single characters
-    and its own <words> stay."""
+    """Return PyYAML's message without quoted names, which may come from a file that is no recipe.
+
+    Quotes of one or two characters and PyYAML's own <words> stay.
+    """
     return shorten_text(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
         200,
@@ -312,8 +325,11 @@ def _is_mark(word: str) -> bool:
 
 
 def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[RecipeProblem]]:
-    """Return the tree of a file. Raises ConfigError for a file that is missing (naming one nearby),
-    unreadable, empty, too large, or no mapping of keys."""
+    """Return the tree of a file, and a problem for each duplicate key.
+
+    Raises ConfigError if the file is missing (the message may suggest a similar name), unreadable,
+    empty, too large, or not a mapping.
+    """
     budget = budget or Budget()
     try:
         content = safe_read.read_bytes(path, MAX_BYTES)
@@ -351,7 +367,7 @@ def _nearby(path: Path) -> str:
         recipes = sorted(
             p.name for p in islice(folder.iterdir(), 1000) if p.suffix in (".yaml", ".yml")
         )
-    except OSError:  # a folder that may not be listed
+    except OSError:  # no permission to list the folder
         return ""
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)

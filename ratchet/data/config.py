@@ -1,4 +1,4 @@
-"""Configuration of tokenizers and media. Free of torch and of their code."""
+"""The configuration sections of tokenizers. This module imports neither torch nor their code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,11 @@ DAY = "%Y-%m-%d"
 
 
 class TokenizerConfig(Section):
-    """`ratchet.training.build` calls what `builds` names with the section and the model's directory
-    or hub id (None: no such)."""
+    """The base section of tokenizers.
+
+    `ratchet.training.from_config` calls the function that `builds` names with the section and the
+    model's directory or hub id (None if it has neither).
+    """
 
     template: str | None = Field(
         None,
@@ -48,7 +51,7 @@ class TokenizerConfig(Section):
 
 
 class AutoTokenizerConfig(TokenizerConfig):
-    """The model's own tokenizer, or the one in another directory."""
+    """The section of the model's own tokenizer, or of that at `path`."""
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_auto"
 
@@ -57,7 +60,7 @@ class AutoTokenizerConfig(TokenizerConfig):
 
 
 class CharactersConfig(TokenizerConfig):
-    """One token a character."""
+    """The section of a tokenizer with a token for each character."""
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_characters"
 
@@ -73,13 +76,13 @@ class CharactersConfig(TokenizerConfig):
 
 
 class BytesConfig(TokenizerConfig):
-    """One token a byte of UTF-8: covers every text."""
+    """The section of a tokenizer with a token for each byte of UTF-8, which covers every text."""
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_bytes"
 
 
 class ByteBPEConfig(TokenizerConfig):
-    """Byte-level BPE, trained on text files before the run starts."""
+    """The section of a byte-level BPE tokenizer, trained on text files before the run starts."""
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_byte_bpe"
 

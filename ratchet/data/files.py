@@ -1,5 +1,7 @@
-"""Files of data, on this machine or in an object store: s3://, gs://, hf://, memory:// and all else
-that fsspec knows."""
+"""Find and open data files, on this machine or in an object store.
+
+An object store is s3://, gs://, hf://, memory:// or any other that fsspec supports.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,10 @@ from ratchet.utils import safe_read
 from ratchet.utils.object_store import is_address, open_filesystem
 
 CHUNK_BYTES = 1 << 20
-MIN_BOMB_BYTES = 4 << 20  # of line ends alone, reading them takes a second
-# gzip's limit is about 1,000. Conversations come to 10, rows that share a text of 20 KB to 110.
+# Unpacked size up to which any ratio is allowed: even 4 MiB of line ends are read in a second.
+MIN_BOMB_BYTES = 4 << 20
+# Maximum ratio of unpacked to packed size. gzip's own maximum is about 1,000; conversations have
+# 10, rows that share a text of 20 KB have 110.
 MOST_TIMES = 200
 SUFFIXES = (
     ".jsonl",
@@ -40,14 +44,14 @@ def _place(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and "://" not in value else value
 
 
-# In a recipe: a path, which is a `Path` so that a checkpoint can hold its fingerprint, or an
-# address, which stays text.
+# A recipe's path or address. A path becomes a `Path`, so that a checkpoint can hold the file's
+# fingerprint; an address stays text.
 DataFile = Annotated[Path | str, BeforeValidator(_place)]
 
 
 @contextmanager
 def reading(path: str | Path) -> Iterator[None]:
-    """Whatever goes wrong with the file itself is a DataError that names it."""
+    """Convert errors of the file itself to a DataError that names it."""
     try:
         yield
     except FileNotFoundError as error:
@@ -58,17 +62,18 @@ def reading(path: str | Path) -> Iterator[None]:
             if isinstance(error.filename, str) and error.filename != str(path)
             else None
         )
-        where = f"{path}: {inner}" if inner else path  # a folder below it
+        where = f"{path}: {inner}" if inner else path  # `inner` is a folder below
         raise DataError(f"{where}: can't be read: {error.strerror or error}") from error
-    except OverflowError as error:  # an offset that the file states of itself
+    except OverflowError as error:  # from a wrong offset in the file
         raise DataError(f"{path}: can't be read: {error}") from error
 
 
 def open_binary(path: str | Path) -> IO[bytes]:
-    """Seekable, from its beginning. A file that is packed by gzip is unpacked into a temporary one:
-    rows are read in any order.
+    """Open a file for reading, seekable and at its beginning.
 
-    Raises DataError where it can't be opened, MissingDependency for an object store whose package
+    A gzip file is unpacked into a temporary file, because rows are read in any order.
+
+    Raises DataError if the file can't be opened, or MissingDependency if the object store's package
     is not installed.
     """
     with reading(path):
@@ -94,8 +99,7 @@ def _unpacked(packed: IO[bytes]) -> IO[bytes]:
 
 
 def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) -> None:
-    """Raises OSError where the content is so much longer than the file that it holds next to
-    nothing."""
+    """Copy the unpacked content. Raises OSError if it is more than MOST_TIMES its packed size."""
     size = 0
     while chunk := content.read(CHUNK_BYTES):
         size += len(chunk)
@@ -108,10 +112,9 @@ def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) 
 
 
 def expand(places: Sequence[str | Path]) -> list[str | Path]:
-    """The files that paths, addresses, patterns (*.parquet) and directories stand for; those of one
-    place by name.
+    """Return the files of paths, addresses, patterns (*.parquet) and directories.
 
-    Raises DataError for a pattern or a directory without any.
+    The files of one pattern or directory are sorted by name. Raises DataError if it has none.
     """
     return [file for place in places for file in _expanded(place)]
 
@@ -128,7 +131,7 @@ def _expanded(place: str | Path) -> list[str | Path]:
     else:
         path = Path(place)
         if path.exists() and not path.is_dir():
-            return [path]  # whatever signs its name holds
+            return [path]  # even if its name contains *, ? or [
         if not pattern and not path.is_dir():
             return [path]
         with reading(place):
@@ -145,8 +148,7 @@ def _expanded(place: str | Path) -> list[str | Path]:
 
 
 def _files_below(folder: Path) -> list[Path]:
-    """Return the files in a folder and its subfolders. Raises OSError for one that can't be
-    listed."""
+    """Return the files below a folder. Raises OSError for a folder that can't be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
@@ -158,8 +160,10 @@ def _files_below(folder: Path) -> list[Path]:
 
 
 def _matches(pattern: Path) -> list[Path]:
-    """Return the files of a pattern. Raises OSError for a folder that it leads to and can't be
-    listed."""
+    """Return the files that match a pattern.
+
+    Raises OSError if a folder that can hold matches can't be listed.
+    """
     parts = pattern.parts
     first = next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?["))
     base = Path(*parts[:first])
@@ -169,8 +173,7 @@ def _matches(pattern: Path) -> list[Path]:
 
 
 def _require_listable(folder: str | Path, parts: Sequence[str]) -> None:
-    """Raise OSError for what `glob` would pass over silently, so that no part of the data is
-    lost."""
+    """Raise OSError for a folder that can't be listed, because `glob` would skip it silently."""
     with os.scandir(folder) as entries:
         folders = [entry for entry in entries if entry.is_dir(follow_symlinks=parts[0] != "**")]
     for entry in folders:

@@ -1,5 +1,5 @@
-"""Several environments as one: each has its share of the prompts, interleaved evenly, and stamps
-its tag on its tasks."""
+"""Mix several environments: each gets its share of the prompts, interleaved evenly, and its tag on
+its tasks."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 class MixtureConfig(EnvironmentConfig):
-    """Several environments in one run, each with its share of the prompts and, by its tag, its own
+    """A mixture of environments, each with its share of the prompts and, by its tag, its own
     rewards."""
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
@@ -53,7 +53,7 @@ class MixtureConfig(EnvironmentConfig):
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Each part's own, by its tag; nothing where all of them judge by their steps."""
+        """The default rewards of the parts, by tag; "" if no part has one."""
         default_rewards = {
             get_part_tag(part): getattr(part, "default_reward", "") for part in self.parts
         }
@@ -68,7 +68,7 @@ class MixtureConfig(EnvironmentConfig):
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return what all parts offer; parts from other packages do not count."""
+        """The sources that all parts offer, without parts that do not declare theirs."""
         tags = [
             frozenset(found)
             for part in self.parts
@@ -86,17 +86,19 @@ def get_part_tag(part: Section) -> str:
 
 
 def mixture(config: MixtureConfig) -> Mixture:
-    """Build the environment. It offers tools if one of its parts does, since the player must then
-    know how the policy calls them."""
+    """Build the environment. It has tools if a part has some, since the player must then know how
+    the policy calls them."""
     parts = {get_part_tag(part): build(part) for part in config.parts}
     offers = any(isinstance(part, HasTools) for part in parts.values())
     return (MixtureWithTools if offers else Mixture)(config, parts)
 
 
 class Mixture:
-    """A task is its part's, but for its tag and an id that begins with it. Which part serves
-    position i follows from the weights alone, so that a resumed run goes on where it was, in every
-    part."""
+    """An environment that plays each task in the part that it comes from.
+
+    A task gets its part's tag, and an id that begins with the tag. The weights alone determine
+    which part serves position i, so a resumed run continues where it was, in every part.
+    """
 
     def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
         self.config = config
@@ -107,8 +109,8 @@ class Mixture:
         self.replayable = all(part.replayable for part in self._parts.values())
 
     def __copy__(self) -> Mixture:
-        """Parts keep in attributes what belongs to one attempt: each copy plays with copies of its
-        own."""
+        """Return a copy that plays in its own copies of the parts, since these keep the state of an
+        attempt in attributes."""
         copied = object.__new__(type(self))
         copied.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
         return copied
@@ -134,8 +136,8 @@ class Mixture:
             yield self._stamped(tags[part], task)
 
     def _test(self, seed: int) -> Iterator[Task]:
-        """Yield test tasks by the same shares, as long as a part has tasks; the others continue
-        without it."""
+        """Yield test tasks in the same shares, until every part has run out; parts without tasks
+        are skipped."""
         streams = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
         tags = list(self._parts)
         for position in itertools.count():
@@ -180,8 +182,8 @@ class Mixture:
         return self._playing.stop_strings if isinstance(self._playing, HasStopStrings) else ()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return metrics, with each part's share of the prompts, which filters and curricula may
-        change."""
+        """Return the parts' metrics and their numbers of prompts, since filters and curricula may
+        change the shares."""
         numbers: dict[str, float] = {}
         for tag, part in self._parts.items():
             own_groups = [group for group in groups if group.task.tag == tag]
@@ -190,7 +192,7 @@ class Mixture:
                 numbers |= part.measure(own_groups)
         return numbers
 
-    # --- given text
+    # --- answers from data
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self._part(task).demonstration(task)
@@ -221,12 +223,12 @@ class MixtureWithTools(Mixture):
 
 
 def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
-    """(which part serves a position, which of that part's tasks it is).
+    """Return (the part that serves a position, the index of the task in that part).
 
-    The first part takes those positions at which its rounded-up share of all grows; the rest are
-    numbered anew and shared out among the others in the same way. So after any number of positions
-    every part has its share to within one task per part before it, and nothing has to be counted
-    from the start.
+    The first part takes the positions at which ceil(position x its share) grows. The rest are
+    renumbered and divided among the other parts in the same way. So after any number of positions
+    every part has its share to within one task per part before it, and nothing is counted from the
+    start.
     """
     remaining = sum(shares, Fraction(0))
     for part, share in enumerate(shares):

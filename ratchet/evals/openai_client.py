@@ -41,7 +41,7 @@ from ratchet.types import (
 
 # Statuses of a wrong key, address or model: every further request would fail too.
 REFUSES_ALL = (401, 403, 404, 405)
-UNKNOWN = -1  # the id of a token that the server does not show
+UNKNOWN = -1  # the token id where the server does not show tokens
 SEEDS = 2**31  # servers accept seeds below this
 
 
@@ -82,7 +82,7 @@ class EndpointPlayer:
 
     Attributes:
         endpoint: The HTTP client.
-        model: The model's name there.
+        model: The model's name at the endpoint.
         body: Further keys of each request; None removes a key.
         max_turns: Number of turns after which an attempt is truncated.
         timeout_s: Seconds for a whole attempt, waiting for a free slot included; None sets no
@@ -106,8 +106,8 @@ class EndpointPlayer:
     ) -> list[Trajectory]:
         """Play one attempt, and return its trajectory without a reward.
 
-        The outcome is `Failed("endpoint")` without a usable answer. Environment faults and timeouts
-        fail as with any other player.
+        The outcome is `Failed("endpoint")` if the endpoint gives no usable answer. Environment
+        faults and timeouts fail as with any other player.
 
         Raises:
             EndpointError: The endpoint would refuse every request.
@@ -197,7 +197,7 @@ class EndpointPlayer:
         """Return the first choice of an answer, and count its tokens.
 
         Raises:
-            DataError: The answer has no message, or it was withheld.
+            DataError: The answer has no message, or the server withheld it.
         """
         try:
             choice = answer["choices"][0]
@@ -235,9 +235,9 @@ def format_message(message: Message) -> dict[str, Any]:
 
 
 def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
-    """Return the assistant message of a choice, and the number of its calls that can't be parsed.
+    """Return the assistant message of a choice, and how many of its tool calls can't be parsed.
 
-    Malformed calls are appended to the message's text.
+    Malformed calls are appended to the message's text, as JSON.
     """
     text = fields.get("content") or ""
     calls = []

@@ -21,7 +21,7 @@ log = logging.getLogger(__name__)
 def format_report(results: EvalResults, title: str) -> str:
     """Return the report: measures, tags and failures.
 
-    It shows k = 1, 2, 4, ... and n; results.json has all k.
+    It shows pass@k for k = 1, 2, 4, ... and all samples; results.json has every k.
     """
     measures = _chosen(results)
     parts = [
@@ -36,9 +36,9 @@ def format_report(results: EvalResults, title: str) -> str:
 
 
 def save_report(results: EvalResults, directory: Path, title: str) -> bool:
-    """Write results.json and report.md, and return False if the disk refuses them.
+    """Write results.json and report.md, and return False if they cannot be written.
 
-    Such an error is only logged, so that training continues.
+    The error is only logged, so that training continues.
     """
     try:
         results.write(directory)
@@ -50,7 +50,7 @@ def save_report(results: EvalResults, directory: Path, title: str) -> bool:
 
 
 def format_comparison(tests: EvalComparison, a: str, b: str) -> str:
-    """Return the report of a comparison."""
+    """Return the report of a comparison, headed by the texts `a` and `b`."""
     rows = [_paired_row(name, one) for name, one in {**tests.measures, **tests.by_tag}.items()]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
     lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _table(heading, rows)]

@@ -1,8 +1,8 @@
 """The results of an evaluation: every attempt at every prompt, and the measures computed from them.
 
-No prompt is dropped. An attempt without a reward (failed, cancelled, or cut off where it could not
-be judged) is kept and counted, and is neither right nor wrong. A prompt without any reward is
-excluded from the means, and each mean says how many prompts it covers.
+No prompt is dropped. An attempt without a reward (failed, cancelled, or truncated so that it could
+not be judged) is kept and counted, and is neither right nor wrong. A prompt without any reward is
+excluded from the means, and each mean has the number of prompts that it covers.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class AttemptResult:
     """The record of an attempt.
 
     Attributes:
-        end: How it ended.
-        reward: None without a judgement.
+        end: How the attempt ended.
+        reward: None if the attempt was not judged.
         answer: The final answer, if the rewards can extract it.
         tokens: Number of tokens that the policy wrote.
         text: The policy's last message.
@@ -50,7 +50,7 @@ class AttemptResult:
 
     @property
     def kind(self) -> str:
-        """The category under which an attempt without a reward is counted."""
+        """Return the category under which an attempt without a reward is counted."""
         return self.detail.partition(":")[0] if self.end == "failed" else self.end
 
 
@@ -59,7 +59,7 @@ class PromptResult:
     """The attempts at one held-out task.
 
     Attributes:
-        digest: A hash of the task (see `digest`).
+        digest: A hash of the task (see `hash_task`).
         votes: True if the attempts' final answers can be compared.
     """
 
@@ -75,7 +75,7 @@ class PromptResult:
         return self.sampled if self.greedy is None else (self.greedy, *self.sampled)
 
     def mean(self, attempts: Sequence[AttemptResult | None]) -> float | None:
-        """Return the mean reward, or None without a reward."""
+        """Return the mean reward of the attempts; None if none of them has a reward."""
         rewards = [
             attempt.reward
             for attempt in attempts
@@ -87,7 +87,7 @@ class PromptResult:
 class Measure(NamedTuple):
     """A mean over prompts with its confidence interval.
 
-    `error` is the standard error of an estimate that is itself sampled; 0 if it is exact.
+    `error` is the standard error of a value that is estimated by sampling; 0 for an exact one.
     """
 
     name: str
@@ -106,7 +106,7 @@ def hash_task(task: Task) -> str:
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """Return 1, 2, 4, ... and n."""
+    """Return the powers of two up to n, and n."""
     return sorted({*(1 << i for i in range(n.bit_length())), n}) if n else []
 
 
@@ -126,18 +126,18 @@ class EvalResults:
 
     @property
     def samples(self) -> int:
-        """The number of sampled attempts per prompt."""
+        """Return the largest number of sampled attempts of a prompt."""
         return max((len(prompt.sampled) for prompt in self.prompts), default=0)
 
     @property
     def first(self) -> list[AttemptResult]:
-        """The greedy attempts, or the sampled ones if there are none."""
+        """Return the greedy attempts, or the sampled ones if there are none."""
         greedy = [prompt.greedy for prompt in self.prompts if prompt.greedy is not None]
         return greedy or [attempt for prompt in self.prompts for attempt in prompt.sampled]
 
     @property
     def failures(self) -> dict[str, int]:
-        """The number of attempts without a reward, by reason."""
+        """Return the number of attempts without a reward, by reason."""
         attempts = (attempt for prompt in self.prompts for attempt in prompt.attempts)
         return dict(Counter(attempt.kind for attempt in attempts if attempt.reward is None))
 
@@ -290,8 +290,8 @@ def _votes(prompt: PromptResult) -> tuple[list[int], list[float], int]:
     """Return the votes for each answer, the value of each answer, and the number of attempts
     without one.
 
-    Only attempts with a reward vote. If another reward makes equal answers earn different rewards,
-    the answer is worth their mean.
+    Only attempts with a reward vote. Equal answers can have different rewards, if another reward
+    counts too; the answer's value is their mean.
     """
     earned: dict[str | None, list[float]] = {}
     for attempt in prompt.sampled:

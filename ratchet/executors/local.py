@@ -1,4 +1,4 @@
-"""Worker groups as processes of this machine, without Ray.
+"""Run worker groups as processes on this machine, without Ray.
 
 A fork server starts them, and the driver reaches each through a pair of sockets.
 """
@@ -32,7 +32,7 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
-END_S = 5.0  # for a process to end after its connection has closed
+END_S = 5.0  # maximum wait for a process to end after its connection has closed
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), "
@@ -41,9 +41,10 @@ BOOTSTRAP = (
 
 
 class LocalExecutor:
-    """The executor on processes of this machine; nothing is started before the first group.
+    """An executor that starts processes on this machine, none before the first group.
 
-    preload: modules that are imported before the processes are forked.
+    Args:
+        preload: Modules to import before the processes are forked.
     """
 
     def __init__(
@@ -62,7 +63,7 @@ class LocalExecutor:
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Return a component of this process."""
+        """Create a component in this process."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[ResourceRequest]) -> None:
@@ -75,7 +76,7 @@ class LocalExecutor:
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the processes of a planned role, or of one rank of it.
 
-        It does not wait for them; the first call does.
+        It does not wait until they have started; the first call does.
         """
         if self._server is None:
             self._server = ForkServer(self.preload)
@@ -159,7 +160,12 @@ class LocalWorkerHandle(SocketWorkerHandle):
 
 
 class ForkedWorker:
-    """A process of the fork server. status: its exit status, as `subprocess` returns it."""
+    """A process that the fork server starts.
+
+    Attributes:
+        pid: The process id, once the process has started.
+        status: The exit status, as in `subprocess`.
+    """
 
     def __init__(self, send_order: Callable[[dict[str, Any]], None]) -> None:
         self.pid: Future[int] = Future()
@@ -172,15 +178,15 @@ class ForkedWorker:
 
 
 class ForkServer:
-    """The driver's handle of the fork server. The workers end when the driver ends in any way."""
+    """The driver's handle of the fork server. However the driver ends, the workers end too."""
 
     def __init__(self, preload: Sequence[str]) -> None:
         # The fork server removes the folder if this process is killed.
         self._temporary = TemporaryFolder("nursery")
         self.folder = self._temporary.path
         self._control, self._server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._started: dict[int, ForkedWorker] = {}  # by number, until it has a process
-        self._living: dict[int, ForkedWorker] = {}  # by process
+        self._started: dict[int, ForkedWorker] = {}  # by number, until the process id is known
+        self._living: dict[int, ForkedWorker] = {}  # by process id
         self._numbers = itertools.count()
         self._lock = threading.Lock()
         self._process: subprocess.Popen[bytes] | None = None
@@ -206,7 +212,7 @@ class ForkServer:
         return LocalWorkerHandle(name, driver_end, silence_s, child, log)
 
     def close(self) -> None:
-        """Block until all its processes have ended and their logs are removed."""
+        """End the server and its processes, and remove their logs; block until that is done."""
         with contextlib.suppress(OSError):
             self._control.shutdown(socket.SHUT_RDWR)
         if self._process is not None:

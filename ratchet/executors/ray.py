@@ -1,4 +1,4 @@
-"""Worker groups as actors of Ray, on several machines or on this one.
+"""Run worker groups as Ray actors, on this machine or on several.
 
 Only this module and `ray_actor.py` import Ray.
 """
@@ -68,9 +68,10 @@ from ratchet.executors.ray_actor import (
 log = logging.getLogger(__name__)
 
 MIB = 2**20
-ROOM_S = 120.0  # for other jobs of the cluster to free resources
-REACH_S = 10.0  # for a cluster to answer
-LOOK_S = 5.0  # for a node to return the log of its dead actor
+# Longest waits, in seconds:
+ROOM_S = 120.0  # until other jobs of the cluster free resources
+REACH_S = 10.0  # until a cluster answers
+LOOK_S = 5.0  # until a node returns the log of its dead actor
 MAX_PARENT = 18  # bytes of a path; the path of a Ray socket adds 85, and at most 103 are allowed
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
@@ -90,21 +91,21 @@ class RayExecutor:
         self._placement_groups: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
         self._started = False
-        self._temporary: TemporaryFolder | None = None  # folder of a Ray that was started here
+        self._temporary: TemporaryFolder | None = None  # folder of a Ray started by this executor
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Return a component of this process."""
+        """Return a component built in this process."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[ResourceRequest]) -> None:
         """Reserve the resources of all roles, before the first group is started.
 
-        Raises ConfigError with the missing resources, and if other jobs use them.
+        Raises ConfigError if the cluster lacks resources, or if other jobs use them.
         """
         self._inventory().check(needs)
         self._connect()
         self.release()
-        # Now the nodes have the names that Ray gave them.
+        # Take the inventory again: nodes have Ray's names only after connecting.
         self._cluster = VirtualCluster(self._inventory())
         self._cluster.plan(needs)
         for need in needs:
@@ -114,7 +115,7 @@ class RayExecutor:
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the actors of a planned role, or of one rank of it.
 
-        It does not wait for them; the first call does.
+        It does not wait until they have started; the first call does.
         """
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
@@ -240,7 +241,7 @@ class RayExecutor:
     def _allocate(self, need: ResourceRequest) -> list[ResourceBundle]:
         """Create a role's placement group and return its bundles.
 
-        They have the nodes and accelerators that Ray assigned.
+        The bundles have the nodes and accelerators that Ray assigned.
         """
         assert self._cluster is not None
         cpus = min(bundle.cpus for bundle in self._cluster.bundles(need.role))
@@ -404,7 +405,7 @@ class RayWorkerHandle(WorkerHandle):
             job()
 
     def _kill(self) -> None:
-        """Kill the actor, and its process from its node: a stopped process ignores Ray."""
+        """Kill the actor, and its process by a task on its node: a stopped process ignores Ray."""
         if not ray.is_initialized():
             return
         ray.kill(self._actor)

@@ -1,4 +1,4 @@
-"""The actor and the tasks that run in Ray's processes."""
+"""Define the actor and the tasks that run in Ray's processes."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def box_parcel(parcel: Parcel) -> Box:
 
 
 def unbox_parcel(box: Box) -> Parcel:
-    """Return the parcel of a box in new, writable memory; Ray's shared memory is read-only."""
+    """Return a box's parcel, copied because Ray's shared memory is read-only."""
     head, arrays = box
     return Parcel(head, tuple(memoryview(bytearray(array)) for array in arrays))
 
@@ -38,7 +38,7 @@ class WorkerActor:
     """A worker in a Ray actor: calls run in one thread, and another answers heartbeats."""
 
     def __init__(self) -> None:
-        redirect_output(Path(os.readlink("/proc/self/fd/1")))  # one file for all output
+        redirect_output(Path(os.readlink("/proc/self/fd/1")))  # stderr too
         end_with_parent()
         self._worker = ComponentHost()
 

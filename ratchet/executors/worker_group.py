@@ -1,8 +1,8 @@
 """A worker group: the ranks of one role, called together.
 
-Every wait has an owner, a name and a deadline. A rank's exception is raised here as itself, with
-the rank's name. A rank that dies, is silent, or misses a deadline ends the group, because the other
-ranks would wait for it forever in a collective. Independent workers are groups of one.
+Every wait has an owner, a name and a deadline. A rank's exception is raised again in the caller,
+with the rank's name. A rank that dies, is silent, or misses a deadline ends the group, because the
+other ranks would wait for it forever in a collective. Independent workers are groups of one.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ class WorkerGroup:
     ) -> None:
         """Create a group of running workers.
 
-        places: `build` sets their `rendezvous`, on one of the ports "first-last" that it names
-        ("": any).
+        places: one for each rank. `build` replaces their `rendezvous`, which before names the ports
+          to choose from, "first-last" ("": any).
         """
         self.places = list(places)
         self.members = list(members)
@@ -103,18 +103,18 @@ class WorkerGroup:
         return await asyncio.wrap_future(self.submit(method, *arguments, **named))
 
     def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
-        """Call like `call`, but block. Inside a running event loop it blocks the loop."""
+        """Call a method like `call`, but block, even the running event loop."""
         return self.submit(method, *arguments, **named).result()
 
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call like `call`, with separate positional arguments for each rank.
+        """Call a method like `call`, with separate positional arguments for each rank.
 
-        A tuple that is given for several ranks is packed once.
+        If several ranks share a tuple object, it is packed once.
         """
         return await asyncio.wrap_future(self.submit_each(method, arguments_by_rank))
 
     def each_now(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
-        """Call like `each`, but block."""
+        """Call a method like `each`, but block."""
         return self.submit_each(method, arguments_by_rank).result()
 
     def submit(self, method: str, /, *arguments: Any, **named: Any) -> Future[list[Any]]:
@@ -211,7 +211,7 @@ class _State:
     ) -> None:
         """End the group with an error.
 
-        waiting: a call that fails with `cause` instead, if there is one.
+        waiting: the call that fails with `cause` instead of `error`, if there is a cause.
         """
         if self.broken is not None or self.closed:
             return
@@ -304,7 +304,7 @@ class _Gather:
 
     @property
     def raised(self) -> Exception | None:
-        """Return the first exception raised by a rank while the call is pending."""
+        """Return the first exception that a rank has raised in this call, if any."""
         return self._errors[0][0] if self._errors else None
 
     def check_deadline(self) -> WorkerError | None:

@@ -1,4 +1,4 @@
-"""The driver's handle of one worker: its pending calls, its heartbeats and its end."""
+"""Define the driver's handle of a worker: its pending calls, its heartbeats and its end."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ Answer = tuple[FrameKind, Parcel]
 
 @dataclass(frozen=True)
 class WorkerName:
-    """The name of a rank in messages."""
+    """The name of a worker in messages."""
 
     role: str
     rank: int
@@ -81,8 +81,8 @@ class WorkerHandle(abc.ABC):
     def check(self, passed_s: float) -> None:
         """End a process that has been silent for too long. Call this regularly.
 
-        passed_s: time since the last check as the caller counts it. Time during which the driver
-        itself was stopped thus counts as one interval only.
+        passed_s: time since the last check. The caller counts a check interval even if the driver
+        was stopped for longer.
         """
         if self.gone.done():
             return
@@ -96,7 +96,7 @@ class WorkerHandle(abc.ABC):
             self.give_up(silent)
 
     def death_error(self, how: str, signal: str = "") -> WorkerDied:
-        """Return the error of a dead worker. how: what happened, after the worker's name."""
+        """Return the error of a dead worker. how: the message after the worker's name."""
         doing = next((f" in '{name}'" for name, _ in self._calls.values()), "")
         n = self.name
         return WorkerDied(
@@ -114,16 +114,16 @@ class WorkerHandle(abc.ABC):
         self.kill()
 
     def tail(self) -> str:
-        """Return the last lines of its log; "" if they can't be read."""
+        """Return the last lines of the worker's log; "" if they can't be read."""
         return ""
 
     def describe_state(self) -> str:
-        """Return the system's view of a silent process as " (...)"; "" if there is none."""
+        """Return the system's state of a silent process as " (...)"; "" if it is unknown."""
         return ""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Send the order to close its component and to end. Does not block."""
+        """Order the worker to close its component and to exit. Does not block."""
 
     @abc.abstractmethod
     def kill(self) -> None:
@@ -166,7 +166,7 @@ class WorkerHandle(abc.ABC):
     def _end(self, error: WorkerError | None) -> None:
         """Fail all calls, then report the end.
 
-        The calls fail before `gone` is done, which ends the group, so they get the first cause.
+        The calls fail first, with this error, since the end of `gone` closes the whole group.
         """
         with self._lock:
             if self._final_error is not None:
@@ -182,8 +182,8 @@ class WorkerHandle(abc.ABC):
 class SocketWorkerHandle(WorkerHandle):
     """The handle of a worker behind a socket; `ratchet.executors.worker_main` is its other end.
 
-    how: waits briefly for the process to end, and returns how it ended, in words, and the name of
-    the signal that ended it or "".
+    how: waits briefly for the process to end, and returns (how it ended, in words; the name of the
+      signal that ended it, or "").
     """
 
     def __init__(
@@ -221,7 +221,7 @@ class SocketWorkerHandle(WorkerHandle):
         while (request := self._requests.get()) is not None:
             try:
                 send(self._connection, *request)
-            except OSError:  # the reading thread notices it too, and reports how it ended
+            except OSError:  # `_read` notices it too, and reports how the worker ended
                 return
 
     def _read(self) -> None:

@@ -22,7 +22,7 @@ from ratchet.executors.protocol import FrameKind, Parcel, receive, send
 from ratchet.executors.shm_cleanup import remove, shared_by
 from ratchet.executors.worker import ComponentHost
 
-BEAT_S = 1.0  # between heartbeats
+BEAT_S = 1.0  # seconds between heartbeats
 # A log file larger than LOG_BYTES is truncated to its last KEPT_BYTES.
 LOG_BYTES, KEPT_BYTES = 4 * 2**20, 2**16
 PR_SET_PDEATHSIG = 1
@@ -48,7 +48,7 @@ def serve(
         try:
             with sending:
                 send(connection, kind, number, parcel)
-        except OSError:  # the reading thread sees it too, and ends the worker
+        except OSError:  # the reading thread notices the lost connection, and ends the worker
             pass
 
     def read() -> None:
@@ -101,14 +101,19 @@ def _truncate_log(log: Path) -> None:
             file.seek(0)
             file.truncate()
             file.write(kept)
-    except OSError:  # it was removed, or the disk is full; the worker can continue
+    except OSError:  # the log was removed, or the disk is full; the worker can continue
         pass
 
 
 def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> None:
     """Let the kernel signal this process when the thread that started it ends.
 
-    On systems other than Linux the process notices only the end of its connection.
+    Exit at once if the parent has already ended. On systems other than Linux the process notices
+    only the end of its connection.
+
+    Args:
+        parent: process id of the parent.
+        number: the signal to send.
     """
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(number), 0, 0, 0)

@@ -29,10 +29,10 @@ from ratchet.types import Completion, Placed, Sampling
 class AsyncEngine:
     """A `Generator` that runs requests on an `EngineCore`.
 
-    When weights are committed while requests run, their tokens so far stay, with their version. The
-    next tokens are drawn from the new weights, over keys and values that are recomputed unless
-    `keep_kv`. Kept ones save a forward over all running requests, but the completion is then a
-    mixture of two policies that no learner can score exactly.
+    When weights are committed, running requests keep their tokens and these tokens' version. The
+    next tokens are drawn from the new weights, over a KV cache that is recomputed unless `keep_kv`.
+    A kept cache saves a forward over all running requests, but then the completion mixes two
+    policies, and no learner can score it exactly.
 
     Args:
         weights, parameters, quantised: see `WeightStaging`.
@@ -81,7 +81,7 @@ class AsyncEngine:
 
     @property
     def records_routes(self) -> bool:
-        """True if it can record which experts computed a token."""
+        """True if completions can record the experts that computed each token."""
         return self.validator.records_routes
 
     @property
@@ -104,8 +104,9 @@ class AsyncEngine:
         """Return the completion of a prompt.
 
         Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
-        it; ConfigError for an impossible sampling or media that the model can't read; RequestFailed
-        if this request alone can't be computed; and the error of a step that failed for all.
+        it; ConfigError for impossible sampling settings or media that the model can't read;
+        RequestFailed if this request alone can't be computed; and the step's error if a step fails
+        for all requests.
         """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         deliver = _if_pending(future, future.set_result)
@@ -157,7 +158,7 @@ class AsyncEngine:
             self._pump.add_done_callback(_mark_retrieved)
 
     async def _run(self) -> None:
-        # Let callers of the same moment enter together, so that equal prompts are computed once.
+        # Let callers that arrive together join one step, so that equal prompts are computed once.
         await asyncio.sleep(0)
         while self.core.busy and not self._paused:
             self._step()
@@ -203,7 +204,7 @@ class AsyncEngine:
         self._staging.prepare(manifest)
 
     def _attach(self, adapter: Adapter) -> None:
-        """Attach an adapter to the model; it has no effect before its weights have come.
+        """Attach an adapter to the model; it has no effect until its weights arrive.
 
         Raises ModelError if the model can't have one or has another.
         """
@@ -245,7 +246,7 @@ class AsyncEngine:
 def _if_pending(
     future: asyncio.Future[Completion], settle: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """Return `settle` without effect on a future that is done, as a cancelled caller's is."""
+    """Return `settle` as a callback that ignores a future that is done (cancelled caller)."""
 
     def call(result: Any) -> None:
         if not future.done():
@@ -259,6 +260,6 @@ def _store_result(results: dict[int, Completion], i: int) -> Callable[[Completio
 
 
 def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """Retrieve the task's exception, which every caller has got, so that asyncio does not warn."""
+    """Retrieve the task's exception, which every request has raised, so asyncio does not warn."""
     if not task.cancelled():
         task.exception()

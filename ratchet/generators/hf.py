@@ -3,8 +3,8 @@ transformers' own KV cache.
 
 A model that reads images, audio or videos gets the media of the prompts in the prefill.
 
-It is slower than the engine (padding, no continuous batching, no shared prompts), and serves models
-that the engine can't run. Seeds mean the same in both: with equal weights they give equal tokens,
+It serves models that the engine can't run, and is slower (padding, no continuous batching, no
+shared prompts). Seeds mean the same in both: with equal weights they give equal tokens,
 except where logits differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 
 class HFGenerator(AsyncEngine):
-    """A generator on a transformers model, whose parameters it reads at every step.
+    """A generator on a transformers model. It reads the model's parameters at every step.
 
     model: an instance of `AutoModelForCausalLM`, or a policy around one. Prompts may have media if
     it is a policy that reads them (`ratchet.models.transformers.multimodal_policy`).
@@ -158,7 +158,7 @@ class PaddedBatches:
         self.waiting: deque[GenerationRequest] = deque()
         self.rows: list[_Row] = []
         self.version = 0
-        # transformers' keys and values of all rows; None: they must be computed.
+        # transformers' KV cache of all rows; None: it must be computed.
         self._cache: Any = None
         self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
         # Position of the next input token, the same in all axes of an M-RoPE.
@@ -209,8 +209,8 @@ class PaddedBatches:
             for row in self.rows:
                 row.request.marks.append((0, self.version))
         training = self.model.training
-        # In training mode transformers applies dropout, and fills no cache with activation
-        # checkpointing.
+        # In training mode transformers applies dropout, and with activation checkpointing it
+        # fills no cache.
         self.model.eval()
         try:
             computed = self._compute()
@@ -249,7 +249,7 @@ class PaddedBatches:
     def _explain_errors(self, finite_N: Tensor) -> dict[GenerationRequest, Exception]:
         """Return the errors of rows whose logits aren't finite.
 
-        Raises ModelError as `blame` does.
+        Raises ModelError as `explain_nonfinite` does.
         """
         broken = {
             self.rows[i].request: len(self.rows[i].logprobs)
@@ -261,10 +261,10 @@ class PaddedBatches:
         )
 
     def _compute(self) -> tuple[SamplingSettings, Tensor] | None:
-        """Return how each row is drawn and its logits, or None if no row is left.
+        """Return the rows' sampling settings and logits, or None if no row is left.
 
-        If a new batch can't be computed, its rows are tried one by one, and those that raise fail:
-        with RequestFailed if the model has computed others.
+        If a new batch raises, its rows are tried one by one. A row that raises then fails: with
+        RequestFailed if another row succeeded, else with its own error.
         """
         try:
             return self._drawable()
@@ -294,7 +294,7 @@ class PaddedBatches:
         return settings, self._forward()
 
     def _keep(self, kept: list[int]) -> None:
-        """Drop all rows but `kept`; if that fails, `reset` still returns them."""
+        """Drop all rows but `kept`. If that raises, `reset` still returns all of them."""
         if len(kept) == len(self.rows):
             return
         self._mask_NL = self._mask_NL[kept]

@@ -1,4 +1,4 @@
-"""A generation request, its validation, and the protocol of the cores that run it."""
+"""Define generation requests, their validation, and the protocol of the cores that run them."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class GenerationRequest:
 
     Args:
         prompt: int64, at least one token.
-        limit: number of tokens at which the whole sequence ends, more than the prompt has.
+        limit: maximum length of the sequence, prompt included; longer than the prompt.
         watch: the detector of stop strings, if the sampling has any.
         media: media of the prompt, in order.
     """
@@ -54,7 +54,7 @@ class GenerationRequest:
 
     @property
     def reason_at_limit(self) -> StopReason:
-        """Return why a sequence ends at `limit`: its own length limit, or the context."""
+        """Return why a sequence ends at `limit`: `max_new_tokens`, or the model's context."""
         reached = self.limit == len(self.prompt) + self.sampling.max_new_tokens
         return StopReason.LENGTH if reached else StopReason.CONTEXT
 
@@ -66,7 +66,7 @@ class GenerationRequest:
         stop: StopReason,
         routes: NDArray[np.int16] | None = None,
     ) -> Completion:
-        """Return the completion. log_kept_mass: None if no filter is on."""
+        """Return the completion. log_kept_mass: None without sampling filters."""
         kept = np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
         return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop, routes)
 
@@ -88,7 +88,7 @@ class RequestValidator:
     Args:
         tokenizer: needed for requests with stop strings only.
         records_routes: True if `Sampling.routes` is supported.
-        adapters: gives the names that `Sampling.adapter` may have.
+        adapters: returns the names that `Sampling.adapter` may have.
         reads_media: True if the model reads media.
     """
 
@@ -109,8 +109,8 @@ class RequestValidator:
     ) -> GenerationRequest:
         """Return the checked request.
 
-        Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
-        it; ConfigError for an impossible sampling, or media that the model can't read.
+        Raises DataError if the prompt is empty or too long, has unknown tokens or misplaced media,
+        or is all `drawn`; ConfigError if this generator can't do the sampling or read the media.
         """
         prompt = _token_array(tokens)
         if len(prompt) > self.max_context:
@@ -118,7 +118,7 @@ class RequestValidator:
                 f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: "
                 "shorten or drop it"
             )
-        if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id is a huge one
+        if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id becomes a huge one
             wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
             raise DataError(
                 f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its "
@@ -177,8 +177,7 @@ class RequestValidator:
 
 
 def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Return a copy of a prompt. Raises DataError if it is empty or no sequence of whole
-    numbers."""
+    """Return a copy of a prompt. Raises DataError if it is empty or not a sequence of integers."""
     try:
         array = np.asarray(tokens)
         if array.dtype.kind not in "iu" and len(array):
@@ -226,7 +225,7 @@ class EngineCore(Protocol):
     def commit(self, version: int, *, keep_kv: bool) -> None:
         """Set the version of the tokens drawn from now on, after the weights have changed.
 
-        keep_kv: old keys and values stay in use.
+        keep_kv: True if the KV cache of the old weights stays in use.
         """
         ...
 

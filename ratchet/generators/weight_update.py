@@ -63,10 +63,10 @@ class WeightStaging:
         self._low_rank: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Views of the weights that the push in progress may change; None between pushes.
         self._open: Mapping[str, Tensor] | None = None
-        self._adapter_only = False  # the push in progress has the adapter's weights alone
+        self._adapter_only = False  # the push in progress has only adapter weights
         self.pieces: list[StagedPiece] = []
         self.stable = False  # received memory keeps its content until the commit
-        self.lasting = False  # and after it, until the next commit
+        self.lasting = False  # received memory keeps its content until the next commit
         self.head_is_embedding = False
         self._borrowed: list[nn.Parameter] = []
         self._threads = ThreadPool(torch.get_num_threads())
@@ -74,7 +74,7 @@ class WeightStaging:
     def set_adapter(
         self, adapter: Adapter, low_rank: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Note that the model has an adapter. low_rank: gives its weights."""
+        """Set the model's adapter. low_rank: gives (name, tensor) of the adapter's weights."""
         self.adapter, self._low_rank = adapter, low_rank
 
     @property
@@ -102,8 +102,8 @@ class WeightStaging:
         """Begin a push.
 
         manifest:
-            "weights": {name: {"shape", "dtype"}} of all weights that will be sent; absent: the
-            shards that come are all.
+            "weights": {name: {"shape", "dtype"}} of all weights that will be sent; if absent,
+            missing weights are not detected.
             "stable": true if received memory may be copied as late as the commit.
             "lasting": true if received memory may be adopted instead of copied.
 
@@ -112,7 +112,7 @@ class WeightStaging:
         """
         self.clear()
         weights = manifest.get("weights")
-        # The base under an adapter is frozen, so it is sent once; later pushes have the adapter.
+        # The base under an adapter is frozen, so it is sent once; later pushes have no base.
         moving = dict(self._low_rank())
         self._adapter_only = (
             weights is not None and self.adapter is not None and weights.keys() <= moving.keys()
@@ -187,7 +187,7 @@ class WeightStaging:
         opened = [matrix.opened for matrix in self._quantised() if matrix.opened is not None]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
-        by_address: dict[int, list[StagedPiece]] = {}  # of the parameter or the opened matrix
+        by_address: dict[int, list[StagedPiece]] = {}  # address of parameter or opened matrix
         for piece in self.pieces:
             address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
             by_address.setdefault(address, []).append(piece)

@@ -1,6 +1,6 @@
-"""Compilation of the C kernels for this machine's processor, with its own C compiler.
+"""Compile the C kernels for this machine's processor, with the C compiler on its PATH.
 
-The result is cached on disk.
+The library is cached on disk.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"
 HEADER = HERE / "rows.h"
 COMPILERS = ("cc", "gcc", "clang")
-# Sums may be split into lanes. No flag may assume finite numbers: NaN in broken weights must show.
+# Sums may be split into SIMD lanes. No flag may assume finite numbers, because a NaN from broken
+# weights must reach the outputs.
 FLAGS = (
     *(
         "-O3",
@@ -31,7 +32,7 @@ FLAGS = (
     ),
     *("-fopenmp", "-shared", "-fPIC"),
 )
-LIMIT_S = 60.0
+LIMIT_S = 60.0  # maximum time of the compiler
 
 
 @cache
@@ -49,10 +50,9 @@ def load_library() -> ctypes.CDLL:
 
 
 def _is_complete(path: Path) -> bool:
-    """True if the file has the content that its name promises.
+    """Return True if the digest in the file's name is that of its content.
 
-    After a power loss a file may have its name and not all of its content. Loading it would kill
-    the process.
+    After a power loss a file may lack part of its content, and loading it would kill the process.
     """
     return path.stem.endswith(_digest(path))
 
@@ -65,8 +65,8 @@ def _digest(path: Path) -> str:
 def _compile(compiler: str, directory: Path, key: str) -> Path:
     """Compile the library and return its path.
 
-    The file gets its name when it is complete, because several processes may compile at the same
-    time, also on machines that share the directory.
+    The file gets its final name only when it is complete, because several processes may compile at
+    the same time, also on other machines that share the directory.
     """
     directory.mkdir(parents=True, exist_ok=True)
     draft = directory / f".{key}.{secrets.token_hex(8)}"
@@ -85,7 +85,7 @@ def _compile(compiler: str, directory: Path, key: str) -> Path:
 
 
 def _key(compiler: str) -> str:
-    """Return a digest of the inputs: the sources, the command, the compiler and the processor."""
+    """Return a digest of the sources, the flags, the compiler and the processor."""
     compiler_path = Path(compiler).resolve()
     sources = [path.read_bytes() for path in (*SOURCES, HEADER)]
     parts = [
@@ -100,7 +100,7 @@ def _key(compiler: str) -> str:
 def processor() -> bytes:
     """Return Linux's description of the first processor.
 
-    It is empty elsewhere, where the cache belongs to one machine.
+    It is empty on other systems, where machines do not share the cache.
     """
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_bytes().split(b"\n\n", 1)[0].splitlines() if cpuinfo.exists() else []

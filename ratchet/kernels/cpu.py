@@ -1,10 +1,10 @@
 """The decoder's operations in float32 on a CPU, each as one call.
 
-They make single passes over memory, and use the faster library for products. PyTorch's own
-operations make several passes, and the interpreter takes some ten microseconds for each, which is
-most of a decoding step of a small model. Callers check `fits` first; the same in PyTorch's
-operations, for every other dtype and device, stands beside each call (`ratchet.models.ops`;
-`attention`, `scheduler` of `ratchet.generators.engine`). Gradients are written out, of first order.
+Each makes a single pass over memory, and matrix products use the faster of oneDNN and MKL.
+PyTorch's own operations make several passes, and the interpreter takes some ten microseconds for
+each, which is most of a decoding step of a small model. Callers check `is_supported` first. The
+PyTorch code for every other dtype and device stands beside each call (`ratchet.models.ops`;
+`attention`, `scheduler` of `ratchet.generators.engine`). Gradients are first-order only.
 
 T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C
 = D / 2, D = head_dim, d = inputs, o = outputs, F = size of the gated layer.
@@ -24,10 +24,10 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import load_library, processor
 
-# As in kernels.c and rows.h.
+# The same as PARTS in kernels.c and WIDEST in rows.h.
 PARTS = 8
 WIDEST_HEAD = 512
-# Elements of a matrix from which oneDNN's products are faster than MKL's, on AMD's processors.
+# Minimum size (elements) of a matrix for which oneDNN beats MKL on AMD's processors.
 WIDE = 2**17
 
 P, N, X = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
@@ -103,7 +103,7 @@ def rms_norm(x: Tensor, weight_d: Tensor, eps: float) -> Tensor:
 def _normalise(x: Tensor, weight_d: Tensor, eps: float, r_T: Tensor | None) -> Tensor:
     """Return the normalised x.
 
-    r_T: is filled with the factors on x.
+    r_T: buffer for each row's factor 1 / sqrt(mean(x^2) + eps), or None.
     """
     out = torch.empty_like(x)
     d = x.shape[-1]
@@ -159,7 +159,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """Return the queries and keys, normalised and with rotary positions.
 
-    r: is filled with the norms' factors.
+    r: buffer for the norms' factors, as in `_normalise`, or None.
     """
     n_tokens, _, size = qkv.shape
     n_heads, n_kv_heads = sizes
@@ -253,10 +253,11 @@ def decode(
 ) -> Tensor:
     """Store a key and a value for each of the first N slots, and return the attention's output.
 
-    Each is stored at the slot's position (int64); its queries attend to all positions up to there.
-    The output is [N, H, D], and the bits of a row do not depend on other rows. Without gradient.
+    A slot's queries attend to all positions up to its new one. The output is [N, H, D], without
+    gradient, and the bits of a row do not depend on other rows.
 
     keys, values: the KV cache, [N or more, K, L, D].
+    positions_N: where each slot's key and value are stored, int64.
     """
     q, k, v = map(_token_rows, (q_NHD, k_NKD, v_NKD))
     out = q.new_empty(q.shape)
@@ -272,7 +273,7 @@ def decode(
 
 # --- A decoding step as a whole.
 
-# Name of the step in a profile, followed by its FLOP: a profiler does not see the C call.
+# Name of the step in a profile. Its FLOP follow, which a profiler can't count in a C call.
 STEP = "ratchet::step, FLOP of its products: "
 
 
@@ -285,12 +286,12 @@ def step(
     sizes: Sequence[int],
     eps: float,
 ) -> None:
-    """Run embeddings x through all layers, in place, up to the normalised hidden states.
+    """Run all layers and the final norm on embeddings x, in place.
 
-    A key and a value of each token join the KV cache. The bits of a row do not depend on other
-    rows. Without gradient.
+    Each token's key and value are stored in the KV cache. The bits of a row do not depend on other
+    rows. There is no gradient.
 
-    layers: tensors in the order of `MegatronLayer` in decoding.c, row by row.
+    layers: the tensors of each layer, in the order of `Layer` in decoding.c.
     tables: cosines [N, 1, D] and sines [N, 1, C].
     places: positions and slots, int64 [N] both.
     sizes: d, H, K, L, D and F.
@@ -320,8 +321,8 @@ def step(
 def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
     """True if oneDNN should compute the product.
 
-    The choice depends on the size of the matrix and not on the number of rows, whose bits must not
-    depend on it.
+    The choice depends on the size of the matrix and not on the number of rows, because the bits of
+    a row must not depend on how many there are.
     """
     return (
         _onednn and weight_od.numel() >= WIDE and x_Td.dim() == 2 and is_supported(x_Td, weight_od)
@@ -329,7 +330,7 @@ def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
 
 
 def product(x_Td: Tensor, weight_od: Tensor) -> Tensor:
-    """Return x W^T by oneDNN, [T, o]."""
+    """Return x W^T, [T, o], computed by oneDNN."""
     return (
         _Product.apply(x_Td, weight_od)
         if torch.is_grad_enabled()
@@ -362,5 +363,5 @@ def _address(x: Tensor | None) -> int | None:
 
 
 def _token_rows(x: Tensor) -> Tensor:
-    """Return [T, heads, D] with the numbers of each token in one contiguous piece."""
+    """Return [T, heads, D] with each token's elements contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()

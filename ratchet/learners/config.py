@@ -1,4 +1,4 @@
-"""The sections of the learners. This module imports no torch."""
+"""The configuration sections of the learners. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from ratchet.config.base import Section
 
 
 class LocalConfig(Section):
-    """The section of the learner of one process, on one device."""
+    """The section of the learner that runs in one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
-    # True if it computes with Ratchet's own CPU kernels; ranks use PyTorch's operations alone.
+    # True if it can use Ratchet's own CPU kernels; distributed learners use only PyTorch's.
     compiles: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
@@ -46,13 +46,13 @@ class LocalConfig(Section):
 
 
 class DistributedConfig(Section):
-    """The base class of learners over several processes, each with its own device.
+    """The base section of learners that run in several processes, each with its own device.
 
-    provider: the class that loads models, see `ratchet.learners.distributed.model_providers`.
-    divides: a function (section, model) that raises if the model can't be divided so.
-    rows: keys of the data-parallel sizes, replicas first.
-    own_adamw: True if it brings its own optimizer.
-    placeable: True if it can leave its accelerator (colocation).
+    provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
+    divides: path of a function (section, model) that raises if the ranks can't divide the model.
+    rows: keys whose product is the number of data-parallel ranks, replicas first.
+    own_adamw: True if it brings its own AdamW, and accepts no other optimizer.
+    placeable: True if it can be offloaded from its accelerator (colocation).
     adapts_pipelines: True if it supports `lora` with `pipeline_parallel`.
     """
 
@@ -97,9 +97,9 @@ class DistributedConfig(Section):
 
 
 class DTensorConfig(DistributedConfig):
-    """A learner that uses torch's own parallelism: FSDP2.
+    """The section of the learner that uses PyTorch's own parallelism: FSDP2.
 
-    It divides Ratchet's decoder, or any model of transformers.
+    The model is Ratchet's decoder, or any model of transformers.
     """
 
     builds: ClassVar[str] = "ratchet.learners.distributed.fsdp:DTensorLearner"
@@ -125,7 +125,8 @@ class DTensorConfig(DistributedConfig):
 
 
 class MegatronConfig(DistributedConfig):
-    """A learner that uses Megatron Core's layers, pipeline schedules, optimizer and checkpoints."""
+    """The section of the learner on Megatron Core: layers, pipeline schedules, optimizer and
+    checkpoints."""
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"

@@ -29,7 +29,7 @@ class TranslatedRow:
     """A row in the teacher's tokens.
 
     asked: True for tokens to score.
-    spans: the spans of those tokens.
+    spans: pairs of the student's and the teacher's token ranges with the same scored text.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -42,9 +42,9 @@ class AlignedTeacher(Teacher):
 
     "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's
       tokens of the span, so that sums over spans are right.
-    "spans" [T]: int64, the number of the token's span in the batch, -1 outside spans.
+    "spans" [T]: int64, the index of the token's span in the batch, -1 outside spans.
 
-    Text beyond the teacher's `max_positions`, counted in its own tokens, has no span.
+    Text beyond the teacher's `max_positions`, counted in the teacher's tokens, has no span.
     """
 
     reads_rows: ClassVar[bool] = False
@@ -95,9 +95,9 @@ class AlignedTeacher(Teacher):
     def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> TranslatedRow:
         """Return the row in the teacher's tokens.
 
-        Its text is cut at control tokens and between tokens to score and others. Text that the
-        student wrote and the teacher has no tokens for is left out, without a span. Raises
-        DataError if the teacher has no tokens for a prompt's text.
+        Its text is cut at control tokens, and between tokens to score and others. If the teacher
+        can't encode a text to score, it is left out, without a span. Raises DataError if it can't
+        encode other text, such as a prompt's.
         """
         translation = TranslatedRow()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
@@ -135,9 +135,9 @@ class AlignedTeacher(Teacher):
         return self._truncate(translation)
 
     def _truncate(self, translation: TranslatedRow) -> TranslatedRow:
-        """Return the row up to the teacher's context, without spans that begin with the row.
+        """Cut the row to the teacher's context, and drop spans that contain the first token.
 
-        No state predicts the first token.
+        No earlier token predicts the first one.
         """
         end = self.max_positions
         spans = [
@@ -150,7 +150,7 @@ class AlignedTeacher(Teacher):
     def _text(self, text: str, after: After, written: bool) -> list[int]:
         """Return the teacher's tokens of a text.
 
-        There are none for text that the student wrote and the teacher can't encode.
+        Returns [] for text that the student wrote and the teacher can't encode.
         """
         try:
             return self.teacher.encode(text, after=after)
@@ -163,8 +163,8 @@ class AlignedTeacher(Teacher):
     def _control(self, token: int) -> list[int]:
         """Return the teacher's tokens for a control token of the student.
 
-        It is the token of the same name, or of the same function (end, beginning), else its name as
-        text.
+        They are the token with the same name, else the one with the same function (end, beginning),
+        else the name as text.
         """
         name = next((text for text, i in self.student.special_ids.items() if i == token), "")
         same = self.teacher.special_ids.get(name)

@@ -1,4 +1,4 @@
-"""A frozen teacher whose model is read from a directory: it scores and saves nothing."""
+"""A frozen teacher whose model is read from a directory. It only scores, and saves nothing."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class Teacher(LearnerWrapper):
     """A learner that never updates. Checkpoints leave it out: the recipe names its directory.
 
     reads_rows: True if it scores the rows as they are, so that they must fit into its context.
-    max_positions: tokens that it can read.
+    max_positions: length of its context, in tokens.
     vocab_size: rows of its embedding.
     reads_media: True if it gets the rows' images, audio and videos too.
     """
@@ -44,7 +44,7 @@ class Teacher(LearnerWrapper):
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """Score the rows.
+        """Return the `wanted` outputs for the rows.
 
         Raises DataError for a row that is longer than the model's context, or has media that it
         can't read.
@@ -56,8 +56,8 @@ class Teacher(LearnerWrapper):
                 f"{self.name} reads {self.max_positions} tokens, and a row has {longest}. Shorten "
                 "or drop it, or use a teacher with a longer context."
             )
-        # A student whose embedding has more padding rows may sample one of them. Such a token has
-        # no meaning, so the teacher's last row stands for it.
+        # A student with a larger padded embedding may sample a padding token. It has no meaning,
+        # so the last token of the teacher's embedding stands for it.
         readable = replace(batch, tokens_T=batch.tokens_T.clamp(max=self.vocab_size - 1))
         return await self.inner.score(readable, wanted, top_k=top_k)
 

@@ -1,4 +1,4 @@
-"""Compute a decoder's parameters, arithmetic and bytes per token from its shape. No torch.
+"""Compute a decoder's parameters, and its FLOPs and bytes per token, from its shape. No torch.
 
 d = hidden size, H = query heads, K = key/value heads, D = head_dim, F = size of the gated layer, V
 = vocabulary.
@@ -14,16 +14,18 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 
 @dataclass(frozen=True)
 class TokenCost:
-    """The arithmetic of one token's forward pass through any model."""
+    """The operations of one token's forward pass through any model."""
 
-    multiplied: int  # entries of all matrices that a token is multiplied with, the head included
-    # head dimensions of all layers' queries; each enters a score and a sum per attended token
+    # Number of entries of the matrices that a token is multiplied with, the head included.
+    multiplied: int
+    # Query dimensions of all heads and layers. Each costs two multiply-adds per attended token: one
+    # in the score, one in the weighted sum of values.
     attended: int
 
     def forward_flop(self, tokens: float, context: float) -> float:
         """Return the FLOPs of `tokens` tokens that each attend to `context` others on average.
 
-        It counts two per multiplied entry, and four per head dimension of each pair
+        They are two per matrix entry, and four per query dimension and attended token
         (arXiv:2204.02311, appendix B).
         """
         return tokens * (2 * self.multiplied + 4 * self.attended * context)
@@ -70,7 +72,7 @@ class DecoderCost:
 
     @property
     def work(self) -> TokenCost:
-        """The arithmetic of one token."""
+        """The operations of one token."""
         return TokenCost(
             self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim
         )
@@ -80,15 +82,18 @@ class DecoderCost:
         return self.work.forward_flop(tokens, context)
 
     def kv_bytes(self, size: int) -> int:
-        """Return the bytes of a token's KV cache in all layers; `size` is the bytes of a number."""
+        """Return the bytes of a token's KV cache in all layers, at `size` bytes per number."""
         return 2 * self.shape.n_layers * self.shape.n_kv_heads * self.shape.head_dim * size
 
     def activation_bytes(self, size: int, *, checkpointing: bool = False) -> int:
         """Return the bytes of activations that the backward pass needs per token.
 
-        They are the inputs of products, the values kept by norms and the gate, queries, keys,
-        values, and the output of attention, of which the next product keeps a copy. With
-        checkpointing every layer keeps only its input, and one layer at a time keeps everything.
+        They are the inputs of matrix products, the values that norms and the gate keep, the
+        queries, keys and values, and the output of attention twice (the next product keeps a copy).
+        With checkpointing every layer keeps only its input, and one layer at a time keeps all.
+
+        Args:
+            size: bytes per number.
         """
         s = self.shape
         last = 2 * s.hidden_size
@@ -97,7 +102,7 @@ class DecoderCost:
         return size * (sum(self._layers) + last)
 
     def largest_layer_bytes(self, size: int) -> int:
-        """Return the bytes of activations per token of the layer that keeps most."""
+        """Return the bytes of activations per token in the layer that keeps most of them."""
         return size * max(self._layers)
 
     def adapter(self, targets: Collection[str], rank: int) -> int:
@@ -120,13 +125,13 @@ class DecoderCost:
         return s.n_layers * rank * sum(sides[name] for name in targets)
 
     def _kept(self, sparse: bool) -> int:
-        """Return the numbers that one layer keeps per token for its backward pass."""
+        """Return how many numbers one layer keeps per token for its backward pass."""
         s = self.shape
         queries = s.n_heads * s.head_dim
         keys = s.n_kv_heads * s.head_dim
         product = queries + 2 * keys
         attention = product + (1 + s.qk_norm) * (queries + keys) + 2 * queries
-        # The compiled kernel keeps the product only where it is normalised, and copies values.
+        # The compiled kernel keeps the QKV product only if it is normalised, and copies the values.
         if self.compiled:
             attention = (1 + s.qk_norm) * product + 2 * queries
         # Each of a token's experts keeps its own copy of the input.

@@ -1,4 +1,4 @@
-"""Load a policy by name from a local directory or the Hugging Face Hub, or with random weights."""
+"""Load a policy from a directory, an object store or the Hub, or make one with random weights."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from ratchet.models.transformers.policy import TransformersPolicy
 
 Backend = Literal["auto", "ratchet", "transformers"]
-# The keys of a `config.json` that a model with media encoders has.
+# Keys in the `config.json` of models with media encoders.
 MEDIA_CONFIG_KEYS = ("vision_config", "audio_config")
 HUB_ID = re.compile(r"[\w.-]+/[\w.-]+|[\w-][\w.-]*")
 # .bin files are left out, because unpickling one runs code.
@@ -43,9 +43,10 @@ def load_policy(
         backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
             library. "auto" is the built-in decoder if it can represent the model.
         revision: branch, tag or commit on the Hub.
-        train_encoders: train the encoders of images, audio and video too, if the model has some.
+        train_encoders: train the encoders of images, audio and video too.
 
-    Raises ModelError if no model of that name exists, or the backend can't read it.
+    Raises ModelError if no model of that name exists, the backend can't read it, or it has no
+    encoders to train.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
@@ -73,7 +74,10 @@ def load_transformers_policy(
     trust_remote_code: bool = False,
     train_encoders: bool = False,
 ) -> TransformersPolicy:
-    """Return the policy of a Hugging Face directory, run by transformers. Raises ModelError."""
+    """Return the policy of a Hugging Face directory, run by transformers.
+
+    Raises ModelError if it can't be read, or has no encoders to train.
+    """
     options: dict[str, Any] = {
         "dtype": dtype,
         "device": device,
@@ -115,6 +119,8 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
 
     A Hub id is downloaded, and so is an address such as s3://bucket/model. A name that looks like a
     path is never downloaded. Raises ModelError if there is no such model.
+
+    with_code: download Python files too.
     """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
@@ -142,7 +148,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the files that belong to a model beside its weights.
+    """Copy a model's files other than its weights.
 
     They are config.json, the tokenizer, custom code and the head of a reward model.
     """

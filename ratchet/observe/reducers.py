@@ -1,10 +1,9 @@
-"""Reducers merge samples of one metric to one number or histogram, however they are split over
-ranks and micro-batches.
+"""Reducers merge a metric's samples from all ranks and micro-batches into a number or histogram.
 
-A `Partial` is what a reducer knows of some of the samples. Merging the partials of any split gives,
-to the last bit, what one partial of all samples gives: sums are kept exactly and rounded once,
-percentiles keep their samples, histograms have fixed bins. (Only `last` depends on an order: the
-merged one's sample is the later.)
+A `Partial` is the state of a reducer after some of the samples. Merging the partials of any split
+gives, to the last bit, the result of one partial of all samples: sums are kept exactly and rounded
+once, percentiles keep their samples, histograms have fixed bins. Only `last` depends on the order:
+the partial that is merged into another holds the later sample.
 """
 
 from __future__ import annotations
@@ -23,8 +22,10 @@ Merge = Literal["mean", "sum", "last", "min", "max", "rate"]
 
 @dataclass(frozen=True, slots=True)
 class Percentile:
-    """The exact percentile of the samples, by linear interpolation between two of them. A weight of
-    0 leaves a sample out; other weights do not matter."""
+    """The exact percentile of the samples, by linear interpolation between two of them.
+
+    A weight of 0 leaves a sample out; other weights do not matter.
+    """
 
     percent: float
 
@@ -34,10 +35,10 @@ class Percentile:
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """A histogram with k + 1 increasing edges: k bins [low, high), the last with its upper edge.
+    """A histogram of k bins [low, high) between k + 1 increasing edges; the last includes its high.
 
-    Samples outside count in the nearest bin. A weight of 0 leaves a sample out; other weights do
-    not matter.
+    Finite samples outside count in the nearest bin. A weight of 0 leaves a sample out; other
+    weights do not matter.
     """
 
     edges: tuple[float, ...]
@@ -52,8 +53,11 @@ Reducer = Merge | Percentile | Bins
 
 @dataclass(frozen=True, slots=True)
 class Histogram:
-    """counts: samples of each bin between two edges. lowest, highest, total, squares: minimum,
-    maximum, sum and sum of squares of the samples themselves."""
+    """A histogram of samples.
+
+    counts: number of samples in each bin between two edges.
+    lowest, highest, total, squares: minimum, maximum, sum and sum of squares of the samples.
+    """
 
     edges: tuple[float, ...]
     counts: tuple[int, ...]
@@ -72,14 +76,14 @@ class Partial(Protocol):
 
     def add(self, values: Sequence[float], weight: float) -> None: ...
     def merge(self, other: Partial) -> None:
-        """Add another partial of the same reducer, which stays as it is."""
+        """Merge another partial of the same reducer into this one; the other is not changed."""
         ...
 
     def result(self) -> float | Histogram: ...
 
 
 def partial(reducer: Reducer) -> Partial:
-    """Return the partial of no samples."""
+    """Return an empty partial of the reducer."""
     if isinstance(reducer, Percentile):
         return _Kept(reducer.percent)
     if isinstance(reducer, Bins):
@@ -89,8 +93,10 @@ def partial(reducer: Reducer) -> Partial:
 
 @dataclass(slots=True)
 class ExactSum:
-    """A sum without rounding, kept as a few numbers that add up to it. Values that are not finite
-    are summed apart."""
+    """A sum without rounding, kept as a few numbers that add up to it.
+
+    Infinite and NaN values are summed separately.
+    """
 
     parts: list[float] = field(default_factory=list)
     infinite: float = 0.0
@@ -112,8 +118,7 @@ class ExactSum:
 
 
 def _compact(values: list[float]) -> list[float]:
-    """Return few numbers with exactly the same sum: the rounded sum, the rounded rest, and so
-    on."""
+    """Return a few numbers with exactly the same sum: the rounded sum, the rounded rest, etc."""
     if len(values) < 2:
         return values
     rest, parts = values, list[float]()
@@ -121,7 +126,7 @@ def _compact(values: list[float]) -> list[float]:
         while (part := math.fsum(rest)) != 0:
             parts.append(part)
             rest = [*rest, -part]
-    except OverflowError:  # beyond what a float holds on the way, though perhaps not at the end
+    except OverflowError:  # an intermediate sum overflows, though perhaps not the final one
         return values
     return parts
 
@@ -154,8 +159,10 @@ class _Sum:
 
 @dataclass(slots=True)
 class _Mean:
-    """A weighted mean. A sample of weight 0 has no part in it, even if it is not finite. NaN if all
-    weights are 0."""
+    """A weighted mean, NaN if all weights are 0.
+
+    Samples of weight 0 are left out, even if they are not finite.
+    """
 
     total: ExactSum = field(default_factory=ExactSum)
     weights: ExactSum = field(default_factory=ExactSum)
@@ -216,7 +223,7 @@ class _Extreme:
 
     def _see(self, value: float) -> None:
         current = value if self.value is None else self.value
-        # min and max would hide what is no number, depending on the order
+        # Python's min and max drop a NaN or not, depending on the order.
         self.value = (
             math.nan if math.isnan(current) or math.isnan(value) else self.choose(current, value)
         )
@@ -263,7 +270,7 @@ class _Counts:
         self.counts = [0] * (len(self.bins.edges) - 1)
 
     def add(self, values: Sequence[float], weight: float) -> None:
-        """Count the samples. One that is not finite lies in no bin."""
+        """Count the finite samples; the others lie in no bin."""
         if weight == 0 or not (finite := [value for value in values if math.isfinite(value)]):
             return
         inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")

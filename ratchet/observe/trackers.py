@@ -1,8 +1,8 @@
 """Experiment trackers as sinks. Each imports its package when it is built.
 
-A number that was not finite is left out, since trackers do not tell it from a missing one. A
-resumed run continues in the same run of the tracker; steps that a crash took back are written
-again, with the same numbers.
+Metrics that are not finite are left out, because trackers do not distinguish them from missing
+ones. A resumed run continues in the same run of the tracker; steps that were lost in a crash are
+written again, with the same numbers.
 """
 
 from __future__ import annotations
@@ -37,13 +37,16 @@ from ratchet.utils.terminal_text import encodable
 
 log = logging.getLogger(__name__)
 
-EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"  # every version of Prometheus reads it
+# The content type of the text format that every version of Prometheus reads.
+EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
 class Tracked:
-    """The facts of a run that a tracker shows. id: unique to the run, and the same after a
-    resume."""
+    """The description of a run that a tracker shows.
+
+    id: unique to the run, and the same after a resume.
+    """
 
     name: str
     id: str
@@ -53,7 +56,7 @@ class Tracked:
 
 
 def package(name: str) -> Any:
-    """Import and return a tracker's package. Raises ConfigError that says how to install it."""
+    """Import and return a tracker's package. Raises ConfigError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
@@ -65,8 +68,10 @@ def package(name: str) -> Any:
 
 @contextmanager
 def as_os_error(name: str) -> Iterator[None]:
-    """Convert a service's own errors, which have no common class, to the error of a sink, so that
-    none costs the run."""
+    """Convert all errors of a service to OSError, the error of a sink, so that none ends the run.
+
+    A service's errors have no common class.
+    """
     try:
         yield
     except Exception as error:
@@ -74,8 +79,10 @@ def as_os_error(name: str) -> Iterator[None]:
 
 
 def finite(metrics: Metrics) -> dict[str, float]:
-    """Return the finite metrics, under names that every tracker can encode: data may bring half
-    characters."""
+    """Return the finite metrics, under names that every tracker can encode.
+
+    Names can come from data, and so contain lone surrogates.
+    """
     return {encodable(name): value for name, value in metrics.items() if value is not None}
 
 
@@ -93,10 +100,11 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
 
 
 class RunSink:
-    """A tracker whose run has `log(metrics, step=)` and `finish()`, as W&B's has.
+    """A sink for trackers whose run has `log(metrics, step=)` and `finish()`, like W&B's.
 
-    histogram: its class for histograms, built with `np_histogram=(counts, edges)`; None: it has
-    none.
+    begin: starts the run.
+    histogram: the tracker's class for histograms, called with `np_histogram=(counts, edges)`;
+      None: it has none.
     """
 
     def __init__(
@@ -122,8 +130,10 @@ class RunSink:
 
 
 class WandbSink(RunSink):
-    """Weights & Biases. It leaves the console alone: the progress display and W&B's capture
-    conflict."""
+    """A sink for Weights & Biases.
+
+    W&B's console capture is off, because it conflicts with the progress display.
+    """
 
     def __init__(self, config: WandbConfig, run: Tracked) -> None:
         wandb = package("wandb")
@@ -145,8 +155,10 @@ class WandbSink(RunSink):
 
 
 class SwanlabSink(RunSink):
-    """SwanLab. Offline, a resumed run is a second log beside the first: SwanLab resumes only runs
-    on its server."""
+    """A sink for SwanLab.
+
+    SwanLab resumes only runs on its server: offline, a resumed run writes a second log.
+    """
 
     def __init__(self, config: SwanlabConfig, run: Tracked) -> None:
         swanlab = package("swanlab")
@@ -214,7 +226,7 @@ class MlflowSink:
                 self._tell(run.settings)
 
     def _tell(self, settings: Mapping[str, Any]) -> None:
-        """Send settings in portions as large as a server takes at once, as below."""
+        """Send the settings in batches of 100, the most that a server accepts (1,000 metrics)."""
         entries = [self._param(_allowed(name), str(value)[:6000]) for name, value in flat(settings)]
         for begin in range(0, len(entries), 100):
             self._client.log_batch(self._id, params=entries[begin : begin + 100])
@@ -254,7 +266,7 @@ class PrometheusSink:
             self._server = self._serve(config.address, config.port)
 
     def _serve(self, address: str, port: int) -> Any:
-        """Return the server of the numbers. Raises OSError for an address that can't be had."""
+        """Start the server of the metrics. Raises OSError if it can't listen on the address."""
         from ratchet.web.connection import ServerLimits
         from ratchet.web.guard import LOOPBACK, Guard
         from ratchet.web.server import ServerThread
@@ -266,8 +278,11 @@ class PrometheusSink:
         return ServerThread(Guard(self._answer, names=names), listener, limits=limits)
 
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
-        """Answer every path with the page. It is made once a step and not once a scrape, so that no
-        request can ask for work, and no scrape sees a part of a step."""
+        """Answer every path with the page of metrics.
+
+        The page is made once a step, not once a scrape, so that requests are cheap and no scrape
+        sees part of a step.
+        """
         shows = scope["method"] in ("GET", "HEAD")
         kind = EXPOSITION if shows else "text/plain; charset=utf-8"
         body = self._page if shows else b"this server only shows: use GET"
@@ -301,8 +316,8 @@ def run_id(directory: Path) -> str:
 def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
     """Return a sink for each section.
 
-    In a resumed run, a tracker that can't start is left out with a warning, as no service may stop
-    a run. In a new run it raises ConfigError, while the user can still fix it.
+    In a resumed run, a tracker that can't start is left out with a warning, because no service may
+    stop a run. In a new run it raises ConfigError, so that the user can fix it at once.
     """
     sinks: list[Sink] = []
     for section in sections:

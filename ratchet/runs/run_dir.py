@@ -41,7 +41,7 @@ class RunDirectory:
         self.metrics = path / "metrics.jsonl"
         self.ledger = path / "ledger.jsonl"
         self.tensorboard = path / "tensorboard"
-        self.steps = path / "steps"  # the recorder's
+        self.steps = path / "steps"  # the recorded rollouts of each step
         self.checkpoints = path / "checkpoints"
         self.evals = path / "evals"  # results of evaluations, by stage and step
         self.log = path / "run.log"
@@ -60,8 +60,8 @@ class RunDirectory:
     def locked(self) -> Iterator[None]:
         """Create the directory, and hold its lock inside the block.
 
-        The lock is the operating system's, on a file that names the process. It ends with the
-        process, so a killed run leaves no lock behind.
+        The lock is an flock on a file that names the process. The operating system releases it when
+        the process ends, so a killed run leaves no lock behind.
 
         Raises:
             RunDirectoryError: The directory can't be created or written, or another run is in it.
@@ -75,7 +75,7 @@ class RunDirectory:
                 try:
                     yield
                 finally:
-                    # It is not unlinked because another run may have just opened it.
+                    # Don't delete the lock file: another run may have just opened it.
                     os.ftruncate(self._lock_fd, 0)
             finally:
                 os.close(self._directory_fd)
@@ -118,13 +118,13 @@ class RunDirectory:
             log.warning("%s was deleted under its run and is written again", self.config)
 
     def settle(self, config: Mapping[str, Any]) -> None:
-        """Write the resolved recipe into a new directory, or compare it with that of a used one.
+        """Write the resolved recipe into a new directory, or compare it with a used directory's.
 
         Args:
             config: The resolved recipe as plain JSON-like values.
 
         Raises:
-            RunDirectoryError: The recipes differ; it names the keys.
+            RunDirectoryError: The recipes differ; the message names the keys.
         """
         if not self.used:
             self._write_config(config)
@@ -139,7 +139,7 @@ class RunDirectory:
         """Check that the run or plan in this directory has the recipe `recipe`.
 
         Raises:
-            RunDirectoryError: It has another one; it names the keys that differ.
+            RunDirectoryError: It has another recipe; the message names the keys that differ.
         """
         try:
             planned_recipe = read_json(self.plan)["recipe"] if self.plan.exists() else recipe
@@ -161,10 +161,10 @@ class RunDirectory:
 
     @property
     def held(self) -> bool:
-        """True if a process runs here."""
+        """True if a running process holds the lock."""
         try:
             descriptor = open_plain(self._lock, os.O_RDONLY)
-        except OSError:  # absent, or no lock of a run
+        except OSError:  # absent, or no plain file
             return False
         try:
             fcntl.flock(descriptor, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -242,13 +242,13 @@ def _describe_holder(content: bytes) -> str:
     try:
         holder = json.loads(content)
         return f"process {holder['pid']} on {holder['host']} since {holder['since']}"
-    # The process has the lock and has not yet written its id.
+    # The holder has not yet written its id.
     except (ValueError, KeyError, TypeError):
         return "another process"
 
 
 def _changed(before: Any, now: Any) -> str:
-    """Return a text of the first differences, empty if there are none."""
+    """Return the first differences as text, empty if there are none."""
     changed = list_config_differences(before, now)
     text = "; ".join(changed[:MAX_NAMED])
     if len(changed) > MAX_NAMED:

@@ -1,4 +1,4 @@
-"""Configuration of the sandboxes, chosen by `kind:`.
+"""Config sections of the sandboxes, chosen by `kind:`.
 
 The number of concurrent programs and the weakest isolation allowed are keys of the section that
 uses the sandbox.
@@ -18,7 +18,7 @@ LOOPBACK = ("127.0.0.1", "localhost", "[::1]")
 
 
 class LocalSandboxConfig(Section):
-    """A sandbox on this machine, by the strongest isolation that it grants."""
+    """A sandbox on this machine, with the strongest isolation that the machine permits."""
 
     builds: ClassVar[str] = "ratchet.sandbox.local:build_local_sandbox"
 
@@ -28,12 +28,12 @@ class LocalSandboxConfig(Section):
 
 
 def local_sandbox() -> Section:
-    """Return the default of a key `sandbox`, with the kind that a saved recipe needs."""
+    """Return the default section of a `sandbox` key, with the `kind` that a saved recipe needs."""
     return resolve("sandbox", {"kind": "local"})
 
 
 class DockerSandboxConfig(Section):
-    """A separate container for each program or session, by the Docker Engine API."""
+    """A sandbox that runs each program or session in its own container (Docker Engine API)."""
 
     builds: ClassVar[str] = "ratchet.sandbox.docker:DockerSandbox"
 
@@ -103,7 +103,7 @@ class DockerSandboxConfig(Section):
 
 
 class RemoteSandboxConfig(Section):
-    """A service that speaks SandboxFusion's API (bytedance/SandboxFusion, POST /run_code)."""
+    """A sandbox service with SandboxFusion's API (bytedance/SandboxFusion, POST /run_code)."""
 
     builds: ClassVar[str] = "ratchet.sandbox.remote:RemoteSandbox"
 

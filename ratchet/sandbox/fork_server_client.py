@@ -1,8 +1,8 @@
 """The client of one fork server, a separate process. It blocks; `local.py` runs it in a thread.
 
-Programs and inputs travel as sealed memory files, output comes through pipes, and only a request of
-numbers and the way that the process ended cross the control socket. All of it is treated here as
-hostile: bounded, and never evaluated.
+Programs and inputs are sent as sealed memory files, and output comes through pipes. Only a request
+of numbers and the report of how the process ended cross the control socket. All that comes back is
+treated as hostile: it is bounded, and never evaluated.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from ratchet.sandbox.base import (
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # beyond the wall limit, before the fork server itself counts as broken
 CHUNK = 1 << 16
-# The kernel's limit counts whole ticks, and the report is exact: on a busy virtual machine the
-# report can be lower by a third.
+# Share of the CPU limit from which a SIGKILL counts as the kernel's. The kernel counts whole ticks
+# and the report is exact, so on a busy virtual machine the report can be lower by a third.
 KILLED_FOR_CPU = 0.5
 # Without address randomisation, `hash(None)` and all else that depends on addresses is the same
 # in every slot; the switch takes effect at the next exec. Where a container refuses it (EPERM),
@@ -55,7 +55,7 @@ del sys.path[0]
 main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
 HERE = str(Path(__file__).resolve().parent)
-# The whole environment of programs and commands. PATH is named, because bash's own default ends in
+# All environment variables of programs and commands. PATH is set, because bash's default ends in
 # the current directory.
 ENVIRONMENT = {
     **FIXED_ENVIRONMENT,
@@ -70,8 +70,10 @@ class ForkServerError(SandboxError):
 
 
 class ForkServerSlot:
-    """A slot of the pool: it starts its fork server on first use, and a new one after that one
-    broke."""
+    """A slot of the pool, with one fork server.
+
+    The server starts on first use; after it broke, the next use starts a new one.
+    """
 
     def __init__(self, *, at_most: Isolation, readable: Sequence[str]) -> None:
         self._options = {"at_most": int(at_most), "readable": list(readable)}
@@ -141,7 +143,7 @@ class ForkServerSlot:
         Raises ForkServerError when a retry may help, SandboxError otherwise.
 
         Args:
-            is_cancelled: Called once the request is sent, for a `stop` that came before it.
+            is_cancelled: Called after the request is sent, to notice a `stop` that came before it.
         """
         if self._process is None or self._process.poll() is not None:
             self.close()
@@ -272,7 +274,7 @@ class RunOutputs:
         self._limit = limits.output_kib << 10
 
     def read(self, file: int) -> bool:
-        """Read what is available of one output. Returns False at its end or beyond the limit."""
+        """Read the available part of an output. Return False at its end or beyond the limit."""
         text = self.open[file]
         try:
             data = os.read(file, CHUNK)

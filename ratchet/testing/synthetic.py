@@ -1,5 +1,6 @@
-"""Batches and models for the kit of algorithms: small, ragged, awkward on purpose, and exact
-(float64).
+"""Synthetic batches and models for the tests of algorithms.
+
+They are small, ragged, full of edge cases, and exact (float64).
 
 T = tokens laid end to end, V = vocabulary, d = hidden size.
 """
@@ -42,18 +43,23 @@ from ratchet.types import (
 )
 
 VOCAB, HIDDEN = 11, 5
-# they collide often, and most are no binary fractions
+# Few values, so that rewards are often equal; most are not exact in binary.
 REWARDS = (0.0, 1.0, -1.0, 0.1, 0.3, 0.7, 2.5)
 PREDICTIONS = frozenset({"logprobs", "entropy", "topk_logprobs", "topk_ids"})
 
 
 class TinyRole:
-    """A softmax over the vocabulary from a token and the one before it, with a scalar head. It
-    scores as a learner does, and gives the columns that terms read. What it says of a row depends
-    on that row alone."""
+    """A model that predicts from a token and the one before it, with a scalar head.
+
+    It scores like a learner, and computes the columns that loss terms read. The outputs of a row
+    depend on that row alone.
+    """
 
     def __init__(self, name: str, *, drift: float = 0.0) -> None:
-        """Equal names make equal models. drift: how far it has moved from there."""
+        """Create the model; equal names and drifts give equal models.
+
+        drift: scale of a random change of the weights that the name gives.
+        """
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
         def normal(*shape: int) -> Tensor:
@@ -102,7 +108,7 @@ class TinyRole:
             "values": compute_state_values(scalars_T, mask_T),
             "scores": select_sequence_scores(scalars_T, batch),
         }
-        if "routers" in names:  # of a layer that has an expert for each token of the vocabulary
+        if "routers" in names:  # one layer, with an expert for each token of the vocabulary
             logits_TV = self._logits(hidden_Td)
             chosen_T2 = logits_TV.topk(2).indices
             watch = RouterMonitor()
@@ -115,8 +121,10 @@ class TinyRole:
 
 
 def part_names(algorithm: Algorithm) -> tuple[str, ...]:
-    """Names for the parts of rewards: those that options called `weights` name, else two of the
-    kit's own."""
+    """Return names for the parts of rewards.
+
+    They are the keys of the algorithm's options called `weights`, or two fixed names without any.
+    """
 
     def named(value: Any) -> set[str]:
         if isinstance(value, functools.partial):
@@ -134,9 +142,12 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
 
 @dataclass(frozen=True)
 class Draw:
-    """The draw of groups. equal: rewards are equal within each group, part by part. attempts: of
-    each group; None: as many as the algorithm asks for. longest: tokens of the longest answer of
-    each group, instead of a few."""
+    """A random draw of groups.
+
+    equal: rewards are equal within each group, part by part.
+    attempts: number of attempts in each group; None: the algorithm's group size.
+    longest: tokens of the longest answer of each group; 0: answers have a few tokens.
+    """
 
     seed: int
     equal: bool = False
@@ -164,8 +175,11 @@ class Draw:
 def _attempts(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
-    """The second group earned the same throughout; the third failed throughout, but for small
-    groups and draws of its own."""
+    """Return a group of attempts.
+
+    In the second group all rewards are equal. In the third all attempts failed, unless `draw` has
+    `equal` or `attempts`.
+    """
     count = draw.attempts or algorithm.group_size
     names = part_names(algorithm)
     plain = draw.equal or draw.attempts is not None
@@ -192,7 +206,7 @@ def _rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float, dic
 def _ending(
     rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool
 ) -> Outcome:
-    """plain: every attempt has a reward."""
+    """Return a random outcome, which has a reward if `plain`."""
     chance = rng.random()
     if chance < 0.65:
         return Scored(*reward)
@@ -211,8 +225,11 @@ def _trajectory(
     longest: int = 0,
     turn_rewards: bool = True,
 ) -> Trajectory:
-    """A prompt, then up to three turns with the environment's answers between them; some have no
-    token, some tokens of the policy don't train. Few states, so that attempts meet in them."""
+    """Return a prompt with up to three turns and the environment's answers after them.
+
+    Some turns have no token, and some of the policy's tokens don't train. There are few states, so
+    that attempts share them.
+    """
     owner = [Owner.PROMPT] * int(rng.integers(1, 4))
     turns: list[Turn] = []
     for _ in range(1 if longest else int(rng.integers(0, 4))):
@@ -242,8 +259,10 @@ def _trajectory(
 def _given(
     rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any
 ) -> Trajectory:
-    """Return given text: what trains stands for the policy's; it was not sampled and has no
-    turns."""
+    """Return a supervised row: its trainable tokens count as the policy's, though none was sampled.
+
+    It has no turns.
+    """
     row = _trajectory(rng, outcome, temperature=algorithm.temperature, **more)
     text = Trajectory.supervised(
         row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome
@@ -282,7 +301,7 @@ def _row(
 def _steps(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
-    """Turns are labelled steps; some have no label."""
+    """Return a row whose turns are labelled steps; some have no label."""
     row = _trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
     turns = [
         replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4])))

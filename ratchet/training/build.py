@@ -64,8 +64,8 @@ def make_run(
         policy: The model to train, with its generator.
         arena: The environment and its rewards.
         algorithm: The algorithm.
-        plan: What the stage does.
-        ledger: Records what became of each group; None keeps the source's own.
+        plan: The settings of the stage.
+        ledger: Records the outcome of each group; None keeps the source's own ledger.
         run_fields: Further fields of `StageRun`, such as observers.
     """
     first = policy.generator.version if plan.first_step is None else plan.first_step
@@ -133,7 +133,7 @@ def make_run(
 def _make_weight_sync(
     policy: Policy, learner: Learner, plan: StageSpec, metrics: MetricsManager
 ) -> WeightSync:
-    """Return the weight sync from the processes that train to the generator."""
+    """Return the weight sync from the learner, or its ranks, to the generator."""
     endpoints = SyncEndpoints(
         policy.ranks or learner,
         policy.generator,
@@ -154,7 +154,7 @@ def _make_group_player(
     plan: StageSpec,
     max_context: int,
 ) -> GroupPlayer:
-    """Return what plays the stage's groups: a manager in this process, or the generator workers."""
+    """Return the manager of the stage's rollouts, in this process or in the generator workers."""
     needs_reward = algorithm.reads_reward
     if plan.played is not None:
         assert isinstance(policy.generator, GeneratorPool), "only generator workers can play groups"
@@ -182,12 +182,12 @@ def _schedule(
 
     Args:
         rollouts: The source of groups.
-        wrapped: The policy with the generator that attempts call. It must be idle while the learner
-            changes tensors that both read.
+        wrapped: The policy with the generator that attempts call. A generator that reads the
+            learner's tensors must be idle while the learner changes them.
         arena: The environment.
-        plan: What the stage does.
-        is_informative: True for groups that teach something.
-        last_step: The end of the stage.
+        plan: The settings of the stage.
+        is_informative: True for groups with a learning signal.
+        last_step: The step at which the stage ends.
     """
     settings = plan.rollouts
     source = rollouts
@@ -246,7 +246,7 @@ def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> 
 
 
 def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, float]:
-    """Return the number of parameters that train and their share; {} without an adapter."""
+    """Return the number and share of trainable parameters; {} without an adapter."""
     if adapter is None:
         return {}
     weights = dict(model.canonical_weights())

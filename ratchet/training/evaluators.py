@@ -1,4 +1,4 @@
-"""Evaluators of a stage: held-out tasks, pairs and scores."""
+"""Create the evaluator of a stage, which judges answers, pairs or scores on held-out tasks."""
 
 from __future__ import annotations
 
@@ -62,8 +62,9 @@ def make_eval_sampling(plan: StageSpec) -> Sampling:
 def make_pair_evaluator(
     policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> PairEvaluator | None:
-    """Return the evaluator for answers without rewards, which compares the two answers of each
-    pair.
+    """Return the evaluator that compares the two answers of each pair, as they have no rewards.
+
+    Returns None without held-out tasks.
 
     Raises:
         ConfigError: The environment has no pairs.
@@ -85,7 +86,10 @@ def make_pair_evaluator(
 def make_score_evaluator(
     policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> ScoreEvaluator | None:
-    """Return the evaluator of a model that is trained to score: its loss on held-out rows."""
+    """Return the evaluator of a scoring model, which measures its loss on held-out rows.
+
+    Returns None without held-out tasks.
+    """
     tasks = list_held_out_tasks(arena, plan)
     if not tasks:
         return None
@@ -98,7 +102,7 @@ def make_score_evaluator(
 def make_stage_evaluator(
     policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
 ) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
-    """Return the evaluator of scores, pairs or answers that suits the stage; None without tasks."""
+    """Return the stage's evaluator of scores, pairs or answers; None without held-out tasks."""
     arena = arena.evaluation or arena
     if SCALARS & algorithm.required_outputs("policy"):
         return make_score_evaluator(policy, arena, algorithm, plan, learner)

@@ -1,4 +1,4 @@
-"""Sources of a stage's groups: rows, pairs, labelled answers, labelled steps or rollouts."""
+"""Create the source of a stage's groups: rows, pairs, labelled answers or steps, or rollouts."""
 
 from __future__ import annotations
 
@@ -25,8 +25,7 @@ from ratchet.training.stage import EnvSetup, Policy, StageSpec
 def _make_stream(arena: EnvSetup, plan: StageSpec) -> TaskStream:
     """Return the tasks of a stage, in the stage's own order.
 
-    Which examples `examples` selects depends on the run's seed alone, so it is the same in every
-    stage.
+    `plan.examples` selects by the run's seed alone, so every stage gets the same examples.
     """
     order = derive_seed(plan.seed, plan.name, "tasks")
     limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
@@ -56,7 +55,7 @@ def make_pairs(
     plan: StageSpec,
     manager: GroupPlayer | None = None,
 ) -> PairSource:
-    """Return the source of preference pairs. manager: not used, as pairs are given."""
+    """Return the source of preference pairs. `manager` is unused: pairs need no rollouts."""
     return PairSource(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
 
 

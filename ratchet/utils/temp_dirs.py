@@ -1,8 +1,8 @@
-"""Temporary folders whose leftovers of killed processes are removed by the next process.
+"""Create temporary folders, which a later process removes if their owner was killed.
 
-A folder holds a file that its owner has locked. The kernel releases the lock when the owner ends,
-however it ends; unlike a process number, a lock can't be mistaken for another owner's. A folder
-without that file is never touched.
+A folder holds a file that its owner has locked. The kernel releases the lock however the owner
+ends; unlike a process id, a lock can't be mistaken for another owner's. A folder without that file
+is never touched.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "ratchet-"
 OWNER = ".owner"
 
-_swept: set[Path] = set()  # parents, once for each process
+_swept: set[Path] = set()  # parents that this process has swept
 
 
 class TemporaryFolder:
@@ -41,7 +41,7 @@ class TemporaryFolder:
         self._end = weakref.finalize(self, _remove, self.path, _lock(self.path), os.getpid())
 
     def close(self) -> None:
-        """Remove the folder with all that is in it. Another call does nothing."""
+        """Remove the folder and its contents. Later calls do nothing."""
         self._end()
 
     def __enter__(self) -> Path:
@@ -60,7 +60,7 @@ def _remove(folder: Path, lock: int | None, owner: int) -> None:
 
 
 def _lock(folder: Path) -> int | None:
-    """Return the descriptor that holds the lock; None where locks fail.
+    """Lock a folder and return the descriptor that holds the lock; None if locking fails.
 
     Child programs do not inherit the descriptor.
     """
@@ -68,7 +68,7 @@ def _lock(folder: Path) -> int | None:
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except OSError:  # a disk without locks, on which nothing is swept
+    except OSError:  # a disk without locks; its folders are never swept
         os.close(descriptor)
         return None
     draft.rename(folder / OWNER)  # renamed after locking, so it is never seen unlocked
@@ -76,9 +76,9 @@ def _lock(folder: Path) -> int | None:
 
 
 def sweep() -> list[Path]:
-    """Remove this user's folders of dead processes and return their paths.
+    """Remove this user's folders of dead processes, and return the paths of these folders.
 
-    It looks among temporary files and in shared memory.
+    The folders for temporary files and for shared memory are searched.
     """
     return [
         path for parent in (Path(tempfile.gettempdir()), SHARED_MEMORY) for path in _sweep(parent)
@@ -102,7 +102,7 @@ def _remove_if_orphaned(folder: Path) -> bool:
             return False
         descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
         try:
-            # BlockingIOError: its owner lives
+            # Raises BlockingIOError while the owner is alive.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(folder, ignore_errors=True)
             return True

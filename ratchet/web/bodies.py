@@ -1,7 +1,7 @@
-"""Bodies of requests within limits.
+"""Limit the size and duration of request bodies.
 
-A body counts until its request is answered, not only while it is read: many requests that wait for
-a slow answer hold memory too.
+A body counts until its request is answered, not only while it is read, because requests that wait
+for a slow answer hold memory too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,17 @@ from typing import Any
 
 from ratchet.web.connection import ServerLimits
 
-RETRY_S = 5  # after which a client may ask again
+RETRY_S = 5  # seconds after which a client may repeat a refused request
 
 Message = MutableMapping[str, Any]
 Receive = Callable[[], Awaitable[Message]]
 
 
 class BodyRefused(Exception):
-    """A request whose body is not read to its end. status: of the answer."""
+    """Raised for a body that exceeds a limit, and is not read to its end.
+
+    status: HTTP status of the answer.
+    """
 
     def __init__(self, status: int, message: str, code: str) -> None:
         super().__init__(message)
@@ -28,21 +31,21 @@ class BodyRefused(Exception):
 
 
 class BodyReader:
-    """The bytes that unanswered requests brought, all together and by key."""
+    """A counter of the body bytes of unanswered requests, by key and in total."""
 
     def __init__(self, limits: ServerLimits = ServerLimits()) -> None:
         self.limits, self.held = limits, Counter[bytes]()
 
     def begin(self, key: bytes, receive: Receive) -> Body:
-        """Return the body of a request with this key ("" for none) that has just begun."""
+        """Return the body of a new request with this key (b"" for none)."""
         return Body(self, key, receive)
 
 
 class Body:
-    """The `receive` of ASGI for one request. `release` it once the request is answered.
+    """The ASGI `receive` of one request. Call `release` once the request is answered.
 
-    Calling it raises BodyRefused where the body is too large or too slow, or where the requests
-    that are not answered yet hold too much.
+    A call raises BodyRefused if the body is too large or too slow, or if unanswered requests hold
+    too many bytes.
     """
 
     def __init__(self, bodies: BodyReader, key: bytes, receive: Receive) -> None:
@@ -65,7 +68,7 @@ class Body:
         return message
 
     def release(self) -> None:
-        """Forget what the request brought."""
+        """Stop counting the bytes of the request."""
         self._count(-self.size)
         self._has_more = False
 

@@ -1,6 +1,6 @@
 """The ends of a weight sync: senders beside the learner's ranks, receivers beside generators.
 
-A weight sync calls both by `Ranks`, in whatever process they are.
+A weight sync calls both through `Ranks`, in this process or in others.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 class LocalRank:
     """Implements `Ranks` for one component in this process.
 
-    Synchronous methods run in a thread, so that the event loop, and generation in it, goes on.
+    Synchronous methods run in a thread, so that they don't block generation in the event loop.
     """
 
     def __init__(self, component: Any) -> None:
@@ -61,9 +61,9 @@ class WeightSender:
 class WeightReceiver:
     """The receiving end of a weight sync, beside a generator.
 
-    A push is prepare, receive, verify, commit; or rollback at any point before the commit.
+    A push calls prepare, receive, verify and commit; before the commit, it can call rollback.
 
-    rank: of this end among the receivers.
+    rank: index of this end among the receivers.
     """
 
     def __init__(self, generator: Generator, rank: int = 0) -> None:
@@ -73,8 +73,8 @@ class WeightReceiver:
         self._open: PartReader | None = None
         self._received: dict[str, ReceivedWeights] = {}  # by session
         self._pending: ReceivedWeights | None = None
-        # Always the same thread: torch starts helpers for each new one, which takes as long as the
-        # checksum of 100 MiB.
+        # A single thread, because torch starts helper threads for each new one, which takes as long
+        # as the checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._checksum_threads = ThreadPool(torch.get_num_threads())
 
@@ -87,7 +87,7 @@ class WeightReceiver:
     ) -> None:
         """Announce a push to the generator, which may refuse its names or shapes.
 
-        blocks: by rank of the learner.
+        blocks: announced weight blocks, by rank of the learner.
         lasting: the received memory stays unchanged after the commit, until the next one.
         adapter: the adapter that some or all blocks belong to.
         """
@@ -128,8 +128,9 @@ class WeightReceiver:
         """Verify the parts and pass the weights to the generator.
 
         parts: description of what each rank sent.
-        since: set if they may be changes.
-        waiting: the receiver and options of a transfer that has not been received yet.
+        since: session, base and version of a weight sync that may send changes; None: it sends
+          whole weights only.
+        waiting: arguments of `receive`, if the transfer has not been received yet.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
         """
@@ -139,7 +140,7 @@ class WeightReceiver:
         await self.generator.receive(iter(shards))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run the work in this end's thread; generation in the event loop goes on."""
+        """Run the work in this end's thread, so that generation in the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _check_parts(
@@ -181,7 +182,7 @@ class WeightReceiver:
         return [block.shard(numbers) for _, block, numbers in taken]
 
     async def commit(self, version: int) -> bool:
-        """Commit the version. True if the generator uses the received memory in place."""
+        """Commit the version. Return True if the generator uses the received memory in place."""
         await self.generator.commit(version)
         if self._pending is not None:
             self._pending.version = version
@@ -194,9 +195,9 @@ class WeightReceiver:
         await self.generator.rollback()
 
     def base(self, session: str) -> int | None:
-        """Return the version to which this end can apply changes, or None.
+        """Return the generator's version, to which this end can apply changes.
 
-        It is the generator's version, if that came by this weight sync.
+        Return None if that version did not come from the weight sync with this session.
         """
         version = self._received[session].version if session in self._received else None
         return version if version == self.generator.version else None
@@ -208,9 +209,9 @@ class WeightReceiver:
             imported(function)(session)
 
     def differing(self, sums: Sequence[Sequence[tuple[WeightBlock, str]]]) -> list[str] | None:
-        """Return the weights that differ in the generator; None if it can't show them.
+        """Return the names of weights that differ in the generator; None if it can't show them.
 
-        sums: the blocks of each rank with their checksums.
+        sums: each rank's blocks with the expected checksums.
         """
         shown: dict[str, Tensor] = {}
         if isinstance(self.generator, HasReadableWeights):

@@ -1,6 +1,4 @@
-"""The sections of distillation by divergence, over the vocabulary or the teacher's likeliest
-tokens.
-"""
+"""Sections of distillation by divergence, over the vocabulary or the teacher's top-k tokens."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
 
 
 class DistillationConfig(AlgorithmConfig):
-    """The base class of the two kinds of distillation by divergence."""
+    """The base class of off-policy and on-policy distillation by divergence."""
 
     builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
@@ -44,7 +42,7 @@ class DistillationConfig(AlgorithmConfig):
 
     @property
     def tau(self) -> float:
-        """The softmax temperature for given text."""
+        """The softmax temperature for given text, which has no sampling temperature."""
         return 1.0
 
     @model_validator(mode="after")

@@ -1,6 +1,4 @@
-"""The sections of preference algorithms: from pairs of answers, or from answers labelled good or
-bad.
-"""
+"""Recipe sections of algorithms that learn from pairs of answers, or from good and bad labels."""
 
 from __future__ import annotations
 
@@ -29,8 +27,8 @@ Normalize = Annotated[
 class PreferenceConfig(AlgorithmConfig):
     """A preference loss on pairs.
 
-    function: the loss that gets the section's own keys.
-    needs_reference: the loss reads log-probabilities of the model at the stage's start.
+    function: the loss, which gets the section's own keys as arguments.
+    needs_reference: True if the loss reads log-probabilities of the model at the stage's start.
     """
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_pairs"

@@ -1,4 +1,4 @@
-"""The sections of the reward shaping: `algorithm.shaping`, applied in order."""
+"""Config sections of reward shaping: the entries of `algorithm.shaping`, applied in order."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ BY_LENGTH = "answers of different length earn different rewards after shaping"
 
 
 class OverlongPenalty(AlgorithmPart):
-    """A penalty that grows over the last tokens before a limit (DAPO)."""
+    """A penalty that grows linearly over the last tokens before a length limit (DAPO)."""
 
     function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
@@ -34,7 +34,7 @@ class OverlongPenalty(AlgorithmPart):
 
 
 class StopProperly(AlgorithmPart):
-    """Answers that a limit of tokens cut off keep only a share of their reward."""
+    """A reduction of the reward of answers that a token limit cut off."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
     exempt: ClassVar[Mapping[str, str]] = {
@@ -46,7 +46,7 @@ class StopProperly(AlgorithmPart):
 
 
 class LengthPenalty(AlgorithmPart):
-    """A penalty for each token."""
+    """A penalty for each token of an answer beyond `free`."""
 
     function: ClassVar[str] = f"{SHAPING}:length_penalty"
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
@@ -66,7 +66,7 @@ class ScaleRewards(AlgorithmPart):
 
 
 class ClipRewards(AlgorithmPart):
-    """Bounds on rewards."""
+    """A lower and an upper bound to which rewards are clipped."""
 
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
 
@@ -103,7 +103,7 @@ class NormaliseRewards(AlgorithmPart):
 
 
 class ComponentWeights(AlgorithmPart):
-    """The reward is a weighted sum of its named parts."""
+    """A weighted sum of the reward's named parts, which replaces the reward."""
 
     function: ClassVar[str] = f"{SHAPING}:component_weights"
     reads: ClassVar[frozenset[str]] = frozenset({"parts"})

@@ -1,8 +1,8 @@
 """Distillation losses: divergences between teacher and student.
 
-T = tokens, N = tokens that train, K = outcomes: the vocabulary, or the teacher's likeliest tokens
-and "any other" with the remaining mass. The latter bounds the divergence over the vocabulary from
-below, and tends to it as the number of tokens grows.
+T = tokens, N = trainable tokens, K = outcomes: the whole vocabulary, or the teacher's top-k tokens
+plus "any other" with the remaining mass. The divergence over the latter is a lower bound of that
+over the vocabulary, and approaches it as k grows.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def divergence(
     skewed_forward: KL(p || mix p + (1 - mix) q) (DistiLLM, arXiv:2402.03898, eq. 4)
     skewed_reverse: KL(q || (1 - mix) p + mix q) (DistiLLM, eq. 5)
 
-    Reads `teacher_topk_logprobs`; the student's `topk_logprobs` are of the same outcomes.
+    The batch's `teacher_topk_logprobs` and the student's `topk_logprobs` have the same outcomes.
     """
     mask_T = batch.trainable_T
     p_NK = batch.need("teacher_topk_logprobs")[mask_T]
@@ -54,9 +54,9 @@ def divergence(
 
 
 def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """Return sum p log(p / q) over the last dimension, from logs. [N]
+    """Return KL(p || q) over the last dimension, from log-probabilities. [N]
 
-    An outcome that p excludes (-inf) counts nothing.
+    An outcome that p excludes (-inf) adds 0.
     """
     possible_NK = p_NK > -torch.inf
     safe_NK = torch.where(possible_NK, p_NK, 0.0)
@@ -66,7 +66,7 @@ def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
     """Return log(share a + (1 - share) b).
 
-    Outcomes that both exclude stay finite, because the gradient of logaddexp(-inf, -inf) is NaN.
+    Outcomes that both exclude get a finite value: the gradient of logaddexp(-inf, -inf) is NaN.
     """
     log_share = torch.tensor([share, 1 - share], dtype=a_NK.dtype, device=a_NK.device).log()
     return torch.logaddexp(

@@ -1,5 +1,5 @@
-"""A peer's file as flat keys: YAML with `defaults:` and `${...}`, JSON, or the overrides in a shell
-script."""
+"""Read a config file of another library as flat keys: YAML with `defaults:` and `${...}`, JSON, or
+the overrides in a shell script."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ratchet.commands.migrate.numbers import Misread, hydra, number
 from ratchet.commands.migrate.yaml_dialects import ConfigReader, Dialect
 from ratchet.errors import ConfigError
 
-MISSING = "???"  # OmegaConf's sign for a value that the command line must give
+MISSING = "???"  # OmegaConf's mark of a value that the command line must give
 INNERMOST = re.compile(r"\$\{([^${}]*)\}")
-# the resolvers that NeMo RL registers, of two arguments each
+# Resolvers that NeMo RL registers, with two arguments each.
 SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "add": lambda first, second: first + second,
     "sum": lambda first, second: first + second,
@@ -26,14 +26,17 @@ SUMS: Mapping[str, Callable[[Any, Any], Any]] = {
     "min": min,
 }
 MAX_DEPTH = 50
-MAX_TEXT = 20_000  # characters and items of a value once its ${...} are filled in
+MAX_TEXT = 20_000  # characters and items of a value after its ${...} are resolved
 
 
 @dataclass
 class FlatConfig:
-    """A peer's configuration. `values`: by dotted key; a list is a value. `unread`: what could not
-    be resolved, by key, each with what to do. `repeated`: by key, what a script says first of what
-    it says twice."""
+    """The configuration of another library.
+
+    values: the values by dotted key; a list is one value.
+    unread: keys that could not be resolved: key -> text and reason.
+    repeated: overrides that a later one in the script replaced: key -> replaced value as text.
+    """
 
     values: dict[str, Any]
     unread: dict[str, str] = field(default_factory=dict)
@@ -41,8 +44,11 @@ class FlatConfig:
 
 
 def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
-    """Read a file. Raises ConfigError if it is missing, or neither YAML nor JSON nor a script with
-    overrides."""
+    """Read a config file.
+
+    Raises ConfigError if it is missing, is neither YAML nor JSON nor a script with overrides, or
+    sets a key twice.
+    """
     source = FlatConfig({})
     reader = ConfigReader(dialect)
     if path.suffix in (".sh", ".bash", ".txt"):
@@ -71,7 +77,7 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
 def _yaml(
     path: Path, source: FlatConfig, reader: ConfigReader, chain: tuple[Path, ...]
 ) -> dict[str, Any]:
-    """Return the file's keys, with those of the files that its `defaults` names beside it."""
+    """Return the file's keys, merged over those of the files in its `defaults`."""
     resolved = path.resolve()
     if resolved in chain:
         raise ConfigError(f"{path}: defaults name each other in a circle")
@@ -107,12 +113,12 @@ def _yaml(
 def _is_file(path: Path) -> bool:
     try:
         return path.is_file()
-    except (OSError, ValueError):  # a name too long, or with a byte 0
+    except (OSError, ValueError):  # the name is too long, or has a null byte
         return False
 
 
 def _files(entry: Any) -> Iterator[tuple[str, str]]:
-    """Yield (place, file without its ending) of an entry of `defaults`: a file, or {group@place:
+    """Yield (section, file without suffix) for an entry of `defaults`: a file, or {group@section:
     file}."""
     if not isinstance(entry, Mapping):
         yield "", str(entry)
@@ -147,14 +153,14 @@ def _flat(nested: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, An
 
 @dataclass
 class _Resolver:
-    """A resolver of interpolations. It resolves each key once: its value, or why it has none."""
+    """A resolver of `${...}`. It resolves each key once, to a value or to an error."""
 
     source: FlatConfig
     resolved: dict[str, Any] = field(default_factory=dict)
     under_way: list[str] = field(default_factory=list)
 
     def resolve(self) -> None:
-        """Fill in what the file itself says; the rest leaves `values` and is named in `unread`."""
+        """Resolve all values; move keys that the file alone can't resolve to `unread`."""
         values: dict[str, Any] = {}
         for key, value in self.source.values.items():
             try:
@@ -222,7 +228,7 @@ class _Resolver:
         raise LookupError(f"'{resolver}:' is known there alone: set what it works out to")
 
     def _looked_up(self, name: str, key: str) -> Any:
-        """Return the value of a name; each dot before it goes up one section."""
+        """Return the value of a key; each leading dot goes up one section from `key`."""
         values = self.source.values
         ups = len(name) - len(name.lstrip("."))
         place = key.split(".")[: -ups or None] if ups else []
@@ -235,7 +241,7 @@ class _Resolver:
 
 
 def _rest(value: Any, left: int) -> int:
-    """Return how many characters and items are left of a bound; below 0 as soon as it is passed."""
+    """Return `left` minus the value's characters and items; stop counting below 0."""
     if isinstance(value, list | Mapping):
         for item in value if isinstance(value, list) else value.values():
             left = _rest(item, left - 1)
@@ -246,7 +252,7 @@ def _rest(value: Any, left: int) -> int:
 
 
 def _sum(resolver: str, arguments: list[str]) -> Any:
-    """Add or divide as Python does there: whole numbers stay whole, except for a quotient."""
+    """Compute a resolver of SUMS as Python does: integers stay integers, except in a quotient."""
     try:
         numbers = [number(hydra(word)) for word in arguments]
         if len(numbers) != 2:

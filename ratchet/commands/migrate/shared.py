@@ -1,4 +1,4 @@
-"""Conversions that several tables share."""
+"""Conversions and notes that the tables of several peers share."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ KL_FORWARD = (
 
 
 def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any:
-    """Return a share of all optimizer steps as their number, rounded as the peer does it."""
+    """Convert a share of all optimizer steps to a number of steps, rounded as the peer rounds."""
     part = numbers.number(value)
     if part == 0:
         return 0
@@ -61,7 +61,7 @@ def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any
 
 
 def betas(first: str, second: str) -> Any:
-    """Convert two keys of theirs to one of ours."""
+    """Return the conversion of a peer's two keys to `optimizer.betas`."""
     return lambda value, config: [config.number(first), config.number(second)]
 
 
@@ -76,17 +76,17 @@ def template(value: Any, config: PeerConfig) -> Any:
 
 
 def norm(value: Any, config: PeerConfig) -> Any:
-    """Convert a norm: theirs clips nothing at 0, ours at null."""
+    """Convert a maximum gradient norm: 0 turns clipping off in the peer, null does here."""
     return numbers.number(value) or None
 
 
 def run_name(value: Any, config: PeerConfig) -> str:
-    """Convert a name to one that a directory may have."""
+    """Convert a run's name to a valid directory name."""
     return re.sub(r"[^\w.+-]+", "-", str(value)).lstrip("_.+-") or "run"
 
 
 def sinks(value: Any, project: Any) -> Any:
-    """Convert the names of trackers."""
+    """Convert the names of trackers to keys of `logging`."""
     names = [value] if isinstance(value, str) else list(value or ())
     trackers = [
         {"kind": name, **({"project": str(project)} if project and name != "mlflow" else {})}
@@ -110,7 +110,7 @@ def sinks(value: Any, project: Any) -> Any:
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
-    """Convert data named by files, by a published dataset, or by an id of the hub."""
+    """Convert the names of data: files, a published dataset, or an id on the hub."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
     if all(FILE.search(name) for name in names):
         return Sets({"environment.train": names})

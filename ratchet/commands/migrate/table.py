@@ -1,4 +1,4 @@
-"""The parts of the tables of peers: a row for each key, and what a row may say of a value."""
+"""The parts of a peer library's table: rows of keys, and conversions of their values."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ ABSENT: Any = object()
 
 @dataclass(frozen=True)
 class PeerConfig:
-    """A peer's configuration, flat: `values` by dotted key as the file has them, `defaults` as the
-    peer would add them.
+    """A peer's configuration, flat, by dotted key.
 
-    `looked_up` receives every key that a conversion reads.
+    values: the values in the file.
+    defaults: the peer's own defaults.
+    looked_up: receives every key that a conversion reads.
     """
 
     values: Mapping[str, Any]
@@ -28,18 +29,18 @@ class PeerConfig:
     looked_up: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
-        """Return the value that counts there; None where it is null, or neither file nor peer gives
-        one."""
+        """Return the file's value, or else the peer's default; None if it is null or there is
+        neither."""
         self.looked_up.add(key)
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def flag(self, key: str) -> bool:
-        """Return a truth value; null is false. Raises Misread."""
+        """Return a boolean; null is False. Raises Misread."""
         value = self[key]
         return False if value is None else numbers.flag(value, key)
 
     def whole(self, key: str, otherwise: int | None = None, least: int = 1) -> int:
-        """Return a whole number, `otherwise` for null. Raises Misread."""
+        """Return a whole number from `least` on, or `otherwise` for null. Raises Misread."""
         value = self[key]
         if value is None and otherwise is not None:
             return otherwise
@@ -52,8 +53,7 @@ class PeerConfig:
 
 @dataclass(frozen=True, slots=True)
 class Sets:
-    """The result of a conversion: several keys of a recipe for one of theirs, or a note on this
-    very value."""
+    """The result of a conversion that sets several keys, or adds a note on the value."""
 
     values: Mapping[str, Any]
     note: str = ""
@@ -68,8 +68,8 @@ class Without:
 
 @dataclass(frozen=True, slots=True)
 class Idle:
-    """The result of a conversion for a value that changes nothing: it is off there, or holds here
-    anyway."""
+    """The result of a conversion for a value without effect: it is off in the peer, or Ratchet does
+    the same anyway."""
 
     why: str
 
@@ -81,13 +81,14 @@ Convert = Callable[[Any, PeerConfig], Any]
 class KeyRow:
     """A key of a peer.
 
-    `theirs`: a dotted key; `*` in it stands for any characters. `ours`: key of a recipe; "" if
-    there is none, and then `note` says why, or what to do. With both, `note` says what means
-    something else here. `how`: the value of `ours` from theirs, or `Sets`, `Without` or `Idle`;
-    None: as it is. `within`: their key that is converted together with this one. `default`: theirs
-    if a file is silent and ours differs. `null`: the value of `ours` for a null of theirs; without
-    it a null takes nothing over. `idle`: True if the missing counterpart changes no result of the
-    training.
+    theirs: the peer's dotted key; `*` in it stands for any characters.
+    ours: the key of the recipe, or several with commas; "" if there is none.
+    note: without `ours`, why there is none, or what to do; with it, what differs in meaning.
+    how: returns the value of `ours`, or `Sets`, `Without` or `Idle`; None: the value is copied.
+    within: the peer's key whose conversion also covers this one.
+    default: the peer's default, if Ratchet's differs.
+    null: the value of `ours` if the peer's is null; ABSENT: null sets nothing.
+    idle: True if the missing counterpart changes no training result.
     """
 
     theirs: str
@@ -102,8 +103,8 @@ class KeyRow:
 
 @dataclass(frozen=True)
 class Method:
-    """One kind of training of a peer. `fixed`: keys of every recipe that comes of it; rows override
-    them."""
+    """A training method of a peer. `fixed`: keys that every recipe made from it has, unless a row
+    overrides them."""
 
     fixed: Mapping[str, Any]
     rows: tuple[KeyRow, ...]
@@ -113,8 +114,8 @@ class Method:
         return {row.theirs: row.default for row in self.rows if row.default is not ABSENT}
 
     def row(self, key: str) -> KeyRow | None:
-        """Return that of the key itself, else the narrowest that stands for several; None: the key
-        is unknown."""
+        """Return the row that names a key, or else the longest pattern that matches it; None if the
+        key is unknown."""
         if key not in self._found:
             self._found[key] = next(
                 (row for pattern, row in self._wide if pattern.match(key)), None
@@ -123,12 +124,12 @@ class Method:
 
     @cached_property
     def _found(self) -> dict[str, KeyRow | None]:
-        """Hold rows by key: those that name it, and what was looked up."""
+        """Return the rows by key. `row` adds the keys that it looks up."""
         return {row.theirs: row for row in self.rows}
 
     @cached_property
     def _wide(self) -> list[tuple[re.Pattern[str], KeyRow]]:
-        """Return the rows that stand for several keys, narrowest first."""
+        """Return the rows whose keys are patterns, longest first."""
         wide = sorted(
             (row for row in self.rows if "*" in row.theirs),
             key=lambda row: len(row.theirs),
@@ -139,9 +140,13 @@ class Method:
 
 @dataclass(frozen=True, slots=True)
 class Peer:
-    """A library. `version`: whose keys and defaults these are. `marks`: (prefixes of) keys that no
-    other peer has. `method`: returns the name of a configuration's method; "" if it can't be told.
-    `dialect`: whose YAML its files are."""
+    """A library whose configurations are imported.
+
+    version: its version that has these keys and defaults.
+    marks: keys, or prefixes of keys, that no other peer has.
+    method: returns the name of a configuration's method; "" if the keys don't tell.
+    dialect: the YAML dialect of its files.
+    """
 
     name: str
     title: str
@@ -158,7 +163,7 @@ class Peer:
 
 
 def choose(choices: Mapping[Any, Any]) -> Convert:
-    """Return a conversion by value; an unlisted value has no counterpart."""
+    """Return a conversion that looks values up; an unlisted value has no counterpart."""
 
     def how(value: Any, config: PeerConfig) -> Any:
         if isinstance(next(iter(choices)), bool):
@@ -175,7 +180,7 @@ def choose(choices: Mapping[Any, Any]) -> Convert:
 
 
 def when(condition: Callable[[PeerConfig], Any], how: Convert | None, why: str) -> Convert:
-    """Return `how` restricted to where another key makes this one count."""
+    """Return `how` with a condition, without which the key has no effect."""
 
     def checked(value: Any, config: PeerConfig) -> Any:
         if not condition(config):
@@ -186,7 +191,7 @@ def when(condition: Callable[[PeerConfig], Any], how: Convert | None, why: str) 
 
 
 def alone(name: str, why: str) -> Convert:
-    """Convert a key of which one value needs no counterpart, and others have none."""
+    """Return a conversion for which the value `name` needs no counterpart, and others have none."""
 
     def how(value: Any, config: PeerConfig) -> Any:
         return Idle(why) if value == name or value == [name] else Without(why)
@@ -210,12 +215,12 @@ def whole(value: Any, config: PeerConfig) -> int:
 
 
 def flag(value: Any, config: PeerConfig) -> bool:
-    """Return a truth value."""
+    """Return a boolean."""
     return numbers.flag(value)
 
 
 def positive(why: str) -> Convert:
-    """Convert a whole number above 0; others have no effect, for a reason."""
+    """Return a conversion of whole numbers; only those above 0 have an effect."""
 
     def how(value: Any, config: PeerConfig) -> Any:
         count = numbers.whole(value)
@@ -225,21 +230,20 @@ def positive(why: str) -> Convert:
 
 
 def at_least_0(value: Any, config: PeerConfig) -> int:
-    """Return a whole number; -1 there is 0 here."""
+    """Return a whole number; the peer's -1 becomes 0."""
     return max(0, numbers.whole(value, least=-1))
 
 
 def within(key: str, *keys: str) -> Iterator[KeyRow]:
-    """Yield rows of keys that the conversion of another one reads."""
+    """Yield rows of `keys` that the conversion of `key` covers."""
     return (KeyRow(name, within=key) for name in keys)
 
 
 def nothing(why: str, *keys: str) -> Iterator[KeyRow]:
-    """Yield rows of keys without a counterpart, for one reason."""
+    """Yield rows of keys that have no counterpart for the same reason."""
     return (KeyRow(key, note=why) for key in keys)
 
 
 def idle(why: str, *keys: str) -> Iterator[KeyRow]:
-    """Yield rows of keys that need no counterpart, as nothing that they say changes a result here,
-    for one reason."""
+    """Yield rows of keys that need no counterpart, because they change no training result."""
     return (KeyRow(key, note=why, idle=True) for key in keys)

@@ -1,5 +1,5 @@
-"""TRL: a GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig or RLOOConfig, or the file of
-`trl grpo --config`.
+"""The tables of TRL, for GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig and RLOOConfig,
+or the file of `trl grpo --config`.
 
 Keys and defaults are those of TRL 1.16 and of transformers' TrainingArguments.
 """
@@ -41,7 +41,7 @@ OVER_ALL = (
 ROWS_COUNTED = "counted for one process there: multiply batch_size by the processes that you launch"
 
 
-# --- attempts
+# --- methods that sample attempts: GRPO, RLOO
 
 
 ATTEMPTS = (
@@ -173,6 +173,7 @@ ATTEMPTS = (
     *TRAINING,
 )
 
+# Rows of all methods that train on given text.
 GIVEN = (
     KeyRow("per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows, default=8),
     KeyRow("gradient_accumulation_steps", "batch_size", ROWS_COUNTED, to.rows, default=1),
@@ -246,6 +247,7 @@ KTO = (
     *GIVEN,
 )
 
+# Keys of GRPO that RLOO lacks or converts in another way.
 OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
 RLOO = (
     KeyRow("num_generations", "algorithm.group_size", how=whole, default=2),
@@ -267,6 +269,7 @@ RLOO = (
     *(row for row in ATTEMPTS if row.theirs not in OTHERWISE and row.within != "loss_type"),
 )
 
+# Keys that tell the configuration classes apart, for `_method`.
 ROLLOUTS = frozenset(
     {
         "num_generations",
@@ -295,8 +298,8 @@ OF_SFT = frozenset(
 
 
 def _method(values: Mapping[str, Any]) -> str:
-    """Return the method by the keys that only one configuration class has; the file doesn't name
-    its class."""
+    """Return the configuration class, judged by its keys, because the file doesn't name it; "" if
+    they don't tell."""
     keys = set(values)
     if keys & {"normalize_advantages", "reward_clip_range"}:
         return "RLOOConfig"

@@ -1,7 +1,7 @@
-"""The experiment that finds which keys a conversion used: it runs again with one value hidden.
+"""Find the keys that a conversion used, by running it again with one value hidden.
 
-A key that a conversion could have used, or asked for and left, is not taken over; what says so
-is this experiment, not the table.
+A key that a conversion could have used, or read and ignored, is not taken over. The table does not
+say which keys these are; only this test finds them.
 """
 
 from __future__ import annotations
@@ -15,8 +15,13 @@ from ratchet.commands.migrate.table import Convert, PeerConfig, Sets
 
 
 def looks_at(how: Convert, key: str, theirs: str, value: Any, config: PeerConfig) -> bool:
-    """Return whether the conversion of `theirs` (its value: `value`) depends on what the file says
-    of `key`."""
+    """Return True if the conversion of a key depends on the file's value of `key`.
+
+    Args:
+        how: the conversion.
+        theirs: the key that is converted.
+        value: its value.
+    """
     hidden = Unseen()
     values: Mapping[str, Any] = {**config.values, key: hidden}
     try:
@@ -24,7 +29,7 @@ def looks_at(how: Convert, key: str, theirs: str, value: Any, config: PeerConfig
     except Looked:
         return True
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        return True  # it fails with any value, or by this one: the account names the failure
+        return True  # it fails always, or because of the hidden value; the item's note says so
     return _holds(result, hidden)
 
 
@@ -42,14 +47,17 @@ def _holds(content: Any, hidden: Any) -> bool:
 
 @dataclass
 class ConversionRuns:
-    """The conversions that made something: by their key, what ran with which value, and the keys
-    that each asked for."""
+    """The conversions that set a key of the recipe, kept to be run again.
+
+    ran: each conversion and its value, by the converted key.
+    asked: the converted keys whose conversions read a key, by that key.
+    """
 
     ran: dict[str, tuple[Convert, Any]] = field(default_factory=dict)
     asked: dict[str, list[str]] = field(default_factory=dict)
 
     def add(self, theirs: str, how: Convert, value: Any, asked: set[str]) -> None:
-        """Keep a conversion, to run it again."""
+        """Keep a conversion of `theirs` that read the keys `asked`."""
         self.ran[theirs] = how, value
         for key in asked | {theirs}:
             self.asked.setdefault(key, []).append(theirs)

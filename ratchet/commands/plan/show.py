@@ -1,4 +1,4 @@
-"""The output of `ratchet plan`."""
+"""Print the output of `ratchet plan`."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def show_plan(
     directory: RunDirectory | None,
     as_json: bool,
 ) -> None:
-    """Print the plan. directory: of the run, where the plan is kept too.
+    """Print the plan of a recipe. directory: the run directory, where the plan is also saved.
 
     Raises ConfigError for a recipe that can't be planned or doesn't fit, RatchetError for a failed
     probe.

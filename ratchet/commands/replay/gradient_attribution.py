@@ -1,4 +1,4 @@
-"""The shares of groups and tokens of a mini-batch in its gradient.
+"""Attribute the gradient of a mini-batch to its groups and tokens.
 
 T = tokens of a mini-batch, S = its sequences, G = its groups.
 """
@@ -21,56 +21,51 @@ from ratchet.protocols import LossTerm, needed
 
 @dataclass
 class GroupShare:
-    """The share of one group, over the optimizer steps that it had a part in.
+    """The share of one group in the gradients of its optimizer steps, summed over these steps.
 
-    direction: of the gradient g of a step, g_i . g / |g|^2 of the group's own part g_i: over all
-    groups they sum to 1, and one below 0 pulled the other way. norm: |g_i| / |g|. loss: its
-    summand.
+    g is the gradient of a step, and g_i the group's summand of it.
     """
 
+    # g_i . g / |g|^2: sums to 1 over the groups of a step; below 0 the group opposed the step
     direction: float = 0.0
-    norm: float = 0.0
-    loss: float = 0.0
+    norm: float = 0.0  # |g_i| / |g|
+    loss: float = 0.0  # the group's summand of the loss
 
 
 @dataclass(frozen=True)
 class TokenPull:
-    """The pull of one token.
-
-    position: in its trajectory, which is number `strand` of those of its attempt that count. loss:
-    its summand, of terms that are sums over tokens. pull: -d loss / d logprob: above 0 the step
-    makes the token likelier.
-    """
+    """The contribution of one token to the loss and its gradient."""
 
     group: str
     attempt: int
-    strand: int
-    position: int
+    strand: int  # index of the trajectory among those of the attempt that count
+    position: int  # in the trajectory
     token: int
-    loss: float
-    pull: float
+    loss: float  # the token's summand of token-level terms
+    pull: float  # -d loss / d logprob: above 0 the step makes the token likelier
 
 
 @dataclass
 class Influence:
-    """The influences of a step. updates: optimizer steps with a gradient. norms: of their
-    gradients. tokens: the strongest of each. pull, loss: sums over all tokens, of absolute
-    values."""
+    """The contributions of groups and tokens to the optimizer steps of one training step."""
 
     groups: dict[str, GroupShare] = field(default_factory=dict)
-    tokens: list[TokenPull] = field(default_factory=list)
-    norms: list[float] = field(default_factory=list)
-    pull: float = 0.0
-    loss: float = 0.0
+    tokens: list[TokenPull] = field(default_factory=list)  # the strongest of each optimizer step
+    norms: list[float] = field(default_factory=list)  # gradient norm of each optimizer step
+    pull: float = 0.0  # sum of |pull| over all tokens
+    loss: float = 0.0  # sum of |loss| over all tokens
 
     @property
     def updates(self) -> int:
+        """The number of optimizer steps with a gradient."""
         return len(self.norms)
 
 
 class Influences(LearnerWrapper):
-    """A hook before each update of a learner that records what moves it. most: tokens kept of each
-    update."""
+    """A learner wrapper that records the contributions to each update before it happens.
+
+    most: number of tokens kept of each update.
+    """
 
     inner: LocalLearner
 
@@ -88,7 +83,8 @@ class Influences(LearnerWrapper):
         squared = sum(float((g.double() ** 2).sum()) for g in whole)
         self.found.norms.append(squared**0.5)
         group_S, pulls = mini.group_S.tolist(), list[tuple[Tensor, Tensor]]()
-        for at, name in enumerate(mini.group_ids):  # whose sequences follow one another
+        # The sequences of a group are contiguous, so the pulls of all groups are in token order.
+        for at, name in enumerate(mini.group_ids):
             part = mini.take([s for s, group in enumerate(group_S) if group == at])
             pulls.append(token_pulls(self.inner, part, terms))
             share = self.found.groups.setdefault(name, GroupShare())
@@ -113,8 +109,10 @@ class Influences(LearnerWrapper):
 def token_pulls(
     learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, pull) of each token of a part of a mini-batch, [T] both; pulls are 0 for terms
-    that don't read logprobs."""
+    """Return (loss, pull) of each token in a part of a mini-batch, [T] each.
+
+    Terms that don't read logprobs add 0 to the pulls. If no term reads them, the losses are 0 too.
+    """
     hand = learner.forwards[0]
     micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
     needs = needed(terms)
@@ -137,7 +135,7 @@ def token_pulls(
 
 
 def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
-    """Return what each token adds to a term that is a sum over tokens; 0 for others."""
+    """Return each token's summand of a token-level term; 0 for other terms."""
     level, weight, _, coef = micro.weights[term.name]
     if level != "token" or not coef:
         return torch.zeros(micro.n_tokens, dtype=torch.float64)
@@ -146,6 +144,7 @@ def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
 
 
 def strongest(mini: Batch, loss_T: Tensor, pull_T: Tensor, most: int) -> list[TokenPull]:
+    """Return at most `most` tokens with a pull other than 0, the strongest first."""
     order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:most].tolist()
     sequence_T, starts_S = mini.sequence_T, mini.starts_S
     units = list(zip(mini.group_S.tolist(), mini.attempt_S.tolist(), strict=True))

@@ -1,5 +1,5 @@
-"""The images, audio clips and videos of rollouts as `data:` URLs, so that a page requests nothing
-from elsewhere."""
+"""Embed images, audio clips and videos of rollouts as `data:` URLs, so a page loads no other
+files."""
 
 from __future__ import annotations
 
@@ -15,18 +15,19 @@ from ratchet.observe.records.media import name_in
 from ratchet.types import MediaKind
 
 AS_IT_IS = 2**16  # bytes; larger images are scaled down
-MOST_SIDE = 640  # pixels of what is scaled
-MOST_BYTES = 2**22  # of a clip or video
-# none that holds markup
+MOST_SIDE = 640  # pixels, of a scaled image
+MOST_BYTES = 2**22  # larger media are left out
+# Types that can't hold markup, as SVG images can.
 SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")
 
 
 def named_parts(
     messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
-    """Return the messages of a record's row, whose parts name their medium of the record (`media`)
-    where it is known: from the part's value, or by order if there are as many as the model was
-    shown.
+    """Return the messages of a record's row, with the name of each part's medium as `media`.
+
+    The name comes from the part's value, or from the order if there are as many parts as media that
+    the model was shown; else it is None.
 
     placed: the row's `media`.
     """
@@ -49,7 +50,7 @@ def named_parts(
 
 
 def collect_names(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
-    """Return the kind of each medium that some rollouts show, by name."""
+    """Return the kind of each medium in the rollouts, by the medium's name."""
     parts = (
         part
         for detail in details
@@ -60,7 +61,7 @@ def collect_names(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
 
 
 def data_url(kind: MediaKind, source: bytes) -> str | None:
-    """Return the URL; None for what browsers don't show, can't be read, or is too large."""
+    """Return the URL; None if browsers don't show the medium, it is unreadable or too large."""
     try:
         if kind == "image" and len(source) > AS_IT_IS:
             source = _scaled(source)

@@ -1,9 +1,7 @@
-"""The page: styles, scripts and the charting library in one HTML file, with or without runs in it.
+"""Build the report page: one HTML file with styles, scripts, the charting library and maybe runs.
 
-Nothing that comes from a run is ever part of the HTML: it is compressed and written in base64,
-which has no character that means anything there, and the scripts insert texts as texts. The content
-security policy allows those scripts alone, by their hashes, so that markup which got in after all
-would do nothing.
+Data of a run can't inject HTML: it is gzipped and base64-encoded, and the scripts insert it as
+text. As a second defence, the content security policy allows only the page's own scripts, by hash.
 """
 
 from __future__ import annotations
@@ -23,7 +21,7 @@ from ratchet.commands.report.schema import pack
 from ratchet.types import MediaKind
 
 STYLES = ("vendor/uPlot.min.css", "style.css", "rollouts.css")
-# In this order: each uses what those before it define.
+# In load order: a script uses definitions of earlier ones.
 SCRIPTS = (
     "vendor/uPlot.iife.min.js",
     "dom.js",
@@ -41,8 +39,8 @@ SCRIPTS = (
     "differences.js",
     "app.js",
 )
-MOST_MEDIA = 2**24  # characters of a run's images and other media in a file
-MOST_ROWS = 2**18  # of a run's table in a file; of longer ones every n-th step is there
+MOST_MEDIA = 2**24  # characters of a run's media in a report; the last rollout's may exceed it
+MOST_ROWS = 2**18  # of a run's rollout table in a report; a longer one has every n-th step
 
 
 def asset(name: str) -> str:
@@ -50,13 +48,16 @@ def asset(name: str) -> str:
 
 
 def live_page() -> str:
-    """Return the page that requests its runs from this machine."""
+    """Return the page that fetches its runs from the server that sent it."""
     return _page("Ratchet", [], connect="'self'")
 
 
 def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str:
-    """Return a page that holds its runs: all metrics, the table of all rollouts, and of each run at
-    most `rollouts` rollouts with their texts, of at most `tokens` tokens together.
+    """Return a page that contains the runs: all metrics, rollout tables and some rollouts' texts.
+
+    Args:
+        rollouts: maximum number of rollouts of a run whose texts are included.
+        tokens: maximum number of tokens in these texts together.
 
     Raises DataError, RunDirectoryError.
     """
@@ -74,8 +75,10 @@ def report_page(runs: Sequence[RunReader], *, rollouts: int, tokens: int) -> str
 
 
 def _media(run: RunReader, sample: Sequence[Mapping[str, Any]]) -> dict[str, str]:
-    """Return the media of the rollouts that have their texts in the file, each once, as long as
-    there is room."""
+    """Return the `data:` URLs of the sampled rollouts' media, by name.
+
+    It stops after the rollout with which they exceed `MOST_MEDIA`.
+    """
     urls: dict[str, str] = {}
     for detail in sample:
         new: dict[str, MediaKind] = {
@@ -112,7 +115,7 @@ def _sha256(text: str) -> str:
 
 
 def _blob(name: str, content: bytes) -> str:
-    """Return an element that no browser runs or shows. mtime: two reports of the same runs are the
-    same file."""
+    """Return an element with the compressed content, which browsers neither run nor show."""
+    # A fixed mtime makes two reports of the same runs the same file.
     packed = base64.b64encode(gzip.compress(content, compresslevel=6, mtime=0)).decode()
     return f'<script type="application/gzip" id="{name}">{packed}</script>'

@@ -1,5 +1,5 @@
-"""A run's record as the page needs it: a few numbers and words of every rollout, and everything of
-those that are opened."""
+"""Read a run's record for the report page: a few columns of every rollout, and the details of those
+that are opened."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import MediaKind
 
-pc: Any = pyarrow.compute  # whose functions are made when it is imported: a type checker sees none
+pc: Any = pyarrow.compute  # its functions are created on import, so type checkers see none
 
-# Of every rollout. Words become codes into a list of those that there are, "" for none; whole
-# numbers take as few bytes as they need: a long run has a million rows.
+# Columns of every rollout. Words are sent as indices into a list of distinct words, "" for none,
+# and whole numbers in the smallest type that holds them, because a long run has a million rows.
 WORDS = ("stage", "task", "environment", "tag", "use", "outcome", "failure")
 WHOLE = (
     "step",
@@ -39,9 +39,10 @@ WHOLE = (
     "trained_tokens",
     "truncated",
 )
-FLOATS = ("reward", "advantage")  # NaN for none
+FLOATS = ("reward", "advantage")  # NaN if absent
 NUMBERS = (*WHOLE, *FLOATS)
-TOKEN_NUMBERS = {  # of a token, as the page names them, and the column that they come from
+# Numbers of each token: their name on the page, and their column in the record.
+TOKEN_NUMBERS = {
     "logprob": "rollout_logprobs",
     "old_logprob": "old_logprobs",
     "ref_logprob": "ref_logprobs",
@@ -63,8 +64,8 @@ NOT_SHOWN = (
 )
 DETAILS = [name for name in SCHEMA.names if name not in NOT_SHOWN]
 ONE = pa.scalar(1, pa.int32())
-HELD = 4  # steps whose tables stay in memory while their rollouts are opened
-DIGITS = 5  # of a token's numbers
+HELD = 4  # maximum number of steps whose tables stay in memory
+DIGITS = 5  # significant digits of a token's numbers
 
 
 class Rollouts:
@@ -75,10 +76,11 @@ class Rollouts:
         self._stamp = ""
         self._record: Record | None = None
         self._tables: dict[int, pa.Table] = {}
-        self._media: tuple[str, Mapping[str, bytes]] = ("", {})  # of the file that was read last
+        # name and media of the file that was read last
+        self._media: tuple[str, Mapping[str, bytes]] = ("", {})
 
     def stamp(self) -> str:
-        """Return a value that changes with the record; cheap."""
+        """Return a value that changes with the record, without reading the record."""
         try:
             stat = (self.directory.steps / INDEX).stat()
         except FileNotFoundError:
@@ -94,10 +96,14 @@ class Rollouts:
         return self._record
 
     def columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
-        """Return the columns of all rows, packed, or those of the files after `known` if the record
-        still begins with them.
+        """Return the packed columns of all rows, without the files in `known` if the record still
+        begins with them.
 
-        "after" in the header says how many were left out. every: take one step in this many.
+        "after" in the header is the number of files left out.
+
+        Args:
+            known: Names of files whose rows the page already has.
+            every: Take one step in this many.
         """
         record = self.record
         names = [file.name for file in record.files]
@@ -120,8 +126,8 @@ class Rollouts:
         )
 
     def details(self, step: int, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return all columns of some rollouts of a step, by their place in it. Raises DataError for
-        one that is not in the record."""
+        """Return the details of a step's rollouts at `places`. Raises DataError for one that is not
+        in the record."""
         record = self.record
         if step not in record.steps:
             raise DataError(f"step {step} is not in the record (any more)")
@@ -137,8 +143,8 @@ class Rollouts:
         return [self._detail(place, row, total) for place, row in zip(places, rows, strict=True)]
 
     def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
-        """Return `data:` URLs of some media of a step, by name, without missing ones and those that
-        no browser shows."""
+        """Return `data:` URLs of a step's media by name, except missing ones and those that no
+        browser shows."""
         record = self.record
         file = next(
             (file for file in record.files if any(facts.step == step for facts in file.steps)), None
@@ -148,7 +154,7 @@ class Rollouts:
         if self._media[0] != file.name:
             try:
                 self._media = (file.name, record.media(step))
-            except DataError:  # the steps were copied without them
+            except DataError:  # the steps were copied without their media
                 self._media = (file.name, {})
         sources = self._media[1]
         urls = {
@@ -157,9 +163,11 @@ class Rollouts:
         return {name: url for name, url in urls.items() if url is not None}
 
     def search(self, text: str, *, most: int) -> tuple[list[tuple[int, int]], int | None]:
-        """Return (step, place in the step) of rollouts whose messages contain the text, the newest
-        files first, and the first step that was searched, None for all. The search ends after
-        `most` matches."""
+        """Return (step, place in the step) of at most `most` rollouts whose messages contain the
+        text, and the earliest step searched.
+
+        The newest files are searched first. The step is None if all were searched.
+        """
         matches: list[tuple[int, int]] = []
         record = self.record
         for file in reversed(record.files):
@@ -172,8 +180,8 @@ class Rollouts:
         """Return details of at most `rollouts` rollouts with at most `tokens` tokens: whole groups
         at steps spread evenly over the run.
 
-        At each step the tasks whose names hash lowest are chosen, so that a task that comes again
-        is chosen again, in other runs too.
+        At each step the tasks whose names hash lowest are chosen, so that a repeated task is chosen
+        again, in other runs too.
         """
         table = _scalars(self.record.directory, self.record.files).select(
             ["step", "task", "group_index", "length"]
@@ -183,7 +191,7 @@ class Rollouts:
         steps_wanted = rollouts // sizes[len(sizes) // 2] if sizes else 0
         steps = _spread(list(ranked), steps_wanted)
         chosen: list[dict[str, Any]] = []
-        # a group of each step, then another of each
+        # Take one group of every step, then a second group of every step, and so on.
         for turn in range(-(-steps_wanted // max(1, len(steps)))):
             for step in steps:
                 places, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
@@ -209,7 +217,8 @@ class Rollouts:
         if share is not None:
             numbers["share"] = share
         sampled, learned = row["rollout_logprobs"], row["old_logprobs"]
-        if learned is not None and max(row["versions"], default=-1) >= 0:  # sampled, not given
+        # Only if the policy wrote tokens: the version of any other token is -1.
+        if learned is not None and max(row["versions"], default=-1) >= 0:
             numbers["ratio"] = _rounded(
                 [math.exp(min(a - b, 80.0)) for a, b in zip(learned, sampled, strict=True)]
             )
@@ -255,7 +264,7 @@ def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
 
 
 def _coded(table: pa.Table) -> tuple[dict[str, list[str]], dict[str, NDArray[Any]]]:
-    """Return words and, for each row, the index of its word. The first word is the empty one."""
+    """Return each column's distinct words, "" first, and the index of each row's word."""
     words: dict[str, list[str]] = {}
     codes: dict[str, NDArray[Any]] = {}
     for name in WORDS:
@@ -301,8 +310,10 @@ def _matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int
 
 
 def _ranked(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int], int]]]:
-    """Return, for each step and each of its groups, the places of its rows in the step and its
-    tokens, in the order of the tasks' hashes."""
+    """Return each step's groups in the order of their tasks' hashes.
+
+    A group is the places of its rows in the step, and its number of tokens.
+    """
     groups: dict[int, dict[int, tuple[str, list[int], int]]] = {}
     place, before = 0, None
     for step, task, index, length in zip(
@@ -338,8 +349,7 @@ def _rank(task: str) -> str:
 
 
 def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
-    """Return each token's share of the loss's gradient at the first update, not yet divided by the
-    sum."""
+    """Return each token's unnormalised share of the loss gradient at the first update."""
     weights = (
         pc.list_flatten(table["weights"].combine_chunks())
         .to_numpy(zero_copy_only=False)

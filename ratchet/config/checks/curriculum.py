@@ -1,4 +1,4 @@
-"""Checks of settings that choose the groups of a step."""
+"""Check the settings that choose the groups of a step: curriculum and replay buffer."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""Jinja whose renderings are counted: a template comes with a model, so it may be written to hang
-or to fill memory.
+"""Limit the work of Jinja templates: they come with models, so they may be written to hang or to
+fill memory.
 
-Every pass of a loop, call, operation and filter takes steps of a budget, more of them for long
-values; what would multiply lengths is refused before it is computed. The count depends on the
+Each loop pass, call, operation and filter spends steps of a budget, more for long values.
+Operations that would multiply lengths are refused before they run. The count depends on the
 template and its input alone, never on a clock. Constants are not folded where that could take long,
-since the compiler would then do uncounted what a rendering may not.
+since the compiler's work is not counted.
 """
 
 from __future__ import annotations
@@ -22,22 +22,23 @@ from jinja2.utils import Namespace
 from jinja2.utils import _PassArg as PassArg
 from jinja2.visitor import NodeTransformer
 
-WORK = "\0work"  # the rendering's Work among its variables; no template can write this name
+WORK = "\0work"  # variable that holds the rendering's TemplateWork; no template can write it
 TICK, WEIGH = "ratchet.tick", "ratchet.weigh"
 
-BASE_STEPS = 500_000  # a long published template takes some 300 for a message
+BASE_STEPS = 500_000  # a long published template takes about 300 per message
 STEPS_PER_MESSAGE = 1_000
-CHARS_A_STEP = 32  # of texts, which C code goes through at once
+CHARS_A_STEP = 32  # of texts, since C code reads these fast
 STEPS_A_CALL = 10
-STEPS_AN_ITEM = 20  # of a list in a filter that works through it in Python
-MAX_CHARS = 1 << 26  # of one text, and items of one list, that an operation makes
-MAX_BITS = 4096  # of a whole number
-MAX_WIDTH = 1 << 20  # of numbers in a format
+STEPS_AN_ITEM = 20  # of a list, in a filter that loops over it in Python
+MAX_CHARS = 1 << 26  # of a text, or items of a list, that one operation creates
+MAX_BITS = 4096  # of an integer
+# The maximum sum of a format's widths, and argument to a GROWING filter if the value is not text.
+MAX_WIDTH = 1 << 20
 
 Text = (str, bytes)
 Container = (list, tuple, dict, set, frozenset)
 
-# Filters that hand their value on, or take its length, without going through what lies inside.
+# Filters that pass their value on, or take its length, without reading nested values.
 SHALLOW = frozenset(
     (
         *(
@@ -56,15 +57,14 @@ SHALLOW = frozenset(
         *("reverse", "default", "d", "attr", "batch", "slice", "safe"),
     )
 )
-# Tests of Jinja that compare values, and so may go through all of them.
+# Tests of Jinja that compare values, and so may read all nested values.
 COMPARING = frozenset(
     (
         *("in", "eq", "equalto", "==", "ne", "!=", "lt", "le"),
         *("gt", "ge", "<", "<=", ">", ">=", "lessthan", "greaterthan"),
     )
 )
-# Filters and methods of texts whose result is as many times longer as an argument says, or as an
-# argument is long.
+# Filters and text methods whose result grows with the value or the length of an argument.
 GROWING = frozenset(
     (
         "indent",
@@ -82,7 +82,7 @@ GROWING = frozenset(
 )
 
 
-# Filters that go through each character, or each item, in Python.
+# Filters that loop over characters or items in Python.
 SLOW = frozenset(
     [
         "title",
@@ -103,7 +103,7 @@ SLOW = frozenset(
 
 
 class TemplateWork:
-    """The steps that one rendering has left."""
+    """The step budget of one rendering."""
 
     __slots__ = ("allowed", "left")
 
@@ -111,7 +111,7 @@ class TemplateWork:
         self.allowed = self.left = BASE_STEPS + STEPS_PER_MESSAGE * messages + chars
 
     def spend(self, steps: int) -> None:
-        """Raise TemplateRuntimeError where fewer are left."""
+        """Take steps from the budget. Raises TemplateRuntimeError if too few are left."""
         self.left -= steps
         if self.left < 0:
             _refuse(
@@ -120,8 +120,8 @@ class TemplateWork:
             )
 
     def weigh(self, value: Any, *, deep: bool = True) -> None:
-        """Spend what going through `value` takes. deep: also through what lies in it, as often as
-        it lies there."""
+        """Spend the steps of reading `value`. deep: also count nested values, at each
+        occurrence."""
         if isinstance(value, Text):
             self.spend(len(value) // CHARS_A_STEP)
         elif not deep:
@@ -149,17 +149,17 @@ def _refuse(why: str) -> NoReturn:
     raise jinja2.TemplateRuntimeError(why)
 
 
-# --- what the compiler is given
+# --- counts that are compiled into a template
 
 
 class _Counting(NodeTransformer):
-    """Puts a count into each loop, and before each operation that goes through its operands without
-    a call."""
+    """A transformer that inserts a count into each loop, and before each operation that reads its
+    operands without a call."""
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
         tick = _tick_for(node)
         self.generic_visit(node)
-        if node.test is not None:  # what it leaves out never reaches the body
+        if node.test is not None:  # skipped items never reach the body
             node.test = nodes.And(tick, node.test, lineno=node.lineno)
         else:
             node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
@@ -212,7 +212,7 @@ class _Counting(NodeTransformer):
 
 
 def _tick_for(node: nodes.Node) -> nodes.Expr:
-    """Return the cost of one pass through a body whose own texts nothing else counts."""
+    """Return a node that spends the cost of one pass through a body, its literal texts included."""
     texts = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
     chars = sum(
         len(text)
@@ -239,25 +239,25 @@ def _tick(context: Context, steps: int) -> bool:
 
 @pass_context
 def _weigh(context: Context, value: Any, deep: bool = True) -> Any:
-    """Weigh a value on its way; also what a template writes."""
+    """Weigh a value and return it. Jinja also calls this for all that a template writes."""
     if type(value) is not str or len(value) >= CHARS_A_STEP:
         context.parent[WORK].weigh(value, deep=deep)
     return value
 
 
-# --- what a rendering calls
+# --- the environment of renderings
 
 
 class _Opaque(Namespace):
-    """A namespace that isn't written out with all that it holds, which may hold it."""
+    """A namespace whose repr omits its contents, since they may contain the namespace."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates render only with a `TokenCost` among their variables, under the
-    name WORK."""
+    """A sandbox whose templates need a `TemplateWork` among their variables, under the name
+    WORK."""
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -275,14 +275,14 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             del self.globals[name]
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Make a filter of a function; its value is weighed."""
+        """Add a function as a filter; its value is weighed."""
         self.filters[name] = _metered(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _Counting().visit(super()._parse(source, name, filename))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Call from a template: counted, and for a method of a text or a number checked before."""
+        """Count and run a template's call; methods of texts and numbers are checked first."""
         work = __context.parent[WORK]
         work.spend(STEPS_A_CALL)
         owner = getattr(__obj, "__self__", None)
@@ -302,7 +302,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Compute what can make long values of short ones."""
+        """Check and compute an operation that can make long values of short ones."""
         work = context.parent[WORK]
         if operator == "**":
             if (
@@ -336,8 +336,8 @@ def _check_product(left: Any, right: Any) -> None:
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TemplateRuntimeError where the result of a filter or a method would be far longer than
-    what goes in."""
+    """Raise TemplateRuntimeError if a filter's or method's result would be far longer than its
+    inputs."""
     values = (*args, *kwargs.values())
     if name in ("format", "format_map") and isinstance(value, Text):
         _check_format(value, values)
@@ -378,12 +378,12 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
 
 
 def _sized(items: Any) -> Any:
-    """A generator's items as a list, so that they can be counted before they are joined."""
+    """Return a generator's items as a list, so that they can be counted before they are joined."""
     return items if isinstance(items, Sized) or not isinstance(items, Iterable) else list(items)
 
 
 def _check_format(form: Any, given: tuple[Any, ...]) -> None:
-    """Raise TemplateRuntimeError for widths that a format states in numbers, or takes from its
+    """Raise TemplateRuntimeError if a format states too large widths, or takes widths from its
     values."""
     text = form if isinstance(form, str) else form.decode("latin-1")
     taken = "*" in text or re.search(r"\{[^{}]*\{", text.replace("{{", "")) is not None
@@ -396,7 +396,7 @@ def _check_format(form: Any, given: tuple[Any, ...]) -> None:
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A filter that is counted, and never folded into a constant."""
+    """Return a filter that is counted, and never folded into a constant."""
     takes, deep, slow = PassArg.from_obj(function), name not in SHALLOW, name in SLOW
     grows = name in GROWING or name in ("format", "replace", "join")
 
@@ -422,7 +422,7 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metered_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """A test that is counted where it goes through its values."""
+    """Return a test that is counted if it compares its values."""
     if name not in COMPARING:
         return function
 

@@ -1,6 +1,7 @@
-"""Rows of published benchmarks made into rows that everything else here reads: a question with its
-choices written out, tests as the reward `code` reads them. A shape is a function (a row's values,
-where it lies) -> values.
+"""Convert rows of published benchmarks to the usual form.
+
+Choices are written out below their question, and tests take the form that the reward `code` reads.
+A shape is a function (values of a row, its file and line) -> values.
 """
 
 from __future__ import annotations
@@ -27,10 +28,10 @@ CHOOSE = (
     '\nThink step by step, and end with "The answer is X", where X is the letter of your choice.'
 )
 IN_A_BLOCK = "\nAnswer with the whole program in one block that begins with ```python."
-MAX_TESTS_BYTES = 1 << 30  # of one problem, unpacked
-# opcodes of pickle that hold text
+MAX_TESTS_BYTES = 1 << 30  # limit for the tests of one problem, unpacked
+# pickle opcodes whose argument is text
 TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
-# What LeetCode has imported where a solution starts.
+# The imports that LeetCode puts before a solution.
 USUAL_IMPORTS = "\n".join(
     f"from {name} import *"
     for name in ("typing", "collections", "itertools", "functools", "heapq", "bisect", "math")
@@ -51,7 +52,7 @@ class Shaped:
         return len(self.table)
 
     def row(self, index: int) -> DataRow:
-        """Raises DataError for a row that is not of the form."""
+        """Return the shaped row. Raises DataError if the shape can't read it."""
         row = self.table.row(index)
         return row._replace(values=dict(self.shape(row.values, self.where(index))))
 
@@ -63,7 +64,7 @@ class Shaped:
 
 
 def mmlu(values: Values, where: str) -> Values:
-    """`choices`, and the index of the right one in `answer`."""
+    """Convert a row with `choices` and, in `answer`, the index of the right one."""
     check_columns(values, {"question": str, "choices": list}, where)
     choices = [str(choice) for choice in values["choices"]]
     return {
@@ -73,7 +74,7 @@ def mmlu(values: Values, where: str) -> Values:
 
 
 def mmlu_pro(values: Values, where: str) -> Values:
-    """`options`, up to ten, and the index of the right one in `answer_index`."""
+    """Convert a row with up to ten `options` and, in `answer_index`, the index of the right one."""
     check_columns(values, {"question": str, "options": list}, where)
     choices = [str(choice) for choice in values["options"]]
     return {
@@ -83,8 +84,10 @@ def mmlu_pro(values: Values, where: str) -> Values:
 
 
 def gpqa(values: Values, where: str) -> Values:
-    """The right answer and three wrong ones in columns of their own: their order is drawn, always
-    the same for one question."""
+    """Convert a row with one column for the right answer and three for wrong ones.
+
+    The choices are shuffled, with the question as the seed.
+    """
     columns = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
     check_columns(values, dict.fromkeys(("Question", *columns), str), where)
     order = random.Random(values["Question"]).sample(range(len(columns)), len(columns))
@@ -93,7 +96,7 @@ def gpqa(values: Values, where: str) -> Values:
 
 
 def _index(values: Values, column: str, choices: Sequence[str], where: str) -> int:
-    """CSV has text alone."""
+    """Return the index of the right choice, which is text in a CSV file."""
     value = values.get(column)
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -118,7 +121,7 @@ def _lettered(question: str, choices: Sequence[str], right: int) -> Values:
 
 
 def in_answer_tags(values: Values, where: str) -> Values:
-    """`solution` ends in <answer></answer>; `answer` is what stands there."""
+    """Set `answer` to the text of the last <answer></answer> in `solution`."""
     check_columns(values, {"problem": str, "solution": str}, where)
     inner = values["solution"].rpartition("<answer>")[2].partition("</answer>")
     if not inner[1] or not inner[0].strip():
@@ -130,7 +133,7 @@ def in_answer_tags(values: Values, where: str) -> Values:
 
 
 def avqa(values: Values, where: str) -> Values:
-    """Questions about videos, of which only the sound is there."""
+    """Replace "video" by "audio" in the question, because the rows have only a video's sound."""
     check_columns(values, {"question": str, "answer": str}, where)
     return {**values, "asked": re.sub(r"\bvideo\b", "audio", values["question"])}
 
@@ -147,9 +150,11 @@ def humaneval(values: Values, where: str) -> Values:
 
 
 def mbpp(values: Values, where: str) -> Values:
-    """`test_list` holds assertions that call a function; which one it is, the reference `code`
-    tells. The sanitized rows call the task `prompt` and set up tests by `test_imports`, the full
-    ones `text` and `test_setup_code`."""
+    """Convert a row whose `test_list` holds assertions that call a function of `code`.
+
+    The sanitized rows have the task in `prompt` and the set-up of tests in `test_imports`, the full
+    rows in `text` and `test_setup_code`.
+    """
     check_columns(values, {"code": str, "test_list": list}, where)
     task = values.get("prompt") if values.get("text") is None else values["text"]
     if not isinstance(task, str) or not all(isinstance(line, str) for line in values["test_list"]):
@@ -169,12 +174,12 @@ def mbpp(values: Values, where: str) -> Values:
     )
     shown = "\n".join(values["test_list"])
     asked = f"{task.strip()}{IN_A_BLOCK}\nIt must pass these tests:\n\n```python\n{shown}\n```"
-    # What stands before the program of an answer is code, and this task has none.
+    # The reward `code` runs `prompt` as code, so it must not be the task.
     return {**values, "asked": asked, "entry_point": name, "test": test, "prompt": ""}
 
 
 def _called(code: str, tests: Sequence[str], where: str) -> str:
-    """The function of `code` that the tests call."""
+    """Return the name of the function of `code` that the tests call."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
         calls = [
@@ -204,8 +209,12 @@ def _indented(lines: Sequence[str]) -> list[str]:
 
 
 def livecodebench(values: Values, where: str) -> Values:
-    """Tests of two kinds: what a program reads and writes, or, with `starter_code`, the arguments
-    of a method of `Solution`, a line of JSON each, and what it returns."""
+    """Convert a row with tests of one of two kinds.
+
+    stdin: what a program reads and writes.
+    functional: the arguments of a method of `Solution` (`starter_code`), a line of JSON each, and
+      what it returns.
+    """
     check_columns(
         values,
         dict.fromkeys(
@@ -219,7 +228,7 @@ def livecodebench(values: Values, where: str) -> Values:
     ]
     kinds = {test["testtype"] for test in tests}
     starter = values.get("starter_code") or ""
-    # megabytes, which the tests below hold again
+    # These columns may hold megabytes, and `tests` has their content.
     dropped = {"public_test_cases", "private_test_cases"}
     kept = {name: value for name, value in values.items() if name not in dropped}
     asked = values["question_content"].strip() + IN_A_BLOCK
@@ -272,8 +281,10 @@ def _functional(tests: Sequence[Values], where: str) -> str:
 
 
 def _tests(text: str, where: str) -> list[dict[str, str]]:
-    """JSON, or that packed: base64 of zlib of a pickled text, which is read without running what a
-    pickle may run."""
+    """Return the tests in a text: JSON, or base64 of zlib of pickled JSON.
+
+    Only the pickle's opcodes are read, so no code in it runs.
+    """
     try:
         opcodes = parse_json(text)
     except ValueError:

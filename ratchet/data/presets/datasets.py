@@ -1,9 +1,8 @@
-"""Published datasets by name: where they are, which of their columns mean what, and what judges
-answers to them.
+"""Presets of published datasets: their location, the meaning of their columns, and their reward.
 
-The columns are those that each set really has, as its card, or code that reads it, shows (said with
-each). A recipe may point a preset at files of the same form: `environment: {kind: dataset, preset:
-gsm8k, train: train.jsonl}`.
+A comment before each preset lists the columns that the dataset really has, and the card, file or
+code that shows them ("Seen"). A recipe may use a preset for files of the same form: `environment:
+{kind: dataset, preset: gsm8k, train: train.jsonl}`.
 """
 
 from __future__ import annotations
@@ -15,9 +14,10 @@ from typing import Any
 from ratchet.data.formats.benchmark_rows import Shape
 
 BOXED = "\nReason step by step, and put the final answer into \\boxed{}."
+# Kinds of training data that rows offer, see `Preset.gives`.
 TRAINS = frozenset({"rows", "rollouts"})
 PAIRS = frozenset({"rows", "pairs"})
-# as usual for short answers (arXiv:1606.05250)
+# The usual reward for short answers (arXiv:1606.05250).
 F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
@@ -25,14 +25,20 @@ F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}
 class Preset:
     """A dataset as it is published.
 
-    hub, subset: its id and configuration there. train, test: its splits; "" where it has none.
-    columns: its names for the usual ones (docs/data.md), of nested values with dots. prompt: a
-    template over its columns, "" where a column is the prompt. answer_after: what the answer's
-    column holds before the answer. keep: rows to train on, as in a recipe. distinct: it repeats
-    prompts, of which one each is kept. trees: its rows are messages of trees. shape: what makes its
-    rows into those that the other fields describe. tag: the column that says which domain a row is
-    of. gives: what algorithms may learn from it. reward: a kind, or a section, of what judges
-    answers; "" where nothing here can.
+    Args:
+        hub, subset: Its id and configuration on the hub.
+        columns: Its column for each column of docs/data.md; dots reach nested values.
+        train, test: Names of its splits; "" if it has none.
+        prompt: Template over its columns; "" if a column is the prompt.
+        answer_after: Marker before the answer in the answer's column.
+        keep: Rows to train on, as in a recipe.
+        distinct: True to keep one row of each prompt, because the dataset repeats prompts.
+        trees: True if its rows are messages of conversation trees.
+        shape: Function that converts its rows into those that the other fields describe.
+        tag: Column that names a row's domain.
+        gives: Kinds of training data that algorithms may take from it.
+        reward: Kind or section of the reward; "" if no reward can judge its answers.
+        about: Description for people.
     """
 
     hub: str
@@ -66,7 +72,7 @@ PRESETS: Mapping[str, Preset] = {
         about="grade school maths, arXiv:2110.14168",
     ),
     # problem, generated_solution, expected_answer, problem_source; splits train (14M rows),
-    # train_5M, train_2M, train_1M. Seen: NeMo RL's openmathinstruct2 loader (split train_1M), and
+    # train_5M, train_2M, train_1M. Seen: NeMo RL's openmathinstruct2 loader (split train_1M),
     # other code that reads it.
     "openmathinstruct2": Preset(
         "nvidia/OpenMathInstruct-2",
@@ -76,7 +82,7 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="synthetic solutions, arXiv:2410.01560",
     ),
-    # problem, answer, solution. Seen: code that reads it, NeMo RL's deepscaler loader among it.
+    # problem, answer, solution. Seen: code that reads it, such as NeMo RL's deepscaler loader.
     "deepscaler": Preset(
         "agentica-org/DeepScaleR-Preview-Dataset",
         {"prompt": "problem", "answer": "answer"},
@@ -86,8 +92,8 @@ PRESETS: Mapping[str, Preset] = {
         about="competition problems with answers",
     ),
     # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info
-    # {index}; each of the 17k prompts about a hundred times. Seen: AISBench's page of the set, code
-    # that reads it.
+    # {index}; each of the 17k prompts occurs about a hundred times. Seen: AISBench's page of the
+    # set, code that reads it.
     "dapo_math_17k": Preset(
         "BytedTsinghua-SIA/DAPO-Math-17k",
         {"prompt": "prompt", "answer": "reward_model.ground_truth"},
@@ -95,8 +101,8 @@ PRESETS: Mapping[str, Preset] = {
         reward="math",
         about="competition problems with whole numbers as answers, arXiv:2503.14476",
     ),
-    # source, problem, solution (the answer in \boxed{}, but in proofs), messages; splits train,
-    # test. Seen: code that reads it.
+    # source, problem, solution (with the answer in \boxed{}, except in proofs), messages; splits
+    # train, test. Seen: code that reads it.
     "numinamath_cot": Preset(
         "AI-MO/NuminaMath-CoT",
         {"prompt": "problem", "answer": "solution", "solution": "solution"},
@@ -108,7 +114,7 @@ PRESETS: Mapping[str, Preset] = {
         about="competition problems with solutions",
     ),
     # problem, solution, answer, problem_type, question_type, source, uuid, generations,
-    # correctness_math_verify, ..., messages (the problem, and a generation that was verified);
+    # correctness_math_verify, ..., messages (the problem and a verified generation);
     # configurations default, extended, all. Seen: code that reads it.
     "openr1_math": Preset(
         "open-r1/OpenR1-Math-220k",
@@ -175,15 +181,15 @@ PRESETS: Mapping[str, Preset] = {
         about="instructions of many kinds, arXiv:2411.15124",
     ),
     # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it,
-    # among it NeMo RL's loader.
+    # such as NeMo RL's loader.
     "tulu3_preference": Preset(
         "allenai/llama-3.1-tulu-3-8b-preference-mixture",
         {"chosen": "chosen", "rejected": "rejected", "id": "id"},
         gives=PAIRS,
         about="pairs on and off policy, arXiv:2411.15124",
     ),
-    # domain, language, context [{role, content}], response1, response2, overall_preference (-3: the
-    # first is much better, to 3: the second is), individual_preference; splits train, validation.
+    # domain, language, context [{role, content}], response1, response2, overall_preference (-3:
+    # first much better, to 3: second much better), individual_preference; splits train, validation.
     # Seen: a card of a copy, NeMo RL's helpsteer3 loader.
     "helpsteer3": Preset(
         "nvidia/HelpSteer3",
@@ -201,7 +207,7 @@ PRESETS: Mapping[str, Preset] = {
     ),
     # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen,
     # score_rejected; splits train_prefs, test_prefs, train_sft, ... Seen: its card;
-    # docs/preference-data.md reads the form.
+    # docs/preference-data.md describes the format.
     "ultrafeedback": Preset(
         "HuggingFaceH4/ultrafeedback_binarized",
         {

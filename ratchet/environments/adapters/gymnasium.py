@@ -1,4 +1,4 @@
-"""Gymnasium environments with discrete or text observations and actions, by id."""
+"""Adapter for Gymnasium environments with discrete or text observations and actions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.errors import ConfigError, MissingDependency
 
 
 class GymnasiumConfig(SeededConfig):
-    """Any Gymnasium environment with discrete or text observations and actions, by its id."""
+    """A Gymnasium environment with discrete or text observations and actions, made by its id."""
 
     builds: ClassVar[str] = "ratchet.environments.adapters.gymnasium:GymnasiumEnvironment"
 
@@ -53,7 +53,11 @@ class GymnasiumConfig(SeededConfig):
 
 
 class GymnasiumEnvironment(Seeded):
-    """Raises ConfigError for an id that can't be made, and for spaces that are no text."""
+    """An adapter that shows a Gymnasium environment to the policy as text.
+
+    Raises ConfigError if the id can't be made, if a space is neither Discrete nor Text, or if the
+    settings don't fit the environment.
+    """
 
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config, config.id)
@@ -126,8 +130,11 @@ class GymnasiumEnvironment(Seeded):
         )
 
     def _action(self, text: str) -> Any | None:
-        """The whole text; where actions are counted, the last word that names one, or the last
-        number."""
+        """Return the action that a text names; None if it names none.
+
+        In a Text space this is the whole text, in a Discrete space the last word or number that is
+        an action.
+        """
         if self.discrete is None:
             return text if self.inner.action_space.contains(text) else None
         words = {word.lower(): index for index, word in enumerate(self.config.actions)}

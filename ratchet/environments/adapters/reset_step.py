@@ -1,7 +1,7 @@
-"""Base of the adapters for environments that speak `reset(seed)` and `step(action)`, as
-Gymnasium's, gem's and ROLL's do.
+"""Base class of adapters for environments with `reset(seed)` and `step(action)`.
 
-Whatever they do may block, so it is done in a thread, and the other attempts go on.
+Gymnasium, gem and ROLL have such environments. Their calls may block, so they run in a thread while
+other attempts go on.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ratchet.types import Message, Split, Task
 
 
 class SeededConfig(EnvironmentConfig):
-    """A task is a seed. The episode's rewards are those of the environment's own steps."""
+    """The settings of an environment whose tasks are seeds and whose own steps give the rewards."""
 
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
@@ -46,18 +46,21 @@ ONE_AT_A_TIME = threading.Lock()
 
 
 class Observation(NamedTuple):
-    """text: what the policy is told. state: what names the state that it is in now."""
+    """An observation after a reset or a step."""
 
-    text: str
-    state: str
+    text: str  # the message to the policy
+    state: str  # identifies the environment's state; the next step's `state_key`
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = {}
 
 
 class Seeded(ABC):
-    """A subclass makes the environment that it stands for, and puts what goes in and out of it into
-    words. An instance keeps its own from one episode to the next; copies make theirs."""
+    """A base class that runs episodes of an inner environment.
+
+    A subclass creates the inner environment, and translates its observations and actions to and
+    from text. An instance keeps its inner environment between episodes; a copy creates a new one.
+    """
 
     judges = True
 
@@ -67,13 +70,16 @@ class Seeded(ABC):
         self._random: tuple[Any, Any] | None = None
 
     @abstractmethod
-    def make(self) -> Any: ...
+    def make(self) -> Any:
+        """Return a new inner environment."""
 
     @abstractmethod
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation: ...
+    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+        """Return the first observation of an episode, from the result of the inner `reset`."""
 
     @abstractmethod
-    def act(self, text: str) -> Observation: ...
+    def act(self, text: str) -> Observation:
+        """Take the action that the policy's text names, and return the observation after it."""
 
     def __copy__(self) -> Self:
         twin = type(self).__new__(type(self))
@@ -81,7 +87,7 @@ class Seeded(ABC):
         return twin
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """A task's message only names it: what the policy is asked comes with `reset`."""
+        """Return a split's tasks. A task's message only names it; `reset` returns the prompt."""
         if split == "test":
             return (self._task(split, i, i) for i in range(start, self.settings.test_tasks))
         return (self._task(split, i, self._seed(seed, i)) for i in itertools.count(start))
@@ -142,8 +148,9 @@ class Seeded(ABC):
         )
 
     def _with_own_random(self, work: Callable[[], T]) -> T:
-        """Call `work` with random generators of the process seeded for it, and restore them
-        afterwards."""
+        """Call `work` with the process's random generators as this environment's last call left
+        them, and restore them afterwards.
+        """
         with ONE_AT_A_TIME:
             before = random.getstate(), np.random.get_state()
             try:

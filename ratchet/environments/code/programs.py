@@ -1,5 +1,7 @@
-"""Programs to write, judged by tests: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x", or the
-rows of a file."""
+"""An environment of programs to write, judged by tests: made-up functions or the rows of a file.
+
+A made-up function: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,7 @@ class ProgramsConfig(EnvironmentConfig):
 
 
 OPERATIONS = {"+": lambda x, n: x + n, "-": lambda x, n: x - n, "*": lambda x, n: x * n}
-ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two of the functions apart that differ
+ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two different functions apart
 TEST_COLUMNS = ("tests", "test", "entry_point")
 
 
@@ -56,7 +58,7 @@ def programs(config: ProgramsConfig) -> MadeUpPrograms | ProgramRows:
 
 
 class MadeUpPrograms(Procedural):
-    """A function of one number, described by what is done to it in turn."""
+    """Tasks to write a function that applies the prompt's operations to a number in order."""
 
     name = "programs"
 
@@ -87,8 +89,10 @@ class ProgramRows(Rows):
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming the file for a row without tests, and for a prompt in both
-        splits."""
+        """Return all tasks of a split.
+
+        Raises DataError naming the file for a row without tests, or a prompt in both splits.
+        """
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -99,8 +103,10 @@ class ProgramRows(Rows):
 
     @cached_property
     def _rows(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the
-        file."""
+        """Return the tasks of both splits.
+
+        The file is read on first use: an instance that only plays attempts never reads it.
+        """
         assert self.config.train is not None
         rows = _read("train", self.config.train)
         if self.config.test is None:
@@ -121,7 +127,7 @@ class ProgramRows(Rows):
 
 
 def _read(split: Split, path: DataFile) -> list[Task]:
-    """Raises DataError naming file and line for a row without tests."""
+    """Return the tasks of a file. Raises DataError naming file and line for a row without tests."""
     tasks: list[Task] = []
     for row in read_rows(path, {"prompt": str}):
         if not any(column in row.values for column in TEST_COLUMNS):

@@ -1,4 +1,4 @@
-"""Programs with several tries: after each that fails, the policy is shown what went wrong."""
+"""An environment of programs with several tries: a failed try is answered with its error."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from ratchet.types import Message, Split, Task
 
 
 class CodeRepairConfig(EnvironmentConfig):
-    """Programs with another try after each that fails its tests: the policy is shown what went
-    wrong."""
+    """An environment of programs in which the policy sees the error of a failed try, and tries
+    again.
+    """
 
     builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
 
@@ -39,31 +40,33 @@ class CodeRepairConfig(EnvironmentConfig):
     error_chars: int = Field(800, gt=0, description="Of an error that is shown: its end.")
 
 
-SHOWN_CHARS = 500  # of an input, an output, or what was expected
+# Maximum number of characters shown of an input, an output or an expected output.
+SHOWN_CHARS = 500
 
 
 class CodeRepair:
-    """Programs with several tries; the last one's reward is `code`'s, times `discount` for each try
-    before.
+    """An environment of programs with several tries.
 
-    After a try that fails, the program runs once more for a hint, which decides nothing. That
+    The last try's reward is that of `code`, times `discount` for each earlier try.
+
+    After a failed try the program runs again for a hint, which does not change the reward. That
     process holds the input of one test, or the arguments of one call, and nothing else of the
-    tests: whatever the program prints there can be shown. An expected output is shown once in an
-    attempt, and only where writing it into the next program earns nothing by itself: beside other
-    tests, which all have to pass.
+    tests, so everything that the program prints there can be shown. An attempt shows the expected
+    output of at most one input, and only if copying it into the next program earns nothing by
+    itself: other inputs are tested too, and all tests have to pass.
     """
 
     replayable = True
     judges = True
 
     def __init__(self, config: CodeRepairConfig) -> None:
-        """Raises SandboxError where the machine isolates programs less than the judge asks for."""
+        """Raise SandboxError if the machine isolates programs less than the judge requires."""
         self.config = config
         self.problems: Environment = build(config.problems)
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0
-        # the input whose expected output was shown in this attempt
+        # The one input whose expected output was shown in this attempt.
         self._shown: bytes | None = None
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -77,7 +80,10 @@ class CodeRepair:
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        """Raises DataError for a task with broken tests, SandboxError where the sandbox failed."""
+        """Judge a program: end if it passes or was the last try, else answer with a hint.
+
+        Raises DataError for a task with broken tests, SandboxError if the sandbox failed.
+        """
         assert self._task is not None, "step before reset"
         self._tries += 1
         verdict = await self._code.grade(message.text, self._task)

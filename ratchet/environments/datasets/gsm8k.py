@@ -1,5 +1,4 @@
-"""Grade school maths word problems, GSM8K (arXiv:2110.14168), from its published JSON Lines
-columns.
+"""GSM8K, grade school maths word problems (arXiv:2110.14168), from files with published columns.
 
 The answer column holds the worked solution, then "#### " and the result.
 """
@@ -26,8 +25,8 @@ class GSM8KConfig(EnvironmentConfig):
     """Grade school maths word problems (arXiv:2110.14168) from a file with the columns `question`
     and `answer`.
 
-    The test split is the file `test`, or the rows of `train` that say so in `split_column`, or else
-    one in ten of them.
+    The test split is the file `test`, or the rows of `train` with "test" in `split_column`. With
+    neither key it is one in ten rows of `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
@@ -62,7 +61,7 @@ class Example(NamedTuple):
     question: str
     solution: str
     result: str
-    others: Mapping[str, Any]  # columns of the file
+    others: Mapping[str, Any]  # the other columns of the file
 
 
 class GSM8K(Rows):
@@ -72,8 +71,10 @@ class GSM8K(Rows):
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a question in
-        both splits."""
+        """Return the tasks of a split.
+
+        Raises DataError with file and line if a row can't be used, or a question is in both splits.
+        """
         return self._tasks[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
@@ -81,8 +82,10 @@ class GSM8K(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the
-        file."""
+        """The tasks of both splits, read on first use.
+
+        An instance that only plays attempts never reads the files.
+        """
         train, test = self._splits()
         self._refuse_overlap(train, test)
         k = self.config.shots
@@ -91,7 +94,7 @@ class GSM8K(Rows):
                 f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower "
                 "it"
             )
-        # the examples leave the training split: their answers stand in every prompt
+        # The examples are no training tasks, because their answers are in every prompt.
         context = tuple(
             m for shot in train[:k] for m in (self._ask(shot), Message("assistant", shot.solution))
         )

@@ -1,5 +1,4 @@
-"""One row of preference data, in the formats that people publish: a prompt, and what is said about
-answers to it.
+"""Parse rows of preference data in the published formats: a prompt, and judgements of answers.
 
 Every error says what to change in the row, and names its columns as the file does.
 """
@@ -28,7 +27,13 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """where: the file and the line, for errors. has: the columns that are not null."""
+    """A parsed row.
+
+    Attributes:
+        where: The file and the line, for errors.
+        about: The judgement of answers: a comparison, one reward, or a label for each step.
+        has: Names of the columns that are not null, as in the file.
+    """
 
     where: str
     line: int
@@ -39,21 +44,25 @@ class PreferenceRow:
 
 @dataclass(frozen=True, slots=True)
 class RowReader:
-    """names: what the file calls its columns, by their usual names. separator: what ends each
-    step."""
+    """A parser of rows.
+
+    Attributes:
+        names: The file's column names, by usual name.
+        separator: The text appended to each step.
+        media: True if messages may have media parts; the caller fills in their files.
+    """
 
     names: Mapping[str, str]
     separator: str
-    # messages may have parts that are no text, which the caller puts at their places
     media: bool = False
 
     def read(self, row: DataRow, where: str) -> PreferenceRow:
-        """Raises DataError for a row of no format, of two, or with a value that can't be used."""
+        """Parse a row. Raises DataError unless it fits exactly one format with usable values."""
         return _RowOf(self, where, row).entry()
 
 
 class _RowOf:
-    """The values of one row, by the columns' usual names; one that is null counts as absent."""
+    """The values of one row, by usual column name; a null counts as absent."""
 
     def __init__(self, reader: RowReader, where: str, row: DataRow) -> None:
         self.reader, self.where, self.line = reader, where, row.line
@@ -118,7 +127,7 @@ class _RowOf:
     def parted(
         self, given: Messages, chosen: Messages, rejected: Messages, both: str
     ) -> tuple[Messages, Comparison]:
-        """Two whole conversations: what they begin with in common is the prompt."""
+        """Split two whole conversations after their common beginning, which is the prompt."""
         common = 0
         while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
             common += 1
@@ -181,7 +190,7 @@ class _RowOf:
             steps.append((self.text(text, "completions") + self.reader.separator, value))
         return prompt, tuple(steps)
 
-    # --- what they are made of
+    # --- parts of the formats
 
     def prompt(self) -> Messages:
         messages = self.said("prompt", self.need("prompt"))
@@ -201,7 +210,7 @@ class _RowOf:
         return messages
 
     def is_whole(self, said: str | Messages, prompt: Messages) -> bool:
-        """A conversation from its beginning, not what follows a prompt."""
+        """True for a conversation from its beginning, False for a continuation of the prompt."""
         return not isinstance(said, str) and (not prompt or said[0].role != "assistant")
 
     def answer(self, column: str, said: str | Messages) -> Messages:
@@ -221,7 +230,7 @@ class _RowOf:
         return said
 
     def said(self, column: str, value: Any) -> str | Messages:
-        """Text, or the messages of a list or of a transcript."""
+        """Return the text, or the messages of an array or a transcript."""
         if isinstance(value, str):
             text = self.text(value, column)
             return _transcript(text) if SPEAKER.match(text) else text

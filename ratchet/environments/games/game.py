@@ -1,9 +1,9 @@
-"""Base for games of one player: a state, moves by a word or a letter, a win or a loss.
-`sliding_puzzle.py` shows how little a game has to say.
+"""The base classes of games for one player, who moves by a word or a letter, and wins or loses.
+`sliding_puzzle.py` is a short example.
 
-A task holds the whole start of its game (`meta`), and its `seed` all later chance: the same
-messages give the same game, so every attempt at a task meets the same luck. Each turn earns 0, and
-the one that wins 1.
+A task's `meta` holds the whole start of its game, and its `seed` determines all later chance: the
+same messages give the same game, so all attempts at a task meet the same luck. The winning turn
+has the reward 1, all others 0.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ratchet.types import Message, Part, Task
 
 
 class GameConfig(EnvironmentConfig):
-    """Their steps give the reward: 1 for the move that wins, else 0."""
+    """The base section of games. Their steps give the reward: 1 for the winning move, else 0."""
 
     max_moves: int = Field(
         20,
@@ -43,7 +43,7 @@ class GameConfig(EnvironmentConfig):
 
 
 class BoardConfig(GameConfig):
-    """The keys of games whose state can be drawn."""
+    """The base section of games whose states can be drawn."""
 
     observation: Literal["text", "image", "both"] = Field(
         "text",
@@ -59,17 +59,18 @@ class BoardConfig(GameConfig):
 
 State = TypeVar("State", bound=Hashable)
 
-MAX_STATES = 200_000  # that a search for a shortest way looks at before it gives up
+MAX_STATES = 200_000  # limit on the states that `shortest_way` visits
 DIRECTIONS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 LETTERS = {word: letter for letter, word in DIRECTIONS.items()}
 OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (row, column)
 
 
 class Game(Procedural, Generic[State]):
-    """A subclass gives the methods below, and `sample`, whose problem has the start in its `meta`;
-    `prompt` makes its text.
+    """A game for one player.
 
-    `move` and `player` take and give moves as `read` does: a word, or a number.
+    A subclass implements the abstract methods and `sample`, which returns a problem with the start
+    in its `meta` and the text of `prompt`. `move` and `player` use moves in the form that `read`
+    returns: a word, or a number.
     """
 
     def __init__(self, config: GameConfig) -> None:
@@ -80,12 +81,12 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def move(self, state: State, move: str, luck: random.Random) -> State | None:
-        """Return the next state, or None if the rules forbid the move. `luck` is the turn's own
+        """Return the next state, or None if the rules forbid the move. `luck` is the turn's random
         generator."""
 
     @abstractmethod
     def won(self, state: State) -> bool | None:
-        """Return True or False at the end of the game, None while it continues."""
+        """Return True for a win, False for a loss, and None while the game continues."""
 
     @abstractmethod
     def show(self, state: State) -> str:
@@ -93,8 +94,8 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
-        """Plays the task from its start as well as can be: the next move, asked for in each state
-        in turn."""
+        """Return the best player of a task. It is called with each state in turn, from the start,
+        and returns the next move."""
 
     @abstractmethod
     def rules(self) -> str: ...
@@ -104,11 +105,11 @@ class Game(Procedural, Generic[State]):
         return Message("user", before + self.show(state))
 
     def key(self, state: State) -> str:
-        """Return a key that is equal for two states from which the game continues alike."""
+        """Return a key that states share if the game continues alike from them."""
         return self.show(state)
 
     def read(self, text: str) -> str:
-        """The move that a message makes: its last word or letter."""
+        """Return the move in a message: its last word or letter."""
         words = re.findall(r"[a-z]+", text.lower())
         last = words[-1] if words else ""
         return DIRECTIONS.get(last, last)
@@ -122,8 +123,7 @@ class Game(Procedural, Generic[State]):
     # --- the protocol
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """A whole game, as the best player plays it. Where luck has a part in it, it may be
-        lost."""
+        """Return a whole game of the best player, who may lose it in games with luck."""
         state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
@@ -144,8 +144,10 @@ class Game(Procedural, Generic[State]):
         return step
 
     def _turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
-        """Return the state and the step after a message, turns counted from 0. A message that is no
-        move, or breaks the rules, takes a turn and changes nothing."""
+        """Return the state and the step after a message. Turns count from 0.
+
+        A message without a legal move uses up the turn and changes nothing.
+        """
         after = self.move(state, self.read(text), random.Random(f"{self.name}/{task.seed}/{turn}"))
         illegal = after is None
         after = state if after is None else after
@@ -167,8 +169,8 @@ class Game(Procedural, Generic[State]):
 
 
 class BoardGame(Game[State]):
-    """One whose states can be drawn. What they are called, and which split a task is of, does not
-    depend on how they are shown."""
+    """A game whose states can be drawn. How they are shown changes neither their keys nor the split
+    of a task."""
 
     def __init__(self, config: BoardConfig) -> None:
         super().__init__(config)
@@ -177,12 +179,12 @@ class BoardGame(Game[State]):
 
     @abstractmethod
     def cells(self, state: State) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
-        """Rows of cells: the ground of each, and what is drawn upon it."""
+        """Return rows of cells: each cell's background and the marks on it."""
 
     @abstractmethod
     def rules(self, in_text: bool = True) -> str:
-        """in_text: they call things by their signs in the text, else by what they are in the
-        picture."""
+        """Return the rules. in_text: they name things by their signs in the text, else by their
+        look in the picture."""
 
     def picture(self, state: State) -> Part:
         return embed(board(self.cells(state), self.cell_px))
@@ -201,8 +203,8 @@ class BoardGame(Game[State]):
 
 
 def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
-    """The moves of a game without luck that change something, and where they lead; none once it is
-    over."""
+    """Yield the moves of a game without luck that change the state, and the states after them; none
+    if the game is over."""
     if game.won(state) is not None:
         return
     for move in OFFSETS:
@@ -217,14 +219,20 @@ def shortest_way(
     moves: Callable[[State], Iterable[tuple[str, State]]],
     estimate: Callable[[State], int] = lambda _: 0,
 ) -> list[str] | None:
-    """The fewest moves from `start` to a solved state; None where there is no way, or none within
-    MAX_STATES states.
+    """Return the fewest moves from `start` to a solved state.
 
-    A*: Hart, Nilsson and Raphael (1968). estimate: never above the moves that are left, and falling
-    by at most one a move.
+    None if there is no way, or none was found within MAX_STATES states. The search is A* (Hart,
+    Nilsson and Raphael, 1968).
+
+    Args:
+        start: The first state.
+        solved: True for a goal state.
+        moves: Returns the moves from a state, and the states after them.
+        estimate: A lower bound on the remaining moves that falls by at most one a move.
     """
     came_from: dict[State, tuple[State, str] | None] = {}
-    order = itertools.count()  # among equals, first come first
+    order = itertools.count()  # breaks ties: first in, first out
+    # (estimated moves in all, order, moves made, state, previous state and move)
     waiting: list[tuple[int, int, int, State, tuple[State, str] | None]] = [
         (estimate(start), 0, 0, start, None)
     ]
@@ -254,6 +262,6 @@ def _retraced(came_from: dict[State, tuple[State, str] | None], state: State) ->
 
 
 def recited(moves: Iterable[str]) -> Callable[[object], str]:
-    """A player with a plan: makes these moves, whatever the state."""
+    """Return a player that makes these moves, whatever the state."""
     plan = iter(moves)
     return lambda state: next(plan)

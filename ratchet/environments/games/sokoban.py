@@ -1,8 +1,8 @@
 """Sokoban: push every box ($) onto a goal (.). Boxes can't be pulled, and only one is pushed at a
 time.
 
-A room is made backwards: the boxes stand on the goals, and a walk pulls them away, so that its
-reverse is a solution.
+A room is made backwards: the boxes start on the goals and are pulled away, so that the reversed
+pulls are a solution.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ratchet.types import Task
 
 
 class SokobanConfig(BoardConfig):
-    """Push boxes onto goals."""
+    """The section of Sokoban: push boxes onto goals."""
 
     builds: ClassVar[str] = "ratchet.environments.games.sokoban:Sokoban"
 
@@ -53,7 +53,7 @@ FLOOR: Rgb = (235, 230, 215)
 
 
 class Room(NamedTuple):
-    """Cells are numbered row by row, the walls around the room included."""
+    """A state of the game. Cells are numbered row by row, including the outer walls."""
 
     walls: frozenset[int]
     goals: frozenset[int]
@@ -73,7 +73,8 @@ class Sokoban(BoardGame[Room]):
         self.inside = [row * self.width + column for row in inner for column in inner]
 
     def sample(self, rng: random.Random) -> Problem | None:
-        """Return a room, or None for one in which the boxes could not be pulled far enough."""
+        """Return a room, or None if it has too few free cells, a box can't be pulled far enough or
+        ends on a goal, or the solution is longer than `max_moves`."""
         walls = frozenset(range(self.width**2)) - {
             cell for cell in self.inside if rng.random() >= self.config.walls
         }
@@ -93,12 +94,11 @@ class Sokoban(BoardGame[Room]):
         return Problem(self.prompt(room), " ".join(solution), {"room": self._drawn(room)})
 
     def _pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
-        """Every room from which one push leads to this one, after a walk; with the moves that lead
-        from there to here."""
+        """Yield each room from which a push and then a walk lead to this one, with those moves."""
         for move, offset in self.offsets.items():
             for box in sorted(room.boxes):
-                # the push ended with the box here and the player behind it; before it, both stood
-                # one cell further back
+                # After the push the box is at `box` and the player behind it; before the push, both
+                # stood one cell further back.
                 player, before = box - offset, box - 2 * offset
                 blocked = room.walls | room.boxes
                 if player in blocked or before in blocked:
@@ -110,7 +110,7 @@ class Sokoban(BoardGame[Room]):
                     yield room._replace(boxes=boxes, player=before), [move, *walk]
 
     def _walk(self, room: Room, to: int) -> list[str] | None:
-        """The shortest walk of the player without pushing."""
+        """Return the player's shortest walk to the cell `to` without a push, or None."""
         blocked = room.walls | room.boxes
 
         def steps(cell: int) -> Iterator[tuple[str, int]]:
@@ -170,8 +170,8 @@ class Sokoban(BoardGame[Room]):
         return "".join(map(sign, range(self.width**2)))
 
     def player(self, task: Task) -> Callable[[Room], str]:
-        """The fewest moves; where that takes too long to find, the way that the room was made,
-        backwards."""
+        """Return a player that makes the fewest moves, or those of the task's solution if the
+        search gives up."""
         room = self.start(task)
         way = shortest_way(room, lambda at: self.won(at) is True, lambda at: neighbours(self, at))
         return recited(task.answer.split() if way is None else way)

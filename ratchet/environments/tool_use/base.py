@@ -1,8 +1,8 @@
-"""Tools, and how the calls of a policy are run.
+"""Define tools, and run the tool calls of a policy.
 
-An error of the policy (an unknown tool, wrong arguments, an expression that can't be worked out) or
-of a tool is answered to the policy, which may do better next time. An error of the machinery (a
-sandbox that failed, a server that is gone) is a RatchetError and fails the attempt.
+An error of the policy (an unknown tool, wrong arguments, an expression that can't be evaluated) or
+of a tool becomes the call's answer, so the policy may try again. An error of the infrastructure (a
+failed sandbox, a lost server) is a RatchetError and fails the attempt.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ratchet.types import Message, ToolCall
 
 
 class ToolConfig(Section):
-    """The keys that all tools share; `builds` makes one tool, or a sequence of them."""
+    """A base class of tool sections; `builds` names what builds a tool, or a sequence of tools."""
 
 
 Tools = Annotated[tuple[SerializeAsAny[Section], ...], Slot("tool", many=True)]
@@ -41,17 +41,20 @@ TYPES: Mapping[str, tuple[type, ...]] = {
 
 
 class ToolError(Exception):
-    """A call that can't be answered, in words for the policy."""
+    """An error of a tool call, in words for the policy."""
 
 
 class ToolUnavailable(RatchetError):
-    """The machinery behind a tool is broken: the attempt fails, and is not judged."""
+    """An error of the infrastructure behind a tool: the attempt fails, and is not judged."""
 
 
 @runtime_checkable
 class Tool(Protocol):
-    """parameters: JSON schema of an object. A call gets them by name, and gives text; it may be
-    async."""
+    """A tool that the policy can call.
+
+    `parameters` is the JSON schema of an object. `call` gets them by name, and returns the answer,
+    which is converted to text. It may be async.
+    """
 
     name: str
     description: str
@@ -67,12 +70,17 @@ class ToolAnswer:
 
 
 class Toolbox:
-    """timeout_s: of one call by the clock. max_chars: of one answer."""
+    """A set of tools, and the limits of their calls.
+
+    Args:
+        timeout_s: wall-clock seconds of one call.
+        max_chars: maximum number of characters of one answer; the rest is cut off.
+    """
 
     def __init__(
         self, tools: Sequence[Tool], *, timeout_s: float = 30.0, max_chars: int = 4000
     ) -> None:
-        """Raises ConfigError where two tools share a name."""
+        """Raise ConfigError if two tools share a name."""
         self._tools = {tool.name: tool for tool in tools}
         self.timeout_s, self.max_chars = timeout_s, max_chars
         names = [tool.name for tool in tools]
@@ -98,8 +106,10 @@ class Toolbox:
         return name in self._tools
 
     async def answers(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
-        """(a message for each call, how many of them tell of an error). Calls of one turn run one
-        after the other: a later one may build on an earlier one."""
+        """Run the calls of one turn, and return (a message for each call, number of errors).
+
+        Calls run one after the other, because a later one may build on an earlier one.
+        """
         messages: list[Message] = []
         errors = 0
         for call in calls:
@@ -109,7 +119,7 @@ class Toolbox:
         return messages, errors
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
-        """Raises RatchetError where the machinery failed."""
+        """Run a call, and return its answer. Raises RatchetError if the infrastructure failed."""
         try:
             tool = self._tools.get(call.name)
             if tool is None:
@@ -131,7 +141,7 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        # the episode boundary, a step before: a tool is anyone's code, and the policy may go on
+        # A tool is user code and may raise anything. The policy reads the error, and may go on.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
@@ -144,7 +154,10 @@ class Toolbox:
 
 
 def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
-    """The outer level of a JSON schema: names and types. Raises ToolError."""
+    """Raise ToolError for arguments that violate a JSON schema's names or types.
+
+    Only the outer level of the schema is checked.
+    """
     properties = parameters.get("properties", {})
     missing = [name for name in parameters.get("required", ()) if name not in given]
     unknown = [name for name in given if name not in properties]
@@ -167,7 +180,7 @@ def _is(value: Any, wanted: str) -> bool:
 
 
 def make_tools(sections: Sequence[Section]) -> list[Tool]:
-    """Raises ConfigError for what is no tool."""
+    """Build the tools of these sections. Raises ConfigError if a section builds something else."""
     tools: list[Tool] = []
     for section in sections:
         built = build(section)

@@ -1,11 +1,13 @@
-"""Reach a goal by shell commands. The check runs in a session of its own, beside the files that the
-agent's one ends with: whatever the agent started, changed or watches is out of reach of it, and the
-check is out of reach of the agent.
+"""An environment of goals to reach by shell commands.
 
-The agent's files lie in a directory of their own, named by $WORK, and the check begins in that of
-its own files. Programs look for more files where they start and where their source lies (csv.py,
-conftest.py, GNUmakefile, node_modules, .git): there they find the check's alone, and use a file of
-the agent only where the check names it.
+The check runs in a new session, with a copy of the files that the agent's session ended with. No
+process that the agent started, and nothing else that it changed or watches, can reach the check,
+and the agent never sees the check.
+
+The agent's files lie in the directory $WORK, and the check starts in the directory of its own
+files, $CHECK. Programs look for further files where they start and where their source lies (csv.py,
+conftest.py, GNUmakefile, node_modules, .git). There they find only the check's files, so they use a
+file of the agent only if the check names it.
 """
 
 from __future__ import annotations
@@ -50,12 +52,11 @@ INSTRUCTIONS = (
 
 
 class TerminalConfig(EnvironmentConfig):
-    """Reach a goal by commands in a sandbox; a check that the agent never sees decides
-    (docs/sandbox.md).
+    """An environment of goals to reach by commands in a sandbox (docs/sandbox.md).
 
-    Rows with `goal` and `check`, and, where needed, `id`, `image`, `files`, `check_files`,
-    `expected`, `solution`. The test split is the file `test`, or else one in ten of the goals of
-    `train`. A step gives the reward: 1 or 0 at the end.
+    A check that the agent never sees judges the result: the last step's reward is 1 or 0. Rows have
+    `goal` and `check`, and optionally `id`, `image`, `files`, `check_files`, `expected` and
+    `solution`. The test split is the file `test`, or else one in ten of the goals of `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.terminal:Terminal"
@@ -85,9 +86,10 @@ TOOL = "bash"
 BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 WORK, CHECK = "work", "check"
 NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
-# Put before the check, in its session. Python's own paths would be safe without the variables, but
-# for `cd "$WORK"`. git obeys a repository that the check names, and is kept from running the
-# commands that its `status` or `fetch` would.
+# Runs before the check, in its session. Python's variables are needed for a check that does
+# `cd "$WORK"`; without that its default paths would be safe. git reads the configuration of a
+# repository that the check names; the git variables keep `git status` and `git fetch` from running
+# commands set there.
 PREPARE = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
 export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
@@ -95,7 +97,8 @@ export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=fal
 export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PROTOCOL=file GIT_NO_LAZY_FETCH=1
 mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
 """
-COLUMNS: Mapping[str, tuple[type, Any]] = {  # what a row may have, and its default
+# Optional columns of a row: (type, default).
+COLUMNS: Mapping[str, tuple[type, Any]] = {
     "id": (str, ""),
     "image": (str, ""),
     "files": (dict, {}),
@@ -118,7 +121,7 @@ class Terminal(Rows):
     name = "terminal"
 
     def __init__(self, config: TerminalConfig) -> None:
-        """Raises SandboxError where the sandbox isolates commands less than `isolation` says."""
+        """Raise SandboxError if the sandbox isolates commands less than `isolation` requires."""
         self.config = config
         at_least = Isolation[config.isolation.upper()]
         self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=at_least)
@@ -128,7 +131,7 @@ class Terminal(Rows):
         self._attempt: Attempt | None = None
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming file and line for a row that can't be used."""
+        """Return a split's tasks. Raises DataError (file, line) for a row that can't be used."""
         return self._tasks[split]
 
     @cached_property
@@ -236,12 +239,11 @@ class Terminal(Rows):
         return await attempt.session.run(command, self.config.command_timeout_s)
 
     async def _judge(self, attempt: Attempt) -> float:
-        """1 where the check ends with exit code 0, and prints what is expected, where something
-        is."""
+        """Return 1 if the check exits with code 0 and prints `expected`, if that is set; else 0."""
         meta = attempt.task.meta
         try:
             files = await attempt.session.get()
-        except TooLarge:  # its own doing, and nothing to judge by
+        except TooLarge:  # the agent wrote too much, so its files can't be judged
             return 0.0
         await self.close()
         session = await self.sandbox.open(meta["image"], self.limits)
@@ -249,7 +251,8 @@ class Terminal(Rows):
             await session.put(_below(CHECK, _files(meta["check_files"])))
             try:
                 await session.put(_below(WORK, files))
-            # no room beside the check's: not a failed attempt, which would spare it the 0
+            # The agent's files leave no room beside the check's. The reward is 0, because a failed
+            # attempt would not count against the agent.
             except TooLarge:
                 return 0.0
             result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
@@ -266,8 +269,11 @@ class Terminal(Rows):
 
 
 def extract_commands(message: Message) -> list[tuple[str, str | None]]:
-    """(id of the tool call, or "", and the command; None where the call is none of ours). The last
-    block of a text counts."""
+    """Return (tool call's id, command) of each command of a message.
+
+    The command is None if the call is not a valid call of `bash`. In a message without tool calls
+    the text's last block is the command, with "" as id.
+    """
     if message.tool_calls:
         return [(call.id, _called(call)) for call in message.tool_calls]
     blocks = BLOCK.findall(message.text)
@@ -280,8 +286,11 @@ def _called(call: ToolCall) -> str | None:
 
 
 def shown(result: Result, most: int) -> str:
-    """Return what the agent sees: both outputs, cut in the middle, and how the command failed if it
-    did."""
+    """Return the text that the agent sees of a command.
+
+    It is both outputs, cut in the middle beyond `most` characters, and how the command failed if it
+    did.
+    """
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > most:
         text = (

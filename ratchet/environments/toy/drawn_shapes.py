@@ -1,6 +1,8 @@
-"""Questions about a drawn picture of shapes on a grid. What a task asks follows from a list of the
-things in the picture, so answers are exact; the picture is drawn when the task is made, and travels
-in its message."""
+"""Ask questions about a drawn picture of shapes on a grid.
+
+Answers are exact, because they are computed from the list of things in the picture. The picture is
+drawn when the task is made, and is part of its message.
+"""
 
 from __future__ import annotations
 
@@ -36,10 +38,9 @@ Question = Literal["count", "colour", "shape", "position"]
 
 
 class ShapesConfig(EnvironmentConfig):
-    """Questions about a drawn picture of shapes: how many there are, of which colour or shape one
-    is, which is left of which.
+    """Questions about a drawn picture of shapes: their number, colour, shape or relative position.
 
-    A kind of CLEVR (arXiv:1612.06890) that needs no download. The splits share no picture.
+    A task like CLEVR (arXiv:1612.06890) without a download. The splits share no picture.
     """
 
     builds: ClassVar[str] = "ratchet.environments.toy.drawn_shapes:Shapes"
@@ -110,11 +111,15 @@ class ShapesConfig(EnvironmentConfig):
         return self
 
 
-FILLED = 0.6  # of a cell's side
+FILLED = 0.6  # size of a thing as a share of its cell's side
 
 
 class Thing(NamedTuple):
-    """row, column: of its cell. right, down: pixels that it is moved from the cell's middle."""
+    """A shape in the picture.
+
+    row, column: position of its cell.
+    right, down: offset in pixels from the cell's middle.
+    """
 
     shape: str
     colour: str
@@ -129,7 +134,10 @@ class Thing(NamedTuple):
 
 
 class ShapeQuestion(NamedTuple):
-    """answers: all that the question could have; the right one among them."""
+    """A question and its answer.
+
+    answers: all possible answers, the right one included.
+    """
 
     question: str
     answer: str
@@ -184,7 +192,7 @@ class Shapes(OneRightAnswer, Procedural):
         return embed(image)
 
     def comparison(self, task: Task) -> Comparison:
-        """The right answer, and another that the same question could have."""
+        """Return the right answer, and a wrong one that is possible for the same question."""
         others = [answer for answer in task.meta["answers"] if answer != task.answer]
         wrong = random.Random(f"mistake/{task.id}").choice(others)
         return Comparison(self._says(str(task.answer)), self._says(wrong), rewards=(1.0, 0.0))
@@ -233,8 +241,10 @@ class Shapes(OneRightAnswer, Procedural):
         )
 
     def _position(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
-        """Return a question on which side of another thing one is: of two that differ in name, in
-        rows or in columns."""
+        """Return a question about the relative position of two things with unique names.
+
+        None if there are no two, or if they are in the same column (or row).
+        """
         names = Counter(thing.name for thing in things)
         named = [thing for thing in things if names[thing.name] == 1]
         if len(named) < 2:
@@ -259,7 +269,7 @@ def _moved(rng: random.Random, room: int) -> tuple[int, int]:
 
 
 def _only(things: Sequence[Thing], what: str, rng: random.Random) -> Thing | None:
-    """One that shares what it is asked by with no other."""
+    """Return a random thing whose value of attribute `what` is unique; None if there is none."""
     values = Counter(getattr(thing, what) for thing in things)
     alone = [thing for thing in things if values[getattr(thing, what)] == 1]
     return rng.choice(alone) if alone else None

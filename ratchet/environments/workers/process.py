@@ -1,4 +1,4 @@
-"""One worker process, as the driver sees it: calls that wait for its answers, and its end."""
+"""Start a worker process from the driver, send it calls, and watch for its end."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # for imports and data, on a machine that does much else
-# threads, or file descriptors, that attempts may leave open in a process before it is replaced
+START_S = 120.0  # for imports and data, on a busy machine
+# Threads, or file descriptors, that attempts may leave open before their process is replaced.
 MOST_LEFT = 256
-# for a cancelled call to end; what awaits ends at once, what computes may do so before the next
-# step
+# Time for a cancelled call to end. A call that awaits ends at once, one that computes when it next
+# awaits.
 GRACE_S = 1.0
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
@@ -46,7 +46,10 @@ class Raised(RatchetError):
 
 @dataclass(eq=False)
 class Seat:
-    """The place where attempts of one instance are played. playing: True while one is running."""
+    """The thread of a worker in which one environment instance plays its attempts.
+
+    playing: True while an attempt is running.
+    """
 
     worker: Worker
     thread: int
@@ -61,14 +64,16 @@ class _Call:
 
 
 class Worker:
-    """A worker process, to be used in one event loop. changed: called when it hangs or leaks, when
-    a cancelled call has ended after all, and when the process has ended."""
+    """A worker process, to be used in one event loop.
+
+    changed: called when the process hangs, leaks or has ended, and when a cancelled call has ended.
+    """
 
     def __init__(self, section: Mapping[str, Any], changed: Callable[[Worker], None]) -> None:
         self.seats: set[Seat] = set()
-        self.ended = ""  # how
-        self.hung: set[int] = set()  # threads that a cancelled call never gave back
-        self.leaks = False  # attempts that are over have left much open there
+        self.ended = ""  # how the process ended
+        self.hung: set[int] = set()  # threads in which a cancelled call did not end in time
+        self.leaks = False  # True if finished attempts have left more than MOST_LEFT open
         self._at_first: dict[str, int] | None = None
         self._changed = changed
         self._calls: dict[int, _Call] = {}
@@ -77,7 +82,7 @@ class Worker:
         with worker_end:
             self.process = _started(worker_end)
         self.ready = asyncio.get_running_loop().create_future()
-        # whether or not a caller waits
+        # Read the exception even if no caller awaits it: asyncio would log it as never retrieved.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._writer: asyncio.StreamWriter | None = None
         self._serving = asyncio.create_task(self._serve(ours, section))
@@ -87,15 +92,18 @@ class Worker:
         return sum(seat.playing for seat in self.seats)
 
     def load(self, thread: int) -> tuple[int, int]:
-        """(calls that were cancelled and still run there, attempts that are played there)"""
+        """Return (cancelled calls that still run in a thread, attempts that it plays)."""
         stuck = sum(
             call.seat.thread == thread for call in self._calls.values() if call.answer.cancelled()
         )
         return stuck, sum(seat.playing for seat in self.seats if seat.thread == thread)
 
     async def call(self, seat: Seat, op: str, given: Any = None) -> Any:
-        """Raises Lost and Raised, and DataError for what can't be sent. A cancelled call is
-        cancelled there too."""
+        """Run an operation in the process and return its result.
+
+        If this is cancelled, so is the operation. Raises Lost and Raised, and DataError for values
+        that can't be sent.
+        """
         given = packed(given)
         await asyncio.shield(self.ready)
         if self.ended or seat.thread in self.hung:
@@ -114,7 +122,7 @@ class Worker:
             raise
 
     def look(self) -> None:
-        """Compare what is open after an attempt with what was open after the first."""
+        """Check for leaks: compare what is open after an attempt with what the first left open."""
         held = _left_open(self.process.pid)
         self._at_first = self._at_first or held
         grown = {name: count - self._at_first.get(name, count) for name, count in held.items()}
@@ -129,9 +137,9 @@ class Worker:
             self._changed(self)
 
     def kill(self) -> None:
-        """Kill the process with all that environments started there and left in its group."""
+        """Kill the process, and all that environments started in its process group."""
         if self.process.returncode is None:
-            # macOS: of one that is dead already
+            # PermissionError: macOS raises it for a dead process.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
@@ -155,7 +163,7 @@ class Worker:
         assert self._writer is not None, "a call to a process that is not ready"
         self._writer.write(frame(values))
 
-    # --- what it says
+    # --- messages from the process
 
     async def _serve(self, ours: socket.socket, section: Mapping[str, Any]) -> None:
         how = ""
@@ -193,7 +201,7 @@ class Worker:
                 call.answer.set_result(unpacked(said["value"]))
 
     async def _buried(self, how: str) -> None:
-        while self.process.poll() is None:  # it was killed, or closed its end while it died
+        while self.process.poll() is None:  # killed, or closed its socket while dying
             await asyncio.sleep(0.002)
         self.ended = (
             how
@@ -209,12 +217,11 @@ class Worker:
 
 
 def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process that inherits only the environment variables, the standard error and one end
-    of a socket."""
+    """Start a process that inherits the environment variables, standard output and error, and one
+    end of a socket."""
     arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
     return subprocess.Popen(
-        # A worker is one of many: numerical libraries must not start a thread for each core in each
-        # of them.
+        # There are many workers: numerical libraries must not start a thread per core in each.
         ["/usr/bin/env", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, *arguments],
         stdin=subprocess.DEVNULL,
         pass_fds=(theirs.fileno(),),
@@ -228,7 +235,7 @@ async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:
 
 
 def _left_open(pid: int) -> dict[str, int]:
-    """Return what a process holds; {} if the system doesn't report it."""
+    """Return a process's numbers of threads and file descriptors; {} if they can't be read."""
     try:
         return {
             "threads": len(os.listdir(f"/proc/{pid}/task")),

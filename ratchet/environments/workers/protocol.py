@@ -1,9 +1,9 @@
-"""The format of tasks, messages and steps between the driver and its workers: frames of JSON, each
-behind its length.
+"""The wire format of tasks, messages and steps between the driver and its environment workers: JSON
+frames, each after its length.
 
-JSON knows fewer types than Python: whatever is no plain list, string, number or object of named
-values is wrapped, so that it arrives unchanged. A value that can't be sent is refused; nothing is
-changed silently.
+JSON has fewer types than Python: a value that is not None, a boolean, a number, a string, a list or
+a dictionary with string keys is wrapped with its type, so that it arrives unchanged. NumPy scalars
+become Python's. A value of any other type is refused.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Comparison, Judged, Message, Part, Task, ToolCall
 
-HEAD = struct.Struct("!I")
+HEAD = struct.Struct("!I")  # the length of a frame
 MAX_BYTES = 256 * 2**20
 TYPES = {made.__name__: made for made in (Comparison, Judged, Message, Part, Step, Task, ToolCall)}
-WRAPPED = ""  # the key of a wrapped value's type; an object that has it is wrapped itself
+WRAPPED = ""  # the key of a wrapped value's type; a dictionary that has it is wrapped too
 
 
 def frame(values: Mapping[str, Any]) -> bytes:
-    """Raises DataError for what JSON doesn't know, and above 256 MiB."""
+    """Return values as a frame. Raises DataError for types that JSON lacks, and above 256 MiB."""
     try:
         text = json.dumps(values).encode("ascii")
     except (TypeError, ValueError) as error:
@@ -41,7 +41,7 @@ def frame(values: Mapping[str, Any]) -> bytes:
 
 
 def packed(value: Any) -> Any:
-    """Return a value as plain JSON. Raises DataError for a type that can't be sent."""
+    """Return a value as JSON types. Raises DataError for a type that can't be sent."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
@@ -71,6 +71,7 @@ def packed(value: Any) -> Any:
 
 
 def unpacked(value: Any) -> Any:
+    """Return the value that `packed` was called with."""
     if isinstance(value, list):
         return [unpacked(item) for item in value]
     if not isinstance(value, dict):

@@ -17,8 +17,8 @@ class ConcurrencyController:
     so a faster controller would oscillate.
 
     Args:
-        per_step: Groups of a step, the minimum in flight.
-        most: The maximum that the staleness bound allows.
+        per_step: Groups of a step; at least as many are in flight.
+        most: The maximum number in flight that the staleness bound allows.
         staleness: Target for the mean staleness, in versions, of a step's new tokens; None ignores
             it.
         mismatch: Target for the KL from sampler to learner, in nats per token; None ignores it.
@@ -40,13 +40,13 @@ class ConcurrencyController:
 
     @property
     def groups(self) -> int:
-        """The maximum number of groups in flight or waiting to be trained on."""
+        """Return the maximum number of groups in flight or waiting to be trained on."""
         return round(self.level)
 
     def update(self, *, waited: bool, staleness: float, mismatch: float | None = None) -> None:
         """Adapt the number after a step.
 
-        A step without a measurement that has a target changes nothing.
+        Nothing changes if a measure that has a target was not measured.
 
         Args:
             waited: The learner had to wait for groups.

@@ -52,9 +52,10 @@ class PrefetchingSource:
         rests: The generator reads the learner's tensors, so it must not run during an update.
         replayable: Attempts can be replayed (`Environment.replayable`). Otherwise those in flight
             start again when the run resumes.
-        teaches: True for a group with a training signal; other groups are replaced.
-        tries: Maximum number of replacements for each place in a step; after that any group is
-            taken.
+        teaches: Returns True for a group with a training signal; other groups are replaced. None
+            replaces no group.
+        tries: Maximum number of replacements in a step, per group of the step; after that any group
+            is taken.
     """
 
     def __init__(
@@ -86,7 +87,7 @@ class PrefetchingSource:
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return the groups of a step, and begin new ones.
 
-        A failure that belongs to no single attempt is raised here.
+        Raises the first failure that belongs to no single attempt.
         """
         assert n == self.scheduler.per_step, "the scheduler plans steps of another size"
         self._version = version
@@ -160,8 +161,8 @@ class PrefetchingSource:
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint.
 
-        Attempts in flight are replayed to where they were and wait there for the next draw.
-        Attempts that can't be replayed start again then.
+        Attempts in flight are replayed up to the checkpoint and wait there for the next draw.
+        Attempts that can't be replayed start again with the next draw.
         """
         await self.source.restore(state["source"])
         await self.generator.close(lambda: 0)

@@ -1,8 +1,8 @@
-"""Schedule asynchronous groups: which begin when, and which of them a step trains on.
+"""Schedule asynchronous groups: when each begins, and which step trains on it.
 
 A group that begins with the weights of version v is trained on at step v + k at the latest, with k
 = `max_staleness`. So at step s at most (k + 1) steps' worth of groups may be in flight or ready,
-and those of version s - k must be in the step. A fractional k limits the number of groups, and the
+and step s must train on those of version s - k. A fractional k limits the number of groups, and the
 staleness bound is k rounded up.
 
 The decisions do not depend on where groups are generated.
@@ -28,7 +28,7 @@ class ScheduledGroup:
     Attributes:
         number: Its place in the order of starts.
         version: The version of the weights that it began with.
-        journal: What was drawn for it, by the request's seed (see `ResumableGenerator`).
+        journal: Completions drawn for it, by the request's seed (see `ResumableGenerator`).
     """
 
     number: int
@@ -43,13 +43,13 @@ class StalenessScheduler:
     """The scheduler of a stage's groups.
 
     Args:
-        per_step: Groups of a step.
+        per_step: Number of groups that a step trains on.
         max_staleness: The bound k.
         last_step: The first step after the stage.
-        order: "issued" takes the oldest groups and waits for them. "ready" takes the first ready
-            ones, as long as all others can still be in time. No group is dropped for being long; it
-            is only taken later, within the bound.
-        concurrency: Limits the groups in flight; None allows as many as the bound.
+        order: "issued" takes the oldest groups and waits for them. "ready" takes those that
+            were ready first, if all others can still meet the bound. Long groups are not dropped,
+            only taken later.
+        concurrency: Limits the groups in flight or ready; None: the bound alone limits them.
     """
 
     def __init__(
@@ -86,7 +86,7 @@ class StalenessScheduler:
         return issue
 
     def ready(self, issue: ScheduledGroup, group: Group) -> None:
-        """Note that a group is ready."""
+        """Record that a group is ready."""
         issue.group = group
         self.arrived.append(issue)
 
@@ -95,10 +95,9 @@ class StalenessScheduler:
         self.issues.remove(issue)
 
     def choose(self, step: int) -> list[ScheduledGroup] | None:
-        """Return the groups of a step in the order of their starts, and remove them from the
-        schedule.
+        """Remove the groups of a step from the schedule, and return them in the order of starts.
 
-        None if the step must wait for groups.
+        Return None if the step must wait for groups.
         """
         chosen = self._oldest() if self.order == "issued" else self._earliest(step)
         if chosen is None:
@@ -118,7 +117,7 @@ class StalenessScheduler:
         )
 
     def _earliest(self, step: int) -> list[ScheduledGroup] | None:
-        """Return the first ready groups that leave later steps in time, or None.
+        """Return the first ready groups that let all others meet the bound; None to wait.
 
         Of the groups that are due by step d, at most (d - step) steps' worth may stay for later.
         """

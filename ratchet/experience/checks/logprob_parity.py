@@ -1,7 +1,7 @@
 """The parity gate: compare the sampler's log-probabilities with the learner's.
 
-Both compute the same policy by different code, often in different precision, from weights that were
-copied. If they disagree, the run optimizes something other than it samples, and often looks
+Both compute the same policy from copied weights, but with different code and often in different
+precision. If they disagree, the run optimizes another policy than it samples from, and often looks
 healthy. So before an update the learner scores some of the tokens just sampled, while both have the
 same weights. If the difference is too large, a report compares the two part by part to find the
 cause.
@@ -30,7 +30,7 @@ log = logging.getLogger(__name__)
 
 # Starts of the ranges of positions in which the difference is reported.
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024)
-# With these formats the generator's tensors differ from those it received, so none are compared.
+# A generator with one of these formats rounds the weights it receives, so they are not compared.
 QUANTISED = ("float8", "nf4")
 REPEATED = 4  # number of rows, and of tokens per row, that the sampler generates again
 
@@ -39,7 +39,7 @@ REPEATED = 4  # number of rows, and of tokens per row, that the sampler generate
 class ParityPair:
     """The learner and the sampler to compare.
 
-    `fingerprints` are those of the known tokenizers, by owner.
+    `fingerprints` has those of the tokenizers, by owner: "policy" and, if known, "generator".
     """
 
     learner: Learner
@@ -70,10 +70,10 @@ class ParityFinding:
 
 
 class ParityGate:
-    """The gate that `ParityConfig` describes.
+    """A check of some steps for parity, which stops the run or warns (see `ParityConfig`).
 
-    Steps are counted from 0 in every process, so that a resumed run checks its first weight syncs
-    again.
+    Steps are counted from the start of the process, so that a resumed run checks its first weight
+    syncs again.
     """
 
     def __init__(self, ends: ParityPair, config: ParityConfig) -> None:
@@ -85,7 +85,7 @@ class ParityGate:
         self.sample = config.sample
 
     def due(self, step: int) -> bool:
-        """True if the step is to be checked."""
+        """True if this step must be checked."""
         return step < self.first_steps or (self.every > 0 and step % self.every == 0)
 
     async def check(self, batch: Batch, version: int) -> dict[str, float]:
@@ -122,7 +122,7 @@ class ParityGate:
         return (logprobs_T.double() - part.rollout_logprobs_T.double()).abs()[part.predicted_T]
 
     async def report(self, part: Batch, difference_T: Tensor) -> str:
-        """Return the findings as text, headed by the first that explains the difference."""
+        """Return all findings as text, after the first one that explains the difference."""
         findings = [
             await self._weights(),
             self._tokenizer(),
@@ -148,7 +148,7 @@ class ParityGate:
             )
         )
 
-    # --- the suspects
+    # --- possible causes
 
     @property
     def _rounded_to(self) -> str | None:
@@ -223,8 +223,7 @@ class ParityGate:
         )
 
     async def _kernel(self, part: Batch, difference_T: Tensor) -> list[ParityFinding]:
-        """Report where the difference lies, and whether results depend on the other rows of a
-        batch."""
+        """Return findings on the positions of the difference, and on batch invariance."""
         alone = [await self._difference(part.take([row])) for row in range(part.n_sequences)]
         learner = float((torch.cat(alone) - difference_T).abs().max())
         return [
@@ -237,8 +236,10 @@ class ParityGate:
         ]
 
     async def _asked_again(self, part: Batch) -> float:
-        """Return the largest difference between the sampler's logprobs of equal tokens alone and
-        batched."""
+        """Return the largest difference in the sampler's logprobs between alone and batched.
+
+        Tokens are compared up to the first that differs.
+        """
         generator = self.ends.generator
         starts = part.starts_S.tolist()
         requests = []
@@ -275,7 +276,7 @@ def select_comparable_rows(batch: Batch, version: int) -> list[int]:
 
 
 def _sample_evenly(rows: Sequence[int], count: int) -> list[int]:
-    """Return `count` rows, evenly spaced from the first to the last."""
+    """Return at most `count` rows, evenly spaced, from the first on."""
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]

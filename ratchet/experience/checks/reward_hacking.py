@@ -1,4 +1,4 @@
-"""Detect reward hacking: a second reward's opinion of attempts, and tasks that can't be solved."""
+"""Detect reward hacking by a second reward on attempts, and by tasks that can't be solved."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ProbeFindings:
 
     Attributes:
         metrics: Metrics by prefix and key.
-        shown: Evidence, by the metric it explains.
+        shown: Example attempts, by the metric that they explain.
     """
 
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
@@ -34,10 +34,11 @@ class RewardHackingProbes:
 
     Attributes:
         every: Steps between two checks.
-        sample: Number of attempts that are judged again.
-        second: Judges attempts again; nothing trains on its rewards.
+        sample: Number of attempts that are judged again at each check.
+        second: The reward that judges attempts again; nothing trains on it.
         manager: Plays the canaries and judges them by the training reward.
         canaries: Tasks that must not earn a reward.
+        sampling: Sampling of the canaries, apart from the temperature, which is 0.
     """
 
     every: int
@@ -103,7 +104,7 @@ class RewardHackingProbes:
 async def _judge_again(
     second: Reward, rows: Sequence[Trajectory], task: Task
 ) -> list[float | None]:
-    """Return the second reward of each attempt; None if it fails, which is not an error."""
+    """Return the second reward of each attempt; None where it fails, as it may."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
         outcomes = list(await run_guarded(lambda: second.score(unjudged, task))) if rows else []

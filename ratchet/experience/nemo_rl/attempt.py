@@ -1,6 +1,6 @@
 """Adapt a batched environment to single attempts.
 
-An attempt calls it alone, or together with all rows that wait.
+An attempt calls the environment alone, or together with all waiting rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ T = TypeVar("T")
 
 
 class MessageLogDialogue:
-    """The environment of one attempt over a batched environment.
+    """The environment of one attempt, which calls a batched environment.
 
     Attributes:
         ask: Calls the batched environment with a log and its metadata.
@@ -127,7 +127,7 @@ def step_each(
 ) -> list[EnvironmentReply | BaseException]:
     """Step all rows in one call, and return a reply or an exception for each.
 
-    If the call raises, each row is stepped alone, so that only those fail that fail alone too.
+    If the call raises, each row is stepped alone, so that only rows that raise alone fail.
     """
     try:
         return list(
@@ -144,9 +144,9 @@ def step_each(
 class RowBarrier(Generic[T]):
     """A barrier of rows that run in step and share their calls.
 
-    A question waits until every remaining row waits. Then each `handle` gets all its questions in
-    one call, in the order of the rows. It returns an answer, or an exception to raise, for each
-    question.
+    A question waits until every remaining row has one. Then each `handle` is called once with all
+    of its questions, in the order of the rows. It returns an answer, or an exception to raise, for
+    each.
     """
 
     def __init__(self, rows: int) -> None:
@@ -156,14 +156,14 @@ class RowBarrier(Generic[T]):
     async def ask(
         self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], question: Any
     ) -> Any:
-        """Put a question of a row to `handle`, and return the answer."""
+        """Wait for the other rows, and return the answer of `handle` to a row's question."""
         answer = asyncio.get_running_loop().create_future()
         self._waiting.append((row, handle, question, answer))
         self._answer_if_all_wait()
         return await answer
 
     def leave(self) -> None:
-        """Note that a row has ended."""
+        """Remove a row that has ended."""
         self.present -= 1
         self._answer_if_all_wait()
 

@@ -21,11 +21,11 @@ Rows = Sequence[int] | Tensor
 
 
 class BatchedDataDict(UserDict[str, Any], Generic[Row]):
-    """A batch of rows: `BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3,
-    5])})`.
+    """A batch of rows, as a dictionary of columns.
 
-    The type parameter names the fields of a row. Columns that differ in length, and operations that
-    they do not allow, raise DataError.
+    Example: `BatchedDataDict[DatumSpec]({"idx": [0, 1], "length": torch.tensor([3, 5])})`. The type
+    parameter names the fields of a row. Operations raise DataError if columns differ in length or
+    an argument does not fit the batch.
     """
 
     @classmethod
@@ -34,9 +34,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     ) -> Self:
         """Concatenate batches.
 
-        Tensors of two or more dimensions are padded on the right of the second to the widest, with
-        `pad_value_dict`'s value for the column, or 0. Batches without rows may lack columns; others
-        must have the same.
+        Tensors of two or more dimensions are padded at the end of the second one to the widest
+        batch, with the column's value in `pad_value_dict`, or 0. Batches without rows may lack
+        columns; all others must have the same columns.
         """
         full = [batch for batch in batches if _row_count(batch)]
         if not full:
@@ -69,17 +69,17 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         return type(self)({name: column[start:end] for name, column in self.data.items()})
 
     def select(self, indices: Rows) -> Self:
-        """Return the batch whose row i is row indices[i].
+        """Return a batch whose row i is row indices[i] of this one.
 
-        A row may be selected several times; its list items are then the same objects.
+        A row may be selected several times; its items in list columns are then shared.
         """
         rows = _checked(indices, self.size)
         return type(self)({name: _picked(column, rows) for name, column in self.data.items()})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
-        """Return each row `num_repeats` times in a row.
+        """Return a batch with `num_repeats` consecutive copies of each row.
 
-        List items are deep copies, so that each repetition grows its own log.
+        Items of list columns are deep copies, so that each repetition extends its own log.
         """
         return type(self)(
             {name: _repeated(column, num_repeats) for name, column in self.data.items()}
@@ -103,10 +103,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         """Split the batch into shards.
 
         The batch is cut into chunks of `batch_size` rows (None: one chunk), each chunk into
-        `shards` stretches, and shard s joins stretch s of every chunk: with shards=2 and
+        `shards` slices, and shard s joins slice s of every chunk: with shards=2 and
         batch_size=4, [A A B B C C D D] becomes [A A C C] and [B B D D].
 
-        With `allow_uneven_shards`, for a single chunk, the last shards may be smaller or empty.
+        With `allow_uneven_shards`, which requires batch_size=None, the last shards may be smaller
+        or empty.
         """
         chunk = self.size if batch_size is None else batch_size
         if allow_uneven_shards and batch_size is not None:

@@ -1,9 +1,7 @@
-"""Call generators of two shapes the same way.
+"""Call generators of tokens and generators of batches the same way.
 
-One takes tokens and a `Sampling` (`ratchet.protocols.Generator`), the other a batch
+The first take tokens and a `Sampling` (`ratchet.protocols.Generator`), the second a batch
 (`GenerationInterface`).
-
-B = rows of a batch, S = tokens of its longest row.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator with its sampling parameters, for functions that take none.
+    """A generator with sampling parameters, for functions that take none.
 
-    `generator` is any with the `generate` of `ratchet.protocols.Generator`.
+    generator: any object with the `generate` of `ratchet.protocols.Generator`.
     """
 
     generator: Any
@@ -70,7 +68,8 @@ def get_sampling(
 ) -> Sampling:
     """Return the generator's sampling parameters with these stop ids.
 
-    A generator without its own (`WithSampling`) samples at temperature 1 up to `max_new_tokens`.
+    A generator without any (see `WithSampling`) samples at temperature 1 up to `max_new_tokens`.
+    greedy: sets the temperature to 0.
     """
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
@@ -196,7 +195,7 @@ def _completion(output: Any, row: int, request: Request, version: int) -> Comple
     )
     cut = bool(output["truncated"][row]) if "truncated" in output else False
     last = int(new[-1]) if len(new) else None
-    # at the limit too, where some generators say that they truncated it
+    # A stop token at the length limit ends the row too, though some generators report truncation.
     ended = last in sampling.stop_ids
     return Completion(
         tokens=new,

@@ -1,8 +1,8 @@
 """Rollouts as functions over batches of message logs: single turns, rewards and whole episodes.
 
 `ratchet.experience.rollout.episode` plays the episodes. The synchronous functions keep the rows in
-step and send all rows of a turn to an environment at once; the asynchronous ones let each row run
-ahead. The results are the same. docs/rollouts.md says more.
+step and send all rows of a turn to an environment at once; in the asynchronous ones each row runs
+on its own. The results are the same. docs/rollouts.md says more.
 
 B = rows of a batch, S = tokens of its longest prompt.
 """
@@ -86,8 +86,8 @@ def generate_responses(
     and the length of its prompt.
 
     Args:
-        policy_generation: A `Generator`, one `WithSampling`, or a `GenerationInterface`, which may
-            have `generate_async` alone.
+        policy_generation: A `Generator`, a `WithSampling`, or a `GenerationInterface`, which may
+            have only `generate_async`.
         generation_input_data: `input_ids` int64 [B, S]; its `stop_strings` are set to those of
             `batch`.
         batch: The logs.
@@ -122,8 +122,7 @@ async def generate_responses_async(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """Append answers like `generate_responses`; a generator of batches is called by
-    `generate_async` if it has it."""
+    """Append answers like `generate_responses`, by `generate_async` if a batch generator has it."""
     requests = _requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
     )
@@ -143,8 +142,8 @@ async def async_generate_response_for_sample_turn(
 ) -> tuple[MessageLog, Tensor, Tensor, dict[str, float]]:
     """Append the next answer to one log, in place.
 
-    It draws as row 0 of a batch. To draw several answers to one log, give each draw its own seed
-    (`WithSampling`).
+    Its seed is that of row 0 of a batch. To draw several answers to one log, give each draw its
+    own seed (`WithSampling`).
 
     Returns:
         The log, the generated tokens, the prompt's length as int64 [1], and metrics.
@@ -182,8 +181,8 @@ def calculate_rewards(
     """Return the environments' replies to the logs of `batch`.
 
     Each environment is called once for each of its task names, with all rows of that name, and sees
-    roles and contents. `rewards` are named parts if any reward has parts; a reward without is then
-    the part "reward".
+    roles and contents. `rewards` are named parts if any reward has parts; a
+    reward without parts is then the part "reward".
 
     Raises:
         DataError: A task has no environment, or a return has the wrong shape. Exceptions of
@@ -212,7 +211,7 @@ def run_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play every row until its environment ends it, `max_rollout_turns`, or `max_seq_len` tokens.
+    """Play every row until its environment ends it, or it reaches a limit of turns or tokens.
 
     The rows run in step: an environment is called once a turn, for all remaining rows.
 
@@ -287,7 +286,7 @@ async def run_sample_multi_turn_rollout(
     )
 
 
-# --- helpers of these functions
+# --- helpers
 
 
 async def _in_step(
@@ -322,7 +321,7 @@ async def _in_step(
 
 @dataclass(frozen=True)
 class _Drawing:
-    """A generator of batches as seen by one row that runs in step with others."""
+    """The generator of one row: its draws are batched with those of the rows in step with it."""
 
     meeting: RowBarrier[Any]
     row: int

@@ -1,4 +1,4 @@
-"""Play one row of a batch with `ratchet.experience.rollout.episode`, and return it as a log.
+"""Play one row of a NeMo RL batch with `EpisodePlayer`, and return it as a message log.
 
 L = tokens of the row.
 """
@@ -27,9 +27,10 @@ from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 
 @dataclass(frozen=True)
 class RowPlayer:
-    """A player of rows.
+    """A player of a NeMo RL batch's rows.
 
-    `policy_generation` has the sampling parameters; `generator` generates.
+    policy_generation: has the sampling parameters and the version of the weights. `play` generates
+      with its own argument `generator`.
     """
 
     policy_generation: Any
@@ -113,8 +114,10 @@ def concatenate_tokens(log: MessageLog) -> Tensor:
 
 
 def make_answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) -> dict[str, Any]:
-    """Return an answer of the policy as an entry of a log; logprobs are left out if they are
-    unknown."""
+    """Return an answer of the policy as an entry of a log.
+
+    Log-probabilities are left out if any is NaN (unknown).
+    """
     entry: dict[str, Any] = {
         "role": "assistant",
         "content": content,
@@ -126,9 +129,9 @@ def make_answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) ->
 
 
 def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
-    """Return the trajectory without the environment's last tokens beyond the budget.
+    """Return the first `length` tokens of the trajectory.
 
-    No turn of the policy reaches beyond it.
+    Only tokens of the environment are cut, because the policy's turns end before.
     """
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
     shorter = {name: getattr(trajectory, name)[:length] for name in columns}
@@ -138,9 +141,9 @@ def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
 def _list_new_entries(
     trajectory: Trajectory, dialogue: MessageLogDialogue, prompt: int
 ) -> MessageLog:
-    """Return the entries after the first `prompt` ones.
+    """Return the log's entries after the first `prompt` ones.
 
-    The policy did not read the message that ended the episode, so that entry has no tokens.
+    The message that ended the episode has no tokens, because the policy did not read it.
     """
     answers = [
         message.text for message in trajectory.messages[prompt:] if message.role == "assistant"

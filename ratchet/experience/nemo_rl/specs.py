@@ -1,4 +1,4 @@
-"""The types of a batch's rows, and the interface of generators of batches.
+"""The types of a batch's rows, and the interface of generators that take a whole batch.
 
 B = rows of a batch, S = tokens of its longest row, L = tokens of one message.
 """
@@ -17,8 +17,8 @@ from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.types import Message, Role
 
 # A conversation. Each entry has `role`, `content` and `token_ids` (int64 [L]); the tokens of all
-# entries, end to end, are the model's input. An entry of the policy may have `generation_logprobs`
-# (float32 [L]).
+# entries, end to end, are the model's input. An entry that the policy generated may have
+# `generation_logprobs` (float32 [L]).
 MessageLog = list[dict[str, Any]]
 
 
@@ -27,11 +27,12 @@ class DatumSpec(TypedDict):
 
     Fields:
         message_log: The prompt.
-        length: Tokens of the prompt.
+        length: Number of tokens in the prompt.
         extra_env_info: Passed to the environment as `metadata`.
         loss_multiplier: 0 excludes the row from the loss.
-        idx: Its place in the data.
-        task_name: Names the environment.
+        idx: Index of the sample in the data.
+        task_name: Name of the environment.
+        stop_strings: The stop strings of the sample.
     """
 
     message_log: MessageLog
@@ -62,10 +63,10 @@ class GenerationOutputSpec(TypedDict):
 
     Fields:
         output_ids: int64 [B, S], prompt and completion, padded on the right.
-        generation_lengths: int64 [B], tokens of the completion.
-        unpadded_sequence_lengths: int64 [B], tokens of prompt and completion.
+        generation_lengths: int64 [B], number of tokens in the completion.
+        unpadded_sequence_lengths: int64 [B], number of tokens in prompt and completion.
         logprobs: float32 [B, S], 0 on the prompt.
-        truncated: bool [B], cut off by a budget.
+        truncated: bool [B], True if the row was cut off by a budget.
     """
 
     output_ids: Tensor
@@ -79,8 +80,8 @@ class GenerationInterface(ABC):
     """A generator that takes a whole batch.
 
     It may also have `generate_async(data, greedy)`, an async iterator of (row, batch of that one
-    row) in the order of completion. It has its own sampling parameters; of a `Sampling` it gets
-    only the stop strings.
+    row) in the order of completion. It samples with its own parameters; a `Sampling` only gives
+    it the stop strings.
     """
 
     @abstractmethod
@@ -117,7 +118,7 @@ def as_message(entry: Mapping[str, Any]) -> Message:
     """Return an entry of a log as a message for chat templates.
 
     Raises:
-        DataError: The role is unknown, or the content is no text.
+        DataError: The role is unknown, or the content is not text.
     """
     role = str(entry.get("role"))
     if role not in ROLES or not isinstance(entry.get("content"), str):

@@ -1,4 +1,4 @@
-"""Render message logs with tokenizers of either library."""
+"""Render message logs with tokenizers of Ratchet or of transformers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ratchet.types import Message
 
 @runtime_checkable
 class HubTokenizer(Protocol):
-    """The attributes that are read of a fast tokenizer of `transformers`."""
+    """The attributes of a fast tokenizer of `transformers` that Ratchet reads."""
 
     @property
     def backend_tokenizer(self) -> Any: ...
@@ -32,8 +32,8 @@ TokenizerType = Tokenizer | HubTokenizer
 class LogRenderer(Renderer):
     """A renderer that only appends, because a log is one sequence of tokens.
 
-    Sampled tokens stay as they are, and replies are appended. Where the template rewrites earlier
-    turns, the training loop would begin a new trajectory; a log can't.
+    Sampled tokens stay as they are, and replies are appended. If the template rewrites earlier
+    turns, the training loop begins a new trajectory; a log can't.
     """
 
     def keeps(self, sampled: Sequence[int], messages: Sequence[Message], **context: Any) -> bool:
@@ -42,7 +42,7 @@ class LogRenderer(Renderer):
 
 @lru_cache(maxsize=8)
 def get_log_renderer(tokenizer: TokenizerType) -> LogRenderer:
-    """Return a renderer with the tokenizer's chat template; without one, messages are concatenated.
+    """Return a renderer with the tokenizer's chat template; if it has none, concatenate messages.
 
     Raises:
         ConfigError: The tokenizer is not a fast one.
@@ -78,7 +78,7 @@ def make_datum(
 ) -> DatumSpec:
     """Return a sample whose prompt is `messages`, rendered by the tokenizer's chat template.
 
-    All tokens are in the last message, because a template's text can't be split by message.
+    The last message holds all tokens, because rendered text can't be split by message.
     """
     tokens = get_log_renderer(tokenizer).prompt([as_message(message) for message in messages])
     log: MessageLog = [

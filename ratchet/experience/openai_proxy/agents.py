@@ -16,9 +16,9 @@ from ratchet.executors.env_vars import inherit_environment
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.types import Task
 
-MAX_OUTPUT = 2**20  # last bytes kept of each of a program's two outputs
-GRACE_S = 1.0  # wait for outputs that a process outside the program's group holds open
-TAIL = 2000  # characters of stderr in a failure
+MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
+GRACE_S = 1.0  # longest wait for outputs that a process outside the group still holds open
+TAIL = 2000  # last characters of stderr in an error message
 
 
 # (task, base URL, API key) -> any result; rewards read it in `Trajectory.extras["result"]`.
@@ -39,8 +39,8 @@ async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> An
 def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """Run a call in a daemon thread.
 
-    A thread can't be stopped. An abandoned one goes on until its next request is refused, and does
-    not delay the exit of the process.
+    A thread can't be stopped: after a cancellation it goes on until its next request is refused. It
+    does not delay the exit of the process.
     """
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
@@ -59,7 +59,7 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
                 (RuntimeError("StopIteration") if isinstance(error, StopIteration) else error),
                 future.set_exception,
             )
-        with suppress(RuntimeError):  # the loop has gone
+        with suppress(RuntimeError):  # the event loop is closed
             loop.call_soon_threadsafe(settle, setter, result)
 
     threading.Thread(target=run, daemon=True, name="agent").start()
@@ -70,8 +70,8 @@ class CommandAgent:
     """A program that plays an attempt.
 
     It reads the task from its standard input, as the JSON {"id", "messages", "tag", "seed"}.
-    OPENAI_BASE_URL and OPENAI_API_KEY name the server, as official clients expect. Its standard
-    output is the result.
+    OPENAI_BASE_URL and OPENAI_API_KEY are set, as OpenAI clients expect. Its standard output is the
+    result.
 
     When it ends or is cancelled, its whole process group is killed. An exit status other than 0
     raises RuntimeError.
@@ -92,7 +92,7 @@ class CommandAgent:
         try:
             _feed(transport, _describe_task(task))
             await program.exited
-            # Processes that it leaves behind would hold its outputs open.
+            # Child processes that still run would hold the outputs open.
             _kill_group(transport.get_pid())
             await asyncio.wait({program.read}, timeout=GRACE_S)
         finally:
@@ -137,7 +137,7 @@ def _kill_group(leader: int) -> None:
 
 
 def _describe_task(task: Task) -> bytes:
-    """Return the task's JSON, without the answer and whatever else judges an attempt."""
+    """Return the task's JSON, without the answer and other data for judging."""
     messages = [{"role": message.role, "content": message.text} for message in task.messages]
     return json.dumps(
         {"id": task.id, "messages": messages, "tag": task.tag, "seed": task.seed}

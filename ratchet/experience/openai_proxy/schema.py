@@ -1,7 +1,7 @@
-"""The JSON of the OpenAI chat API: requests, answers, chunks and errors.
+"""Read and write the JSON of the OpenAI chat API: requests, answers, chunks and errors.
 
-Nothing is ignored silently. A parameter that can't be honoured, or would make the recorded tokens
-useless for training, is refused by name.
+No parameter that could change tokens is ignored silently. One that can't be honoured, or would make
+the recorded tokens useless for training, is refused by name.
 
 Source: the API reference of OpenAI's chat completions, and what its Python client sends and reads.
 """
@@ -25,7 +25,7 @@ MOST_MESSAGES = 2048  # per request, as in OpenAI's API
 MOST_TOOLS = 128  # per request, as in OpenAI's API
 MOST_STOP = 1024  # characters of a stop string
 MOST_METADATA = 16  # entries
-MOST_PLACE = 200  # characters of the name of a wrong value, which a request chooses
+MOST_PLACE = 200  # characters of an invalid field's path, which holds keys of the request
 # Maximum number of JSON values in a request, arguments of calls included. Each takes a microsecond,
 # during which no other request is answered, and about a hundred bytes. A body of 8 MiB could hold
 # four million.
@@ -57,16 +57,16 @@ class ApiError(Exception):
 
 
 class JsonValueBudget:
-    """The number of JSON values that a request may still hold."""
+    """The budget of JSON values of one request."""
 
     def __init__(self, values: int = MOST_VALUES) -> None:
         self.values = self.left = values
 
     def take(self, text: bytes) -> None:
-        """Count the values of a JSON text without parsing it.
+        """Take the number of values in a JSON text from the budget, without parsing the text.
 
         Raises:
-            ValueError: There are too many.
+            ValueError: The text has more values than are left.
         """
         # Backslashes occur only in strings. Without escapes each quote begins or ends a string.
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
@@ -175,8 +175,7 @@ Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
 class ChatRequest(_Body):
-    """A validated request for a chat completion. Parameters accepted without effect change no
-    token."""
+    """A validated request for a chat completion."""
 
     model: str
     messages: Annotated[
@@ -199,7 +198,7 @@ class ChatRequest(_Body):
     response_format: _Format | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
-    # accepted without effect
+    # Accepted without effect, since these change no token.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -215,7 +214,7 @@ class ChatRequest(_Body):
     @field_validator("metadata", mode="before")
     @classmethod
     def _few(cls, metadata: Any) -> Any:
-        """Refuse many entries at once: an error for each would take more time than the request."""
+        """Refuse too many entries with one error; one for each would take more time."""
         if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
             raise ValueError(f"has {len(metadata)} entries: give {MOST_METADATA} at most")
         return metadata
@@ -401,7 +400,7 @@ def format_event(data: Mapping[str, Any] | str) -> str:
 
 
 def cut_at_stop_string(text: str, completion: Completion, stop: tuple[str, ...]) -> str:
-    """Return the text without the requested stop string and what follows it, as the API does."""
+    """Return the text before the requested stop string, as the API does."""
     if completion.stop is not StopReason.STOP_STRING:
         return text
     ends = [place for string in stop if (place := text.find(string)) >= 0]

@@ -27,8 +27,8 @@ from ratchet.web.connection import ServerLimits
 from ratchet.web.guard import Guard, bearer_key
 from ratchet.web.server import Server
 
-# The grace period is how long the server waits for responses in flight after the last attempt. The
-# bodies of one attempt's key leave room for those of others.
+# grace_s: how long the server waits for responses in flight after the last attempt.
+# key_bytes: limits the bodies of one attempt's key, to leave room for those of others.
 LIMITS = ServerLimits(grace_s=1.0, key_bytes=2**25)
 # The official client retries 409, 429 and 5xx unless this header forbids it. A retry would fail
 # again here.
@@ -44,7 +44,7 @@ class _Serving:
 
 
 class Proxy:
-    """The server of the open sessions. It listens only while there is one."""
+    """The server of all open sessions. It listens only while a session is open."""
 
     def __init__(self, limits: ServerLimits = LIMITS) -> None:
         self._sessions: dict[str, AgentSession] = {}
@@ -73,7 +73,7 @@ class Proxy:
                 await serving.task
 
     def _start(self) -> _Serving:
-        # From here on connections wait instead of being refused.
+        # The socket listens before the server runs: connections wait instead of being refused.
         server = Server(self._app, socket.create_server(("127.0.0.1", 0)), limits=self._limits)
         return _Serving(server, asyncio.get_running_loop().create_task(server.run()))
 
@@ -154,8 +154,8 @@ def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
 async def _stream_events(session: ChatHandler, request: schema.ChatRequest) -> AsyncIterator[str]:
     """Yield the events of a streamed answer.
 
-    The first is sent at once, so that a client can disconnect while its answer is sampled, which
-    cancels it.
+    The first event is sent at once, so that the answer is cancelled if the client disconnects while
+    it is sampled.
     """
     name = _new_completion_id()
     yield schema.format_event(schema.make_chunk(name, {"role": "assistant", "content": ""}))

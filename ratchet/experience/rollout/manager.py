@@ -38,10 +38,10 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AttemptRows = list[Trajectory]  # the trajectories of one attempt: one, unless its history forked
 
-# Outcomes that a reward still judges: the attempt ended normally, or was cut off.
+# Outcomes that a reward still judges: None (the attempt ended normally), or cut off.
 JUDGEABLE = Truncated | None
 
-IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # immutable types
+IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # need no copy
 CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
 
 
@@ -61,7 +61,7 @@ class AttemptPlayer(Protocol):
 
 
 class GroupPlayer(Protocol):
-    """A player of groups: `RolloutManager`, or workers.
+    """A player of groups: `RolloutManager`, or a pool of rollout workers.
 
     `playing` is the number of attempts or groups in flight.
     """
@@ -89,10 +89,10 @@ class RolloutManager:
         player: Plays single attempts.
         new_environment: Makes an environment. It plays one attempt at a time and is reused.
         reward: Judges attempts; None takes the sum of the environment's turn rewards.
-        needs_reward: An attempt without a judgement fails; otherwise it is Unjudged.
+        needs_reward: True: an attempt without a reward fails. False: it becomes Unjudged.
         judge_timeout_s: Seconds for one call of the reward; None sets no limit.
-        retries: Number of retries of an attempt that failed through no fault of the policy, and of
-            judging it. A retry has the same seeds and a new environment.
+        retries: Maximum number of retries of an attempt that infrastructure made fail, and likewise
+            of its judging. A retried attempt has the same seeds and a new environment.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RolloutManager:
     ) -> Group:
         """Play `attempts` attempts at one task and judge them.
 
-        Attempt i is drawn with a seed made from (sampling.seed, group_id, i).
+        Attempt i is sampled with a seed derived from (sampling.seed, group_id, i).
 
         Args:
             greedy: Add an attempt at temperature 0, the group's baseline.
@@ -163,7 +163,7 @@ class RolloutManager:
     ) -> list[Group]:
         """Play one group for each (id, task), all concurrently, and return them in this order.
 
-        With `wanted`, only the first so many ready groups are returned, and the others are
+        With `wanted`, only the first `wanted` groups that end are returned, and the others are
         cancelled.
         """
         coroutines = [
@@ -282,15 +282,15 @@ async def gather_first(
     well: Callable[[T], bool] = lambda _: True,
     parting: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> list[T]:
-    """Return the results of the first `n` coroutines that end well, in the order of the coroutines.
+    """Return the first `n` good results, in the order of the coroutines.
 
-    Results of those that had ended otherwise by then are included; the others are cancelled.
+    Bad results that came by then are included; unfinished coroutines are cancelled.
 
     Args:
-        coroutines: The work.
+        coroutines: They run concurrently.
         n: The number of good results to wait for.
-        well: True for a good result.
-        parting: Awaited before the cancellation.
+        well: Returns True for a good result.
+        parting: Called and awaited before the cancellation, unless all results are wanted.
     """
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]

@@ -1,6 +1,6 @@
 """Convert groups and completions to plain values and arrays for checkpoints, and back.
 
-Reading executes nothing: only the classes of `ratchet.types` listed here can be named.
+Reading runs no stored code: it creates only the classes of `ratchet.types` listed here.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ STORABLE_TYPES = {
 
 
 def to_plain(value: Any) -> Any:
-    """Return a value as plain values and arrays."""
+    """Convert a value to plain values and arrays."""
     name = type(value).__name__
     if name in STORABLE_TYPES and isinstance(value, Enum):
         return {TAG: name, "value": value.value}
@@ -52,10 +52,10 @@ def to_plain(value: Any) -> Any:
 
 
 def from_plain(value: Any) -> Any:
-    """Return the value that plain values describe.
+    """Convert the result of `to_plain` back to the value.
 
     Raises:
-        CheckpointError: A class is not one of `STORED`, or its fields are wrong.
+        CheckpointError: A class is not one of `STORABLE_TYPES`, or its fields are wrong.
     """
     if isinstance(value, Mapping) and TAG in value:
         arguments = {key: from_plain(item) for key, item in value.items() if key != TAG}

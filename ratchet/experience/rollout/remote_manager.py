@@ -1,6 +1,6 @@
-"""Play whole groups in the generator workers, with environments and rewards there too.
+"""Play whole groups in the generator workers, which run environments and rewards too.
 
-They run on as many cores as there are workers; only finished groups come back.
+Environments and rewards use as many cores as there are workers; only finished groups come back.
 """
 
 from __future__ import annotations
@@ -37,10 +37,11 @@ class RolloutWorkers(Protocol):
 
 
 class RemoteRolloutManager:
-    """A group player that calls `ratchet.training.rollout_workers.GroupRank`s. Implements
-    `GroupPlayer`.
+    """A `GroupPlayer` that plays in `ratchet.training.rollout_workers.GroupRank`s.
 
-    `stage` holds the arguments of their `begin`.
+    Args:
+        players: the workers.
+        stage: the arguments of `GroupRank.begin`.
     """
 
     def __init__(self, players: RolloutWorkers, stage: Sequence[Any]) -> None:
@@ -96,7 +97,7 @@ class RemoteRolloutManager:
         return [parts[i % size][i // size] for i in range(len(jobs))]
 
     async def close(self) -> None:
-        """Close the stage's environments; lost workers have none."""
+        """Close the stage's environments. Errors are ignored: lost workers have none to close."""
         if self._begun:
             self._begun = False
             with suppress(Exception):

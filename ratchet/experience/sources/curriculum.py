@@ -1,9 +1,9 @@
 """A curriculum: draw tasks that teach more with higher probability.
 
-The task at a position is drawn with weights, by a seed of that position. It depends only on (seed,
-position, the success rates when the position was taken), and rates change only when a group ends.
-So synchronous runs draw the same tasks each time, and a checkpoint needs the rates and the tasks of
-pending positions.
+The task at a position is drawn by weight, with a seed of that position. It depends only on the
+run's seed, the position and the success rates when the position was taken, and rates change only
+when a group ends. So synchronous runs draw the same tasks each time, and a checkpoint needs only
+the rates and the tasks of pending positions.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
-UNTRIED = 0.5  # initial success rate, at which a task is preferred most
+UNTRIED = 0.5  # initial success rate, which prefer=learnable weighs most
 
 
 class Curriculum(TaskStream):
-    """A task stream that prefers some tasks.
+    """A task stream that draws tasks by their success rates, and may begin with the easiest.
 
-    N = tasks in the pool, O = tasks that are open.
+    N = tasks in the pool, O = open tasks (those that may be drawn at a position).
 
     Args:
         per_step: Number of tasks of a step.
 
     Raises:
-        DataError: A task lacks the difficulty that the recipe names.
+        DataError: The difficulty that the recipe names is no finite number in a task's meta.
     """
 
     def __init__(
@@ -116,7 +116,7 @@ class Curriculum(TaskStream):
         ]
 
     def _open(self, position: int) -> NDArray[np.int64]:
-        """Return the places of the tasks that may be drawn."""
+        """Return the places in the pool of the tasks that may be drawn."""
         if self.config.difficulty is None:
             return self._ranked_N
         start = self.config.start_share
@@ -138,7 +138,7 @@ class Curriculum(TaskStream):
 
 
 def _easiest_first(pool: Sequence[Task], name: str) -> list[int]:
-    """Return the places of the tasks by increasing difficulty."""
+    """Return the places in the pool of all tasks, by increasing difficulty."""
     for task in pool:
         value = task.meta.get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):

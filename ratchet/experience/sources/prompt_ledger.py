@@ -1,8 +1,8 @@
-"""A ledger of every prompt's events, in order: one line of JSON each, appended and never changed.
+"""A ledger of every prompt's events: an append-only file with a line of JSON for each event.
 
-A checkpoint holds an offset into it. A run that resumes first cuts off what came later, because it
-will happen again. So the file lists exactly what the weights were trained on, however often the run
-was interrupted.
+A checkpoint holds an offset into it. A resumed run first removes later events, because they will
+happen again. So the file lists exactly the prompts that the weights were trained on, however often
+the run was interrupted.
 """
 
 from __future__ import annotations
@@ -36,9 +36,9 @@ class PromptLedger:
         """Append an event for each id.
 
         Args:
-            event: The event.
-            ids: The groups.
-            facts: Plain values to store with it, the same for all ids.
+            event: The kind of event.
+            ids: The ids of the groups.
+            facts: Plain values to store with the event, the same for all ids.
 
         Raises:
             OSError: The file can't be written.
@@ -85,11 +85,15 @@ def read_ledger(path: Path) -> Iterator[dict[str, Any]]:
 def find_ledger_faults(
     lines: Iterator[dict[str, Any]], *, max_staleness: int, max_age: int = 0
 ) -> list[str]:
-    """Return the violations in a ledger.
+    """Return the violations in a ledger, as text.
 
-    These are prompts trained on twice or without having been issued (since they were deferred, if
-    they were), and weights that were too old. A replay is allowed after the group was trained on,
-    within `max_age`.
+    A prompt must be issued before it is trained on or filtered (again if it was deferred), and this
+    may happen only once. A replay must come after it.
+
+    Args:
+        lines: The entries, in order.
+        max_staleness: Versions by which the weights of a new group may lie behind its step.
+        max_age: Versions by which the weights of a replayed group may lie behind its step.
     """
     issued: dict[str, int] = {}
     ends: Counter[str] = Counter()

@@ -1,6 +1,6 @@
 """A replay buffer: a step also trains on groups of earlier steps.
 
-Older weights drew them, which the algorithm's correction must weigh.
+Older weights sampled them, so the algorithm needs an off-policy correction.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from ratchet.types import Group
 class ReplayBuffer:
     """A source that adds replayed groups to those of another source.
 
-    Groups are drawn without replacement with probabilities by their worth: those with the greatest
-    keys u^(1 / worth), u uniform (Efraimidis and Spirakis, 2006). u depends on the seed, the step
-    and the group's id, so a resumed run draws the same groups.
+    Groups are drawn without replacement, weighted by their worth (the standard deviation of their
+    rewards, or 1): those with the greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis,
+    2006). u depends on the seed, the step and the group's id, so a resumed run draws the same
+    groups.
     """
 
     def __init__(
@@ -71,8 +72,8 @@ class ReplayBuffer:
             if group.uses:
                 self.ledger.note("replayed", [group.id], step=step, version=_oldest(group))
             if self._worth(group):
-                # The group is not judged again, and a checkpoint may not be able to hold the
-                # task's answer and meta, which can be of any type.
+                # Drop the answer and meta: the group is not judged again, and they may be of types
+                # that a checkpoint can't hold.
                 task = replace(group.task, answer=None, meta={})
                 self._kept[group.id] = replace(group, task=task, uses=group.uses + 1)
         self._kept = dict(list(self._kept.items())[-self.config.capacity :])
@@ -92,7 +93,7 @@ class ReplayBuffer:
         return {**numbers, **replay_numbers, **({"replay/uses_mean": fmean(uses)} if uses else {})}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Pass the results of new groups alone to the source, as replayed ones are always stale."""
+        """Pass only new groups to the source, because replayed ones are always stale."""
         if isinstance(self.source, AdaptiveSource):
             self.source.adapt([group for group in groups if not group.uses], step, measured)
 
@@ -122,6 +123,6 @@ class ReplayBuffer:
 
 
 def _oldest(group: Group) -> int:
-    """Return the version of the weights that drew the group's oldest token."""
+    """Return the oldest weight version that sampled a token of the group; 0 without such tokens."""
     drawn = [row.versions[row.versions >= 0] for row in group.trajectories]
     return min((int(versions.min()) for versions in drawn if len(versions)), default=0)

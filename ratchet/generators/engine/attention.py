@@ -1,10 +1,10 @@
 """Attention over the KV cache: prefill of whole prompts, and decoding of one token per request.
 
-The classes are `attend` arguments of `Decoder.forward`. Both are batch-invariant, measured on CPUs
-with AVX2 and AVX-512: a request gets the same bits whatever else is in the call. A prompt is padded
-to a length that depends on it alone, and a decoding step sums values in tiles that do not depend on
-the longest request. With compiled kernels each request is computed by itself (a whole step:
-`compiled_decode`).
+Both classes are passed to `Decoder.forward` as `attend`. They are batch-invariant (measured on CPUs
+with AVX2 and AVX-512): a request gets the same bits whatever else is in the call. A prompt is
+padded to a length that depends on it alone, and a decoding step sums values in tiles that do not
+depend on the longest request. With compiled kernels each request is computed by itself
+(`compiled_decode` does so for a whole step).
 
 T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim,
 L = attended length (a multiple of `KVCache.stride`), B = prompts of one call.
@@ -23,14 +23,16 @@ from torch import Tensor
 from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 
-# Tokens. MKL splits longer sums into pieces that depend on the whole length (seen from 200 tokens
-# on).
+# Tokens of one partial sum. MKL splits longer sums into pieces that depend on the whole length
+# (seen from 200 tokens on).
 TILE = 128
-PROMPT_STRIDE = 16
+PROMPT_STRIDE = 16  # tokens; prompts are padded to a multiple
 
 
 class DecodeAttention:
-    """The attention of one new token in each of the first N slots; it writes their keys and values.
+    """The attention of one new token in each of the first N slots.
+
+    It also writes the new keys and values to the cache.
 
     Args:
         positions_N: positions of the new tokens, int64.
@@ -78,7 +80,7 @@ class DecodeAttention:
 
 
 def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
-    """Compute attention by plain matrix products, which are batch-invariant on a CPU (see TILE)."""
+    """Compute attention by matrix products in tiles: batch-invariant on a CPU (see TILE)."""
     # baddbmm would not be batch-invariant here.
     scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))
     weights_MGL = scores_MGL.add_(bias_M1L).softmax(-1)
@@ -106,19 +108,19 @@ class _Bucket:
     """The prompts that are padded to one width, as indices of a [B, width] table of cells."""
 
     prompts: int
-    # int64 [B * width]: the token in each cell. Padding repeats the prompt's last token; causal
-    # attention keeps real tokens from seeing it.
+    # int64 [B * width]: index of each cell's token among the T tokens. Padding repeats the prompt's
+    # last token; causal attention keeps real tokens from seeing it.
     gather: Tensor
     cells: Tensor  # cell of each real token
-    tokens: Tensor  # index of that token among the T tokens
+    tokens: Tensor  # index of each real token among the T tokens
 
 
 class PrefillAttention:
-    """The causal attention within each of several prompts that lie end to end.
+    """The causal attention within each of several prompts that are packed end to end.
 
-    Tokens behind the last prompt are padding and get 0. Keys and values of token `sources[i]` are
-    written to `positions[i]` of slot `slots[i]` (each int64 [n]); a prompt that several requests
-    share goes to several slots.
+    Tokens behind the last prompt are padding; their output is 0. Keys and values of token
+    `sources[i]` are written to `positions[i]` of slot `slots[i]` (each int64 [n]). A prompt that
+    several requests share is written to a slot of each.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""A whole decoding step as one call of a compiled kernel, for plain decoders on a CPU.
+"""Run a whole decoding step as one call of a compiled kernel, for plain decoders on a CPU.
 
-PyTorch needs some twenty calls a layer, and its threads synchronise at each of them. Here a thread
-takes its rows through all layers.
+PyTorch needs some twenty calls a layer, and its threads synchronise at each. In the kernel, each
+thread computes its rows through all layers.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ratchet.kernels import cpu
 from ratchet.models.decoder import Decoder, DecoderLayer, GatedMLP
 from ratchet.models.parallel.sharding import NoTPComm
 
-# Maximum number of entries of all matrices. For larger models PyTorch is better for a few rows: all
-# threads share each of its products.
+# Maximum number of entries of all matrices. For larger models and few rows PyTorch is faster,
+# because all its threads share each matrix product.
 MAX_ENTRIES = 2**24
-Layers = list[list[Tensor | None]]  # in the order of `MegatronLayer` in decoding.c
+Layers = list[list[Tensor | None]]  # by layer, in the order of the struct `Layer` in decoding.c
 
 
 class CompiledDecoder:
@@ -43,8 +43,8 @@ class CompiledDecoder:
     def layers(self) -> Layers | None:
         """Return the current weights by layer; None if the kernel can't compute with them.
 
-        The modules' own tables are read directly, because attribute lookups of `nn.Module` would
-        take a noticeable part of a small model's step.
+        `_parameters` and `_modules` are read directly, because attribute lookups of `nn.Module`
+        would take a noticeable part of a small model's step.
         """
         decoder = self.decoder
         if not self._possible or not cpu.is_enabled() or not isinstance(decoder.seams, NoTPComm):
@@ -74,7 +74,9 @@ class CompiledDecoder:
     ) -> Tensor:
         """Return hidden states [N, d] of one new token in each of N slots of the cache.
 
-        Like `Decoder.forward` with a `DecodeAttention`. layers: from `layers()`.
+        This computes the same as `Decoder.forward` with a `DecodeAttention`.
+
+        layers: the result of `layers()`.
         """
         decoder = self.decoder
         c = decoder.config

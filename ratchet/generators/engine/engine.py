@@ -25,9 +25,11 @@ from ratchet.models.weights.hf_weights import canonical_weights
 
 
 class EmbeddedEngine(AsyncEngine):
-    """The embedded engine, a `Generator`; `generate_all` works without an event loop.
+    """A `Generator` in this process; `generate_all` works without an event loop.
 
-    model: the built-in decoder, or a policy around it. Raises ModelError for any other model.
+    Args:
+        model: The built-in decoder, or a policy around it. Any other model raises ModelError.
+        tokenizer: Needed for requests with stop strings only.
     """
 
     core: Scheduler
@@ -81,7 +83,7 @@ class EmbeddedEngine(AsyncEngine):
         """Load an adapter from a directory in peft's format, for requests that name it.
 
         Requests whose `Sampling.adapter` is `name` use it in place of the policy's own adapter,
-        over the policy's current base weights. Raises ModelError if it can't be read or doesn't
-        fit the model.
+        over the policy's current base weights. Raises ModelError if the adapter can't be
+        read or doesn't fit the model.
         """
         self.core.adapters.add(name, load_adapter(directory))

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ratchet.types import Sampling
 
+# The constants of SplitMix64.
 GOLDEN, MIX_1, MIX_2 = 0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
 BITS = 24  # random bits of a uniform number: the precision of float32
 
@@ -25,8 +26,8 @@ BITS = 24  # random bits of a uniform number: the precision of float32
 def derive_stream(seed: int, drawn: int = 0) -> int:
     """Return the state of a seed's random stream, a signed 64-bit number.
 
-    Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: how many numbers of
-    the stream have been used.
+    Seeds are scrambled, so neighbouring seeds give unrelated streams. drawn: count of the
+    stream's numbers that have been used.
     """
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
@@ -51,7 +52,7 @@ def _signed(x: int) -> int:
 
 
 def _shift(x: Tensor, bits: int) -> Tensor:
-    """Return the logical right shift; torch's own repeats the sign bit."""
+    """Return the logical right shift; `>>` of torch repeats the sign bit."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
 
@@ -107,7 +108,7 @@ class SamplingSettings:
 
     @classmethod
     def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> SamplingSettings:
-        """Upload the settings of N rows. table_N: rows of dtype SETTING."""
+        """Return the settings of N rows of dtype SETTING, on a device."""
 
         def column(name: str, rows: NDArray[np.int64] | slice = slice(None)) -> Tensor:
             return torch.from_numpy(table_N[name][rows].copy()).to(device)
@@ -128,7 +129,7 @@ class SamplingSettings:
     def from_samplings(
         cls, samplings: Sequence[Sampling], vocab_size: int, device: torch.device
     ) -> SamplingSettings:
-        """Return the settings of some samplings on a device."""
+        """Return the settings of N samplings, on a device."""
         return cls.from_table(
             np.array([make_setting_row(s, vocab_size) for s in samplings], dtype=SETTING), device
         )
@@ -142,8 +143,8 @@ class SampledTokens:
     """The sampled tokens of N rows, with their logprobs."""
 
     tokens_N: Tensor  # int64
-    logprobs_N: Tensor  # float32, under the temperature alone, without filters; greedy: under 1
-    log_kept_F: Tensor | None  # log of the mass that the filters of the rows F kept
+    logprobs_N: Tensor  # float32, at the sampling temperature (greedy: 1), before filters
+    log_kept_F: Tensor | None  # log of the probability mass that the filters keep
 
 
 def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSettings) -> SampledTokens:
@@ -156,7 +157,7 @@ def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSetting
     p_NV = scaled_NV.softmax(-1)
     cdf_NV = p_NV.cumsum(-1)
     tokens_N = invert_cdf(cdf_NV, uniforms_N, cdf_NV[:, -1])
-    # An accelerator's parallel scan may, by rounding, rise at a token whose probability is 0.
+    # On an accelerator, rounding in the parallel cumsum may select a token of probability 0.
     if cdf_NV.device.type != "cpu":
         drawn_N = p_NV.gather(1, tokens_N[:, None])[:, 0]
         tokens_N = torch.where(drawn_N > 0, tokens_N, p_NV.argmax(-1))

@@ -1,5 +1,7 @@
-"""Hand an adapter to vLLM's workers as a directory in peft's format, which they check and vLLM
-loads."""
+"""Pass adapters to vLLM's workers as directories in peft's format.
+
+The workers check a directory's checksum, then vLLM loads it.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks with which vLLM 
 class AdapterSender:
     """The sender of adapters, which collects their weights and writes them to files.
 
-    The files of a push stay until the next push has been loaded: vLLM may read them again.
+    The files of a push stay until the next push has been loaded, as vLLM may read them again.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -31,18 +33,22 @@ class AdapterSender:
         self.loaded: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}  # elements of each weight that have not come
+        self._missing: dict[str, int] = {}  # by weight: number of elements not yet added
         self._saved = 0
 
     def expect(self, adapter: Adapter | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """Begin a push. shapes: shapes of the adapter's weights, by peft's names."""
+        """Begin a push.
+
+        adapter: the pushed adapter; None: the push has none.
+        shapes: shapes of the adapter's weights, by peft's names.
+        """
         self.adapter = adapter
         self._shapes = dict(shapes)
         self._tensors = {}
         self._missing = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
 
     def add(self, shard: Shard) -> None:
-        """Store a shard. Raises ModelError for an unexpected weight, or one of another shape."""
+        """Store a shard. Raises ModelError if its weight was not announced with this shape."""
         if self._shapes.get(shard.name) != tuple(shard.shape):
             raise ModelError(
                 f"weight '{shard.name}' {shard.shape} of an adapter was sent, and not announced as "
@@ -71,9 +77,9 @@ class AdapterSender:
         )
 
     def keep(self, stored: StoredAdapter) -> tuple[Path, str]:
-        """Write an adapter that was read from a directory; return as `write` does.
+        """Write an adapter that was read from a directory, and return the same pair as `write`.
 
-        These files are not removed by a later push.
+        Later pushes do not remove these files.
         """
         return self._save(stored.adapter, stored.names, stored.weights)
 
@@ -86,14 +92,14 @@ class AdapterSender:
         return path, xxh3_128_hexdigest((path / WEIGHTS).read_bytes())
 
     def mark_loaded(self, path: Path) -> None:
-        """Note that the workers have loaded `path`, and remove the files loaded before."""
+        """Record that the workers have loaded `path`, and remove the previous push's files."""
         if self.loaded is not None:
             rmtree(self.loaded, ignore_errors=True)
         self.loaded = path
 
 
 def explain_adapter_damage(path: str, checksum: str) -> str:
-    """Return what is wrong with a received adapter's file; "" if its checksum is right."""
+    """Return the description of a damaged adapter file; "" if the checksum is right."""
     try:
         actual = xxh3_128_hexdigest((Path(path) / WEIGHTS).read_bytes())
     except OSError as error:

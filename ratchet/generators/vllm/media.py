@@ -1,7 +1,7 @@
 """Pass the images of a request to vLLM.
 
-vLLM takes prompts with one placeholder per image, and prepares images with its own processor.
-Therefore its expanded prompt is compared with the tokens that the learner will have.
+vLLM takes prompts with one placeholder per image, and expands them with its own processor.
+Therefore the expanded prompt is compared with the tokens that the learner trains on.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def check_installed() -> None:
 def make_media_arguments() -> dict[str, Any]:
     """Return keywords of vLLM's `EngineArgs` for a model that reads images.
 
-    Its processor needs the tokenizer, and hashes the images.
+    vLLM's processor of images needs the tokenizer, and hashes the images.
     """
     return {
         "skip_tokenizer_init": False,
@@ -42,10 +42,12 @@ def make_media_arguments() -> dict[str, Any]:
 
 
 def make_media_prompt(request: GenerationRequest, salt: str) -> dict[str, Any]:
-    """Return the images of vLLM's prompt, by their placeholders' order; {} without media.
+    """Return the image fields of vLLM's prompt, in placeholder order; {} without media.
 
-    salt: part of each image's cache key, because a cached encoding belongs to the weights that
-    computed it. Raises ConfigError for media other than images.
+    Raises ConfigError for media other than images.
+
+    salt: part of each image's cache key, because a cached encoding is valid only for the weights
+      that computed it.
     """
     if not request.media:
         return {}

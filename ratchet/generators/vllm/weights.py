@@ -1,8 +1,8 @@
 """Hand weights to vLLM's workers: one file per push, which every worker maps, checks and loads.
 
 The file holds the tensors' bytes, one after the other. The manifest with their offsets and
-checksums goes another way (as the argument of a worker's method), so a truncated, stale or damaged
-file can't be mistaken for the weights that were sent.
+checksums is sent separately (as the argument of a worker's method), so a truncated, stale or
+damaged file can't be mistaken for the weights that were sent.
 """
 
 from __future__ import annotations
@@ -26,20 +26,24 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 @dataclass
 class _Assembled:
-    """A weight of which some pieces have come."""
+    """A weight that has arrived in part."""
 
     tensor: Tensor
-    missing: int  # elements
+    missing: int  # number of elements that have not arrived
 
 
 @dataclass
 class WeightFileWriter:
-    """The sender's side: it collects weights and writes them to a file.
+    """The sender's side of pushes: it collects weights and writes them to a file.
 
     A push has all weights or none: vLLM fuses some of them, and would use uninitialised memory for
     a missing part.
 
-    shapes: shape of every weight, by its canonical name.
+    Args:
+        directory: where the files are written.
+        shapes: shape of every weight, by its canonical name.
+        dtype: dtype to which floating-point weights are converted.
+        path: the file of the current push; None before its first weight.
     """
 
     directory: Path
@@ -53,7 +57,7 @@ class WeightFileWriter:
     def add(self, shards: Iterator[Shard]) -> None:
         """Add shards to the push.
 
-        Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice.
+        Raises ModelError for a weight that is unknown, has another shape, or was sent twice.
         """
         for shard in shards:
             shape = self.shapes.get(shard.name)
@@ -74,7 +78,7 @@ class WeightFileWriter:
                 self._write(shard.name, whole)
 
     def _whole(self, shard: Shard) -> Tensor | None:
-        """Return the whole weight when its last piece has come, else None.
+        """Return the whole weight if this is its last piece, else None.
 
         The pieces must not overlap.
         """
@@ -126,7 +130,7 @@ class WeightFileWriter:
         assert self.path is not None, "there are entries, so there is a file"
         entries = dict(self._entries)
         embeddings = [name for name in entries if name.endswith(EMBEDDING)]
-        # A tied head is sent as a copy of the embedding; else vLLM would keep the old head.
+        # A tied head gets the embedding's entry; without one vLLM would keep the old head.
         if HEAD not in entries and len(embeddings) == 1:
             entries[HEAD] = entries[embeddings[0]]
         return {"path": str(self.path), "entries": entries}

@@ -1,5 +1,7 @@
-"""The messages between the pool and its workers: many small requests or completions, packed as a
-few long columns, which are cheap to send."""
+"""The messages between the pool of generator workers and each worker.
+
+Many small requests or completions are packed into a few long columns, which are cheap to send.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ class RequestBatch:
     prompts: NDArray[np.int64] | None = None  # the distinct prompts, end to end
     starts: Sequence[int] = (0,)  # start of each distinct prompt, and the end of the last
     prompt_of: Sequence[int] = ()  # index of each request's prompt
-    samplings: Sequence[tuple[Any, ...]] = ()  # values of `FIELDS` of each request
+    samplings: Sequence[tuple[Any, ...]] = ()  # each request's values of the sampling `FIELDS`
     media: Sequence[Medium] = ()  # the distinct media
     # (start, index of the medium) of each prompt's media; () if no prompt has any
     placed: Sequence[Sequence[tuple[int, int]]] = ()
@@ -34,7 +36,10 @@ class RequestBatch:
     def from_requests(
         cls, requests: Mapping[int, tuple[NDArray[np.int64], PromptKey, Sampling, Sequence[Placed]]]
     ) -> RequestBatch:
-        """Pack requests. requests: (prompt, prompt key, sampling, media) by number."""
+        """Pack requests.
+
+        requests: (prompt, prompt key, sampling, media) by request number.
+        """
         distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
         places = {key: place for place, key in enumerate(distinct)}
         prompts = [tokens for tokens, _ in distinct.values()]
@@ -76,7 +81,7 @@ class RequestBatch:
 
 @dataclass(frozen=True)
 class CompletionBatch:
-    """A batch of completions, with their columns end to end, and of errors."""
+    """A batch of completions, whose columns are concatenated, and of failed requests' errors."""
 
     numbers: Sequence[int]  # number of each completion's request
     starts: Sequence[int]  # start of each completion in the columns, and the end of the last
@@ -84,13 +89,13 @@ class CompletionBatch:
     stops: Sequence[str]
     routes: Sequence[NDArray[np.int16] | None]
     extras: Sequence[Mapping[str, Any]]
-    errors: Mapping[int, Exception]  # by number of the request
+    errors: Mapping[int, Exception]  # by request number
 
     @classmethod
     def from_completions(
         cls, completions: Mapping[int, Completion], errors: Mapping[int, Exception]
     ) -> CompletionBatch:
-        """Pack completions and errors, both by number of the request."""
+        """Pack completions and errors, both keyed by request number."""
         rows = list(completions.values())
         columns = ("tokens", "logprobs", "log_kept_mass", "versions")
         return cls(

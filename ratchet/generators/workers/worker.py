@@ -1,8 +1,8 @@
-"""The component of a generator's worker process: the generator, and its receivers of weights.
+"""The component of a generator's worker process: it holds the generator and its weight receivers.
 
 Calls are run one at a time, and generation advances only while a call waits. So the driver calls
-`exchange` repeatedly: each call brings new requests, generates for a while, and returns what has
-ended.
+`exchange` repeatedly: each call brings new requests, generates for a while, and returns the
+completions of requests that have ended.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBa
 from ratchet.protocols import Closeable, Generator, HasReadableWeights, Placeable, Shard
 from ratchet.types import Completion, Placed, Sampling
 
-TOGETHER_S = 0.005  # wait after the first completion, so that others can return with it
+TOGETHER_S = 0.005  # wait after the first completion, so that the call can return others too
 
 
 class GeneratorRank:
@@ -31,8 +31,8 @@ class GeneratorRank:
 
     Args:
         generator: a generator of this process.
-        make_receiver: creates a receiver of weights from the generator and the worker's index
-            among the receivers of the weight sync.
+        make_receiver: creates a weight receiver from the generator and the worker's index among
+            the receivers of the weight sync.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class GeneratorRank:
         return socket.gethostname()
 
     def records_routes(self) -> bool:
-        """Return True if the generator can record which experts computed a token."""
+        """Return True if the generator can record the experts that each token was routed to."""
         return getattr(self.generator, "records_routes", False)
 
     # --- requests
@@ -58,12 +58,12 @@ class GeneratorRank:
     async def exchange(
         self, requests: RequestBatch, cancelled: Sequence[int], wait_s: float, abort: bool = False
     ) -> CompletionBatch:
-        """Start new requests, generate until some have ended, and return those.
+        """Start new requests, generate until some requests have ended, and return their results.
 
         Args:
             requests: the new requests.
             cancelled: numbers of earlier requests to cancel.
-            wait_s: maximum time to generate if none ends, in seconds.
+            wait_s: maximum time to generate if no request ends, in seconds.
             abort: end all running requests first; they return their partial completions.
         """
         if abort:
@@ -113,7 +113,11 @@ class GeneratorRank:
     # --- weights
 
     async def link(self, place: int, method: str, *arguments: Any) -> Any:
-        """Call a method of a weight receiver. place: index among the receivers of the sync."""
+        """Call a method of a weight receiver, and return its result.
+
+        Args:
+            place: index among the receivers of the weight sync.
+        """
         if place not in self._receivers:
             self._receivers[place] = self._make_receiver(self.generator, place)
         result = getattr(self._receivers[place], method)(*arguments)
@@ -162,7 +166,7 @@ class GeneratorRank:
 def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
     """Return a task's completion, or its error in a form that can be sent.
 
-    An error of Ratchet is sent as itself if it can be copied; any other becomes a WorkerRaised.
+    A RatchetError is sent as a copy if it can be copied; any other error becomes a WorkerRaised.
     """
     if task.cancelled():
         return WorkerRaised("the generator cancelled the request")

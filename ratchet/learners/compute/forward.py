@@ -31,7 +31,7 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-# "auto": a CPU's cache is small, an accelerator needs large products.
+# MiB of logits for "auto": a CPU's cache is small, an accelerator needs large products.
 CHUNK_MIB = 16
 CHUNK_MIB_GPU = 256
 
@@ -39,10 +39,10 @@ CHUNK_MIB_GPU = 256
 class Forward:
     """The forward and backward passes of one role on micro-batches.
 
-    chunk_mib: logits that exist at a time, in MiB.
-    device: None: the device of the weights.
-
-    autocast, shared_vocab and replays are as in `LocalLearner`.
+    Args:
+        chunk_mib: MiB of logits that exist at a time.
+        autocast, shared_vocab, replays: as in `LocalLearner`.
+        device: where the passes run; None: the device of the weights.
     """
 
     def __init__(
@@ -93,7 +93,10 @@ class Forward:
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
         """Add the gradient of the terms to `.grad`, and return their losses and metrics.
 
-        "loss" is the sum that was differentiated. seed: of the adapter's dropout.
+        "loss" is the sum that was differentiated.
+
+        Args:
+            seed: seed of the adapter's dropout.
         """
         micro = micro.to(self.device, self.dtype)
         watch = self.watch(terms)
@@ -117,8 +120,9 @@ class Forward:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Return (the sum to differentiate, the losses and metrics as in `learn`).
 
-        micro: on the device, in the dtype of losses.
-        watch: the recorder of the forward that made the hidden states.
+        Args:
+            micro: must be on the device, in the dtype of losses.
+            watch: the recorder of the forward that computed the hidden states.
         """
         needs = needed(terms)
         # A term of coefficient 0 is only measured: outputs that it alone needs get no gradient.
@@ -144,9 +148,11 @@ class Forward:
         *,
         measured: Collection[str] = (),
     ) -> Outputs:
-        """Return the outputs that the terms need.
+        """Return the outputs that loss terms need.
 
-        measured: the needs that are only measured, and get no gradient.
+        Args:
+            needs: names of the outputs.
+            measured: those of `needs` that are only measured, and get no gradient.
         """
         spec = TokenOutputSpec.from_names(
             needs,
@@ -171,9 +177,9 @@ class Forward:
         top_k: int = 0,
         hidden_Td: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """Return columns without gradient.
+        """Return the wanted columns, without gradient.
 
-        hidden_Td: the hidden states, if they are known; None: compute them.
+        hidden_Td: the hidden states; None: compute them.
         """
         outputs = TokenOutputSpec.from_names(wanted, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
@@ -186,7 +192,7 @@ class Forward:
     ) -> Tensor:
         """Return the hidden states, [T, d].
 
-        needs: the outputs that are read from them. For predictions alone, states that predict
+        needs: the outputs to compute from them. If none reads the scalar head, states that predict
         nothing may be left out.
         """
         if not micro.n_tokens:
@@ -216,7 +222,11 @@ class Forward:
     def columns(
         self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: TokenOutputSpec
     ) -> dict[str, Tensor]:
-        """Return the columns of a micro-batch, at `predicted_T`."""
+        """Return the columns of a micro-batch, by name.
+
+        Predictions and values stand at `predicted_T`; "scores" are per sequence, "token_scores"
+        per token.
+        """
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(needs):
             columns |= self.predictions(micro, hidden_Td, wanted)
@@ -232,7 +242,7 @@ class Forward:
     def predictions(
         self, micro: Batch, hidden_Td: Tensor, wanted: TokenOutputSpec
     ) -> dict[str, Tensor]:
-        """Return the columns that the language head predicts."""
+        """Return the columns that are computed with the language head."""
         return compute_token_columns(
             self.language_head, hidden_Td, micro, micro.predicted_T, wanted
         )
@@ -244,7 +254,7 @@ class Forward:
 
     @property
     def language_head(self) -> Head:
-        """The language head, with the chunk size and the matrix that are used."""
+        """The language head, its chunk size, and its matrix if that has the dtype of losses."""
         size = self.model.vocab_size
         matrix = self.head_matrix
         usable = matrix is not None and matrix.dtype == self.dtype
@@ -265,12 +275,12 @@ class Forward:
 
 
 def _predicting(micro: Batch) -> Tensor:
-    """Return True for the tokens before those that are predicted: bool [T]."""
+    """Return the mask of the tokens whose successor is predicted: bool [T]."""
     return F.pad(micro.predicted_T[1:], (0, 1))
 
 
 def count_rows_per_chunk(mib: int, vocab_size: int, dtype: torch.dtype) -> int:
-    """Return the number of rows of logits that fit into so many MiB, at least 1."""
+    """Return the number of rows of logits that fit into `mib` MiB, at least 1."""
     return max(1, mib * 2**20 // (vocab_size * dtype.itemsize))
 
 

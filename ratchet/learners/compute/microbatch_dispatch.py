@@ -1,6 +1,6 @@
 """The distribution of micro-batches over data ranks.
 
-Every rank gets the same number, because all ranks meet in every layer.
+Every rank gets the same number, because every layer runs collectives that need all ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratchet.types import Medium
 class MicroBatch:
     """A micro-batch for one rank.
 
-    rows: its rows of the batch. A filler has none: it repeats a row of the batch with weights of 0.
+    rows: indices of its rows in the batch. A filler has none: it repeats a row with weights of 0.
     """
 
     rows: Sequence[int]
@@ -31,10 +31,10 @@ def distribute_microbatches(
 ) -> list[list[MicroBatch]]:
     """Distribute the micro-batches of a plan, and return those of each data rank.
 
-    Neighbours in the plan, which have about the same size, are computed at the same time.
+    Neighbours in the plan have about the same size, so the ranks compute them at the same time.
 
-    multiple: number of micro-batches that a rank takes at a time (a pipeline is filled with
-    several).
+    multiple: each rank's number of micro-batches is a multiple of this (a pipeline needs several
+      at a time).
     """
     micros = [MicroBatch(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
     if micros:
@@ -54,9 +54,9 @@ def _filler(batch: Batch) -> MicroBatch:
 
 
 def strip_media(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches with what a rank needs of their media.
+    """Return the batches with only the parts of their media that a rank needs.
 
-    Each medium comes once, whatever objects hold it, and without the file that it was made from.
+    Equal media become one object, without the file that it was made from.
     """
     media: dict[str, Medium] = {}
 
@@ -77,9 +77,9 @@ def strip_media(batches: Sequence[Batch]) -> list[Batch]:
 def gather_columns(
     batch: Batch, plan: Sequence[Sequence[int]], micro_columns: Sequence[Mapping[str, Tensor]]
 ) -> dict[str, Tensor]:
-    """Return the columns of the batch, from those of each micro-batch.
+    """Merge the columns of micro-batches into columns of the batch.
 
-    "scores" is a column of sequences, all others are of tokens.
+    "scores" has an entry per sequence, all others have one per token.
     """
     columns: dict[str, Tensor] = {}
     starts = batch.starts_S.tolist()

@@ -1,4 +1,4 @@
-"""Micro-batching: the plan that cuts a batch into micro-batches."""
+"""Plan how a batch is cut into micro-batches."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratchet.batch import ROUTES, Batch, Level
 from ratchet.models.layers.prefix_tree import Index, compute_path_keys, count_shared_prefix
 from ratchet.protocols import LossTerm
 
-# "auto": larger micro-batches gain nothing on a CPU, and take more memory.
+# Limits for "auto". On a CPU larger micro-batches take more memory and gain nothing.
 MAX_TOKENS = 2304
 MAX_TOKENS_GPU = 16384
 # Rows of a group stay together if that saves at least this share of their tokens.
@@ -70,7 +70,7 @@ def plan_microbatches(
     workers: number of micro-batches that are computed at the same time. With more than one, micro-
       batches have about the same size, and their number is a multiple of it.
 
-    Rows of similar length go together, because attention works per length.
+    Rows of similar length go together, because they share an attention call.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
@@ -111,7 +111,7 @@ def plan_microbatches(
 
 
 def _family(rows: list[int], lengths: Sequence[int], common: int) -> RowFamily:
-    """Return the family of some rows that share a prefix of `common` tokens."""
+    """Return the family of rows that share a prefix of `common` tokens."""
     sizes = [lengths[row] for row in rows]
     return RowFamily(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
 
@@ -126,8 +126,8 @@ def _families(
 ) -> Iterator[RowFamily]:
     """Yield the families of one group's rows.
 
-    Rows stay together, in as many pieces as `max_tokens` demands, or each is alone if their shared
-    prefix is short.
+    Rows with a long shared prefix stay together, in as many families as `max_tokens` demands;
+    others get a family each. whole: yield all rows as one family.
     """
     common = count_shared_prefix([tokens[row] for row in rows])
     if common * (len(rows) - 1) < MIN_SAVED_SHARE * sum(lengths[row] for row in rows):

@@ -1,7 +1,8 @@
-"""A rank of a learner that FSDP2 divides (DTensor shards).
+"""One rank of a learner that FSDP2 shards (DTensor).
 
-The model is a part of a decoder, or any model of transformers. Losses and gradients are sums, as
-everywhere. FSDP averages over its ranks, so a loss is first multiplied by their number.
+The model is a part of the built-in decoder, or any model of transformers. Losses and gradients are
+sums, as in all learners. FSDP averages over its ranks, so a loss is first multiplied by their
+number.
 """
 
 from __future__ import annotations
@@ -63,14 +64,13 @@ def shard_model(
     offload: bool = False,
     autocast: bool = False,
 ) -> None:
-    """Divide matrices over the ranks that share a gradient.
+    """Shard matrices over the FSDP ranks; each rank keeps vectors, which are small, whole.
 
-    Vectors are small, and each rank keeps them whole.
-
-    units: modules whose weights are fetched one after another.
-    autocast: True if forwards run under it. Matrices of the units then travel in bfloat16, to which
-      autocast would round them anyway. Matrices outside the units (the language head!), each rank's
-      own share and sums of gradients keep their dtype.
+    units: modules whose weights are gathered one after another.
+    offload: True to keep shards in host memory.
+    autocast: True if forwards run under autocast. Matrices of the units are then gathered in
+      bfloat16, to which autocast would round them anyway. Matrices outside the units (such as the
+      language head), shards and sums of gradients keep their dtype.
     """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
     # Hidden states between the layers stay in float32, as under autocast alone.
@@ -97,10 +97,10 @@ def shard_model(
 
 
 class DTensorLearner(RankLearner):
-    """One rank of a learner that FSDP2 divides, for `Learner`.
+    """One rank of a `Learner` that FSDP2 shards.
 
-    model, head: divided by `shard_model`.
-    device: computes, wherever weights are stored.
+    model, head: already sharded by `shard_model`.
+    device: the device that computes; weights may be stored elsewhere.
 
     optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
     """
@@ -151,7 +151,7 @@ class DTensorLearner(RankLearner):
         self.pipeline = None
         if isinstance(model, DistributedPolicy):
             for stage in model.runs:
-                # A pipeline runs the stages outside `Forward`, which else enters autocast.
+                # A pipeline runs the stages outside `Forward`, which otherwise enters autocast.
                 stage.autocast = autocast
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(
@@ -222,9 +222,9 @@ class DTensorLearner(RankLearner):
         return numbers
 
     def _reshard(self) -> None:
-        """Divide the root's weights again after a forward without backward.
+        """Reshard all FSDP modules after a forward without backward.
 
-        FSDP would keep them whole, and the next forward would not see an update.
+        FSDP would keep the root's weights whole, and the next forward would not see an update.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -239,7 +239,7 @@ class DTensorLearner(RankLearner):
         self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
-        """Yield this rank's blocks; a block of several ranks comes from the first of them only."""
+        """Yield this rank's blocks; only the first rank that holds a block yields it."""
         for item in self.frozen:
             if item.first:
                 yield from (replace(block, rests=True) for block in item.blocks(item.local))
@@ -248,7 +248,7 @@ class DTensorLearner(RankLearner):
                 yield from item.blocks(item.local)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
-        """Yield this rank's blocks of a part of the model; "all" has the scalar head's too."""
+        """Yield this rank's blocks of a part of the model; "all" includes the scalar head."""
         param_shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[
             part
         ]
@@ -264,7 +264,7 @@ class DTensorLearner(RankLearner):
     def base(self) -> str:
         """The fingerprint of the frozen weights, which a checkpoint leaves out.
 
-        All ranks read it at the same time.
+        It is a collective: all ranks must read it at the same time.
         """
         names = {piece.name for item in self.frozen for piece in item.pieces}
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
@@ -286,7 +286,7 @@ class DTensorLearner(RankLearner):
     def _state_blocks(self) -> Iterator[Shard]:
         """Yield the weights and moments of a checkpoint one by one.
 
-        A restored copy of quantised moments so exists only while it is written.
+        So a dequantised copy of moments exists only while it is written.
         """
         optimizer = self.optimizer
         for item in (item for item in self.trained if item.first):
@@ -298,7 +298,7 @@ class DTensorLearner(RankLearner):
                     )
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of any number of ranks.
+        """Load a checkpoint that any number of ranks saved.
 
         Raises CheckpointError if something is missing.
         """

@@ -1,4 +1,4 @@
-"""The parameters of a rank: its part of each, and the ranks that hold the same part."""
+"""The parameters of a rank: the part of each that it holds, and how gradients are reduced."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from ratchet.protocols import Shard
 class ParamShards:
     """The part of a parameter that this rank holds.
 
-    rows: rows of the whole parameter that are here, if FSDP divides it; None: all of them.
+    rows: rows that this rank holds, if FSDP divides the parameter; None: all of them.
     copies: number of ranks that hold the same block.
-    partial: groups whose ranks have a summand of the gradient each, beside those over which FSDP
-      has summed it.
-    excess: divisor of the gradient. A loss is multiplied by the number of ranks over which FSDP
-      averages; for experts these are fewer, and for vectors, which FSDP does not divide, none.
-    first: True if this rank speaks for all ranks that hold the same block.
+    partial: groups over which the gradient must still be summed, after FSDP's own reduction.
+    excess: divisor of the gradient. The loss is multiplied by the number of ranks over which FSDP
+      averages dense matrices. It averages experts over fewer ranks, and vectors and adapters, which
+      it does not divide, over none.
+    first: True for the one rank that saves and sends this block, of all that hold it.
     """
 
     name: str
@@ -51,11 +51,11 @@ class ParamShards:
 
     @property
     def local(self) -> Tensor:
-        """This rank's part of the parameter, without gradient."""
+        """This rank's part of the parameter, detached."""
         return get_local_tensor(self.parameter.detach())
 
     def blocks(self, like: Tensor) -> Iterator[Shard]:
-        """Yield the blocks of a tensor in the layout of the parameter's local part."""
+        """Yield the blocks of a tensor that has the layout of the parameter's local part."""
         return cut_blocks(self.pieces, like, self.rows)
 
 
@@ -67,7 +67,7 @@ def get_local_tensor(x: Tensor) -> Tensor:
 def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
     """Return the rows of a parameter that FSDP gives to this rank.
 
-    Every rank gets as many rows as the first, as long as there are any.
+    Each rank gets ceil(rows / ranks) rows; the last ranks may get fewer or none.
     """
     if not isinstance(parameter, DTensor):
         return None
@@ -77,7 +77,7 @@ def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
 
 
 def complete_gradients(held: Sequence[ParamShards]) -> None:
-    """Add up gradients that are divided between ranks that hold the same parameter."""
+    """Sum each gradient over its `partial` groups, and divide it by its `excess`."""
     for item in held:
         # A tied embedding has no gradient on pipeline stages without the head.
         if item.partial and item.parameter.grad is None:
@@ -137,7 +137,7 @@ def collect_param_shards(
                 )
     else:
         for name, parameter in model.named_parameters():
-            # The name within the wrapped model.
+            # Drop the wrapper's prefix.
             own_name = name.partition(".")[2]
             param_shards.append(_transformers_shard(own_name, parameter, mesh, model.divided))
     for name, parameter in () if head is None else head.named_parameters():
@@ -159,9 +159,9 @@ def _decoder_shard(
     """Return the shard of a parameter of Ratchet's decoder."""
     partial: tuple[Group, ...] = ()
     if mesh.tensor is not None and not is_tensor_parallel(name):
-        # Each rank has these parameters whole, but their gradient only from some of the heads,
-        # experts' outputs or tokens. An undivided matrix of an adapter meets a divided one: it
-        # gets some outputs of a product, or a summand of its inputs.
+        # Each rank has these parameters whole, but computes their gradient from only some of the
+        # heads, experts' outputs or tokens. An adapter's undivided matrix is multiplied with a
+        # divided one, so its gradient comes from some outputs or a summand of the inputs.
         sees_some_heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
         partial = (
             (mesh.tensor,)
@@ -174,7 +174,7 @@ def _decoder_shard(
     )
     if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
         return shard
-    # The last stage has the embedding too, as its head.
+    # The last pipeline stage has the tied embedding too, as its head.
     first = shard.first and mesh.at.pipeline == 0
     return replace(shard, partial=(*partial, mesh.ends), copies=shard.copies * 2, first=first)
 
@@ -182,7 +182,7 @@ def _decoder_shard(
 def _transformers_shard(
     name: str, parameter: nn.Parameter, mesh: Mesh, divided: TPDivision | None
 ) -> ParamShards:
-    """Return the shard of a parameter of a model that transformers runs."""
+    """Return the shard of a parameter of a Hugging Face transformers model."""
     if divided is None or mesh.tensor is None:
         return _param_shard(name, parameter, _whole(name, parameter), mesh, ())
     if name in divided.blocks:
@@ -208,7 +208,7 @@ def _param_shard(
 ) -> ParamShards:
     """Return the shard of a parameter.
 
-    divided: True if the tensor-parallel ranks divide it.
+    divided: True if tensor parallelism divides it.
     """
     excess = mesh.topology.experts if is_expert else 1
     # FSDP does not divide vectors and adapters.
@@ -231,7 +231,7 @@ def _param_shard(
 
 
 def _whole(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
-    """Return the piece that is a whole parameter."""
+    """Return a single piece that covers the whole parameter."""
     shape = tuple(parameter.shape)
     return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)
 
@@ -239,9 +239,9 @@ def _whole(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
 def fill_param_shards(
     held: Sequence[ParamShards], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 ) -> None:
-    """Copy every block of the parameters from `read`.
+    """Fill the parameters block by block.
 
-    read: called with a block's name, offsets and sizes.
+    read: returns a block, given its name, offsets and shape.
     """
     with torch.no_grad():
         for item in held:

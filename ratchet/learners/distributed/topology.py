@@ -1,7 +1,7 @@
-"""The topology of a learner's ranks: pure arithmetic, for the driver and the ranks.
+"""Compute the topology of a learner's ranks, on the driver and on the ranks.
 
-Tensor-parallel ranks are next to each other, because they exchange most, then context, data and
-pipeline.
+Ranks that communicate most are adjacent: the tensor coordinate varies fastest, then context, data
+and pipeline.
 """
 
 from __future__ import annotations
@@ -30,13 +30,12 @@ class Coordinates:
 
 @dataclass(frozen=True)
 class Topology:
-    """The sizes by which ranks divide the work.
+    """The number of ranks in each dimension of parallelism.
 
     replicas x shards: data parallelism. Weights are divided over the shards (FSDP) and repeated in
       each replica (HSDP).
-    experts: number of ranks of one replica that divide the experts of a layer.
-
-    context, tensor, pipeline: see `ratchet.models`.
+    experts: number of ranks in a replica over which a layer's experts are divided.
+    context, tensor, pipeline: number of ranks over which sequences, matrices, layers are divided.
     """
 
     replicas: int = 1
@@ -60,7 +59,7 @@ class Topology:
 
     @property
     def data(self) -> int:
-        """The number of ranks with rows of their own."""
+        """The number of data ranks, each with its own shard of the batch."""
         return self.replicas * self.shards
 
     @property
@@ -83,7 +82,7 @@ class Topology:
 
 
 def build_topology(config: DistributedConfig) -> Topology:
-    """Return the topology of a section. Raises ConfigError if its sizes don't fit together."""
+    """Return the topology of a config section. Raises ConfigError if its sizes don't fit."""
     *replicas, shards = (getattr(config, key) for key in config.rows)
     return Topology(
         replicas=prod(replicas),
@@ -96,7 +95,7 @@ def build_topology(config: DistributedConfig) -> Topology:
 
 
 def build_first_shard(config: DistributedConfig) -> ModelShard:
-    """Return the first rank's part of the model, to check if the model can be divided so."""
+    """Return the first rank's part of the model, to check that the model can be divided."""
     stages = config.pipeline_parallel * config.pipeline_chunks
     return ModelShard(
         ShardIndex(0, config.tensor_parallel),
@@ -106,7 +105,7 @@ def build_first_shard(config: DistributedConfig) -> ModelShard:
 
 
 def build_megatron_sizes(config: MegatronConfig) -> MegatronSizes:
-    """Return the sizes of Megatron's parallelism for a section."""
+    """Return Megatron's parallel sizes for a config section."""
     return MegatronSizes(
         tensor=config.tensor_parallel,
         context=config.context_parallel,

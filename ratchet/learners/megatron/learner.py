@@ -1,6 +1,6 @@
 """A rank of a learner that uses Megatron Core's layers, pipeline schedules and optimizer.
 
-Attention and losses are Ratchet's. Losses and gradients are sums, as everywhere: Megatron's
+Attention and losses are Ratchet's. Losses and gradients are sums, as in every learner: Megatron's
 divisions by tokens, micro-batches or ranks are turned off (`calculate_per_token_loss`, with a count
 of 0 tokens).
 """
@@ -46,15 +46,15 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
 from ratchet.protocols import Exported, LossTerm, Shard
 
-# (number of the micro-batch, its hidden states [T, d]) -> the last stage's result for the schedule
+# (index of the micro-batch, its hidden states [T, d]) -> the last stage's result for the schedule
 Ending = Callable[[int, Tensor], Any]
 
 
 class MegatronLearner(RankLearner):
     """One rank of a learner that uses Megatron Core.
 
-    model: has its weights; Megatron's buffers take them over.
-    scalar: True if it has a scalar head, initialised to zeros.
+    model: its weights are loaded; Megatron's buffers take over their memory.
+    scalar: True adds a scalar head, initialised to zeros.
 
     optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
     """
@@ -144,7 +144,7 @@ class MegatronLearner(RankLearner):
         *,
         forward_only: bool,
     ) -> list[Mapping[str, Tensor]]:
-        """Run Megatron's schedule, and return the last stage's results; nothing on other stages."""
+        """Run Megatron's schedule, and return the results on the last stage, [] on other stages."""
         feeds = [self._feed(micro, watch) for micro, watch in zip(micros, watches, strict=True)]
         if not forward_only:
             feeds = [replace(feed, seed=self._seed(number)) for number, feed in enumerate(feeds)]
@@ -178,7 +178,10 @@ class MegatronLearner(RankLearner):
         return self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing)
 
     def _complete_gradient(self, loss: float) -> tuple[float, float]:
-        """Return (norm, loss); Megatron's schedule has completed the gradient already."""
+        """Return the gradient's norm and the loss over all ranks.
+
+        Megatron's schedule has already summed the gradient.
+        """
         self.optimizer.prepare_grads()
         total = torch.tensor(loss, dtype=torch.float64, device=self.forward.device)
         dist.all_reduce(total)
@@ -213,7 +216,7 @@ class MegatronLearner(RankLearner):
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
-        """Yield views of this rank's blocks; the scalar head's come with the adapter."""
+        """Yield views of the blocks that this rank exports; a scalar head is in the adapter."""
         for item in self.owned:
             if item.first and part in ("all", "base" if is_model_weight(item.name) else "adapter"):
                 yield from cut_blocks(item.pieces, item.parameter.detach())
@@ -224,10 +227,9 @@ class MegatronLearner(RankLearner):
 
     @cached_property
     def base(self) -> str | None:
-        """The fingerprint of the frozen weights, which a checkpoint leaves out; None: none are
-        frozen.
+        """The fingerprint of the frozen weights, which checkpoints omit; None without an adapter.
 
-        All ranks read it at the same time.
+        All ranks must read it first at the same time.
         """
         if self.model.adapter is None:
             return None
@@ -239,9 +241,9 @@ class MegatronLearner(RankLearner):
         save_state(directory, self.model, self.optimizer, self.step_policy, self.base)
 
     def load(self, directory: Path) -> None:
-        """Load a checkpoint of any number of ranks.
+        """Load a checkpoint, written by any number of ranks.
 
-        Raises CheckpointError if something is missing, or the base differs.
+        Raises CheckpointError if it lacks something, or belongs to other frozen weights.
         """
         load_state(directory, self.model, self.optimizer, self.step_policy, self.base)
 
@@ -256,8 +258,8 @@ def _renew_parameters(model: MegatronPolicy) -> None:
         for module in chunk.modules():
             for name, old in list(module.named_parameters(recurse=False)):
                 new: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                # Megatron's attributes say how the parameter is divided and repeated. Those of its
-                # gradient and its master copy ("main_...") belong to the earlier stage.
+                # Copy Megatron's attributes, which say how the parameter is sharded and replicated,
+                # except "main_...": the gradient and master copy of the earlier stage.
                 new.__dict__.update(
                     {key: value for key, value in vars(old).items() if not key.startswith("main_")}
                 )
@@ -265,10 +267,10 @@ def _renew_parameters(model: MegatronPolicy) -> None:
 
 
 def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
-    """Return a scalar head, which is trained on the last stage.
+    """Return a scalar head, and attach it to the model on the last stage.
 
-    Nothing reads logits then, and an optimizer would still decay the weights of an untied language
-    head.
+    An untied language head is frozen there: nothing reads its logits, and the optimizer would still
+    decay its weights.
     """
     head = ScalarHead(model.hidden_size).to(
         device, torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -282,7 +284,7 @@ def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
 
 
 def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParallel:
-    """Return the chunk with gradient buffers that are summed over data ranks."""
+    """Return the chunk with gradient buffers that are summed over data-parallel ranks."""
     settings: Any = chunk.config
     wrapped = DistributedDataParallel(
         settings,
@@ -299,7 +301,7 @@ def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParall
 
 
 def _finish_gradients(chunks: list[Any], tokens: Tensor | None = None, **groups: Any) -> None:
-    """Complete the sums of gradients, divided by nothing."""
+    """Complete the sums of gradients, without dividing them by the number of tokens."""
     finalize_model_grads(chunks, None, **groups)
 
 

@@ -1,4 +1,4 @@
-"""The provider of models that Megatron Core divides."""
+"""The model provider of the Megatron Core learner."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from ratchet.models.policy import PolicyModel
 
 
 class MegatronModels:
-    """Loads and copies models that Megatron Core divides (`ModelProvider`)."""
+    """A `ModelProvider` of models that Megatron Core divides among ranks."""
 
     def __init__(self, config: MegatronConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
@@ -32,7 +32,10 @@ class MegatronModels:
         init_process_groups(self.sizes)
 
     def load(self, origin: ModelSource) -> MegatronPolicy:
-        """Return the rank's part of a model. Raises ModelError if Megatron has no such layers."""
+        """Return the rank's part of a model.
+
+        Raises ModelError if Megatron has no layers for its architecture.
+        """
         shape = origin.decoder()
         if shape is None:
             raise ModelError(
@@ -78,7 +81,7 @@ class MegatronModels:
         destroy_process_groups()
 
     def _empty(self, shape: Any) -> MegatronPolicy:
-        """Return the rank's part of a model, with uninitialised weights."""
+        """Return the rank's part of a model with uninitialised weights."""
         fp8 = (
             None if self.config.fp8 is None else Fp8Format(self.config.fp8, self.config.fp8_recipe)
         )

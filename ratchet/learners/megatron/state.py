@@ -1,4 +1,4 @@
-"""Checkpoints of a Megatron Core learner, in the format of its `dist_checkpointing`.
+"""Write and read checkpoints of a Megatron Core learner, in Megatron's `dist_checkpointing` format.
 
 Any number of ranks can read them.
 """
@@ -36,7 +36,7 @@ METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": T
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
     """A save strategy that writes Megatron's files in this process.
 
-    Megatron's own strategy forks processes for it, which is unsafe in a process with threads, and
+    Megatron's own strategy forks processes to write, which is unsafe in a process with threads, and
     forbidden in a daemon.
     """
 
@@ -63,7 +63,7 @@ def save_state(
     step_policy: StepPolicy | None,
     base: str | None,
 ) -> None:
-    """Write a checkpoint. Every rank calls it, and all of them see the directory.
+    """Write a checkpoint. All ranks must call it and share the directory.
 
     base: see `MegatronLearner.base`.
     """
@@ -114,16 +114,16 @@ def load_state(
             optimizer.load_state_dict(state["optimizer"])
             for adam in _torch_adams(optimizer):
                 for moments in adam.state.values():
-                    # Megatron gives all parameters one tensor.
+                    # Megatron gives all parameters the same step tensor; each needs its own.
                     moments["step"] = moments["step"].clone()
             step_policy.steps_taken = state["pace"]["taken"]
             step_policy.bad_steps = state["pace"]["bad"]
 
 
 def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
-    """Return torch's optimizers, which count steps by parameter.
+    """Return the optimizers that are torch's Adam, which counts steps per parameter.
 
-    They are used if neither Transformer Engine nor apex brings another.
+    Megatron uses it if neither Transformer Engine nor apex provides one.
     """
     inner = (
         [] if optimizer is None else [chained.optimizer for chained in optimizer.chained_optimizers]
@@ -132,7 +132,7 @@ def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
 
 
 def _begin(adam: torch.optim.Optimizer) -> None:
-    """Create the states that a first step would, because Megatron loads into existing tensors."""
+    """Create the states that a first step creates: Megatron loads into existing tensors."""
     for group in adam.param_groups:
         for p in group["params"]:
             if not adam.state[p]:

@@ -1,13 +1,13 @@
 """Map the parameters of one Megatron Core rank to blocks of canonical weights.
 
-    # parameter -> the pieces of weights in it
+    # parameter name -> the pieces of canonical weights in it
     layout = megatron_layout(dimensions, shard)
     # read all weights from files, block by block
-    fill(dict(model.named_parameters()), layout, read)
+    fill_parameters(tensors, layout, read)
     # send or save all weights, one parameter at a time
-    blocks(dict(model.named_parameters()), layout)
+    list_blocks(tensors, layout)
 
-A rank needs no other rank for this, and never holds a whole model.
+This needs no communication between ranks, and no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -53,12 +53,13 @@ class MegatronShard(ModelShard):
     With p pipeline ranks of v chunks each, chunk c of rank r is stage r + p * c of p * v.
     """
 
-    expert_tensor: ShardIndex | None = None  # of the columns of each expert; None: as `tensor`
+    expert_tensor: ShardIndex | None = None  # tensor parallelism in an expert; None: `tensor`
     engine: bool = False  # True if the layers are Transformer Engine's
 
     def check_megatron(self, dimensions: Dimensions) -> None:
-        """Raise ModelError if Megatron can't divide the model so. The message names the nearest
-        divisor.
+        """Raise ModelError if Megatron can't divide the model into such shards.
+
+        The message names the nearest divisor.
         """
         n = self.tensor.count
         totals = {
@@ -102,8 +103,8 @@ class MegatronShard(ModelShard):
 def megatron_layout(dimensions: Dimensions, place: MegatronShard) -> Layout:
     """Return the pieces of each parameter, and of the buffer `expert_bias`, in Megatron's order.
 
-    On a last stage without the embedding a tied head is a second copy, with the embedding's pieces.
-    Raises ModelError if the model can't be divided so.
+    If the embedding is tied, a last stage without it has a copy as its head, with the same pieces.
+    Raises ModelError if the model can't be divided into such shards.
     """
     place.check_megatron(dimensions)
     n = place.tensor.count
@@ -142,7 +143,7 @@ def _parameters(
 
 
 def _as_built(name: str, rule: Rule, rules: Rules, place: MegatronShard) -> tuple[str, ShardIndex]:
-    """Return a parameter's name in the layers that the model uses, and this rank's share of it."""
+    """Return a parameter's name in the layers that the model is built of, and the rank's share."""
     share = (place.expert_tensor or place.tensor) if "{expert}" in name else place.tensor
     if not place.engine:
         return name, share
@@ -152,10 +153,12 @@ def _as_built(name: str, rule: Rule, rules: Rules, place: MegatronShard) -> tupl
 
 
 def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlock) -> None:
-    """Copy every block from `read` into the parameters; rows that pad the vocabulary become 0.
+    """Fill the parameters block by block; rows that pad the vocabulary become 0.
 
     Args:
         tensors: all parameters and buffers of the rank, of any dtype and device.
+        layout: the rank's `megatron_layout`.
+        read: returns a block, given its name, offsets and shape.
 
     Raises ModelError if the model's parameters are not those of the layout.
     """
@@ -170,8 +173,8 @@ def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlo
 def list_blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
     """Yield the blocks of all parameters, as views.
 
-    Several ranks may yield the same block, and a last stage yields the tied embedding again. The
-    receiver takes one of them.
+    Several ranks may yield the same block, and the last stage yields a tied embedding again. The
+    receiver uses one of the copies.
     """
     check_names(tensors, layout)
     for name, pieces in layout.items():

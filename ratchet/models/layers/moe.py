@@ -1,9 +1,10 @@
-"""Define a mixture of experts: each token passes the few gated layers that a router picks for it.
+"""Mixture of experts: each token passes through the few gated layers that a router picks for it.
 
 Sources: arXiv:1701.06538, arXiv:2401.04088.
 
-T = tokens, K = experts of a token, E = experts, N = rows (the T * K choices sorted by expert, and
-padding), d = hidden size, F = size of an expert's gated layer, O = outputs of a matrix.
+T = tokens, K = experts of a token, E = experts, n = the T * K choices, N = rows (the choices sorted
+by expert, and padding), d = hidden size, F = size of an expert's gated layer, O = outputs of a
+matrix.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class ExpertRouter(nn.Module):
 
 
 class Experts(nn.Module):
-    """SwiGLU layers side by side: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d, F].
-    Uninitialised.
+    """The SwiGLU layers of all experts: `gate_up_proj` [E, 2F, d] and `down_proj` [E, d, F].
+
+    Their weights are not initialised.
     """
 
     def __init__(self, n_experts: int, hidden_size: int, intermediate_size: int) -> None:
@@ -105,7 +107,7 @@ class SparseMLP(nn.Module):
         Args:
             row_multiple: each expert's rows are padded to a multiple of it, so that a token's
                 result doesn't depend on how many others use the same expert (see
-                `generators.engine.rows`).
+                `generators.engine.batch_invariance`).
         """
         weights_TK, experts_TK = self.gate(
             x_Td, None if route is None else partial(route, self.place)
@@ -136,7 +138,7 @@ def sort_by_expert(
     # number of padding rows before each expert's rows
     shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)
     rows_n = torch.arange(len(order_n), device=order_n.device) + shift_E[sorted_n]
-    # Without padding the host knows the total; otherwise it waits for the device.
+    # Without padding the host knows the total; otherwise it waits for the device's sum.
     total = len(order_n) if multiple == 1 else int(counts_E.sum())
     tokens_N = order_n.new_zeros(total).index_copy_(0, rows_n, order_n // experts_TK.shape[1])
     places_TK = torch.empty_like(order_n).index_copy_(0, order_n, rows_n).view(experts_TK.shape)
@@ -144,7 +146,7 @@ def sort_by_expert(
 
 
 def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each expert's rows times its matrix [N, O]."""
+    """Return the products [N, O] of each expert's rows and its matrix."""
     # Autocast does not cover the grouped kernel.
     if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
@@ -162,9 +164,7 @@ def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Te
 
 
 def multiply_grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
-    """Return each expert's rows times its matrix, in one kernel without copying counts to the
-    host.
-    """
+    """Return the same as `multiply_by_expert` by one kernel, without copying counts to the host."""
     return F.grouped_mm(
         x_Nd, weight_EOd.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
     )

@@ -1,4 +1,6 @@
-"""Build the decoder's inputs from packed sequences: each distinct token once, in attention's order.
+"""Build the decoder's inputs from packed sequences, with shared prefixes computed once.
+
+A token is "read" if the caller uses its final hidden state.
 
 T = tokens of packed sequences laid end to end, U = tokens that are computed, S = sequences, d =
 hidden size.
@@ -19,27 +21,25 @@ from ratchet.models.layers.attention import PackedAttention, TreeAttention
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.prefix_tree import PrefixTree, compute_path_keys
 
-# The tokens kept behind the first read one are rounded up to a multiple of this: on a CPU,
+# The number of tokens kept after the first read one is rounded up to a multiple of this: on a CPU,
 # attention over 31 tokens takes longer than over 32.
 STRIDE = 8
-# Prefixes are shared, and states left out, only if at most this share of them remains, because
-# both have a cost of their own.
+# Sharing prefixes and skipping final states have a cost, so each is done only if at most this share
+# of the tokens or states remains.
 WORTH = 0.9
 
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """The inputs of a decoder for packed sequences: distinct tokens, in the order of its
-    attention.
-    """
+    """The decoder's inputs for packed sequences: the computed tokens, in the order of `attend`."""
 
     tokens_U: Tensor
     positions_U: Tensor
     attend: AttentionFn
-    # int64: index of each of the T tokens among the computed states; None: they are in order
+    # int64: index of each of the T tokens among the computed states; None: U = T, in order
     back_T: Tensor | None = None
     routing: Routing | None = None
-    seed: int | None = None  # of adapter dropout, if it travels with the inputs
+    seed: int | None = None  # of adapter dropout, if sent with the inputs
     # int64: indices of the tokens whose final states are computed, which `back_T` then refers to;
     # None: all
     read_U: Tensor | None = None
@@ -49,9 +49,7 @@ class PackedInputs:
         return hidden_Ud if self.back_T is None else hidden_Ud.index_select(0, self.back_T)
 
     def padded(self, tokens: int) -> PackedInputs:
-        """Return the inputs with padding tokens behind, up to `tokens` in all. Nothing reads their
-        states.
-        """
+        """Return the inputs padded at the end to `tokens` tokens; the padding is never read."""
         n_real = len(self.tokens_U)
         if n_real == tokens:
             return self
@@ -67,7 +65,7 @@ class PackedInputs:
 
 @dataclass(frozen=True)
 class PaddedAttention:
-    """An `attend` for hidden states with padding behind them, which it ignores."""
+    """An `attend` that ignores padding at the end; its output there is 0."""
 
     attend: AttentionFn  # of the tokens before the padding
     tokens: int  # number of tokens before the padding
@@ -89,7 +87,7 @@ def pack_inputs(
 
     Args:
         lengths: tokens of each sequence, each at least 1; they sum to T.
-        routing: of the T tokens.
+        routing: expert routing of the T tokens.
         shares: True if prefixes that sequences share are computed once.
     """
     assert sum(lengths) == len(tokens_T), (
@@ -120,12 +118,12 @@ def pack_read_inputs(
 ) -> PackedInputs:
     """Return the decoder's inputs if only some final states are read.
 
-    Tokens behind the last read one of a sequence are not computed. Of unread tokens before it only
-    the keys and values are computed. `unfold` returns arbitrary read states in the places of unread
-    ones.
+    Tokens after a sequence's last read one are not computed, but for rounding up to `STRIDE`. Of
+    unread tokens before it, the last layer computes only keys and values. `unfold` returns
+    arbitrary read states in the places of unread ones.
 
     Args:
-        read_T: bool, at least one is True; the tokens whose states are read.
+        read_T: bool, True for tokens whose final states are read, at least one.
     """
     kept_T, kept_S = _select_computed(lengths, read_T)
     kept_T = kept_T.to(tokens_T.device)
@@ -142,12 +140,11 @@ def pack_read_inputs(
 
 
 def _select_computed(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, list[int]]:
-    """Select the tokens that must be computed: each sequence up to its last read token.
+    """Select the tokens to compute: each sequence up to its last read token, at least one token.
 
-    The part behind the first read token is rounded up to a multiple of `STRIDE`. At least one token
-    of each sequence is kept.
+    The number of tokens after the first read one is rounded up to a multiple of `STRIDE`.
 
-    Returns (whether each token is kept, bool [T]; the number kept of each sequence).
+    Returns (mask of the kept tokens, bool [T]; number of kept tokens of each sequence).
     """
     lengths_S = np.asarray(lengths, dtype=np.int64)
     read = read_T.cpu().numpy()
@@ -155,7 +152,7 @@ def _select_computed(lengths: Sequence[int], read_T: Tensor) -> tuple[Tensor, li
     starts_S = np.cumsum(lengths_S) - lengths_S
     first_S = np.minimum.reduceat(np.where(read, places_T, len(read)), starts_S)
     last_S = np.maximum.reduceat(np.where(read, places_T, -1), starts_S)
-    answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # tokens behind the first read one
+    answers_S = -(-(last_S - first_S) // STRIDE) * STRIDE  # tokens after the first read one
     ends_S = np.where(
         last_S < 0, starts_S + 1, np.minimum(first_S + 1 + answers_S, starts_S + lengths_S)
     )
@@ -182,7 +179,7 @@ def _reordered(
     back_T: Tensor,
     routing: Routing | None,
 ) -> PackedInputs:
-    """Return the inputs for the tokens order_U."""
+    """Return the inputs for the tokens with the indices `order_U`."""
     if routing is not None:
         routing = routing.rows(order_U)
         if routing.watch is not None:
@@ -193,7 +190,7 @@ def _reordered(
 def _by_length(lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
     """Return the permutation that sorts sequences by length, and its inverse, int64 [T] each.
 
-    The first has the original index of each token in ascending order of length.
+    The first has the original indices of the tokens, those of the shortest sequence first.
     """
     lengths_S = torch.tensor(lengths)
     starts_S = lengths_S.cumsum(0) - lengths_S

@@ -1,9 +1,8 @@
-"""Tensor parallelism of a model that transformers runs, by the plan that comes with its
-architecture: a style for each linear map, by the path of the module with * for numbers.
+"""Divide models that transformers runs by tensor parallelism, with the plan of their architecture.
 
-Each rank keeps its block of a weight as a plain tensor, as it does of our own decoder: FSDP then
-divides, and checkpoints name, what is left in the same way. Whatever the plan says of the language
-head, each rank has the logits of some tokens.
+A plan maps module paths, with * for numbers, to styles of dividing a module. Each rank keeps its
+block of a weight as a plain tensor, as for the built-in decoder, so FSDP and checkpoints treat both
+alike. If the plan divides the language head, in any style, each rank has the logits of some tokens.
 """
 
 from __future__ import annotations
@@ -27,26 +26,39 @@ from ratchet.models.parallel.sharding import ShardIndex, check_even
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
 from ratchet.models.weights.weight_layout import WeightPiece
 
-OUTPUTS = ("colwise",)  # each rank has some rows of the matrix, and computes some of its outputs
-GATHERED = ("colwise_gather_output", "colwise_rep")  # ... which all ranks need
-INPUTS = ("rowwise",)  # each rank has some columns, and a summand of all outputs
-SPLIT = ("rowwise_split_input", "rowwise_rep")  # ... from an input that all ranks have whole
-EMBEDDING = ("embedding_rowwise",)  # each rank has some tokens
-PARTIAL = ("replicated_with_grad_allreduce",)  # whole on each rank, which sees some of the heads
+# Each rank has some rows of the matrix, and computes the outputs of these.
+OUTPUTS = ("colwise",)
+# Like OUTPUTS, but every rank then gathers all outputs.
+GATHERED = ("colwise_gather_output", "colwise_rep")
+# Each rank has some columns of the matrix; the ranks' outputs are summed.
+INPUTS = ("rowwise",)
+# Like INPUTS, but each rank first takes its part of an input that all ranks have whole.
+SPLIT = ("rowwise_split_input", "rowwise_rep")
+# Each rank has the rows of some tokens.
+EMBEDDING = ("embedding_rowwise",)
+# Each rank has the whole parameter but uses it for some heads only, so gradients are summed.
+PARTIAL = ("replicated_with_grad_allreduce",)
 BY_ROWS, BY_COLUMNS = OUTPUTS + GATHERED, INPUTS + SPLIT
 REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number of ranks"
 
 
 @dataclass(frozen=True)
 class TPPlan:
-    """styles: by the path of each module that has one. head: path of the output embedding."""
+    """A plan of tensor parallelism for one model.
+
+    styles: the style of each module that the plan names, by the module's path.
+    head: path of the output embedding.
+    """
 
     styles: Mapping[str, str]
     head: str
 
     @classmethod
     def of(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> TPPlan:
-        """Raises ModelError where there is none, or it asks for what isn't here."""
+        """Return the plan that an architecture's rules give for a model.
+
+        Raises ModelError if they name no module but the head, or ask for an unsupported division.
+        """
         what = type(model).__name__
         paths = [path for path, _ in model.named_modules()] + [
             name for name, _ in model.named_parameters()
@@ -76,8 +88,10 @@ class TPPlan:
         return cls(styles, head)
 
     def check(self, model: nn.Module, n: int, heads: Mapping[str, int]) -> None:
-        """Raises ModelError where n ranks can't have equal parts. heads: how many there are, by
-        what they are called."""
+        """Raise ModelError if n ranks can't have equal parts.
+
+        heads: numbers of attention heads, by the name for an error message.
+        """
         totals = dict(heads)
         for path, style in self.styles.items():
             if path != self.head and style in BY_ROWS + BY_COLUMNS:
@@ -94,8 +108,9 @@ class TPPlan:
 class TPDivision:
     """The division of a model's parameters, by name.
 
-    blocks: what a rank has of the divided ones. partial: those that each rank has whole, with a
-    summand of the gradient. vocabulary: how logits are read; None: each rank has all.
+    blocks: this rank's block of each divided parameter.
+    partial: parameters that each rank has whole, with a gradient to be summed over the ranks.
+    vocabulary: reads the divided logits; None if each rank has all logits.
     """
 
     blocks: Mapping[str, WeightPiece]
@@ -104,9 +119,11 @@ class TPDivision:
 
 
 def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
-    """Leaves this rank's blocks in the model, whose modules then exchange numbers with those of the
-    other ranks. Raises ModelError where the plan divides a weight in some of the modules that share
-    it only."""
+    """Replace a model's weights by this rank's blocks, and let its modules communicate with the
+    other ranks.
+
+    Raises ModelError if modules share a weight and the plan divides it in only some of them.
+    """
     distinct = len(list(model.parameters()))
     share = ShardIndex(group.rank(), group.size())
     cut: Cut = {}
@@ -139,7 +156,7 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     )
 
 
-Cut = dict[Tensor, WeightPiece]  # what each new parameter is of the old one; names come later
+Cut = dict[Tensor, WeightPiece]  # new parameter -> its piece of the old one, not named yet
 
 
 def _is_linear(module: nn.Module | None) -> bool:
@@ -147,7 +164,7 @@ def _is_linear(module: nn.Module | None) -> bool:
 
 
 def _block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
-    """Return a rank's block in memory of its own, so that the whole weight can be freed."""
+    """Return a copy of a rank's block, so that the whole weight can be freed."""
     rows = share.range(weight.shape[dim])
     block = weight.detach().narrow(dim, rows.start, len(rows)).clone()
     offsets = tuple(rows.start if i == dim else 0 for i in range(weight.dim()))
@@ -186,7 +203,7 @@ def _divide_inputs(linear: nn.Linear, share: ShardIndex, group: Group, *, split:
 
 
 def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: ShardIndex, group: Group) -> Cut:
-    """The head, and the embedding that is tied to it."""
+    """Divide the head, and the embedding that is tied to it."""
     whole = head.weight
     cut = _divide_outputs(head, share, group)
     for module in model.modules():
@@ -199,7 +216,7 @@ def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: ShardIndex, gro
 def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) -> Cut:
     rows = share.range(len(embedding.weight))
     embedding.weight, block = _block(embedding.weight, 0, share)
-    if embedding.padding_idx is not None:  # the token that gives no gradient
+    if embedding.padding_idx is not None:  # the token without a gradient
         embedding.padding_idx = (
             embedding.padding_idx - rows.start if embedding.padding_idx in rows else None
         )

@@ -1,19 +1,23 @@
-"""The result of profiling a few steps, as numbers and as the table that a user reads."""
+"""The result of profiling a few steps: its numbers, and the table that a user reads."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-OTHER = "other"  # packing, advantages, recording: what no phase covers
-# the phase whose speed counts the tokens that were generated, not those that were computed
+OTHER = "other"  # work outside all phases: packing, advantages, recording
+# The phase whose tokens/s count generated tokens; those of other phases count computed rows.
 GENERATES = "sample"
 
 
 @dataclass
 class PhaseWork:
-    """The work of one phase over all profiled steps. rows: passed through the model's embedding.
-    tokens: requested of the model, 0 where they are not counted. flop: of matrix products."""
+    """The work of one phase over all profiled steps.
+
+    rows: rows that passed through the model's embedding.
+    tokens: tokens requested of the model; 0 if they are not counted.
+    flop: floating-point operations of matrix products.
+    """
 
     seconds: float = 0.0
     rows: int = 0
@@ -23,7 +27,7 @@ class PhaseWork:
 
     @property
     def padding(self) -> float | None:
-        """Return the share of rows that stand for no token; None if it isn't known."""
+        """Return the share of rows that are padding; None if it is unknown."""
         return max(0.0, self.rows - self.tokens) / self.rows if self.rows and self.tokens else None
 
 
@@ -31,10 +35,14 @@ class PhaseWork:
 class Profile:
     """The numbers of a profile.
 
-    first: step of the run, from 1 on. steps: profiled steps; asked: requested steps. wall_s:
-    seconds of all of them, without `apart_s` (evaluation, saving). unprofiled_s: seconds of a step
-    before the profiler was on, None for none. idle: share of the wall time in which `busy_of` had
-    nothing to do. gemm: (what was measured, FLOP/s); shares are of the first.
+    first: first profiled step of the run, counted from 1.
+    steps: number of profiled steps.
+    asked: number of requested steps.
+    wall_s: seconds of the profiled steps, without `apart_s`.
+    apart_s: seconds of evaluation and saving.
+    unprofiled_s: median seconds of a step before the profiler was on; None without such steps.
+    idle: share of `wall_s` in which `busy_of` (the accelerator, or the threads) was idle.
+    gemm: (what was measured, FLOP/s) of matrix products; the table's shares refer to the first.
     """
 
     stage: str

@@ -1,4 +1,4 @@
-"""The box that the answer gives covers the task's.
+"""Reward the overlap of the answer's bounding box with the task's box.
 
     IoU = |A ∩ B| / |A ∪ B|        GIoU = IoU - |C \\ (A ∪ B)| / |C|,  C: smallest box around both
 
@@ -25,8 +25,10 @@ from ratchet.utils.safe_read import parse_json
 
 
 class BoundingBoxConfig(Section):
-    """The overlap of the answer's box with the task's: intersection over union, from 0 to 1, or
-    GIoU, from -1."""
+    """The overlap of the answer's box with the task's box.
+
+    It is the intersection over union, from 0 to 1, or GIoU, from -1 to 1.
+    """
 
     builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
 
@@ -92,8 +94,10 @@ def _shared(a: Box, b: Box) -> float:
 
 
 def last_box(text: str) -> Box | None:
-    """The last four numbers in brackets, of what is marked as the answer where something is; None
-    where there are none, or they are no two corners: left above right below."""
+    """Return the last four bracketed numbers of the marked answer; without a mark, of the text.
+
+    None if there are none, or if they are not a top left and a bottom right corner.
+    """
     marked = marked_answer(text)
     match = last_match(FOUR, text if marked is None else marked)
     box = None if match is None else Box(*map(float, match.groups()))
@@ -101,7 +105,7 @@ def last_box(text: str) -> Box | None:
 
 
 class BoundingBox(FinalAnswer):
-    """An answer without a box earns the least that there is."""
+    """A reward for the box in the answer; without a box, it is the lowest value."""
 
     name = "bounding_box"
 
@@ -115,8 +119,11 @@ class BoundingBox(FinalAnswer):
         return None if box is None else str(tuple(box))
 
     def grade(self, text: str, task: Task) -> float:
-        """Raises DataError where the task's own answer is no box, or where nothing tells how large
-        its picture is."""
+        """Return the overlap, or 0 or 1 with a threshold.
+
+        Raises DataError if the task's answer is not a box, or if pixels must be converted and the
+        picture's size is unknown.
+        """
         gold, box = self._gold(task), last_box(text)
         if box is None:
             return self.lowest
@@ -150,7 +157,7 @@ class BoundingBox(FinalAnswer):
         return gold
 
     def _sides(self, units: str, task: Task) -> tuple[float, float]:
-        """Return the picture's width and height in the units of the answer."""
+        """Return the picture's width and height in these units."""
         if units != "pixels":
             return SIDES[units], SIDES[units]
         width, height = task.meta.get("width"), task.meta.get("height")

@@ -1,5 +1,7 @@
-"""The final answer in a text, and one spelling for LaTeX that means the same, in time linear in the
-text's length."""
+"""Extract the final answer of a text, and normalise the spelling of LaTeX answers.
+
+Both take time linear in the text's length.
+"""
 
 from __future__ import annotations
 
@@ -7,12 +9,14 @@ import re
 
 from ratchet.rewards.answers.numeric import last_match, whole_number
 
-MAX_ANSWER_CHARS = 2000  # a longer one is unreadable
+# A longer \boxed{} counts as not closed; other answers are cut off here.
+MAX_ANSWER_CHARS = 2000
 
 BOXED = re.compile(r"\\f?boxed(?:\{|(?=\s?[0-9A-Za-z]))")
 BRACES = re.compile(r"\\.|[{}]", re.DOTALL)
 HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
-HEADING = re.compile(r"[^\W\d_]{2}")  # "#### Step 2", not "#### C"
+# After "####" this is a heading ("#### Step 2"), not an answer ("#### C").
+HEADING = re.compile(r"[^\W\d_]{2}")
 
 SPELLINGS = (
     (
@@ -31,7 +35,7 @@ SPELLINGS = (
     (re.compile(r"−"), "-"),
     (re.compile(r"\s"), ""),
 )
-# 5\text{ cm}^2
+# A unit at the end, as in 5\text{ cm}^2.
 UNIT = re.compile(
     r"(?<=[0-9}])(?:\\[,;: ]|[~\s])*\\(?:text|mathrm)\{[^{}0-9,]*\}(?:\^\{?[0-9]\}?)?$"
 )
@@ -43,7 +47,7 @@ def last_boxed(text: str) -> str | None:
     if last is None:
         return None
     rest = text[last.end() : last.end() + MAX_ANSWER_CHARS]
-    if not last.group().endswith("{"):  # \boxed 5
+    if not last.group().endswith("{"):  # no braces, as in "\boxed 5"
         return rest.split(maxsplit=1)[0].rstrip("$.,;")
     depth = 1
     for brace in BRACES.finditer(rest):
@@ -54,8 +58,10 @@ def last_boxed(text: str) -> str | None:
 
 
 def marked_answer(text: str) -> str | None:
-    r"""Return the content of the last of \boxed{}, "#### " and <answer></answer>; None if the text
-    has no such mark."""
+    r"""Return the content of a text's last mark; None if it has none.
+
+    Marks are \boxed{}, "#### " and <answer></answer>.
+    """
     places: dict[int, str] = {}
     if (boxed := last_boxed(text)) is not None:
         places[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
@@ -70,24 +76,27 @@ def marked_answer(text: str) -> str | None:
 
 
 def one_spelling(latex: str) -> str:
-    """Return a text that is equal for answers that differ only in spaces, sizes, text commands,
-    degree or dollar signs, and trailing units."""
+    """Return the same text for answers that mean the same but are spelt differently.
+
+    Answers may differ in spaces, sizes, text commands, a trailing unit, a leading "x=", and degree,
+    percent or dollar signs.
+    """
     latex = UNIT.sub("", latex[:MAX_ANSWER_CHARS].strip().rstrip("."))
     for pattern, replacement in SPELLINGS:
         latex = pattern.sub(replacement, latex)
     name, equals, value = latex.partition("=")
-    return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # x=5 is 5
+    return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # "x=5" becomes "5"
 
 
 def canonical(answer: str) -> str:
-    """Return a text that is equal for answers that `same_answer` finds equal."""
+    """Return the same text for all answers that `same_answer` finds equal."""
     spelt = one_spelling(answer)
     number = whole_number(spelt)
     return spelt if number is None else str(number)
 
 
 def same_answer(one: str, other: str) -> bool:
-    """Equal spellings, or equal numbers."""
+    """True if two answers have the same spelling, which is not empty, or are the same number."""
     one, other = one_spelling(one), one_spelling(other)
     if one == other:
         return one != ""

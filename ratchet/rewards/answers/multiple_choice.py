@@ -1,4 +1,4 @@
-"""The letter that an answer chooses is the task's."""
+"""A reward that compares the letter that an answer chooses with the task's."""
 
 from __future__ import annotations
 
@@ -16,7 +16,10 @@ from ratchet.types import Task
 
 
 class MultipleChoiceConfig(Section):
-    """1 where the letter chosen is the task's: "C", "(C)", or an index from 0."""
+    """A reward of 1 if the answer chooses the task's letter, else 0.
+
+    The task's answer is "C", "(C)", or an index from 0.
+    """
 
     builds: ClassVar[str] = "ratchet.rewards.answers.multiple_choice:MultipleChoice"
 
@@ -36,7 +39,7 @@ TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
 class MultipleChoice(FinalAnswer):
-    """An answer that names two letters chooses none."""
+    """A reward for the right letter. An answer that names two letters chooses none."""
 
     name = "multiple_choice"
     bounds = (0.0, 1.0)
@@ -63,7 +66,7 @@ class MultipleChoice(FinalAnswer):
         return float(self.chosen(text) == self._gold(task))
 
     def chosen(self, text: str) -> str | None:
-        """The letter, or None where none or more than one is named."""
+        """Return the letter that a text chooses; None if it names none or more than one."""
         marked = marked_answer(text)
         if marked is not None:
             return self._only(marked)
@@ -85,7 +88,7 @@ class MultipleChoice(FinalAnswer):
         )
 
     def _gold(self, task: Task) -> str:
-        """Raises DataError where the task's own answer is none of the letters."""
+        """Return the task's letter. Raises DataError if its answer is no letter and no index."""
         answer, letters = task.answer, self.config.letters
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]
