@@ -153,7 +153,7 @@ def test_what_is_written_is_read_back(tmp_path: Path):
         ("{", "no results of `ratchet eval`"),
         ("[1]", "no results"),
         ('{"format": 7}', "format 7"),
-        ('{"format": 1, "prompts": [{}]}', "no results"),
+        ('{"format": 2, "prompts": [{}]}', "no results"),
     ],
 )
 def test_what_is_no_result_is_named(tmp_path: Path, text: str | None, message: str):

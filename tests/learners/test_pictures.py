@@ -73,9 +73,9 @@ def test_micro_batches_change_nothing(family, train_encoders):
 def test_a_batch_in_float32_is_scored_as_one_row_after_the_other():
     batch = batch_of("qwen2_5_vl", 0, 1, 2, 0)
     *_, together, learner = local(
-        model_directory(), "frozen", [batch], tokens=4096, dtype=torch.float32
+        model_directory(), False, [batch], tokens=4096, dtype=torch.float32
     )
-    *_, alone, _ = local(model_directory(), "frozen", [batch], tokens=1, dtype=torch.float32)
+    *_, alone, _ = local(model_directory(), False, [batch], tokens=1, dtype=torch.float32)
     torch.testing.assert_close(together, alone, rtol=0, atol=1e-4)
     assert learner.forwards[0].model.packs
 
@@ -118,10 +118,10 @@ def test_fsdp2_on_two_ranks_is_one_process(family, train_encoders, tmp_path):
 
 def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
     batches = [batch_of("qwen2_5_vl", 0, 1)]
-    *_, learner = local(model_directory(), "frozen", batches)
+    *_, learner = local(model_directory(), False, batches)
     learner.save(tmp_path / "saved")
-    again = local(model_directory(), "frozen", batches, checkpoint=tmp_path / "saved")
-    whole = local(model_directory(), "frozen", batches * 2)
+    again = local(model_directory(), False, batches, checkpoint=tmp_path / "saved")
+    whole = local(model_directory(), False, batches * 2)
     close(again[1], whole[1], bound=1e-12)
     with torch.no_grad():
         for _, parameter in learner.model.tower_parameters():

@@ -114,12 +114,12 @@ def on_ranks(executor, tmp_path_factory):
 @pytest.mark.parametrize(
     "weight_sync",
     LINKS,
-    ids=lambda link: "-".join(filter(None, (link["kind"], link.get("through")))),
+    ids=lambda section: "-".join(filter(None, (section["kind"], section.get("through")))),
 )
-def test_every_link_serves_several_generators(executor, on_ranks, tmp_path, link):
+def test_every_weight_sync_serves_several_generators(executor, on_ranks, tmp_path, weight_sync):
     assert len(on_ranks) == 13
     assert (
-        metrics_of(config(**RANKS, generator=WORKERS, weight_sync=link), executor, tmp_path)
+        metrics_of(config(**RANKS, generator=WORKERS, weight_sync=weight_sync), executor, tmp_path)
         == on_ranks
     )
     assert not any(tmp_path.rglob("*.safetensors"))

@@ -31,7 +31,7 @@ DOWN = "model.layers.1.mlp.down_proj.weight"
 
 
 class World:
-    """A learner, a generator with weights of its own, and a link that has pushed once."""
+    """A learner, a generator with weights of its own, and a weight sync that has pushed once."""
 
     def __init__(self, *, dtype=torch.float32, sent=None, prints=None, **options):
         policy = init_policy(SHAPE, seed=0)
@@ -139,7 +139,7 @@ def test_another_tokenizer_is_found():
 def test_the_engine_shows_its_tokenizer():
     world, own, theirs = World(), character_tokenizer("0123456789="), character_tokenizer("abc")
     engine = EmbeddedEngine(EngineConfig(kv_cache_gib=0.01), init_policy(SHAPE, seed=0), theirs)
-    ends = ParityPair.create(world.learner, engine, world.link, own)
+    ends = ParityPair.create(world.learner, engine, world.weight_sync, own)
     assert ends.fingerprints == {"policy": own.fingerprint, "generator": theirs.fingerprint}
 
 
