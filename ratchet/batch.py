@@ -1,4 +1,4 @@
-"""The packed form of a list of groups: flat, logical, no padding, no sharing.
+"""Define the packed form of a list of groups: flat, logical, no padding, no sharing.
 
 T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups are contiguous and
 in order.
@@ -17,65 +17,63 @@ from ratchet.errors import MissingColumn
 from ratchet.types import Placed
 
 Level = Literal["token", "sequence", "group"]
-# a token column, int16 [T, layers with experts, experts of a token], where the sampler recorded
-# them
+# The token column of expert choices, int16 [T, layers with experts, experts of a token]. It exists
+# if the sampler recorded them.
 ROUTES = "routes"
 
 
 class Weight(NamedTuple):
-    """The complete normaliser of one term over one optimizer step: [T], [S] or [G] by `level`,
-    float64.
-
-    total: the sum over the whole step, which parts of it keep: metrics are divided by it, to be
-    means whatever the weighting. coef: factor on the term, as it is in this step.
-    """
+    """The weights of one loss term in one optimizer step. They include the normaliser."""
 
     level: Level
-    values: Tensor
+    values: Tensor  # float64, [T], [S] or [G] by `level`
+    # The sum over the whole step, also in parts of it. Metrics are divided by it to be means.
     total: float = 1.0
-    coef: float = 1.0
+    coef: float = 1.0  # factor on the term in this step
 
 
 @dataclass(frozen=True, slots=True)
 class Batch:
-    """Columns that `pack` fills are fields; columns that passes and estimators fill later live in
-    `compute_token_columns` ([T] or [T, k]) and `sequence_columns` ([S]). Statistics (rewards,
-    advantages, weights) are float64 on the CPU; the learner casts them to its own dtype, so that
-    the same batch serves float32 training and float64 oracles.
+    """A packed list of groups, as columns of tokens, sequences and groups.
+
+    Columns that `pack` fills are fields. Columns that passes and estimators fill later are in
+    `token_columns` ([T] or [T, k]) and `sequence_columns` ([S]). Statistics (rewards, advantages,
+    weights) are float64 on the CPU. The learner casts them to its own dtype, so that the same batch
+    serves float32 training and float64 oracles.
     """
 
     tokens_T: Tensor  # int64
     positions_T: Tensor  # int64, restarts at 0 in every sequence
     turn_T: Tensor  # int32, index of the policy turn, -1 outside
-    # float64, NaN but at the last token of a turn that has a reward of its own
+    # float64, the turn's own reward at its last token, NaN elsewhere
     turn_rewards_T: Tensor
-    state_T: Tensor  # int64, equal for equal (group, state key) of policy turns, -1 elsewhere
-    # bool, the final mask: false for rows with use != "train", and what filters took out
+    state_T: Tensor  # int64, id of the policy turn's (group, state key), -1 elsewhere
+    # bool, the loss mask: False in rows with use != "train" and for what filters removed
     trainable_T: Tensor
-    # bool, what scoring passes predict: trainable tokens of "train" and "reference" rows
+    # bool, the tokens that scoring passes score: trainable ones of "train" and "reference" rows
     predicted_T: Tensor
     rollout_logprobs_T: Tensor  # float32
-    log_kept_mass_T: Tensor  # float32, log of the mass that top-p, top-k and min-p kept
+    log_kept_mass_T: Tensor  # float32, log of the probability mass that top-p, top-k, min-p kept
     versions_T: Tensor  # int32, -1 where the policy did not write
     lengths_S: Tensor  # int64
     group_S: Tensor  # int64, 0..G-1
     attempt_S: Tensor  # int64
-    train_S: Tensor  # bool, use == "train", less what filters took out
+    train_S: Tensor  # bool, use == "train" and not removed by a filter
     baseline_S: Tensor  # bool, use == "baseline"
     reference_S: Tensor  # bool, use == "reference"
     scored_S: Tensor  # bool, has a reward that counts
-    truncated_S: Tensor  # bool, a limit of tokens or turns ended the attempt
-    cut_S: Tensor  # bool, a limit of tokens ended its last answer
+    truncated_S: Tensor  # bool, a token or turn limit ended the attempt
+    cut_S: Tensor  # bool, a token limit cut off the last answer
     rewards_S: Tensor  # float64, NaN where there is none
     temperature_S: Tensor  # float64
     tag_S: Tensor  # int64, index into `tags`
     group_ids: tuple[str, ...]  # [G]
     tags: tuple[str, ...]
-    media_S: tuple[tuple[Placed, ...], ...] = ()  # of each sequence; (): no sequence has any
+    media_S: tuple[tuple[Placed, ...], ...] = ()  # [S]; (): no sequence has media
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
     weights: Mapping[str, Weight] = field(default_factory=dict)  # by term name
-    metrics: Mapping[str, float] = field(default_factory=dict)  # of what made the columns
+    metrics: Mapping[str, float] = field(default_factory=dict)  # see `note`
 
     @property
     def n_tokens(self) -> int:
@@ -91,12 +89,12 @@ class Batch:
 
     @property
     def starts_S(self) -> Tensor:
-        """Index of each sequence's first token in the flat [T] axis."""
+        """Return the index of each sequence's first token in the flat [T] axis."""
         return self.lengths_S.cumsum(0) - self.lengths_S
 
     @property
     def sequence_T(self) -> Tensor:
-        """Index of the sequence that each token belongs to, int64 [T]."""
+        """Return the index of the sequence that each token belongs to, int64 [T]."""
         return torch.repeat_interleave(
             torch.arange(self.n_sequences, device=self.lengths_S.device),
             self.lengths_S,
@@ -104,8 +102,10 @@ class Batch:
         )
 
     def need(self, name: str, *, algorithm: str = "") -> Tensor:
-        """The filled column `name`. Raises MissingColumn naming the algorithm, the column and the
-        pass to add."""
+        """Return the filled column `name`.
+
+        Raises MissingColumn, which names the algorithm, the column and the pass to add.
+        """
         for columns in (self.token_columns, self.sequence_columns):
             if name in columns:
                 return columns[name]
@@ -129,29 +129,28 @@ class Batch:
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
 
     def note(self, **numbers: float) -> Batch:
-        """Return the batch with further metrics."""
+        """Return the batch with further metrics, for functions that fill columns."""
         return replace(self, metrics={**self.metrics, **numbers})
 
     def sequence_sum(self, x_T: Tensor) -> Tensor:
-        """Sum of a token column within each sequence: [T] -> [S], differentiable."""
+        """Sum a token column within each sequence: [T] -> [S], differentiable."""
         return x_T.new_zeros(self.n_sequences).index_add(0, self.sequence_T, x_T)
 
     def group_sum(self, x_S: Tensor) -> Tensor:
-        """Sum of a sequence column within each group: [S] -> [G], differentiable."""
+        """Sum a sequence column within each group: [S] -> [G], differentiable."""
         return x_S.new_zeros(self.n_groups).index_add(0, self.group_S, x_S)
 
     def take(self, sequences: Sequence[int]) -> Batch:
-        """The batch restricted to some sequences, in the given order (mini-batch, micro-batch or
-        shard).
+        """Return a mini-batch, micro-batch or shard: the given sequences in the given order.
 
-        Weights travel with their rows and are not renormalised. Groups are renumbered from 0 in
-        order of appearance; a group must come out whole where a group-level weight is present (the
-        planner's `unit` sees to that).
+        Weights stay with their rows and are not renormalised. Groups are renumbered from 0 in order
+        of appearance. If a weight is at group level, each group must be taken whole (the planner's
+        `unit` ensures that).
         """
         return next(self.cut([sequences]))
 
     def cut(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """`take` of one part after the other, each at the cost of its own size."""
+        """Yield `take` of each part of a plan, in time proportional to the size of the part."""
         starts_S = self.starts_S
         return (self._taken(sequences, starts_S) for sequences in plan)
 
@@ -181,7 +180,7 @@ class Batch:
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
     def to(self, device: torch.device | str, dtype: torch.dtype) -> Batch:
-        """Every tensor on `device`; floating columns in `dtype` (the learner's loss dtype)."""
+        """Return the batch on `device`, floats cast to `dtype` (the learner's loss dtype)."""
 
         def move(x: Tensor) -> Tensor:
             return x.to(device=device, dtype=dtype if x.is_floating_point() else x.dtype)
@@ -198,7 +197,7 @@ class Batch:
 
 
 def _renumber(group_S: Tensor) -> tuple[Tensor, Tensor]:
-    """(old ids in order of appearance, new ids 0..G-1 per sequence)."""
+    """Return (old ids in order of appearance, new ids 0..G-1 per sequence)."""
     order: dict[int, int] = {}
     new = [order.setdefault(g, len(order)) for g in group_S.tolist()]
     device = group_S.device

@@ -1,4 +1,4 @@
-"""The properties that every algorithm has unless its `exempt` names them, with a reason.
+"""Define the properties that an algorithm claims unless its `exempt` gives a reason not to.
 
 `ratchet.testing.algorithms.check_algorithm` tests both the claims and the exemptions. This module
 imports no torch.
@@ -20,20 +20,21 @@ PROPERTIES: Mapping[str, str] = {
     "0",
 }
 
-# Properties of advantages mean nothing to an algorithm without advantages. A reason with such a
-# beginning says so, and `check_algorithm` tests it.
+# An exemption whose reason begins with one of these says that the property does not apply, because
+# the algorithm has no advantages. `check_algorithm` tests that it has none.
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
 def is_applicable(reason: str) -> bool:
-    """True if an exemption with this reason is from a property the algorithm could have had."""
+    """True unless the reason of an exemption says that the property does not apply."""
     return not reason.startswith(NOT_APPLICABLE)
 
 
 def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     """Return a Markdown page of the properties and of the algorithms that claim them.
 
-    exemptions: `Algorithm.exempt` by name of the algorithm.
+    Args:
+        exemptions: `Algorithm.exempt` by name of the algorithm.
     """
     lines = [
         "# Properties of the algorithms",

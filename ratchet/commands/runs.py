@@ -1,5 +1,4 @@
-"""The command `ratchet runs`: list the runs of a directory, compare them, and prune their
-checkpoints."""
+"""The command `ratchet runs`: list and compare runs, and prune their checkpoints."""
 
 from __future__ import annotations
 
@@ -25,9 +24,17 @@ from ratchet.utils.terminal_text import make_console
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row of the list. state: "running", "finished", or "stopped" if it can be resumed;
-    "mirrored" at an address. step: the last with metrics. accuracy: the latest. checkpoints: their
-    bytes."""
+    """A row of the list of runs.
+
+    Attributes:
+        state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for a run at an
+            address that is not finished.
+        step: The last step with metrics.
+        steps: Number of steps in the recipe.
+        seconds: Time of all steps.
+        accuracy: The latest accuracy.
+        checkpoints: Bytes of the checkpoints.
+    """
 
     path: str
     state: str
@@ -39,8 +46,10 @@ class RunRow:
 
 
 def runs_in(place: Path) -> list[RunDirectory]:
-    """Return `place` itself if it is a run, else the runs directly in it. Raises RunDirectoryError
-    if there is none."""
+    """Return `place` itself if it is a run, else the runs directly in it.
+
+    Raises RunDirectoryError if there is none.
+    """
     run = RunDirectory(place)
     runs_here = (
         [run]
@@ -80,8 +89,10 @@ def describe_run(run: RunDirectory) -> RunRow:
 
 
 def rows_in(place: str | Path) -> list[RunRow]:
-    """Return the rows of the runs in a place, or at an address. Raises RunDirectoryError if there
-    is none."""
+    """Return the rows of the runs in a directory or at an address.
+
+    Raises RunDirectoryError if there is none.
+    """
     if not isinstance(place, str) or not is_address(place):
         return [describe_run(run) for run in runs_in(Path(place))]
     rows = []
@@ -91,7 +102,7 @@ def rows_in(place: str | Path) -> list[RunRow]:
                 fetch_run_record(address, ("config.yaml", "metrics.jsonl", "summary.json"))
             )
         )
-        # Whether it goes on is known where it trains.
+        # Only the machine that trains can tell a running run from a stopped one.
         rows.append(
             replace(
                 row,
@@ -124,8 +135,10 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
-    """Print how the first run differs from each other: keys of the recipe, the first step with
-    other numbers, and the last numbers."""
+    """Print how the first run differs from each of the other runs.
+
+    Compare the keys of the recipe, the first step with different metrics, and the last metrics.
+    """
     runs = [_one(path) for path in paths]
     called = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
     lines = [
@@ -167,7 +180,7 @@ def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
 
 
 def _timeless(row: dict[str, Any]) -> dict[str, Any]:
-    """Return the row without numbers of the machine: no two runs take equally long."""
+    """Return the row without times and system metrics, which differ between any two runs."""
     return {
         name: value for name, value in row.items() if "time/" not in name and "system/" not in name
     }
@@ -184,8 +197,13 @@ def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
 
 
 def prune_runs(place: Path, *, keep: int, really: bool) -> None:
-    """Remove checkpoints except the newest `keep` of each run that is not running. Those that the
-    recipe protects stay: its best ones, and those at the steps that it names."""
+    """Remove all but the newest `keep` checkpoints of each run that is not running.
+
+    Checkpoints that the recipe protects with `keep_best` and `keep_every` stay.
+
+    Args:
+        really: False only prints what would be removed.
+    """
     console = make_console(soft_wrap=True)
     freed = 0
     for run in runs_in(place):

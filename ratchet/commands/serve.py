@@ -1,4 +1,4 @@
-"""The command `ratchet serve`: a trained model behind the OpenAI chat API."""
+"""Run `ratchet serve`: serve a trained model through the OpenAI chat API."""
 
 from __future__ import annotations
 
@@ -22,14 +22,16 @@ from ratchet.types import Sampling
 from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
 
-# that an agent of a training run may not choose, and a client of this may
+# Sampling parameters that a client may set here, but an agent in a training run may not.
 FREE = ("temperature", "top_p")
 
 
 @dataclass(frozen=True)
 class Served:
-    """A model that answers each request by itself. sampling: defaults of a request; one without a
-    seed gets a new one."""
+    """A model that answers each request independently.
+
+    sampling: defaults for requests. A request without a seed gets a random one.
+    """
 
     policy: Policy
     sampling: Sampling
@@ -55,10 +57,10 @@ class Served:
 
 
 def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -> None:
-    """Serve until SIGINT, SIGTERM or SIGHUP, unless that one is ignored.
+    """Serve until SIGINT, SIGTERM or, unless it is ignored, SIGHUP.
 
-    key: required of requests; "": none. Raises ConfigError for an address that others reach without
-    a key, or that is taken.
+    key: API key that requests must send; "": none. Raises ConfigError if the address can't be used,
+    or if other machines could reach it without a key.
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(
@@ -76,7 +78,8 @@ def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -
 
 
 async def _serve(target: Path, listener: socket.socket, key: str, sampling: Sampling) -> None:
-    policy = open_target(target).policy  # in the event loop: a generator may keep tasks in it
+    # Open it inside the event loop, because a generator may keep tasks there.
+    policy = open_target(target).policy
     served = Served(policy, sampling)
     names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
     app = make_chat_app(
@@ -92,7 +95,7 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
         server.stop()
 
     for number in STOPPING:
-        # `nohup` ignores SIGHUP, so that the server outlives its terminal.
+        # `nohup` ignores SIGHUP so that the server outlives its terminal: don't handle it then.
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, end, number)
     try:

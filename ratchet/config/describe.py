@@ -1,4 +1,4 @@
-"""The batch arithmetic of a recipe, as text."""
+"""Describe the batch arithmetic of a recipe as text."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SHARED_BY_VLLM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 def describe(config: RunConfig) -> str:
-    """Return the batch arithmetic of every stage, a few lines each."""
+    """Return a description of the run and the batch arithmetic of each stage."""
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
     context = known_context(model)
@@ -55,7 +55,7 @@ def describe(config: RunConfig) -> str:
 
 
 def _ranks(config: RunConfig) -> str:
-    """Return how a distributed learner divides its processes; one layout serves all stages."""
+    """Return a line on the ranks of a distributed learner, which are the same in all stages."""
     learner = config.stages[0].learner
     if not hasattr(learner, "provider"):
         return ""
@@ -68,7 +68,7 @@ def _ranks(config: RunConfig) -> str:
 
 
 def _workers(config: RunConfig) -> str:
-    """Return a line on generators in processes of their own; one set serves all stages."""
+    """Return a line on the rollout workers, which are the same in all stages."""
     generator: Any = config.stages[0].generator
     if _kind(generator) != "workers":
         return ""
@@ -87,7 +87,7 @@ def _workers(config: RunConfig) -> str:
 
 
 def _share(stage: StageConfig) -> str:
-    """Return the part of a batch that an optimizer step has."""
+    """Return a line on the rows of an optimizer step, and their division among data ranks."""
     learner: Any = stage.learner
     if not hasattr(learner, "provider"):
         return ""
@@ -131,8 +131,10 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
 
 
 def _teacher(stage: StageConfig) -> str:
-    """Return a line on the teacher. A missing directory is not an error yet, as another run may
-    create it first."""
+    """Return a line on the teachers.
+
+    A missing directory is not an error yet, because another run may create it first.
+    """
     teachers = getattr(stage.algorithm, "teacher", None) or {}
     paths = dict.fromkeys([teachers] if isinstance(teachers, str) else teachers.values())
     return ", ".join(
@@ -220,8 +222,7 @@ def _checkpoints(stage: StageConfig, first: int) -> str:
 
 
 def _marks(stage: StageConfig, first: int, every: int) -> int:
-    """Return the number of multiples of `every` among the step numbers of this stage, without its
-    last."""
+    """Return how many steps of the stage, its last excluded, are multiples of `every`."""
     return (first + stage.steps - 1) // every - first // every if every else 0
 
 

@@ -1,5 +1,7 @@
-"""The built-in kinds: for each slot of a recipe, short names and their config classes as import
-paths, so that only what a recipe names is imported."""
+"""List the built-in kinds of each slot of a recipe: short names and their config classes.
+
+Classes are given as import paths, so that only the kinds that a recipe names are imported.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "distill_on_policy": "ratchet.algorithms.config.distillation:DivergenceOnPolicyConfig",
     },
     "advantage": {**ESTIMATORS, "mixture": "ratchet.algorithms.config.advantages:AdvantageMixture"},
-    "estimator": ESTIMATORS,  # what a mixture is made of
+    "estimator": ESTIMATORS,  # the parts of an advantage mixture
     "policy_loss": {
         "ppo": "ratchet.algorithms.config.policy_losses:PPO",
         "reinforce": "ratchet.algorithms.config.policy_losses:Reinforce",
@@ -112,9 +114,9 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
     "environment": {**PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
-    "part": PARTS,  # what a mixture is made of
-    "played": ENVIRONMENTS,  # what worker processes play
-    "problems": PROBLEMS,  # one prompt and one answer: what others wrap
+    "part": PARTS,  # the parts of an environment mixture
+    "played": ENVIRONMENTS,  # the environments that worker processes run
+    "problems": PROBLEMS,  # single-turn environments that other environments can wrap
     "tool": {
         "calculator": "ratchet.environments.tool_use.calculator:CalculatorConfig",
         "python": "ratchet.environments.tool_use.python:PythonConfig",
@@ -162,7 +164,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         **GENERATORS,
         "workers": "ratchet.generators.workers.config:GeneratorWorkersConfig",
     },
-    "generating": GENERATORS,  # what worker processes hold
+    "generating": GENERATORS,  # the generators that worker processes hold
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",
         "ray": "ratchet.executors.config:RayClusterConfig",

@@ -1,7 +1,6 @@
-"""Sections chosen by `kind:`: a short built-in name, or the import path of a class,
-`my_pkg.maze:Maze`.
+"""Resolve sections by their `kind:`, a built-in name or an import path such as `my_pkg.maze:Maze`.
 
-The latter needs no registry entry, and only the configuration of the named kind is imported.
+A path needs no registry entry, and only the configuration of the named kind is imported.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from ratchet.config.registry import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import encodable, shorten_text
 
-# Keys that a section has by its place, whatever its kind.
+# Keys that every section of a slot has, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {
         "weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))
@@ -63,8 +62,10 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 
 @cache
 def section_class(slot: str, kind: str) -> type[Section]:
-    """Return the class that validates `kind`, with `kind` among its fields, so that a saved section
-    names its kind."""
+    """Return the class that validates a section of this kind.
+
+    `kind` is among its fields, so that a saved section names its kind.
+    """
     if ":" in kind:
         target_class = _section_from_path(slot, kind)
         _require_methods(slot, kind)
@@ -91,8 +92,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
 
 
 def with_kind(slot: str, section: Section) -> Section:
-    """Return a section made in Python with the keys that its slot adds, so that a dump of it loads
-    again."""
+    """Add the slot's keys to a section made in Python, so that its dump can be loaded again."""
     section_type = type(section)
     path = f"{section_type.__module__}:{section_type.__qualname__}"
     kind = getattr(section, "kind", None) or next(
@@ -103,8 +103,10 @@ def with_kind(slot: str, section: Section) -> Section:
 
 
 def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
-    """Call the factory that the section's `builds` ("module:callable") names, with the section
-    first."""
+    """Call the factory named by the section's `builds` ("module:callable").
+
+    The section is its first argument.
+    """
     return imported(section.builds)(section, *arguments, **named)
 
 
@@ -122,16 +124,18 @@ def _as_path(kind: str) -> str:
 
 # --- kinds given by import path
 
-# What a class of these slots is called by (`ratchet.protocols`); what a function makes is known
-# when it is called.
+# Methods that a class in these slots must have (`ratchet.protocols`). What a function returns is
+# only known when it is called.
 METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("environment", "part", "played"), ("tasks", "reset", "step", "close")
 )
 
 
 def imported(path: str) -> Any:
-    """Import and return what a path names. Raises ConfigError with the reason. Other errors of the
-    user's own module keep their traceback."""
+    """Import and return the object at an import path.
+
+    Raises ConfigError if there is none. Other errors in the user's module keep their traceback.
+    """
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(
@@ -183,7 +187,7 @@ def _is_section(found: Any) -> bool:
 
 
 def _built_by(kind: str, config: type[Section]) -> type[Section]:
-    """Return a section for a class that takes it as its one argument."""
+    """Return the section class; it builds what `kind` names unless it has a `builds` already."""
     return (
         config
         if config.builds
@@ -192,26 +196,27 @@ def _built_by(kind: str, config: type[Section]) -> type[Section]:
 
 
 class Unpacked(Section):
-    """A section for a class or function without `PeerConfig`: its fields are the parameters, passed
-    by name."""
+    """A section for a class or function without a `Config` attribute.
+
+    Its fields are the parameters, passed by name.
+    """
 
     builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
     target: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str]] = frozenset()
-    # the target is itself what was asked for, its parameters are to be bound
+    # True: bind the parameters and return the target. False: call the target.
     binds: ClassVar[bool] = False
 
 
 def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
-    """Call what `builds` of an `Unpacked` section names, without the context that built-in kinds
-    get."""
+    """Call the section's target, or bind its parameters, without the context of built-in kinds."""
     values = {name: getattr(section, name) for name in section.parameters}
     target = imported(section.target)
     return partial(target, **values) if section.binds else target(**values)
 
 
-# Slots whose dotted path may name a plain function, and how many arguments it is called with; the
-# others are its keys.
+# Slots whose import path may name a plain function, and the number of arguments that Ratchet passes
+# to it. Its other parameters are keys of the section.
 FUNCTION_ARGUMENTS = {
     "rewards": 2,
     "advantage": 2,
@@ -230,7 +235,7 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         parameters = list(inspect.signature(target).parameters.values())[
             FUNCTION_ARGUMENTS[slot] if binds else 0 :
         ]
-    # of things written in C, say
+    # Objects written in C, for example, may have no signature.
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
@@ -244,7 +249,7 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         ):
             raise ConfigError(
                 f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it "
-                "a `PeerConfig`"
+                "a `Config`"
             )
         if (
             parameter.name == "kind"
@@ -261,23 +266,22 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         unpacked = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(
-            f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `PeerConfig`"
+            f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
         ) from error
     unpacked.target, unpacked.parameters, unpacked.binds = kind, frozenset(fields), binds
     return unpacked
 
 
-# --- the place of such a section in the schema
+# --- schema fields that hold such a section
 
 
 @dataclass(frozen=True)
 class Slot:
-    """A mark on a field whose section (or, with `many`, list of sections) is chosen by `kind:`.
-    With `optional`, null is allowed."""
+    """An annotation of a field whose section is chosen by `kind:`."""
 
     name: str
-    many: bool = False
-    optional: bool = False
+    many: bool = False  # the field is a list of sections
+    optional: bool = False  # null is allowed
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
@@ -307,7 +311,7 @@ class Slot:
             return with_kind(self.name, value)
         if not isinstance(value, Mapping):
             kind = value if isinstance(value, str) else next(iter(KINDS[self.name]))
-            # pydantic writes messages as UTF-8, which has no form for half a surrogate pair
+            # pydantic writes messages as UTF-8, which can't encode half a surrogate pair
             example = f"{{kind: {encodable(kind)}}}"
             raise PydanticCustomError(
                 "no_section", "must be a section with its kind, as {example}", {"example": example}
@@ -322,7 +326,7 @@ class Slot:
 
 
 def _located(error: ValidationError | PydanticCustomError, index: int) -> list[InitErrorDetails]:
-    """Return the line errors of one item, moved below its index."""
+    """Return the errors of one list item, with its index prepended to their locations."""
     if isinstance(error, PydanticCustomError):
         return [InitErrorDetails(type=error, loc=(index,), input=None)]
     moved = []

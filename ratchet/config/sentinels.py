@@ -1,5 +1,7 @@
-"""The metrics that are watched while a stage trains: each sentinel is data, and these are the
-built-in ones."""
+"""Config sections of sentinels, which watch metrics while a stage trains.
+
+The fields of `SentinelsConfig` are the built-in sentinels.
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,11 @@ Rule = Literal["above", "below", "spike", "grows", "shrinks", "rises", "reported
 
 
 class SentinelConfig(Section):
-    """A watch on one metric. It alarms when its rule has held for `patience` steps that report the
-    metric, and again only after the rule has ended."""
+    """A sentinel, which watches one metric.
+
+    It raises an alarm when its rule has held for `patience` steps that report the metric. It can
+    raise the next one only after the rule has ceased to hold.
+    """
 
     metric: str = Field(
         description="A name of metrics.jsonl; with * and ? the greatest of those that it fits."
@@ -46,8 +51,11 @@ def _watch(about: str, **sentinel: Any) -> Any:
 
 
 class SentinelsConfig(Section):
-    """The sentinels of a stage. A description says what an alarm means, and ends its message. A key
-    set for a built-in sentinel replaces that key alone."""
+    """The sentinels of a stage.
+
+    A built-in sentinel's description says what its alarm means, and is the end of the alarm's
+    message. A key that a recipe sets for a built-in sentinel replaces that key only.
+    """
 
     loss_spike: SentinelConfig = _watch(
         "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or "

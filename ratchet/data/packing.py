@@ -1,4 +1,4 @@
-"""Ragged groups -> one packed `Batch`.
+"""Pack groups of trajectories of different lengths into one `Batch`.
 
 T = tokens, S = sequences, G = groups.
 """
@@ -19,10 +19,10 @@ from ratchet.types import Group, Trajectory
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Lays all trajectories that count (failed and cancelled ones never do) end to end, in order.
+    """Concatenate all trajectories that count, in order; failed and cancelled ones never count.
 
-    A group none of whose trajectories counts is left out. Raises DataError for a trajectory without
-    tokens, or whose first token trains (nothing precedes it, so nothing predicts it).
+    Groups without such a trajectory are left out. Raises DataError for a trajectory that has no
+    tokens, or whose first token is trainable (nothing precedes it, so nothing predicts it).
     """
     kept = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
     kept = [(group, trajectories) for group, trajectories in kept if trajectories]
@@ -84,9 +84,9 @@ def pack(groups: Sequence[Group]) -> Batch:
 
 
 def _cut(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
-    """True for the rows of an attempt that was truncated within its last answer.
+    """Return for each row whether a token limit cut off the last answer of its attempt.
 
-    The last row of an attempt has its last answer, and all rows share the attempt's reward.
+    Only the attempt's last row holds this answer, but all rows share the attempt's reward.
     """
     last = {(g, t.attempt, t.use): t.truncated and t.is_cut_short for g, t in rows}
     return [last[g, t.attempt, t.use] for g, t in rows]
@@ -106,12 +106,11 @@ def _check(trajectory: Trajectory, group_id: str) -> None:
 
 @dataclass(frozen=True)
 class _Spans:
-    """The columns [T] that turns fill. starts: the first token of each of the rows (group,
-    trajectory)."""
+    """A builder of the columns [T] that are set at the tokens of turns."""
 
-    rows: Sequence[tuple[int, Trajectory]]
-    starts: Sequence[int]
-    total: int
+    rows: Sequence[tuple[int, Trajectory]]  # (group index, trajectory)
+    starts: Sequence[int]  # index of each row's first token
+    total: int  # T
 
     def turns(self) -> np.ndarray:
         index_T = np.full(self.total, -1, dtype=np.int32)
@@ -129,7 +128,7 @@ class _Spans:
         return rewards_T
 
     def states(self) -> np.ndarray:
-        """Numbers the (group, state key) pairs of the whole batch in order of appearance."""
+        """Number the (group, state key) pairs of the batch in order of appearance, -1 elsewhere."""
         state_numbers: dict[tuple[int, str], int] = {}
         state_T = np.full(self.total, -1, dtype=np.int64)
         for start, (group, trajectory) in zip(self.starts, self.rows, strict=True):
@@ -149,7 +148,7 @@ def _kept_mass(trajectory: Trajectory) -> np.ndarray:
 
 
 def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """The column of routes, where any trajectory has some; -1 in those that have none."""
+    """Return the column of routes if any trajectory has routes; -1 in those that have none."""
     shape = next((t.routes.shape[1:] for t in trajectories if t.routes is not None), None)
     if shape is None:
         return {}
@@ -161,8 +160,7 @@ def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Each named part of the rewards as a column "reward/<name>" [S], NaN where a row has none of
-    it."""
+    """Return each part of the rewards as a column "reward/<name>" [S], NaN in rows without it."""
     names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
     return {
         f"reward/{name}": torch.tensor(

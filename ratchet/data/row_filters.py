@@ -1,5 +1,7 @@
-"""Values of a row by name, and which rows are kept: declared comparisons, so that no recipe holds
-code."""
+"""Look up values in a row by name, and filter rows by comparisons.
+
+The comparisons are declared in the recipe, so that no recipe holds code.
+"""
 
 from __future__ import annotations
 
@@ -16,13 +18,15 @@ from ratchet.errors import DataError
 
 Scalar = str | int | float | bool
 PLACE = re.compile(r"\{([^{}\s]+)\}")
-MAX_NUMBER_CHARS = 1000  # of a text with one number in it
+MAX_NUMBER_CHARS = 1000  # characters of a text in which a number is looked for
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
 class KeepConfig(Section):
-    """Rows are kept where all that is given here holds of the value in a column; null is never
-    equal, large or long enough."""
+    """A filter that keeps a row if a column's value meets all conditions set here.
+
+    A null value meets no condition but `none_of`.
+    """
 
     column: str = Field(
         min_length=1,
@@ -50,8 +54,10 @@ class KeepConfig(Section):
         return self
 
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
-        """Raises DataError for a row without the column, or with no number where one is
-        compared."""
+        """Return True if the row is kept.
+
+        Raises DataError if it lacks the column, or a number to compare.
+        """
         value = value_at(values, self.column, where)
         if value is None:
             return not self.changed - {"column", "none_of"}
@@ -68,8 +74,11 @@ class KeepConfig(Section):
 
 
 def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
-    """The value of a column, or of one inside it: "reward_model.ground_truth", "answers.text.0".
-    None where what it lies in is null. Raises DataError where there is no such column."""
+    """Return the value of a column, or one inside it, such as "answers.text.0".
+
+    Return None if the value around it is null or the list too short. Raise DataError if there is
+    no such column.
+    """
     if name in values:
         return values[name]
     value: Any = values
@@ -91,8 +100,11 @@ def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
 
 
 def fill(template: str, values: Mapping[str, Any], where: str) -> str:
-    """The template with each {column} replaced by the row's text or number; other braces stay.
-    Raises DataError for a column that the row does not have, or that is neither."""
+    """Return the template with each {column} replaced by the row's text or number.
+
+    Other braces stay. Raise DataError if the row lacks the column, or its value is neither text nor
+    a number.
+    """
 
     def said(match: re.Match[str]) -> str:
         value = value_at(values, match[1], where)
@@ -108,8 +120,10 @@ def fill(template: str, values: Mapping[str, Any], where: str) -> str:
 
 
 def number_in(value: Any, column: str, where: str) -> float:
-    """A number, or the one number that a text holds ("Level 3", "0.25"). Raises DataError for any
-    other value."""
+    """Return a number, or the only number in a text ("Level 3", "0.25").
+
+    Raise DataError for any other value.
+    """
     if isinstance(value, str) and len(found := NUMBER.findall(value[:MAX_NUMBER_CHARS])) == 1:
         value = float(found[0])
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
@@ -120,8 +134,10 @@ def number_in(value: Any, column: str, where: str) -> float:
 
 
 def _same(value: Any, wanted: Scalar) -> bool:
-    """1 is 1.0 and never true; text, which is all that CSV has, is compared with what a number is
-    written as."""
+    """Return True if a value equals the wanted one.
+
+    1 equals 1.0 but not true. Text equals a number written the same way, because CSV has only text.
+    """
     if isinstance(value, str) != isinstance(wanted, str):
         return isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted)
     return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)

@@ -1,7 +1,7 @@
-"""Bases for environments of one prompt and one answer. They only serve tasks: judging the answer is
-a reward's work.
+"""Base classes of environments with one prompt and one answer.
 
-`Procedural` makes tasks from a pure function, `SupervisedSource` serves them from data.
+They only provide tasks: a reward judges the answers. `Procedural` makes tasks with a pure function,
+and `Rows` takes them from data.
 """
 
 from __future__ import annotations
@@ -17,22 +17,26 @@ from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
-TRIES = 10_000  # fruitless draws in a row after which a procedural environment counts as exhausted
+# A procedural environment counts as exhausted after this many fruitless draws in a row.
+TRIES = 10_000
 
 
 def held_out(prompt: str) -> bool:
-    """Return True if a prompt belongs to the test split: one in ten, by a hash of its own text.
+    """True if a prompt belongs to the test split: one prompt in ten, by a hash of its text.
 
-    No seed, no position and no size of the data enters, so a prompt never changes sides and the
-    splits can't overlap. BLAKE2 rather than a CRC: the parity of a CRC is a parity of the text's
-    bits, so one in ten by it would be a biased pick.
+    The split depends on no seed, position or size of the data, so a prompt never changes its split
+    and splits can't overlap. The hash is BLAKE2, because the parity of a CRC is a parity of the
+    text's bits, so that one in ten would be a biased choice.
     """
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big") % 10 == 0
 
 
 class Problem(NamedTuple):
-    """key: what tells it from others, and says which split it is of, where its prompt alone does
-    not."""
+    """A question and its answer, from which a task is made.
+
+    Attributes:
+        key: Text that identifies the problem and determines its split; "" to use the prompt.
+    """
 
     prompt: str
     answer: str
@@ -46,8 +50,11 @@ class Problem(NamedTuple):
 
 
 class SingleTurn(ABC):
-    """The episode is: the task's messages, one answer, end. `name` begins the ids of its tasks and
-    is their tag."""
+    """An environment whose episode ends after one answer to the task's messages.
+
+    Attributes:
+        name: The prefix of its tasks' ids, and their tag.
+    """
 
     name: str
     replayable = True
@@ -69,24 +76,28 @@ class SingleTurn(ABC):
 
 
 class Procedural(SingleTurn):
-    """Endless tasks from one pure function, `sample`.
+    """An environment that makes its tasks with a pure function, `sample`.
 
-    Train task i is a function of (seed, i) alone, so restarting costs nothing; its prompts may
-    repeat. Test tasks are distinct prompts, the same for every seed, so that accuracies compare
-    between runs; they end where the held-out space does (the last few prompts of a small one may be
-    left out, always the same).
+    Training tasks are endless. Task i is a function of (seed, i) alone, so restarting costs
+    nothing. Prompts may repeat.
+
+    Test tasks have distinct prompts, the same for every seed, so that accuracies compare between
+    runs. They end when the held-out problems are exhausted. If there are few, the last ones may be
+    left out, always the same.
     """
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Problem | None:
-        """One problem drawn with `rng`, the only source of chance; None where this draw gave none
-        (it is tried again)."""
+        """Return a problem drawn with `rng`, the only source of chance; None to draw again."""
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         return (Message("user", problem.prompt),)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError, while iterating, when TRIES draws in a row give no training prompt."""
+        """Return the tasks of a split from task `start` on.
+
+        Iterating raises DataError if TRIES draws in a row give no training prompt.
+        """
         return (
             self._train(seed, start)
             if split == "train"
@@ -141,18 +152,21 @@ class Procedural(SingleTurn):
 
 
 class Rows(SingleTurn):
-    """Tasks from data: train without end, in an order shuffled anew for each pass; test once, in
-    the data's order.
+    """An environment that takes its tasks from data.
 
-    A task's id names its row, so a row met again in a later pass has the id that it had before.
+    Training tasks are endless, reshuffled for each pass. Test tasks come once, in the data's order.
+    A task's id names its row, so a row keeps its id in later passes.
     """
 
     @abstractmethod
     def rows(self, split: Split) -> Sequence[Task]:
-        """All tasks of a split; called again and again, so an implementation keeps them."""
+        """Return all tasks of a split. It is called often, so implementations should cache them."""
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Raises DataError, before iterating, when the split is empty."""
+        """Return the tasks of a split from task `start` on.
+
+        Raises DataError, before iterating, if the split is empty.
+        """
         rows = self.rows(split)
         if not rows:
             raise DataError(f"environment '{self.name}' has no rows for its {split} split")

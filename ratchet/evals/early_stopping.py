@@ -10,9 +10,9 @@ from ratchet.errors import ConfigError
 
 
 def get_signed_metric(metric: str, metrics: Mapping[str, float | None]) -> float | None:
-    """Return the value of a metric such that higher is better, or None if it was not measured.
+    """Return the value of a metric, or None if it was not measured.
 
-    A name with a leading minus gives the negative: "-eval/loss".
+    A leading minus in the name, as in "-eval/loss", negates the value, so that higher is better.
     """
     value = metrics.get(metric.removeprefix("-"))
     return -value if metric.startswith("-") and value is not None else value
@@ -25,7 +25,7 @@ class EarlyStopping:
     Attributes:
         evaluations: The stage ends after this many evaluations in a row without an improvement.
         metric: The metric that must improve.
-        min_gain: An improvement must exceed the best value so far by more than this.
+        min_gain: An improvement must be larger than this.
     """
 
     evaluations: int
@@ -44,17 +44,17 @@ class EarlyStopping:
     def after(
         self, metrics: Mapping[str, float | None], best: float | None, fruitless: int
     ) -> tuple[float | None, int]:
-        """Return the best value and the count of evaluations since then, after one more evaluation.
+        """Return the new best value and the new `fruitless` after an evaluation.
 
-        A metric that could not be measured because all attempts failed is no improvement.
+        If all attempts failed and the metric is None, the evaluation counts as no improvement.
 
         Args:
             metrics: The metrics of the evaluation.
             best: The best value so far; None before the first.
-            fruitless: The number of evaluations since then.
+            fruitless: The number of evaluations since the best value.
 
         Raises:
-            ConfigError: The evaluation does not report the metric.
+            ConfigError: If the evaluation does not report the metric.
         """
         name = self.metric.removeprefix("-")
         if name not in metrics:

@@ -20,13 +20,13 @@ class Evaluator:
     """An evaluation of the policy by the rewards of its answers.
 
     Attributes:
-        manager: Plays the attempts. It judges by `eval_rewards`, by default the environment's own
-            reward, which reward shaping does not change.
+        manager: The manager that plays and judges the attempts. Its rewards are `eval_rewards`, by
+            default the environment's own reward, which reward shaping does not change.
         tasks: The held-out tasks.
         sampling: The sampling parameters of the sampled attempts.
         samples: Number of sampled attempts per task.
-        greedy: Add one greedy attempt per task.
-        pass_threshold: See `EvalResults`.
+        greedy: True to add one greedy attempt per task.
+        pass_threshold: The reward from which an attempt counts as passed.
     """
 
     manager: RolloutManager
@@ -82,7 +82,7 @@ def _attempt(
 
     Args:
         rows: The trajectories of the attempt. The last one has the whole conversation.
-        votes: Extracts the final answer, if rewards can.
+        votes: The reward that extracts final answers, if there is one.
         task: The task of the attempt.
     """
     row = rows[-1]

@@ -9,6 +9,7 @@ from ratchet.errors import DataError
 from ratchet.evals.results import EvalResults, PromptResult
 from ratchet.evals.statistics import PairedDifference, compare_pairs
 
+# A difference with a larger p-value may be chance.
 SIGNIFICANT = 0.05
 
 
@@ -17,9 +18,9 @@ class EvalComparison:
     """A paired comparison of two evaluations.
 
     Attributes:
-        measures: By name, the mean over sampled attempts and greedy accuracy, as far as both
-            evaluations have them.
-        by_tag: The first of these measures for each tag, if there are several tags.
+        measures: The comparisons by name: "sampled" (mean over sampled attempts) and "greedy"
+            (greedy accuracy). A measure that one evaluation lacks is left out.
+        by_tag: The first of `measures` for each tag; empty unless there are several tags.
         left_out: Number of prompts that only one evaluation contains, or that lack a reward in one.
     """
 
@@ -89,7 +90,7 @@ def _values(
     shared: list[tuple[PromptResult, PromptResult]],
     value_of: Callable[[PromptResult], float | None],
 ) -> list[tuple[float, float]]:
-    """Return the values of the prompts that have one in both evaluations."""
+    """Return the pair of values of each prompt that has one in both evaluations."""
     values = [(value_of(one), value_of(two)) for one, two in shared]
     return [(one, two) for one, two in values if one is not None and two is not None]
 
@@ -99,7 +100,7 @@ def _paired(pairs: list[tuple[float, float]], seed: int) -> PairedDifference:
 
 
 def name_better(test: PairedDifference) -> str:
-    """Return "A" or "B", or "-" if the difference may be chance."""
+    """Return the better evaluation, "A" or "B", or "-" if the difference may be chance."""
     if test.p_value > SIGNIFICANT:
         return "-"
     return "A" if test.difference > 0 else "B"

@@ -1,7 +1,7 @@
 """Data sheets of accelerators, for estimates of what a cluster can do.
 
-Nothing here has been measured by Ratchet: estimates are the makers' peak figures times the share
-that trainers usually reach.
+Ratchet has measured none of these numbers: an estimate is the vendor's peak figure times the share
+of it that trainers usually reach.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ class AcceleratorDatasheet:
 
     memory: float  # bytes
     flop_s: float  # dense bfloat16 operations per second
-    bandwidth: float  # bytes/s of its memory
-    link: float  # bytes/s to other accelerators of its node
+    bandwidth: float  # memory bandwidth, bytes/s
+    link: float  # bytes/s to other accelerators in the same node
 
 
 KNOWN: dict[str, AcceleratorDatasheet] = {
@@ -36,12 +36,12 @@ KNOWN: dict[str, AcceleratorDatasheet] = {
 }
 # Shares of the peak that training, scoring forwards and decoding usually reach.
 UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
-USABLE = 0.92  # share of the memory; the CUDA context and the allocator take the rest
+USABLE = 0.92  # usable share of the memory; the CUDA context and the allocator take the rest
 
 
 @dataclass(frozen=True)
 class ClusterSpec:
-    """A cluster of equal nodes, as written on the command line."""
+    """A cluster of equal nodes, as given by `--cluster`."""
 
     nodes: int
     per_node: int
@@ -68,7 +68,7 @@ class ClusterSpec:
 
     @property
     def accelerator(self) -> AcceleratorDatasheet:
-        """Return the data sheet of its accelerators."""
+        """Return the data sheet of the cluster's accelerators."""
         return KNOWN[self.kind]
 
     @property

@@ -28,7 +28,7 @@ from ratchet.utils.thread_pool import ThreadPool
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
-CLEARLY = 1.2  # times faster, because a busy machine disturbs either measurement
+CLEARLY = 1.2  # minimum speedup; less may be noise of a busy machine
 ROUNDS = 5
 
 
@@ -41,9 +41,9 @@ def count_usable_cores() -> int:
 
 
 def measure_worker_count(threads: int) -> int:
-    """Return in how many parts `threads` threads best compute a batch of a small model.
+    """Return the number of workers that compute a batch of a small model fastest.
 
-    That is the largest divisor of `threads` up to MOST_WORKERS, each part with its share of the
+    That is the largest divisor of `threads` up to MAX_WORKERS, each worker with its share of the
     threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
     takes some milliseconds.
     """
@@ -90,8 +90,8 @@ def _seconds(work: Callable[[], object]) -> float:
 # Parameters of mallopt(3), and their values:
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
 MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}
-# Bytes of the heap for which huge pages are requested: less than M_MMAP_THRESHOLD, or they would
-# not lie in the heap.
+# Bytes of the heap for which huge pages are requested: less than M_MMAP_THRESHOLD, or malloc would
+# not take them from the heap.
 HEAP = 2**30 - 2**20
 
 
@@ -105,10 +105,10 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
 
     torch.set_num_threads(count_usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
-    # A step creates some hundred objects an attempt, hardly any in a cycle. By default Python
-    # collects after every 700, and at times walks all objects of the imports: a tenth of the time
-    # of a small model's steps. A thousand attempts have some 100,000 objects at a time; with a
-    # lower threshold every step would walk all of them.
+    # A step creates some hundred objects per attempt, hardly any in a reference cycle. By default
+    # Python collects after every 700, and at times walks all objects of the imports, which takes a
+    # tenth of a small model's step. A thousand attempts hold some 100,000 objects at a time; with a
+    # threshold below that, every step would walk all of them.
     if not gc.get_freeze_count():
         gc.freeze()
     gc.set_threshold(200_000, 10, 10)
@@ -130,7 +130,7 @@ def use_kernels(compiled: bool) -> None:
 
 
 def has_compiled_kernels() -> bool:
-    """Return True if this machine has compiled kernels; the first call takes two seconds."""
+    """Return True if compiled kernels can be built and loaded; the first call takes 2 s."""
     try:
         load_library()
     except OSError as error:
@@ -142,8 +142,8 @@ def has_compiled_kernels() -> bool:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory in the process, in one heap for all threads.
 
-    By default it returns large tensors to the kernel at every free, and the kernel clears each page
-    of the next one. Without glibc nothing changes.
+    By default it returns a large tensor's memory to the kernel when it is freed, and the kernel
+    clears each page of the next one. Without glibc nothing changes.
     """
     libc = ctypes.CDLL(None)
     # Other C libraries have no mallopt.
@@ -226,12 +226,12 @@ def freeze(config: RunConfig) -> RunConfig:
 
 
 def left_to_machine(config: RunConfig) -> str | None:
-    """Return a key that `freeze` would fill in. Runs of all versions have it written down."""
+    """Return a key that `freeze` would fill in; None for the saved configuration of any run."""
     return next((key for key in ("device", "threads") if getattr(config, key) == "auto"), None)
 
 
 def _dated(tokenizer: Section) -> Section:
-    """Return the section with the day of today, if templates may print one and it names none."""
+    """Return the section with today's date, if its template may print one and it sets none."""
     if not isinstance(tokenizer, TokenizerConfig) or tokenizer.date is not None:
         return tokenizer
     if not may_print_date(

@@ -21,7 +21,7 @@ class Accelerator:
 
     index: int  # on its node
     numa: int | None = None  # NUMA node of the nearest memory; None: unknown
-    island: int | None = None  # group with fast links, such as NVLink, among all; None: unknown
+    island: int | None = None  # group fully connected by fast links (NVLink); None: unknown
 
     @property
     def neighbourhood(self) -> tuple[int, int, int]:
@@ -50,7 +50,7 @@ class ResourceRequest:
     ranks: int
     gpus: int = 0  # accelerators of each rank
     cpus: float = 0.0  # cores of each rank; 0: an equal share of the cores that are left
-    # The role whose accelerators and cores it shares in turns (colocation); None: it shares none.
+    # Role whose accelerators and cores this role uses in turns (colocation); None: no sharing.
     beside: str | None = None
     strategy: Strategy | None = None  # None: the cluster's
 
@@ -72,7 +72,7 @@ class ResourceBundle:
 
     @property
     def threads(self) -> int:
-        """Return the number of threads for its cores."""
+        """Return the number of CPU threads for the rank's cores."""
         return max(1, int(self.cpus))
 
     @property
@@ -82,7 +82,7 @@ class ResourceBundle:
 
 
 class ResourceManager:
-    """The inventory of nodes, and the assignment of its resources."""
+    """An inventory of nodes that assigns their resources to roles."""
 
     def __init__(self, nodes: Sequence[ClusterNode], strategy: Strategy = "pack") -> None:
         self.nodes = tuple(nodes)
@@ -96,7 +96,7 @@ class ResourceManager:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
         short: dict[str, int] = {}
-        # Roles that share another's accelerators come last, when the other's are assigned.
+        # Colocated roles come last: they need the bundles of the role that they share with.
         for need in sorted(needs, key=lambda need: need.beside is not None):
             placed = layout.place(need, need.strategy or self.strategy)
             if placed < need.ranks:
@@ -130,14 +130,14 @@ class VirtualCluster:
         self._needs: tuple[ResourceRequest, ...] = ()
 
     def plan(self, needs: Sequence[ResourceRequest]) -> None:
-        """Assign all roles. Raises ConfigError with a table of missing resources."""
+        """Assign bundles to all roles. Raises ConfigError as `ResourceManager.check` does."""
         self._bundles = self.manager.assign(needs)
         self._needs = tuple(needs)
 
     def set_bundles(self, role: str, bundles: Sequence[ResourceBundle]) -> None:
         """Replace a planned role's bundles by those that an external scheduler, such as Ray, chose.
 
-        They may be in any order. Roles that share its accelerators get new bundles too.
+        The bundles may be in any order. Roles colocated with this one get new bundles too.
         """
         order = {node.name: position for position, node in enumerate(self.manager.nodes)}
         self._bundles[role] = sort_bundles(bundles, order)
@@ -148,11 +148,10 @@ class VirtualCluster:
                 )
 
     def bundles(self, role: str) -> tuple[ResourceBundle, ...]:
-        """Return a role's bundles by rank: in the inventory's order of nodes, neighbours together.
-
-        The role must be planned.
-        """
-        assert role in self._bundles, f"'{role}' is started without a plan: give `plan` its Need"
+        """Return a planned role's bundles by rank: in inventory order, neighbours together."""
+        assert role in self._bundles, (
+            f"'{role}' is started without a plan: give `plan` its ResourceRequest"
+        )
         return self._bundles[role]
 
 
@@ -195,17 +194,17 @@ class _Layout:
             return max(rooms, key=lambda room: (-room.ranks[need.role], room.space(need))).take(
                 need
             )
-        # Prefer a node that already has ranks of the role, then the fullest with room for all its
-        # ranks, then the emptiest.
+        # Prefer a node that already has ranks of the role, then the fullest node with room for all
+        # ranks of the role, then the emptiest node.
         return max(
             rooms,
             key=lambda room: (room.ranks[need.role] > 0, _rate_room(room.space(need), need.ranks)),
         ).take(need)
 
     def share_cores(self) -> dict[str, tuple[ResourceBundle, ...]]:
-        """Return the bundles after dividing each node's free cores.
+        """Divide each node's free cores among its ranks, and return the bundles of all roles.
 
-        Ranks that requested no number of cores get equal parts.
+        Ranks that requested no number of cores get equal shares.
         """
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
         for need in self._needs.values():
@@ -222,7 +221,7 @@ class _Layout:
 
 
 def assign_beside(need: ResourceRequest, others: Sequence[ResourceBundle]) -> list[ResourceBundle]:
-    """Return the bundles of a role on the accelerators of another role's bundles (colocation).
+    """Return a role's bundles on the accelerators of another role (colocation).
 
     A node's accelerators are regrouped: two ranks with one each make room for one rank with two.
     """
@@ -298,9 +297,9 @@ class _Room:
         return ResourceBundle(self.node.name, taken, need.cpus)
 
     def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
-        """Return free accelerators of the smallest neighbourhood that has enough.
+        """Return free accelerators of the smallest NUMA node, else island, that has enough.
 
-        If none has enough, they are taken from several in order.
+        If no island has enough, take the accelerators from several, in order.
         """
         for part in (lambda a: (a.island, a.numa), lambda a: a.island):
             parts: dict[object, list[Accelerator]] = {}
@@ -313,7 +312,7 @@ class _Room:
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:
-    """Return the lines of a table, with its columns two spaces apart."""
+    """Return a text table with its columns two spaces apart."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()

@@ -1,6 +1,6 @@
 """Keep a run's signal handlers installed until the run ends, whatever libraries do to them.
 
-Libraries replace handlers when they start, or later: `ray.init` that of SIGTERM, SwanLab that of
+Libraries replace handlers when they start or later: `ray.init` that for SIGTERM, SwanLab that for
 SIGINT, uvicorn both. A run without its handler would end in the middle of a step, without a save.
 """
 
@@ -21,7 +21,11 @@ STOPPING = (*DELIBERATE, signal.SIGHUP)
 
 
 class SecondSignal(KeyboardInterrupt):
-    """A second SIGINT or SIGTERM, which ends the process at once. number: the signal."""
+    """An exception for a second SIGINT or SIGTERM; it ends the process at once.
+
+    Attributes:
+        number: The number of the signal.
+    """
 
     def __init__(self, number: int) -> None:
         super().__init__()
@@ -29,9 +33,10 @@ class SecondSignal(KeyboardInterrupt):
 
 
 class _Keeper:
-    """An owner of signal handlers that ignores other handlers of this process.
+    """A set of signal handlers, and a replacement of `signal.signal` that keeps them installed.
 
-    install: the original `signal.signal`.
+    Attributes:
+        install: The original `signal.signal`.
     """
 
     def __init__(self, handlers: Mapping[signal.Signals, Handler]) -> None:
@@ -46,7 +51,10 @@ class _Keeper:
             self.install(number, handler)
 
     def refuse(self, number: int, handler: Handler) -> Handler:
-        """Replace `signal.signal`: ignore other handlers, except in a forked child."""
+        """Stand in for `signal.signal`: don't install `handler` for a kept signal.
+
+        A forked child may install it.
+        """
         if os.getpid() == self._owner and number in self.handlers:
             return self.handlers[signal.Signals(number)]
         return self.install(number, handler)
@@ -59,8 +67,8 @@ _keeper: _Keeper | None = None
 def keep_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     """Install handlers that no library can replace inside the block; enter it in the main thread.
 
-    `signal.signal` ignores other handlers for these signals meanwhile, and `hold` repairs changes
-    that bypass it.
+    Inside the block `signal.signal` ignores other handlers for these signals. Changes that bypass
+    it are undone by `reinstall_handlers`.
     """
     global _keeper
     outer = _keeper
@@ -75,14 +83,14 @@ def keep_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
         signal.signal = keeper.install
         _keeper = outer
         for number, handler in previous.items():
-            # None: a handler that was not installed from Python can't be put back.
+            # None means that the handler was not installed from Python; it can't be put back.
             signal.signal(number, signal.SIG_DFL if handler is None else handler)
 
 
 def reinstall_handlers() -> None:
     """Reinstall the kept handlers and unblock their signals; it takes 11 microseconds.
 
-    This undoes changes of native code by `sigaction` or by a mask. Without kept handlers, or
+    This undoes what native code changed by `sigaction` or a signal mask. Without kept handlers, or
     outside the main thread, it does nothing.
     """
     if _keeper is not None and threading.current_thread() is threading.main_thread():
@@ -95,12 +103,15 @@ def handle_stop_signals(
 ) -> Iterator[None]:
     """Call `request_stop` with the first SIGINT, SIGTERM or SIGHUP in the block.
 
-    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP never counts as the second: a closed
-    terminal sends several, and service managers send one after SIGTERM. Nor does the first SIGINT
-    or SIGTERM after a SIGHUP. If SIGHUP was ignored before (`nohup`), it stays ignored.
+    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP doesn't count for
+    this, neither as the first nor as the second: a closed terminal sends several, and service
+    managers send one after SIGTERM. If SIGHUP was ignored before (`nohup`), it stays ignored.
 
-    forwarded: no signal counts as the second, because the parent process forwards signals that this
-    process may also get directly, as torchrun does under Slurm. The parent kills what does not end.
+    Args:
+        request_stop: The function to call.
+        forwarded: True to never raise SecondSignal, because the parent process forwards signals
+            that this process may also get directly, as torchrun does under Slurm. The parent kills
+            processes that don't end.
     """
     requested = False
     deliberate = False
@@ -126,8 +137,8 @@ def handle_stop_signals(
 def shield_programs() -> Iterator[None]:
     """Let programs that a library starts in the block survive Ctrl-C and a closed terminal.
 
-    They inherit a mask that blocks SIGINT and SIGHUP. This process gets signals that arrive
-    meanwhile at the end of the block.
+    They inherit a mask that blocks SIGINT and SIGHUP. This process handles signals that arrive
+    inside the block when the block ends.
     """
     before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:

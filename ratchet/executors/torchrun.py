@@ -1,9 +1,8 @@
-"""Worker groups on the processes that torchrun started.
+"""Run worker groups on the processes that torchrun started.
 
 Rank 0 is the driver and also a worker; the other ranks serve it through sockets. Ranks meet at
-torchrun's own store, where rank 0 writes its address and a secret. A process with the secret may
-connect, so a run is as private as the store: it depends on the network, as everything that torchrun
-starts.
+torchrun's own store, where rank 0 writes its address and a secret. Any process that can read the
+store can connect, so the network must be private, as for everything that torchrun starts.
 """
 
 from __future__ import annotations
@@ -48,7 +47,7 @@ ANSWER_S = 10.0  # for a connected process to identify itself
 
 @dataclass(frozen=True)
 class TorchrunRank:
-    """The ranks that torchrun gives a process by environment variables."""
+    """The ranks of a process, from the environment variables that torchrun sets."""
 
     rank: int
     world_size: int
@@ -65,9 +64,9 @@ class TorchrunRank:
 
 
 class TorchrunExecutor:
-    """The executor in the process of rank 0.
+    """The executor of rank 0, the driver.
 
-    `plan` waits for the other processes to connect. Always call `close`, for which they wait.
+    `plan` waits for the other processes to connect. Always call `close`: they run until then.
     """
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
@@ -87,14 +86,14 @@ class TorchrunExecutor:
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
-        """Return a component of this process."""
+        """Create a component in this process and return it."""
         return factory(**arguments)
 
     def plan(self, needs: Sequence[ResourceRequest]) -> None:
-        """Assign processes to all roles, before the first group is started.
+        """Assign processes to all roles. Call it before `group`.
 
-        Raises ConfigError if there are too few processes, and WorkerError if one of them does not
-        connect.
+        Raises ConfigError if there are too few processes or if a rank needs several accelerators,
+        and WorkerError if a process does not connect.
         """
         wide = next((need for need in needs if need.gpus > 1), None)
         if wide is not None:
@@ -112,7 +111,7 @@ class TorchrunExecutor:
         self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
-        """Return the group of a planned role, or of one rank of it, on the running processes."""
+        """Start and return the worker group of a planned role, or of one rank of it."""
         assert self._cluster is not None, "a group before the plan"
         bundles = self._cluster.bundles(role)
         on_host: Counter[str] = Counter(process.host for process in self._hub.processes)
@@ -150,7 +149,7 @@ class TorchrunExecutor:
 
 
 def serve_rank(launched: TorchrunRank) -> int:
-    """Serve rank 0 from another rank until rank 0 ends it. Returns the exit status.
+    """Serve rank 0 from this rank until rank 0 orders it to end. Returns the exit status.
 
     torchrun sends SIGTERM, SIGINT and SIGHUP to all ranks. Only rank 0 handles them, because it
     needs the other ranks to finish its step.
@@ -202,7 +201,7 @@ def _end() -> NoReturn:
 
 
 def _keep_open(connection: socket.socket) -> None:
-    """Remove a connection's deadline, and let it end if the other machine is gone."""
+    """Remove a connection's timeout, and close it by keep-alive if the other machine is gone."""
     connection.settimeout(None)
     connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -226,8 +225,8 @@ def _store(launched: TorchrunRank) -> Any:
     import torch.distributed as dist
 
     # torchrun's agent serves the store; if another program set the variables, rank 0 does. The
-    # variable is removed from the environment: with it `init_process_group` would expect a server
-    # at every address, and groups have other addresses.
+    # variable is removed because with it `init_process_group` would expect a running server at its
+    # address, and worker groups have addresses without one.
     serves = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", "") != "True" and launched.rank == 0
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(
@@ -241,7 +240,7 @@ class _Process:
     """A process that torchrun started."""
 
     rank: int
-    local_rank: int  # as torchrun gave it
+    local_rank: int  # torchrun's LOCAL_RANK
     host: str
     control: socket.socket | None = None  # the connection for orders; None: the driver's process
 
@@ -278,8 +277,7 @@ class _Hub:
             return self._connected.result()
 
     def _gather(self, this_process: _Process, world_size: int) -> None:
-        """Accept the other processes, in a thread, since they connect before the driver needs
-        them."""
+        """Accept the other processes, in a thread because they connect before they are needed."""
         try:
             others = [self._accept("control") for _ in range(world_size - 1)]
             processes = sorted([this_process, *others], key=lambda process: process.rank)
@@ -288,7 +286,7 @@ class _Hub:
             self._connected.set_exception(error)
 
     def at(self, host: str, position: int) -> _Process:
-        """Return the process at a position among those of a host."""
+        """Return a host's process by its position among the host's processes."""
         return [process for process in self.processes if process.host == host][position]
 
     def member(self, process: _Process, name: WorkerName) -> SocketWorkerHandle:
@@ -322,7 +320,7 @@ class _Hub:
         self._listener.close()
 
     def _accept(self, purpose: str) -> _Process:
-        """Accept the next process that proves knowledge of the secret and has this purpose.
+        """Accept the next process that proves it has the secret and connects for this purpose.
 
         Raises WorkerError if none connects in time.
         """
@@ -366,7 +364,7 @@ class _Remote(SocketWorkerHandle):
     """The handle of a worker in another process of torchrun."""
 
     def kill(self) -> None:
-        """Kill the process directly too: a stopped one does not see its connection end."""
+        """Also SIGKILL a process on this host: a stopped one does not see its connection end."""
         super().kill()
         if self.pid is not None and self.reported_host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):

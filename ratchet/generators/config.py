@@ -52,9 +52,9 @@ class EngineConfig(Section):
 
 
 class HFConfig(Section):
-    """The generator of any causal language model of transformers in this process.
+    """A generator that runs any causal language model of transformers in this process.
 
-    It is slower than the engine, and serves models that the engine can't run.
+    It is slower than the embedded engine, and meant for models that the engine can't run.
     """
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
@@ -80,18 +80,19 @@ class HFConfig(Section):
 
 # Head sizes that vLLM's attention kernels for the CPU support.
 CPU_HEAD_SIZES = (32, 64, 80, 96, 112, 128, 160, 192, 224, 256, 512)
-CPU_BLOCK = 32  # tokens; these kernels need blocks that are a multiple of it
+# These kernels need a block size, in tokens, that is a multiple of this.
+CPU_BLOCK = 32
 
 
 class VLLMConfig(Section):
     """The vLLM generator, which has its own copy of the weights.
 
-    Every push of the learner goes to vLLM's workers, which check it before they load it.
+    Weight sync sends the learner's weights to vLLM's workers, which check them before loading.
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
     filters: ClassVar[bool] = False  # vLLM doesn't report the probability mass its filters keep
-    least_temperature: ClassVar[float] = 0.01  # vLLM raises a lower positive one to this
+    least_temperature: ClassVar[float] = 0.01  # vLLM raises lower positive ones to this
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"
@@ -182,12 +183,12 @@ class VLLMConfig(Section):
 
     @property
     def accelerators(self) -> int:
-        """Return the number of accelerators that it computes on, if the machine has any."""
+        """Return the number of accelerators that vLLM uses, if the machine has any."""
         return self.tensor_parallel * self.pipeline_parallel * self.data_parallel
 
     @property
     def environment(self) -> Mapping[str, str]:
-        """Return the variables that vLLM reads at start; the user's own values take precedence."""
+        """Return environment variables for vLLM's start; the user's own values take precedence."""
         return {
             "VLLM_ENABLE_V1_MULTIPROCESSING": "0" if self.engine == "sync" else "1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the learner computes on the same cores
@@ -198,8 +199,7 @@ class VLLMConfig(Section):
     def misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
     ) -> str | None:
-        """Return why vLLM with this configuration can't run a model of that shape; None if it
-        can."""
+        """Return why vLLM can't run a model of this shape as configured; None if it can."""
         ranks = self.tensor_parallel
         if on_cpu and self.quantise is not None:
             return (

@@ -1,6 +1,7 @@
 """Find out why logits aren't finite, and which requests fail.
 
-If a request is the cause, it fails alone. If the model's weights are, no request can be served.
+A request that is itself the cause fails alone. If the model's weights are the cause, and no request
+has finite logits, the whole model has failed.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ Weights = Iterable[tuple[str, Tensor]]
 def find_nonfinite_weight(weights: Weights) -> str | None:
     """Return the name of the first weight that holds a NaN or an infinity; None if all are finite.
 
-    It reads every weight once, like a decoding step.
+    This reads every weight once, as a decoding step does.
     """
     for name, weight in weights:
         if weight.is_floating_point() and not bool(weight.isfinite().all()):
@@ -31,15 +32,16 @@ def find_nonfinite_weight(weights: Weights) -> str | None:
 def explain_nonfinite(
     broken: Mapping[GenerationRequest, int], *, all_rows: bool, weights: Weights, version: int
 ) -> dict[GenerationRequest, Exception]:
-    """Return the error with which each request fails.
+    """Return the error of each request whose logits aren't finite.
 
     Args:
-        broken: requests whose logits aren't finite, with the index of their first such token.
+        broken: those requests, each with the index of its first token of such logits.
         all_rows: True if no running request has finite logits.
         weights: (name, tensor) of the model's weights.
         version: version of these weights.
 
-    Raises ModelError if no request has finite logits and a weight isn't finite.
+    Raises:
+        ModelError: No running request has finite logits, and a weight isn't finite.
     """
     name = find_nonfinite_weight(weights)
     if name is not None and all_rows:

@@ -1,6 +1,6 @@
-"""Export of the blocks of many ranks to a Hugging Face directory.
+"""Export the blocks of many ranks to a Hugging Face directory.
 
-The weights of one file are in memory at a time.
+Only the weights of one file are in memory at a time.
 """
 
 from __future__ import annotations
@@ -29,8 +29,12 @@ def export_blocks(
 ) -> None:
     """Write the model from the blocks of all ranks.
 
-    Every rank calls it with its own blocks. All ranks must see the directory. part: see
-    `Learner.export`.
+    Every rank calls this function.
+
+    Args:
+        blocks: the blocks of this rank.
+        directory: must be visible to all ranks.
+        part: as in `Learner.export`.
     """
     parts = directory / ".blocks"
     save_blocks(parts, rank, blocks, {})
@@ -50,10 +54,12 @@ def export_blocks(
 def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
     """Write the model from a checkpoint of any number of ranks, in one process.
 
-    model: the whole model as the stage began with it. The frozen weights beside an adapter are
-    taken from it.
+    Args:
+        model: the whole model as at the start of the stage. If it has an adapter, the frozen
+            weights are taken from it.
 
-    Raises CheckpointError if these differ from the checkpoint's, or something is missing.
+    Raises CheckpointError if the frozen weights are not those of the checkpoint, or if a part of
+    the checkpoint is missing.
     """
     saved = BlockFiles(checkpoint)
     frozen_names = model.resting()
@@ -66,7 +72,7 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
             saved.numbers.get("base"),
             fingerprint_weights({name: sum_bits(weight) for name, weight in frozen.items()}),
         )
-    # Names with a slash are the optimizer's: exp_avg/...
+    # Names with a slash, such as exp_avg/..., belong to the optimizer.
     learned = {name: saved.whole(name) for name in saved.stored if "/" not in name}
     _write(model, {**frozen, **learned}, directory, "all")
 
@@ -74,7 +80,7 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
 def _write(
     model: PolicyModel, whole: Mapping[str, SavableTensor], directory: Path, part: Exported
 ) -> None:
-    """Write the whole weights as a Hugging Face model, its base or its adapter."""
+    """Write unsharded weights as a Hugging Face model, its base model or its adapter."""
     low_rank = {name: weight for name, weight in whole.items() if name.startswith(PEFT)}
     weights = {
         name: weight for name, weight in whole.items() if name not in low_rank and name != HEAD

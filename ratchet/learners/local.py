@@ -1,6 +1,8 @@
-"""The learner of one process: autograd on packed micro-batches, and an optimizer.
+"""Train and score in one process: autograd on packed micro-batches, and an optimizer.
 
-Losses and gradients of micro-batches are only summed. T = tokens, S = sequences of a micro-batch.
+Losses and gradients of micro-batches are summed, not averaged.
+
+T = tokens, S = sequences of a micro-batch.
 """
 
 from __future__ import annotations
@@ -37,19 +39,21 @@ from ratchet.utils.thread_pool import ThreadPool, balance_by_size
 
 
 class LocalLearner:
-    """Trains or scores with a `PolicyModel` in this process.
+    """A learner that trains or scores with a `PolicyModel` in this process.
 
     Implements `Learner` and `Placeable`.
 
-    model: holds float32 (master) weights.
-    optimizer: None makes a frozen role (a reference), which can only score.
-    total_steps: optimizer steps of the schedule.
-    unit: the unit that micro-batches never split.
-    head: the scalar head for "values" and "scores".
-    autocast: on an accelerator the forward runs under bfloat16 autocast.
-    shared_vocab: number of leading tokens in common with models that are compared with it token by
-      token ("topk_logprobs"); None: all.
-    replays: use the sampler's routes where a batch has them; for the model that sampled.
+    Args:
+        model: holds float32 (master) weights.
+        optimizer: None makes a frozen role (a reference), which can only score.
+        total_steps: optimizer steps of the schedule.
+        unit: the unit that micro-batches never split.
+        head: the scalar head for "values" and "scores".
+        autocast: on an accelerator the forward runs under bfloat16 autocast.
+        shared_vocab: number of leading vocabulary entries shared with the models that it is
+            compared with token by token ("topk_logprobs"); None: all.
+        replays: replay the sampler's expert choices if a batch has them; for the model that
+            sampled.
     """
 
     def __init__(
@@ -108,7 +112,7 @@ class LocalLearner:
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        # An empty batch has columns too, of the right width.
+        # Score an empty batch too, so that its columns have the right width.
         plan = self._plan(batch) or [[]]
         scored = self._score_micros(batch, plan, wanted, top_k)
         on_cpu = [{name: columns[name].to("cpu") for name in wanted} for columns in scored]
@@ -182,15 +186,15 @@ class LocalLearner:
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
         """Return sums of losses and metrics over all micro-batches; gradients add up in `.grad`.
 
-        Sums are added in the same order, whichever worker is faster, so that runs can be repeated.
+        Micro-batches are added in a fixed order, whichever worker is faster, for reproducible runs.
         """
         sums: dict[str, Tensor] = {}
         taken = 0 if self.step_policy is None else self.step_policy.steps_taken
         plan = self._plan(mini)
 
         def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
-            # The seed of the adapter's dropout: by the step and the micro-batch's number in it, as
-            # on ranks.
+            # Seed the adapter's dropout by the step and the micro-batch's number in it, as
+            # distributed learners do.
             return forward.learn(
                 mini.take(plan[number]), terms, seed=derive_mask_seed(taken, number)
             )
@@ -282,8 +286,8 @@ class LocalLearner:
             name: parameter.detach() for name, parameter in self.forwards[0].parameters()
         }
         if self.optimizer is not None:
-            # In the order of the parameters, not of their first gradients, so that equal states are
-            # equal files.
+            # Save in the order of the parameters, not of their first gradients, so that equal
+            # states give equal files.
             moments = self.optimizer.state
             state["optimizer"] = {
                 name: moments[name] for name, _ in self.optimizer.named if name in moments

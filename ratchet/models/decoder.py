@@ -1,9 +1,8 @@
-"""Define the decoder that learner and embedded engine share. It has no batch dimension and no
-padding.
+"""Define the decoder that learner and embedded engine share.
 
-The caller decides how tokens attend to each other: the learner passes attention over packed
-sequences, the engine attention over its KV cache. So both run the same weights through the same
-arithmetic.
+It has no batch dimension and no padding. The caller decides how tokens attend to each other:
+the learner passes attention over packed sequences, the engine attention over its KV cache. So both
+run the same weights through the same arithmetic.
 
 T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
 """
@@ -40,8 +39,8 @@ class AttentionFn(Protocol):
 class Linear(nn.Linear):
     """A linear map that can have an adapter and a quantized matrix."""
 
-    adapter: FusedLoRA | None  # is added to the product, see `ratchet.models.lora.layers`
-    quantised: QuantizedMatrix | None  # replaces `weight`, which is None then
+    adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
+    quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None
 
     def __init__(self, inputs: int, outputs: int, *, bias: bool) -> None:
         super().__init__(inputs, outputs, bias=bias)
@@ -144,8 +143,9 @@ class GatedMLP(nn.Module):
     def forward(
         self, x_Td: Tensor, row_multiple: int = 1, route: RoutingHook | None = None
     ) -> Tensor:
-        """Return [T, d]. `row_multiple` and `route` have the interface of `SparseMLP` and are
-        unused here.
+        """Return the layer's output [T, d].
+
+        `row_multiple` and `route` are unused; they are here because `SparseMLP` has them.
         """
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
@@ -179,8 +179,8 @@ class DecoderLayer(nn.Module):
         """Return the hidden states after the layer.
 
         Args:
-            read: int64, indices of the tokens whose states are returned; None: all. Of the others
-                only keys and values are computed.
+            read: int64, indices of the tokens whose states are returned; None: all. The
+                output projection and the MLP run for these tokens only.
         """
         enter = self.seams.enter
         leave = self.seams.leave
@@ -231,7 +231,7 @@ class Decoder(nn.Module):
 
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
-        """The (path, module) pairs of the linear maps inside the layers."""
+        """Return the (path, module) pairs of the linear maps inside the layers."""
         return (
             (path, m)
             for path, m in self.named_modules()
@@ -239,9 +239,7 @@ class Decoder(nn.Module):
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter | QuantizedMatrix]]:
-        """Yield `named_parameters()` and the quantized matrices, under the names of their plain
-        ones.
-        """
+        """Yield `named_parameters()`, and quantized matrices under the names of the plain ones."""
         for path, module in self.named_modules():
             quantised = getattr(module, "quantised", None)
             weights = [
@@ -252,7 +250,7 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [V, d]; the embedding itself if the head is tied."""
+        """Return the head's matrix [V, d]; that of the embedding if the head is tied."""
         holder = self.embed_tokens if self.lm_head is None else self.lm_head
         assert holder is not None, "this part of the decoder has no head"
         return holder.weight
@@ -287,8 +285,8 @@ class Decoder(nn.Module):
 
         Args:
             x_Td: hidden states of the pipeline shard before this one; None in the first.
-            row_multiple: the multiple that the caller has padded T to so that products are stable.
-                Products with fewer rows, those of experts, are padded to it too.
+            row_multiple: the multiple to which the caller has padded T for batch invariance. The
+                rows of each expert are padded to it too.
             route: is called with each layer's router logits and chosen experts, and returns the
                 experts to use; None: the routers' choice.
             read: int64, distinct indices of the tokens whose states are returned, in this order;

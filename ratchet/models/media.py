@@ -28,9 +28,7 @@ class EncodedMedia:
     keys: tuple[str, ...]  # the key of each medium, in the order of the output
 
     def of(self, media: Sequence[Medium]) -> Any:
-        """Return the output for some of the media, in the given order; a medium may occur
-        repeatedly.
-        """
+        """Return the output for `media`, in this order; a medium may occur more than once."""
         indices = [self.keys.index(medium.key) for medium in media]
         if indices == list(range(len(self.keys))):
             return self.output
@@ -41,8 +39,8 @@ class EncodedMedia:
     def _picked(self, value: Any, indices: Sequence[int]) -> Any:
         """Select entries of one field of the output.
 
-        A field has an entry per medium, or is a list of such fields with one per layer. Other
-        fields are returned unchanged.
+        Entries are selected from a field with one entry per medium, or from a list of such fields,
+        one per layer. Other fields are returned unchanged.
         """
         if isinstance(value, Tensor):
             return (
@@ -78,7 +76,7 @@ def join_media_inputs(media: Sequence[Medium]) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def make_probe_images(directory: Path, model: PreTrainedModel) -> list[Medium]:
-    """Return two images, prepared by the processor in a model's directory.
+    """Return two probe images, prepared by the processor from a model's directory.
 
     The list is empty if the model reads no images.
     """

@@ -24,7 +24,7 @@ class ModelSource:
     """The source of a model: random weights, or a Hugging Face directory or Hub id."""
 
     shape: DecoderConfig | None = None  # set for random weights
-    seed: int = 0  # of random weights
+    seed: int = 0  # seed of random weights
     path: str | None = None  # directory or Hub id; the fields below are options of `load_policy`
     backend: Backend = "auto"
     trust_remote_code: bool = False
@@ -61,7 +61,7 @@ class ModelSource:
         )
 
     def reader(self) -> ReadBlock:
-        """Return a function that reads single blocks of the weights, and nothing else of them."""
+        """Return a function that reads single blocks of weights without loading the model."""
         if self.shape is None:
             files = WeightFiles.find(self.directory())
             return files.block
@@ -69,17 +69,17 @@ class ModelSource:
 
 
 class _Drawn:
-    """Reader of blocks of random weights, with the same bits as `Decoder.init_weights`.
+    """A reader of blocks of random weights, with the same bits as `Decoder.init_weights`.
 
-    Parameters are drawn in order and only the latest is kept. So memory and time stay low if
-    callers read all blocks of one parameter before those of the next.
+    Parameters are drawn in order and only the latest is kept. Memory and time stay low if callers
+    read all blocks of one parameter before those of the next; an earlier one restarts the drawing.
     """
 
     def __init__(self, shape: DecoderConfig, seed: int) -> None:
         self.decoder = empty_decoder(shape, dtype=torch.float32, device="meta")
         self.layout = list_pieces(self.decoder)
         self.seed = seed
-        # canonical name -> the parameter that the weight lies in
+        # canonical name of a weight -> name of the parameter that holds it
         self.parameter_names = {
             piece.name: name
             for name, parameter_pieces in self.layout.items()

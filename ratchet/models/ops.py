@@ -1,6 +1,6 @@
-"""Compute the elementwise and linear operations of the decoder.
+"""The elementwise and linear operations of the decoder.
 
-`ratchet.kernels.cpu` runs them where it is enabled and supports the inputs, otherwise PyTorch.
+`ratchet.kernels.cpu` runs them if it is enabled and supports the inputs; otherwise PyTorch does.
 
 The elementwise operations define their backward explicitly, because autograd's version of the same
 formulas reads and writes memory two to three times as often. On a CPU, models of 0.1 to 10 M
@@ -33,10 +33,10 @@ def linear(x: Tensor, weight_od: Tensor, bias_o: Tensor | None = None) -> Tensor
 
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
-    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension (arXiv:1910.07467, eq.
-    4).
+    """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension.
 
-    The result has the dtype of x; the mean is computed in float32 or better.
+    This is eq. 4 of arXiv:1910.07467. The result has the dtype of x; the mean is computed in
+    float32 or better.
 
     Args:
         weight: shaped as the last dimension of x, or as its last two (a weight per head).
@@ -48,7 +48,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
         if weight.dim() == 1:
             return F.rms_norm(x, weight.shape, weight.to(x.dtype), eps)
         return F.rms_norm(x, x.shape[-1:], None, eps) * weight.to(x.dtype)
-    # The same bits without the overhead of autograd, which is large for a small decoding step.
+    # Same bits as `_RMSNorm`, without autograd's overhead, which is large in small decoding steps.
     if not torch.is_grad_enabled():
         return _normalise(x, eps)[0].mul_(weight.to(x.dtype))
     return _RMSNorm.apply(x, weight, eps)
@@ -64,7 +64,7 @@ def heads(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Split the fused projection [T, H + 2 K, D] into queries, keys and values.
 
-    Queries and keys are normalised if there are weights, and rotated by their positions.
+    Queries and keys are normalised if `norms` has weights, and rotated by their positions.
 
     Args:
         norms: weights [D] for queries and for keys; both or none.
@@ -155,8 +155,8 @@ class _RMSNorm(Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, None]:
         """Return the gradients of x and weight.
 
-        With r = (mean(x^2) + eps)^-1/2, n = x r and y = w n: dw = sum(g n), dx = r (g w - n mean(g
-        w n)).
+        Let g be the gradient of y = w n, with n = x r and r = (mean(x^2) + eps)^-1/2. Then
+        dw = sum(g n) and dx = r (g w - n mean(g w n)).
         """
         n, r, weight = ctx.saved_tensors
         grad = grads[0].to(r.dtype)
@@ -225,7 +225,7 @@ class _SwiGLU(Function):
         gate, up = gate_up.chunk(2, dim=-1)
         grad_gate_up = torch.empty_like(gate_up)
         grad_gate, grad_up = grad_gate_up.chunk(2, dim=-1)
-        # silu(gate) is recomputed rather than kept, which would need memory.
+        # Recompute silu(gate): keeping it from the forward pass would need memory.
         torch.mul(grads[0], F.silu(gate), out=grad_up)
         torch.ops.aten.silu_backward.grad_input(grads[0] * up, gate, grad_input=grad_gate)
         return grad_gate_up

@@ -1,4 +1,4 @@
-"""Configuration of the trackers. Free of torch and of their packages."""
+"""Configuration of the trackers. This module imports neither torch nor the trackers' packages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratchet.config.base import Section
 
 
 class WandbConfig(Section):
-    """Weights & Biases."""
+    """The Weights & Biases tracker."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:WandbSink"
 
@@ -23,7 +23,7 @@ class WandbConfig(Section):
 
 
 class MlflowConfig(Section):
-    """MLflow."""
+    """The MLflow tracker."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:MlflowSink"
 
@@ -35,7 +35,7 @@ class MlflowConfig(Section):
 
 
 class SwanlabConfig(Section):
-    """SwanLab."""
+    """The SwanLab tracker."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:SwanlabSink"
 
@@ -50,7 +50,7 @@ class SwanlabConfig(Section):
 
 
 class TrackioConfig(Section):
-    """Trackio: in its own directory of this machine (TRACKIO_DIR), or in a Space."""
+    """The Trackio tracker; it writes to its local directory (TRACKIO_DIR), or to a Space."""
 
     builds: ClassVar[str] = "ratchet.observe.trackers:TrackioSink"
 
@@ -62,8 +62,10 @@ class TrackioConfig(Section):
 
 
 class PrometheusConfig(Section):
-    """Prometheus: the latest step's numbers, `ratchet_metric{run="...", name="rollout/reward"}`,
-    and `ratchet_step`."""
+    """The Prometheus exporter of the latest step's metrics.
+
+    They are `ratchet_metric{run="...", name="rollout/reward"}` and `ratchet_step`.
+    """
 
     builds: ClassVar[str] = "ratchet.observe.trackers:PrometheusSink"
 

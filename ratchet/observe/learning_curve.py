@@ -1,6 +1,6 @@
 """The chart `curve.svg`: reward and held-out accuracy over the steps of a run.
 
-It is plain SVG, in the reader's light or dark theme.
+It is plain SVG that follows the viewer's light or dark theme.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from xml.sax.saxutils import escape
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.write_files import replace_text
 
-WIDTH, HEIGHT = 720, 220  # of one panel, in SVG units
-LEFT, RIGHT, TOP, BOTTOM = 64, 96, 34, 34  # its margins
-MAX_POINTS = 400  # a line; longer runs are averaged over buckets of steps
+WIDTH, HEIGHT = 720, 220  # size of one panel, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 64, 96, 34, 34  # margins of a panel
+MAX_POINTS = 400  # of one line; longer runs are averaged over buckets of steps
 
 STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #444 } .title { font-weight: 600; fill: #111 }
@@ -41,8 +41,10 @@ class Point(NamedTuple):
 class Panel:
     """One chart of several series over the same steps.
 
-    series: label of each metric, by metric name. dots: True to draw each point, for few of them.
-    span: the range that the vertical axis shows at least.
+    Attributes:
+        series: Label of each metric, by metric name.
+        dots: True draws a dot at each point, for series with few points.
+        span: Range that the vertical axis always includes.
     """
 
     title: str
@@ -64,8 +66,10 @@ PANELS = (
 
 
 def write_curve(metrics_path: Path, svg_path: Path) -> bool:
-    """Draw a run's `metrics.jsonl`. Return False, without a file, if it has nothing to draw. Raises
-    OSError."""
+    """Draw a run's `metrics.jsonl` as an SVG file.
+
+    Return False and write no file if there is nothing to draw. Raises OSError.
+    """
     svg = curve_svg(read_jsonl(metrics_path))
     if svg:
         replace_text(svg_path, svg)
@@ -73,8 +77,10 @@ def write_curve(metrics_path: Path, svg_path: Path) -> bool:
 
 
 def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
-    """Return the panels under each other, over the same steps, or "" if no row has one of the
-    metrics."""
+    """Return the panels as one SVG, below each other and over the same steps.
+
+    Return "" if no row has any of their metrics.
+    """
     drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, rows))]
     if not drawn:
         return ""
@@ -94,7 +100,7 @@ def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
-    """Return the points of each series that has any, by label."""
+    """Return the points of each series by label, without empty series."""
     lines = {
         label: [
             Point(row["step"], row[name]) for row in rows if isinstance(row.get(name), int | float)
@@ -140,8 +146,8 @@ def _draw(
             yield from (
                 f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
             )
-        # Labels at the right edge, one under the other, so that lines which end together don't
-        # cover each other's.
+        # Stack the labels at the right edge, so that labels of lines that end together don't
+        # overlap.
         y = TOP + 4 + 18 * index
         yield (
             f'<text class="label s{index}" x="{WIDTH - RIGHT + 8}" y="{y}">{escape(label)} '
@@ -150,7 +156,6 @@ def _draw(
 
 
 def _scale(value: float, source: tuple[float, float], start: float, end: float) -> float:
-    """Map a value from the source range to [start, end]; a range of one value maps to the
-    middle."""
+    """Map a value from the source range to [start, end]; an empty range maps to the middle."""
     low, high = source
     return start + (value - low) / (high - low) * (end - start) if high > low else (start + end) / 2

@@ -1,5 +1,4 @@
-"""Progress of a stage: a live line on a terminal, one plain line every few steps elsewhere, or
-nothing."""
+"""Show a stage's progress: a live line on a terminal, plain lines elsewhere, or nothing."""
 
 from __future__ import annotations
 
@@ -19,22 +18,24 @@ from ratchet.utils.terminal_text import make_console
 Mode = Literal["auto", "live", "plain", "off"]
 Observer = Callable[[int, Mapping[str, float | None]], None]
 
-# the first that a step reports stands for how well it goes
+# Metrics for the headline: the first one that a step reports is shown.
 HEADLINES = ("rollout/reward", "policy/loss")
-# What tells whether the policy runs away or narrows, in the order in which the first that is there
-# is shown.
+# Metrics that reveal a diverging policy or an entropy collapse. Of each label's metrics, the first
+# one that a step reports is shown.
 ASIDE = {
     "KL": ("policy/kl/kl", "batch/kl/kl", "policy/policy_gradient/old_kl"),
     "entropy": ("policy/entropy/entropy",),
 }
 SPEED = "time/tokens_per_s"
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 24  # steps that the sparkline shows
+WIDTH = 24  # number of steps in the sparkline
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Return one block character for each value, from the lowest to the highest. Equal values give
-    the middle one."""
+    """Return one block character for each value, scaled between the lowest and the highest.
+
+    If all values are equal, each gives the middle block.
+    """
     if not values:
         return ""
     low, high = min(values), max(values)
@@ -57,8 +58,11 @@ def duration(seconds: float) -> str:
 
 @dataclass
 class Track:
-    """The content of the progress line. Steps count over the whole run; this stage does those after
-    `first_step`, up to `last_step`."""
+    """The content of the progress line.
+
+    Steps are counted over the whole run; this stage does those after `first_step`, up to
+    `last_step`.
+    """
 
     stage: str
     first_step: int
@@ -92,8 +96,10 @@ class Track:
 
     @property
     def eta_s(self) -> float | None:
-        """Return the seconds left at the mean pace so far, evaluation and saving included; None
-        before the first step."""
+        """Return the seconds left at the mean pace so far; None before the first step.
+
+        The pace includes evaluation and saving.
+        """
         steps_done = self.step - self.first_step
         return (
             (self.clock() - self._started) / steps_done * (self.last_step - self.step)
@@ -167,11 +173,12 @@ def show_progress(
     console: Console | None = None,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Observer]:
-    """Yield an observer of steps that draws them. mode=auto is live on a terminal, else plain.
+    """Yield an observer that shows each step's progress.
 
     Args:
-        first_step: Steps done before, in earlier stages or before a resume.
-        every: Steps between two plain lines.
+        first_step: Number of steps done in earlier stages or before a resume.
+        mode: "auto" is live on a terminal, else plain.
+        every: Number of steps between two plain lines.
     """
     console = console or make_console()
     track = Track(stage, first_step, last_step, clock)

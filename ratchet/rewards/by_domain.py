@@ -1,4 +1,4 @@
-"""Several domains in one run, each with its own rewards."""
+"""Judge each domain of a run by its own rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=Tr
 
 
 class ByTagConfig(Section):
-    """Each domain has its own rewards: a task's `tag` says which domain it is of."""
+    """The rewards of each domain; a task's `tag` names its domain."""
 
     builds: ClassVar[str] = "ratchet.rewards.by_domain:ByTag"
 
@@ -44,8 +44,10 @@ ANY = "*"
 
 
 class ByTag:
-    """Hands a group to the rewards of its task's tag. Parts are logged as "tag/name", so that each
-    domain has its own curve."""
+    """A reward that judges a group by the rewards of its task's tag.
+
+    Parts are logged as "tag/name", so that each domain has its own curve.
+    """
 
     def __init__(self, config: ByTagConfig) -> None:
         self._domains = {
@@ -61,7 +63,10 @@ class ByTag:
         return voter(self._domains.get(task.tag, self._domains.get(ANY)), task)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Failed("reward") for a task whose tag has no rewards."""
+        """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
+
+        Return Failed("reward") if neither is.
+        """
         reward = self._domains.get(task.tag, self._domains.get(ANY))
         if reward is None:
             names = ", ".join(sorted(self._domains))
@@ -78,7 +83,10 @@ class ByTag:
 
 
 class OwnSteps:
-    """The reward of a domain whose environment judges turn by turn: it adds nothing."""
+    """A reward that adds nothing, for a domain whose environment rewards single turns.
+
+    It fails a finished attempt without turn rewards.
+    """
 
     together = False
 

@@ -1,4 +1,4 @@
-"""Several rewards as one: their weighted sum."""
+"""Combine several rewards into one, their weighted sum."""
 
 from __future__ import annotations
 
@@ -15,13 +15,15 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 
 
 class WeightedSum:
-    """`sum(weights[name] * reward[name])`. The parts logged are the unweighted rewards by name, and
-    their own named parts as "name/part". An attempt that one of them fails is failed: a sum that
-    lacks a summand would be another reward.
+    """A reward that is the sum of others: `sum(weights[name] * reward[name])`.
+
+    Its named parts are the unweighted rewards by name, and their own parts as "name/part". If one
+    of the rewards fails on an attempt, the attempt fails: a sum that lacks a summand would be
+    another reward.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
-        """Raises ConfigError where the two do not name the same rewards."""
+        """Create the sum. Raises ConfigError if the names of the two differ, or there are none."""
         if not rewards or set(rewards) != set(weights):
             raise ConfigError(
                 f"rewards {sorted(rewards)} and weights {sorted(weights)} must name the same, at "
@@ -34,7 +36,7 @@ class WeightedSum:
         return any(getattr(reward, "together", True) for reward in self.rewards.values())
 
     def voter(self, task: Task) -> HasFinalAnswers | None:
-        """The first that can tell answers apart."""
+        """Return the first reward that extracts final answers for this task, if any."""
         return next(
             (found for reward in self.rewards.values() if (found := voter(reward, task))), None
         )
@@ -45,7 +47,7 @@ class WeightedSum:
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """outcomes: one of each reward, in their order."""
+        """Return the outcome of one attempt, from the outcome of each reward, in their order."""
         total: float | None = 0.0
         cut = False
         parts: dict[str, float] = {}
@@ -55,7 +57,7 @@ class WeightedSum:
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
             cut = cut or isinstance(outcome, Truncated)
-            # a part of this unfinished attempt has no judgement, so the whole has none
+            # This reward could not judge the unfinished attempt, so the sum has no value.
             if outcome.reward is None:
                 total = None
                 continue
@@ -70,9 +72,11 @@ class WeightedSum:
 
 
 def composed(sections: Sequence[Section]) -> WeightedSum:
-    """The sum of the rewards that sections of a recipe describe, each under its kind's name (a
-    path's last word) and times its `weight`. Raises ConfigError where two share a name, or none is
-    given."""
+    """Return the weighted sum of the rewards that sections of a recipe describe.
+
+    A reward has the name of its kind (of a path, the part after the colon) and the section's
+    `weight`. Raises ConfigError if two share a name, or there are none.
+    """
     names = [str(getattr(section, "kind", "")).rpartition(":")[2] for section in sections]
     if len(set(names)) < len(names):
         raise ConfigError(

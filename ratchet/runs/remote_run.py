@@ -1,13 +1,13 @@
-"""Read and fetch a run that lies in an object store.
+"""Read and fetch a run that is mirrored in an object store.
 
 Files have the same names there as in a run directory. `mirror.json` lists the size and SHA-256 of
 each file except checkpoints, which have manifests of their own.
 
-A file may be longer than its listed size, such as a log that has grown since. The listing then
-describes its beginning.
+A file may be longer than its listed size: a log that has grown since, for example. The entry then
+describes the beginning of the file.
 
-While a file is being replaced it has two entries, the old and the new one, and either may be true.
-A null entry says that the file did not exist.
+While a file is being replaced it has two entries, for its old and its new content, and may match
+either. A null entry says that the file did not exist.
 """
 
 from __future__ import annotations
@@ -61,6 +61,7 @@ def _parse_facts(size: object, sha256: object) -> FileDigest:
     return FileDigest(size, sha256)
 
 
+# The possible contents of a file; None: it does not exist.
 FileVersions = tuple[FileDigest | None, ...]
 
 
@@ -72,7 +73,7 @@ class MirrorIndex:
     run: str
     # Identifies the process that wrote last.
     writer: str
-    # The possible states of each file, by name.
+    # The entries of each file, by name: two while it is being replaced.
     files: Mapping[str, FileVersions]
 
     def content(self) -> bytes:
@@ -188,7 +189,7 @@ class MirroredRun:
     def _whole(self, step: int, entries: Mapping[str, StoredFile]) -> RemoteCheckpoint:
         """Return the checkpoint of `step` if all its files are there with the right sizes.
 
-        Manifests are read again only after they changed.
+        A manifest is read again only if its entry in the store has changed.
         """
         where = f"{self.address}/{get_checkpoint_name(step)}"
         if step in self.damaged:
@@ -258,9 +259,9 @@ class MirroredRun:
         """Fetch the files of `directory` that differ from the index.
 
         Args:
-            index: Lists the files.
+            index: The index of the run's files.
             directory: The run directory to update.
-            is_selected: True for the names to fetch.
+            is_selected: Returns True for the names to fetch.
 
         Raises:
             CheckpointError: A file that the run can't resume without is damaged. Other damaged
@@ -296,7 +297,7 @@ class MirroredRun:
 
 
 def truncate_to_listed(path: Path, lines: FileVersions) -> bool:
-    """Return True if a file begins with one of the listed contents, and cut off the rest of it."""
+    """Cut a file off after the longest listed content that it begins with; True if it has one."""
     if path.is_symlink() or not path.is_file():
         return False
     for one in sorted(filter(None, lines), key=lambda one: -one.size):

@@ -28,20 +28,20 @@ from ratchet.sandbox.config import LocalSandboxConfig
 from ratchet.sandbox.fork_server_client import ForkServerError, ForkServerSlot
 from ratchet.sandbox.workspace import Workspace
 
-TRIES = 2  # the second with a new fork server
+TRIES = 2  # the second try starts a new fork server
 
 
 class LocalSandbox:
-    """A sandbox on this machine, by the strongest isolation that it offers.
+    """A sandbox with the strongest isolation that this machine offers.
 
-    It refuses to be weaker than `at_least`. Threads and event loops may share one sandbox. Raises
-    SandboxError at construction if the machine is too weak.
+    Threads and event loops may share one sandbox. Raises SandboxError at construction if the
+    machine does not offer `at_least`.
 
     Args:
-        slots: Number of programs that run at once.
-        at_least: Weakest level allowed.
-        at_most: Strongest level tried, to simulate a weaker machine.
-        readable: Directories beside the standard library that programs can read and import from.
+        slots: Maximum number of programs that run at once.
+        at_least: Weakest isolation allowed.
+        at_most: Strongest isolation tried; a lower one simulates a weaker machine.
+        readable: Directories that programs can read and import from, besides the standard library.
     """
 
     same_python = True
@@ -85,8 +85,7 @@ class LocalSandbox:
     async def run(
         self, program: str | Sequence[str], stdin: bytes = b"", limits: Limits = DEFAULT_LIMITS
     ) -> Result:
-        """Run a program; see `Sandbox.run`. When the caller is cancelled, the program is
-        stopped."""
+        """Run a program; see `Sandbox.run`. Cancelling the call stops the program."""
         if os.getpid() != self._owner:
             raise SandboxError(
                 "this sandbox was made before a fork: make another in the new process"
@@ -105,7 +104,8 @@ class LocalSandbox:
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
         """Return a session; see `Sandbox.open`.
 
-        It needs namespaces. The session's files are kept here, and travel with each command.
+        Raises SandboxError for an image, or if the machine offers no namespaces. This process keeps
+        the session's files and sends them with each command.
         """
         if image:
             raise SandboxError(
@@ -137,7 +137,7 @@ def build_local_sandbox(
 
 
 class _Ticket:
-    """The slot of one run, for its cancellation and for the closing of the pool."""
+    """A handle that cancels one run; closing the pool cancels the run too."""
 
     def __init__(self, closing: threading.Event) -> None:
         self.slot: ForkServerSlot | None = None
@@ -153,8 +153,8 @@ class _Ticket:
             slot.stop()
 
 
-# The threads hold no reference to the sandbox, so that one that is never closed can be
-# garbage-collected, and not in one of them.
+# `_run` holds no reference to the sandbox, so that a sandbox that is never closed can be
+# garbage-collected, and not in one of its own threads.
 def _run(
     free: queue.SimpleQueue[ForkServerSlot],
     ticket: _Ticket,

@@ -1,5 +1,4 @@
-"""Sessions over a sandbox that keeps no files: they are stored here and travel with each
-command."""
+"""Provide sessions on a sandbox that keeps no files: each command is sent with the files."""
 
 from __future__ import annotations
 
@@ -22,15 +21,17 @@ from ratchet.sandbox.base import (
     check_relative_path,
 )
 
-MARGIN_S = 10.0  # for the carrier program's own work, beyond the command's time
-# beyond those of the limits: the carrier, its threads, and the commands of a pipeline
+# Seconds beyond the command's time for the carrier, the program that runs it in the sandbox.
+MARGIN_S = 10.0
+# Processes beyond the limit: the carrier, its threads, and the commands of a shell pipeline.
 SHELL_PROCESSES = 32
-# Size of the files that travel: a remote service keeps 1 MiB of an answer, and base64 adds a third.
+# Maximum size of a session's files: a remote service keeps 1 MiB of an answer, and base64 adds a
+# third.
 CARRIED_KIB = 512
 
 
 class Workspace:
-    """A session whose files are kept on this side between commands.
+    """A session whose files are kept in this process between commands.
 
     Kept: regular files with their modes, directories, the current directory and exported variables.
     Not kept: links, and background processes.
@@ -39,14 +40,14 @@ class Workspace:
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
         self._sandbox = sandbox
         self._limits = limits
-        # by path: mode, data; None for a directory
+        # mode and data by path; a directory's data is None
         self._files: dict[str, tuple[int, bytes | None]] = {}
         self._closed = False
 
     async def run(self, command: str, timeout_s: float) -> Result:
         """Run a command; see `AgentSession.run`.
 
-        A command that leaves more files than can travel ends with Reason.OUTPUT, and is undone.
+        A command that leaves more than CARRIED_KIB of files ends with Reason.OUTPUT, and is undone.
         """
         self._check()
         most_kib = min(self._limits.output_kib, CARRIED_KIB // 8)
@@ -73,7 +74,7 @@ class Workspace:
         carried = await self._sandbox.run(
             f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits
         )
-        # A limit that the carrier shares with the command ended it, or the command itself did.
+        # The carrier was ended by a limit that it shares with the command, or by the command.
         if not carried.ok:
             return replace(
                 carried,
@@ -85,7 +86,7 @@ class Workspace:
     def _read(self, carried: Result) -> Result:
         """Return the result that the carrier program reported, and store its files.
 
-        The report is as hostile as the command: it is bounded by the limits, and only ever parsed
+        The report is as untrusted as the command: the limits bound its size, and it is only parsed
         as data.
         """
         try:

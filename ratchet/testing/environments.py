@@ -1,5 +1,4 @@
-"""The checks of every Environment, as one call: `check_environment(Maze(config))` in a test, for
-built-in and own ones alike."""
+"""Check an Environment, built-in or your own: `check_environment(Maze(config))` in a test."""
 
 from __future__ import annotations
 
@@ -23,10 +22,10 @@ from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
 
 SEEDS = (0, 1)
-PLAYED = 5  # tasks of each split on which episodes are played
+PLAYED = 5  # number of tasks of each split for which episodes are run
 
 
-FAULTED = 2  # of these, tasks whose episodes are played under faults
+FAULTED = 2  # number of these whose episodes are also run with injected faults
 DEADLINE_S = 30.0
 
 
@@ -39,12 +38,15 @@ def check_environment(
     max_turns: int = 100,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Raises AssertionError with the broken rule. Looks at the first `n` tasks of each split, and
-    plays a few of them.
+    """Raise AssertionError with the first rule that the environment breaks.
 
-    `environment` may be the path of one, `my_pkg.my_mod:Maze`. With `reward`, a demonstration must
-    earn `full_reward`. An environment must end an episode by itself within `max_turns` empty
-    answers, or at the end of its demonstration; each call must give way within `deadline_s`.
+    Args:
+        environment: An environment, or its import path, `my_pkg.my_mod:Maze`.
+        reward: If given, each demonstration must earn `full_reward`.
+        n: Number of tasks read from each split; episodes are run for a few of them.
+        max_turns: Number of empty answers within which an episode must end. It must also end with
+            its demonstration.
+        deadline_s: Time within which each call must end.
     """
     instance: Environment = (
         build(section_from_words("environment", environment))
@@ -65,7 +67,7 @@ def environment_points(
     n: int = 200,
     max_turns: int = 100,
 ) -> Mapping[str, Callable[[Calls], None]]:
-    """The checks by name, in order: each raises AssertionError, and stands on those before it."""
+    """Return the checks by name. Each raises AssertionError, and needs those before it to run."""
     tasks: list[Task] = []
     script: list[Said] = []
 
@@ -155,7 +157,7 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
 
 
 def _check_travels(task: Task) -> None:
-    """Tasks go to other processes, and into records."""
+    """Require that a task survives serialisation, for worker processes and records."""
     try:
         again = unpacked(json.loads(json.dumps(packed(task))))
     except DataError as error:

@@ -1,9 +1,8 @@
-"""Processes that are there at once: forked by one that has imported torch already, and has done
-nothing else.
+"""Call functions in processes that start at once.
 
-A run of some steps takes a second, of which a fresh interpreter would need several. One call at a
-time; each has a process of its own, which ends as it pleases: by a status, a signal, its own
-SIGKILL.
+They are forked by a server that has imported torch and done nothing else. A run of a few steps
+takes a second, and the start of a fresh interpreter several. The server handles one call at a time.
+Each call has its own process, which may end by a status, by a signal or by its own SIGKILL.
 """
 
 from __future__ import annotations
@@ -24,10 +23,15 @@ START = "from ratchet.testing.forks import serve; serve()"
 
 
 class Forks:
-    """Calls functions in new processes. modules: that each of them has imported from the start. A
-    context manager."""
+    """A context manager that calls functions in new processes."""
 
     def __init__(self, modules: Sequence[str], *, log: Path) -> None:
+        """Start the server.
+
+        Args:
+            modules: modules that every process has imported from the start.
+            log: file to which the processes' output is appended.
+        """
         self.log = log
         self._server = subprocess.Popen(
             [sys.executable, "-c", START, *modules],
@@ -38,11 +42,11 @@ class Forks:
         )
 
     def __enter__(self) -> Forks:
-        self._read()  # it has imported all
+        self._read()  # the server sends a number after its imports
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._server.communicate()  # the end of its input ends it
+        self._server.communicate()  # the server ends at the end of its input
 
     def call(
         self,
@@ -51,18 +55,21 @@ class Forks:
         kill_after_s: float | None = None,
         limit_s: float = 300.0,
     ) -> int:
-        """Calls `function` ("module:name") with JSON values. Returns its status: what it returned,
-        1 after an error, or minus the signal that ended it. What it writes goes to the log.
-        kill_after_s: SIGKILL then, if it is still there.
+        """Call `function` ("module:name") with JSON values and return its status.
 
-        Raises TimeoutError where it takes longer than `limit_s`, after killing it.
+        The status is what the function returned, 1 after an error, or minus the signal that ended
+        the process.
+
+        Args:
+            kill_after_s: send SIGKILL if the process runs longer; replaces `limit_s`.
+            limit_s: kill the process if it runs longer, and raise TimeoutError.
         """
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([function, arguments, str(self.log)]) + "\n")
         pid = self._read()
         if self._ends_within(limit_s if kill_after_s is None else kill_after_s):
             return self._read()
-        # it has no other waiter: until the server says so, the number is its own
+        # Only the server waits for the process, so its PID is not reused before the server reports.
         os.kill(pid, signal.SIGKILL)
         status = self._read()
         if kill_after_s is None:
@@ -76,8 +83,10 @@ class Forks:
         return bool(select.select([self._server.stdout], [], [], seconds)[0])
 
     def _read(self) -> int:
-        """A number from the server. It writes one at a time, so nothing waits in the reader's
-        buffer."""
+        """Return a number from the server.
+
+        The server writes one at a time, so that none waits in the buffer, unseen by `select`.
+        """
         assert self._server.stdout is not None
         line = self._server.stdout.readline()
         if not line:
@@ -88,8 +97,7 @@ class Forks:
 
 
 def serve() -> None:
-    """The server's side: for each line of its input a process, whose number and then whose status
-    it answers."""
+    """Run the server: for each line of input fork a process, and write its PID, then its status."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
     _say(0)

@@ -1,9 +1,7 @@
-"""Kills a training at every place that has a name and at random times, lets it go on, and compares
-it with one left alone.
+"""Kill a run at every failpoint and at random times, resume it, and compare the results.
 
-Embedded runs on a CPU are bit-equal whatever happened to them. So the check is: whatever kills the
-process, wherever, the resumed run ends with the same files and the same bits as the run that
-nothing disturbed.
+Embedded runs on a CPU are deterministic. So wherever the process is killed, the resumed run must
+end with the same files, bit by bit, as an undisturbed run.
 """
 
 from __future__ import annotations
@@ -29,7 +27,7 @@ from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
 KILLED = -9
-# What may differ: it says when, how fast, by which process and after which accidents.
+# Files that are not compared by bit, because they depend on times, processes or interruptions.
 APART = (
     "run.log",
     "trace.json",
@@ -40,7 +38,7 @@ APART = (
     "checkpoints",
     ".lock",
 )
-# Of a run, what takes long to import.
+# Modules of a run that take long to import; processes are forked with them loaded.
 MODULES = (
     "ratchet.testing.kill_and_resume",
     "ratchet.training.from_config",
@@ -50,52 +48,53 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """The kills of a training: its first process dies by the first of `kills`, the resumed one by
-    the second, and so on.
+    """A plan of kills: the first ends the first process, the second the resumed one, and so on.
 
-    A kill is a failpoint as `ratchet.utils.failpoints.arm` reads it ("checkpoint.begin:2:kill"), or
-    seconds after the start.
+    A kill is a failpoint spec of `ratchet.utils.failpoints.arm` ("checkpoint.begin:2:kill"), or a
+    number of seconds after the start.
     """
 
     kills: tuple[str | float, ...]
 
     @property
     def point(self) -> str:
-        """Return the last kill, which is the one under test: its failpoint, or "random"."""
+        """Return the failpoint of the last kill, the one under test, or "random"."""
         last = self.kills[-1]
         return last.partition(":")[0] if isinstance(last, str) else "random"
 
 
 @dataclass(frozen=True)
 class TrialVerdict:
-    """different: differences to the undisturbed run, in words. missed: True if the last kill never
-    came, as the run was over before. starts: processes that it took to the end."""
+    """The result of a trial."""
 
     trial: Trial
-    different: tuple[str, ...]
-    missed: bool
-    starts: int
+    different: tuple[str, ...]  # differences from the undisturbed run, in words
+    missed: bool  # True if the run ended before the last kill
+    starts: int  # number of processes started
 
 
 @dataclass
 class Chaos:
-    """A recipe under test. folder: where runs go; the undisturbed one stays as "whole", and of the
-    others those that differ."""
+    """A recipe under test."""
 
     recipe: Path
+    # The directory of the runs. The undisturbed one stays in "whole"; others stay if they differ.
     folder: Path
     forks: Forks
     passed: list[str] = field(default_factory=list)  # failpoints of the undisturbed run, in order
-    passed_resuming: list[str] = field(default_factory=list)
-    seconds: float = 0.0  # of the undisturbed run
+    passed_resuming: list[str] = field(default_factory=list)  # failpoints of a resumed run
+    seconds: float = 0.0  # duration of the undisturbed run
 
     @property
     def whole(self) -> Path:
         return self.folder / "whole"
 
     def record(self, *, resume_after: str) -> None:
-        """Plays the run once undisturbed, and once with a kill at `resume_after` and a resumption,
-        and notes all failpoints."""
+        """Record the failpoints of an undisturbed run, and of one resumed after a kill.
+
+        Args:
+            resume_after: The failpoint spec of the kill.
+        """
         began = time.monotonic()
         assert self.start(self.whole, "") == 0, self._said()
         self.seconds = time.monotonic() - began
@@ -107,14 +106,20 @@ class Chaos:
         self._remove(resumed)
 
     def at_points(self, most: int, *, resume_after: str) -> list[Trial]:
-        """A trial for passages of every point, at most so many of each, the first and the last
-        among them: in the first process, and for points that only a resumed one passes, in that."""
+        """Return trials that kill at up to `most` passages of every failpoint.
+
+        The first and the last passage are among them if `most` is at least 2. Failpoints that only
+        a resumed process passes are killed there, after a first kill at `resume_after`.
+        """
         trials = [Trial((spec,)) for spec in _specs(self.passed, most)]
         resumed_only = [name for name in self.passed_resuming if name not in set(self.passed)]
         return trials + [Trial((resume_after, spec)) for spec in _specs(resumed_only, most)]
 
     def at_random(self, n: int, *, seed: int) -> list[Trial]:
-        """Each is killed once to three times, any time within what an undisturbed run takes."""
+        """Return `n` trials of one to three kills at random times.
+
+        Each time lies within the duration of the undisturbed run.
+        """
         rng = random.Random(seed)
         return [
             Trial(tuple(rng.uniform(0, self.seconds) for _ in range(rng.randint(1, 3))))
@@ -141,8 +146,7 @@ class Chaos:
         return TrialVerdict(trial, tuple(different), starts <= len(trial.kills), starts)
 
     def start(self, run: Path, kill: str | float) -> int:
-        """Begins the run, or goes on with it. Returns the status, or minus the signal that ended
-        it."""
+        """Start or resume the run. Return its exit status, or minus the signal that ended it."""
         spec, after = (kill, None) if isinstance(kill, str) else ("", kill)
         return self.forks.call(
             "ratchet.testing.kill_and_resume:train_here",
@@ -162,8 +166,11 @@ class Chaos:
 
 @contextmanager
 def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
-    """Recorded and ready for trials. resume_after: where the run is killed whose resumption is
-    recorded."""
+    """Yield a recorded `Chaos` that is ready for trials.
+
+    Args:
+        resume_after: See `Chaos.record`.
+    """
     with Forks(MODULES, log=folder / "output.log") as forks:
         prepared = Chaos(recipe, folder, forks)
         prepared.record(resume_after=resume_after)
@@ -171,8 +178,10 @@ def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
 
 
 def train_here(recipe: str, run: str, spec: str) -> int:
-    """Train in a process of a trial. Without a fault it leaves a list of the failpoints that it
-    passed beside the run."""
+    """Train in a process of a trial.
+
+    If `spec` is empty, write the list of passed failpoints to a file beside the run.
+    """
     path = Path(run)
     failpoints.arm(spec)
     if spec:
@@ -204,7 +213,10 @@ def _specs(passed: Sequence[str], most: int) -> list[str]:
 
 
 def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` of 1 ... count, evenly, with both ends."""
+    """Return at most `most` evenly spread numbers of 1 ... count, with both ends.
+
+    If `most` is 1, it is the last.
+    """
     if count <= most:
         return list(range(1, count + 1))
     if most == 1:
@@ -213,8 +225,11 @@ def spread(count: int, most: int) -> list[int]:
 
 
 def differences(a: Path, b: Path) -> list[str]:
-    """Return the differences of two finished runs of a recipe: files, weights and learner state by
-    bit, metrics and summary but for times, what the checkpoints say of the data."""
+    """Return the differences of two finished runs of a recipe, in words.
+
+    Files, weights and learner states are compared by bit, metrics and summaries without times, and
+    the last checkpoints by step, state, sentinels and progress.
+    """
     unequal = [f"only one has {name}" for name in sorted(_files(a) ^ _files(b))]
     unequal += [
         f"{name} differs"
@@ -230,8 +245,10 @@ def differences(a: Path, b: Path) -> list[str]:
 
 
 def _files(run: Path) -> set[str]:
-    """Return the files that are compared as they are: all but what lies in APART, and the files of
-    checkpoints but for the manifests."""
+    """Return the names of the files that are compared by bit.
+
+    They are the files outside APART, and the files of checkpoints except manifests.
+    """
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     return {
         name

@@ -1,4 +1,4 @@
-"""Rollout managers of a stage, and the players in them."""
+"""Create the rollout manager of a stage, and the player that it runs attempts with."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ def make_manager(
     """Return the manager of the stage's attempts.
 
     Args:
-        policy: Generates.
-        arena: The environment.
-        reward: Judges attempts; None leaves that to the environment.
-        rollouts: Limits and retries.
-        max_context: Maximum tokens of an attempt; None takes what the policy can read.
-        needs_reward: The algorithm reads rewards.
+        policy: The policy that generates.
+        arena: The environment, with its agent if it has one.
+        reward: The reward that judges attempts; None takes the environment's own.
+        rollouts: The limits and the number of retries.
+        max_context: Maximum tokens of an attempt; None takes the model's `max_positions`.
+        needs_reward: True if the algorithm reads rewards.
 
     Raises:
         ConfigError: The environment offers tools, and the policy's tool-call format is unknown.
@@ -58,6 +58,7 @@ def make_manager_with_player(
     needs_reward: bool,
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
+    # Raise the ConfigError of an unknown tool-call format now, not in the first attempt.
     if isinstance(arena.environment, HasTools):
         _ = renderer.tool_format
     return RolloutManager(
@@ -77,7 +78,7 @@ def make_player(
     rollouts: RolloutsConfig,
     max_context: int,
 ) -> AttemptPlayer:
-    """Return the player of attempts: the policy itself, or an agent that calls it.
+    """Return a player in which the policy acts itself, or an agent acts and calls the policy.
 
     Raises:
         MissingDependency: An agent needs a web server that is not installed.
@@ -90,7 +91,7 @@ def make_player(
     if agent is None:
         return EpisodePlayer(generator, renderer, **limits)
     try:
-        # It is imported here because it needs a web server.
+        # Imported here because the module needs a web server, which is an optional dependency.
         from ratchet.experience.openai_proxy.player import AgentPlayer
     except ModuleNotFoundError as missing:
         raise MissingDependency(

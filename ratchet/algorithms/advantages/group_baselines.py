@@ -1,4 +1,4 @@
-"""Estimators that give each attempt one advantage: its return minus a baseline.
+"""Estimate advantages as returns minus a baseline, one per attempt (REINFORCE++: per token).
 
 A = attempts, S = sequences, T = tokens, G = groups. An attempt's return R is its reward plus its
 token rewards, if it has any. A sequence that was not scored, or is not for training, gets 0 and
@@ -87,7 +87,7 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
 def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
     """Return advantages by sequence, [S], exactly 0 in groups of equal returns.
 
-    Rounding would leave those a tiny signal.
+    Otherwise rounding would leave a tiny signal in those groups.
     """
     equal_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
     return attempts.to_rows(torch.where(equal_A, 0.0, advantages_A))
@@ -152,7 +152,7 @@ def gdpo(
     parts is normalised over the whole batch (ddof 1). GDPO (arXiv:2601.05242): parts of different
     scale or spread keep a signal each. An attempt without a part gets 0 for it.
 
-    weights: by name of the part; default: 1 for every part.
+    weights: weight of each part, by name; default: 1 for every part.
 
     Raises ConfigError if the attempts carry no parts, or lack one named in `weights`.
     """

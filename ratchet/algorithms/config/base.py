@@ -1,4 +1,4 @@
-"""The base classes of the algorithms' sections and of their parts."""
+"""The base classes of recipe sections for algorithms and for parts of algorithms."""
 
 from __future__ import annotations
 
@@ -18,20 +18,20 @@ Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
 class AlgorithmConfig(Section):
     """The base class of the algorithms' sections.
 
-    source: what the algorithm learns from: "rows" of given text, "pairs" of better and worse
-    answers, "labelled" answers, answers with labelled "steps", or "rollouts" (its own attempts).
+    source: the training data: "rows" of given text, "pairs" of better and worse answers, "labelled"
+    answers, answers with labelled "steps", or "rollouts" (the policy's own attempts).
     """
 
     source: ClassVar[Source]
 
     @property
     def display_name(self) -> str:
-        """The section's kind; for a section made in Python, the name of its class."""
+        """Return the section's kind, or the name of its class if the section was made in Python."""
         return str(getattr(self, "kind", type(self).__name__.removesuffix("Config").lower()))
 
     @property
     def reads_reward(self) -> bool:
-        """True if anything learned depends on rewards; else attempts need none."""
+        """True if training depends on rewards; if False, attempts need no reward."""
         return True
 
     minibatches: int = Field(
@@ -42,9 +42,9 @@ class AlgorithmConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _complete_parts(cls, values: Any) -> Any:
-        """Complete a part without `kind` with the algorithm's default for it.
+        """Fill missing keys of each part from the algorithm's default for this part.
 
-        Such a part has the default's kind, and keeps the default's other keys.
+        Only parts of the default's kind are filled; a part without `kind` gets the default's kind.
         """
         if not isinstance(values, Mapping):
             return values
@@ -62,9 +62,9 @@ class AlgorithmPart(Section):
     """A part of an algorithm: a pure function and its options.
 
     function: the function ("module:name") that gets the section's keys.
-    reads: columns and attempts that it needs beyond those that every batch has.
+    reads: names of columns and attempts that it needs beyond those in every batch.
     exempt: properties (see `ratchet.algorithms.properties`) that an algorithm with this part does
-      not have, with the reason.
+      not have, each with the reason.
     """
 
     builds: ClassVar[str] = "ratchet.algorithms.config_binding:bind"

@@ -1,4 +1,4 @@
-"""Policy-gradient algorithms by name, GRPO and others, as defaults of `PolicyGradientConfig`."""
+"""Define policy-gradient algorithms (GRPO and others) by defaults of `PolicyGradientConfig`."""
 
 from __future__ import annotations
 

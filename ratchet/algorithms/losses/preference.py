@@ -1,4 +1,4 @@
-"""Preference losses on pairs: groups of two training rows, the chosen one first.
+"""Define preference losses. A pair is a group of two training rows, the chosen one first.
 
 T = tokens, S = sequences, G = groups. The logratio of a row is the sum, or with normalize="mean"
 the mean, of logprobs - ref_logprobs over its trainable tokens. D is the logratio of the chosen row
@@ -25,7 +25,7 @@ Normalize = Literal["sum", "mean"]
 def split_pairs(x_S: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Split a column into (chosen [G], rejected [G]).
 
-    Raises DataError for a group that is not two training rows.
+    Raises DataError unless every group has exactly two rows, both for training.
     """
     sizes_G = torch.bincount(batch.group_S, minlength=batch.n_groups)
     trained_G = batch.group_sum(batch.train_S.double())
@@ -93,9 +93,9 @@ def dpo(
 ) -> tuple[Tensor, Metrics]:
     """Return -(1 - e) log sigmoid(beta D) - e log sigmoid(-beta D).
 
-    DPO (arXiv:2305.18290) eq. 7. Conservative DPO (https://ericmitchell.ai/cdpo.pdf) has e =
-    `label_smoothing` above 0, the share of pairs taken to be in the wrong order. normalize="mean"
-    is per token, as in Tulu 3 (arXiv:2411.15124) section 5.1.
+    e = `label_smoothing`, the share of pairs assumed to be in the wrong order. e = 0 is DPO
+    (arXiv:2305.18290) eq. 7, e > 0 conservative DPO (https://ericmitchell.ai/cdpo.pdf).
+    normalize="mean" normalises by length, as in Tulu 3 (arXiv:2411.15124) section 5.1.
     """
     margin_G, metrics = _margin(out, batch, normalize)
     scaled_G = beta * margin_G
@@ -109,9 +109,9 @@ def ipo(
 ) -> tuple[Tensor, Metrics]:
     """Return (D - 1 / (2 beta))^2, which pulls the margin to a finite value.
 
-    IPO (arXiv:2310.12036) eq. 17. D is made of means over the tokens of an answer: the equation
-    leaves that open for text, and the paper's authors confirmed the mean to TRL. normalize="sum"
-    uses log p(answer) itself.
+    IPO (arXiv:2310.12036) eq. 17. By default D compares means over the tokens of each answer: the
+    equation does not say sum or mean, and the paper's authors confirmed the mean to TRL.
+    normalize="sum" uses log p(answer) itself.
     """
     margin_G, metrics = _margin(out, batch, normalize)
     return (margin_G - 1 / (2 * beta)).square(), metrics
@@ -122,8 +122,8 @@ def rpo(
 ) -> tuple[Tensor, Metrics]:
     """Return KL(Bernoulli(b) || Bernoulli(a)), a = sigmoid(beta D).
 
-    b = sigmoid(eta (reward of chosen - reward of rejected)): the size of the difference counts too.
-    Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2).
+    b = sigmoid(eta (reward of chosen - reward of rejected)), so the target grows with the reward
+    difference. Reward-aware preference optimisation (arXiv:2406.11704, section 3.3.2).
     """
     margin_G, metrics = _margin(out, batch, normalize)
     better_G, worse_G = split_pairs(require_rewards(batch), batch)
@@ -149,8 +149,8 @@ def simpo(out: Outputs, batch: Batch, *, beta: float, gamma: float) -> tuple[Ten
 def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
     """Return -log sigmoid(log odds of chosen - log odds of rejected).
 
-    odds = p / (1 - p), log p the mean over the row. The second part of ORPO (arXiv:2403.07691) eq.
-    5 to 7; the first is the likelihood of the chosen row.
+    odds = p / (1 - p), where log p is the mean logprob of a row. It is the second term of ORPO
+    (arXiv:2403.07691) eq. 5 to 7; the first is the likelihood of the chosen row.
     """
     mean_S = row_mean(out, batch, out.need("logprobs"))
     chosen_G, rejected_G = split_pairs(_log_odds(mean_S), batch)
@@ -160,7 +160,7 @@ def odds_ratio(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 def _log_odds(logprob_S: Tensor) -> Tensor:
     """Return log(p / (1 - p)).
 
-    A p of 1, as of an empty row, is kept just below 1, because the odds would be infinite.
+    p = 1, for example of an empty row, is clamped just below 1 to keep the odds finite.
     """
     below_S = logprob_S.clamp(max=-torch.finfo(logprob_S.dtype).eps)
     return below_S - torch.log(-torch.expm1(below_S))
@@ -169,8 +169,9 @@ def _log_odds(logprob_S: Tensor) -> Tensor:
 def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
     """Fill the sequence column `kto_z0`, the batch's estimate of KL(policy || reference).
 
-    z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs), on
-    answers to other prompts (KTO, arXiv:2402.01306, section 4.1). One detached number for all rows.
+    z0 = max(0, mean over rows with use="reference" of the sum of old_logprobs - ref_logprobs).
+    Those rows are answers to other prompts (KTO, arXiv:2402.01306, section 4.1). z0 is one detached
+    number for all rows.
     """
     gap_T = torch.where(
         batch.predicted_T,
@@ -187,10 +188,10 @@ def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
 def kto(
     out: Outputs, batch: Batch, *, beta: float, desirable: float = 1.0, undesirable: float = 1.0
 ) -> tuple[Tensor, Metrics]:
-    """Return desirable (1 - sigmoid(v)) for a row with a reward above 0. Sequence level.
+    """Return desirable (1 - sigmoid(v)) for a row with a reward above 0.
 
-    Other rows get undesirable (1 - sigmoid(-v)). v = beta (logratio - z0). KTO (arXiv:2402.01306)
-    eq. 8.
+    Other rows get undesirable (1 - sigmoid(-v)). v = beta (logratio - z0). The loss is at sequence
+    level. KTO (arXiv:2402.01306) eq. 8.
     """
     ratio_S = compute_logratios(out, batch, "sum")
     v_S = beta * (ratio_S - batch.need("kto_z0"))

@@ -1,8 +1,8 @@
-"""The command `ratchet convert`: the weights of a model from one form into another.
+"""Run `ratchet convert`, which converts the weights of a model from one form into another.
 
-The new directory is built beside its place, under a hidden name, file by file. An interrupted
-conversion continues with the first missing file; a complete one is compared with its source, and
-only then gets its name.
+The new directory is written file by file, beside the target and under a hidden name. An interrupted
+conversion continues with the first missing file. A complete one is compared with its source (if
+`verify` is true), and then renamed to the target.
 """
 
 from __future__ import annotations
@@ -38,15 +38,21 @@ from ratchet.utils.atomic_files import write_json
 from ratchet.weight_sync.checksums import checksum
 
 FILE_BYTES = 2**31
-TOLERANCE = 1e-4  # of logits, relative to the largest: two implementations in float32
-WORK = ".convert"  # what a conversion notes about itself, inside the directory that it makes
+# Largest accepted difference of logits, relative to the largest logit. They come from two
+# implementations in float32.
+TOLERANCE = 1e-4
+WORK = ".convert"  # directory of a conversion's notes and lock, inside the one that it writes
 Say = Callable[[str], None]
 
 
 @dataclass(frozen=True)
 class StoredModel:
-    """A model on disk. beside: where its config.json and tokenizer are. adapter: one that its
-    weights are read with."""
+    """A model on disk.
+
+    Attributes:
+        beside: The directory of its config.json and tokenizer.
+        adapter: An adapter that is merged into its weights when they are read.
+    """
 
     directory: Path
     form: str
@@ -56,8 +62,10 @@ class StoredModel:
 
     @property
     def runner(self) -> str:
-        """Return the form whose implementation computes the logits: Megatron reads files itself,
-        and these are without the adapter."""
+        """Return the form whose implementation computes the logits.
+
+        With an adapter it is "hf", because Megatron reads the files itself, which lack the adapter.
+        """
         return self.form if self.adapter is None else "hf"
 
     def open(self) -> Weights:
@@ -67,6 +75,8 @@ class StoredModel:
 
 @dataclass(frozen=True)
 class File:
+    """A file to write; its note states that it is complete."""
+
     path: Path
     entries: tuple[WriteEntry, ...]
 
@@ -75,7 +85,7 @@ class File:
         return self.path.parent / WORK / f"{self.path.name}.json"
 
     def records(self) -> list[Record] | None:
-        """None where it is not there yet, or not as a whole."""
+        """Return the records of the written file; None if it is missing or incomplete."""
         try:
             note = safe_read.read_json(self.note)
             return note["records"] if self.path.stat().st_size == note["size"] else None
@@ -103,7 +113,7 @@ def convert(
         source: A model in any form, a run directory with a trained one, or a Hub id.
         config: A Hugging Face directory with the config.json and the tokenizer, if the source has
             none.
-        adapter: A directory in peft's form, to be merged into the weights.
+        adapter: A directory with an adapter in peft's format, which is merged into the weights.
 
     Raises ConfigError, CheckpointError or ModelError.
     """
@@ -137,8 +147,10 @@ def convert(
 
 
 def find_stored(source: str, config: Path | None = None) -> StoredModel:
-    """Return the model at `source`. Raises CheckpointError or ModelError if there is none, or its
-    shape is unknown."""
+    """Return the model at `source`.
+
+    Raises CheckpointError or ModelError if there is none, or it has no config.json.
+    """
     run = (Path(source) / "config.yaml").is_file()
     directory = find_model(Path(source) / MODEL if run else source)
     form, beside = detect_form(directory), config or directory
@@ -194,12 +206,12 @@ def _fingerprint(stored: StoredModel) -> dict[str, Any]:
 def _plan_in(path: Path) -> Any:
     try:
         return safe_read.read_json(path)
-    except (OSError, ValueError):  # cut off: then it is no plan that this one equals
+    except (OSError, ValueError):  # an incomplete file equals no plan
         return None
 
 
 def _settle(work: Path, plan: Mapping[str, Any]) -> None:
-    """Check that an interrupted conversion had the same plan."""
+    """Save the plan, or raise CheckpointError if an interrupted conversion had another one."""
     path = work / WORK / "plan.json"
     if not path.exists():
         write_json(path, plan)
@@ -214,7 +226,7 @@ def _settle(work: Path, plan: Mapping[str, Any]) -> None:
 def _plan(
     entries: Iterator[WriteEntry], work: Path, name: Callable[[int, int], str], file_bytes: int
 ) -> list[File]:
-    """Put as many entries into each file as fit, in their order."""
+    """Put as many entries into each file as fit into `file_bytes`, in their order."""
     runs: list[list[WriteEntry]] = []
     room = 0
     for entry in entries:
@@ -247,8 +259,11 @@ def _write_files(
 def _compare_weights(
     weights: Weights, made: StoredModel, files: Sequence[File], source: str, say: Say
 ) -> None:
-    """Compare every weight by its checksum. Files with a wrong one are removed, so that the next
-    attempt writes them again."""
+    """Compare every weight by its checksum.
+
+    The notes of files with a wrong weight are removed, so that the next attempt writes the files
+    again.
+    """
     copies = made.open()
     wrong = [
         name

@@ -1,4 +1,4 @@
-"""The command `ratchet convert` for places that may be addresses."""
+"""The command `ratchet convert`, whose source and target may be addresses of object stores."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ratchet.utils.object_store import (
     put_directory,
 )
 
-LAST = "config.json"  # nothing is taken for a model without it
+LAST = "config.json"  # sent last: without it, a directory is not taken for a model
 
 
 def convert_places(
@@ -28,8 +28,11 @@ def convert_places(
     say: Say,
     adapter: str | None = None,
 ) -> None:
-    """Convert like `convert`. A target at an address is built in the cache first, and stays there
-    until all of it has arrived: the same command tries again."""
+    """Convert a model like `convert`, from and to local paths or addresses.
+
+    The output for an address is built in the cache and stays there until its upload is complete, so
+    the same command can retry.
+    """
     away = is_address(target)
     if away:
         check_address(target)

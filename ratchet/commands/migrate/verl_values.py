@@ -1,4 +1,4 @@
-"""verl: values of its keys as values of a recipe."""
+"""Convert the values of verl's keys to values of a recipe."""
 
 from __future__ import annotations
 
@@ -57,7 +57,8 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
     if kind is None:
         return Without("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, reinforce, topr and kimi")
     low, high = (_side(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
-    lowest = low if kind != "cispo" or low < 1 else None  # at 1 there is no lower bound
+    # With a clip ratio of 1 or more, CISPO has no lower bound.
+    lowest = low if kind != "cispo" or low < 1 else None
     return Sets(
         {
             "algorithm.loss.kind": kind,
@@ -68,7 +69,7 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
 
 
 def _side(key: str, config: PeerConfig) -> int | float:
-    """Return a side's own bound, else that of both."""
+    """Return the clip ratio of one side, or `clip_ratio` if it is null."""
     return config.number(f"{ACTOR}.clip_ratio" if config[key] is None else key)
 
 
@@ -156,7 +157,7 @@ def minibatches(value: Any, config: PeerConfig) -> int:
 
 
 def updates(config: PeerConfig) -> int:
-    """Return the optimizer steps of a batch. Their scheduler counts batches."""
+    """Return the optimizer steps per batch, because verl's scheduler counts batches."""
     return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(
         f"{ACTOR}.ppo_epochs"
     )
@@ -186,7 +187,7 @@ def warmup_ratio(value: Any, config: PeerConfig) -> Any:
 
 
 def schedule(value: Any, config: PeerConfig) -> Any:
-    """Convert a schedule; their cosine goes on by num_cycles, and half a period is ours."""
+    """Convert a schedule. verl's cosine has `num_cycles` periods; ours is always half of one."""
     if value == "cosine" and config[f"{ACTOR}.optim.num_cycles"] not in (None, 0.5):
         return Without("a cosine of other than half a period (num_cycles): set optimizer.schedule")
     return choose({"constant": "constant", "cosine": "cosine"})(value, config)
@@ -197,8 +198,7 @@ def gpus(config: PeerConfig) -> int:
 
 
 def engine(config: PeerConfig) -> Any:
-    """Return what trains: actor.strategy, else model_engine, else as the name of the configuration
-    begun with says."""
+    """Return the training engine: actor.strategy, else model_engine, else from --config-name."""
     if config.values.get(f"{ACTOR}.strategy") is not None:
         return config[f"{ACTOR}.strategy"]
     chosen = config["model_engine"]
@@ -211,7 +211,7 @@ def engine(config: PeerConfig) -> Any:
 
 
 def learner(value: Any, config: PeerConfig) -> Any:
-    """Convert the engine, over all accelerators, as verl's hybrid engine uses them."""
+    """Convert the training engine. It gets all accelerators, as in verl's hybrid engine."""
     value = engine(config)
     what = "the accelerators over the learner's parallel sizes"
     if value in ("fsdp", "fsdp2"):
@@ -298,8 +298,12 @@ def files(value: Any, config: PeerConfig) -> Any:
 
 
 def overlong(section: str, length: str) -> Convert:
-    """Convert DAPO's penalty of one of the sections that had it. length: their key of the longest
-    answer."""
+    """Return the conversion of DAPO's overlong penalty.
+
+    Args:
+        section: a section of verl that has, or once had, the penalty.
+        length: verl's key of the longest answer.
+    """
 
     def how(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
@@ -321,9 +325,9 @@ def overlong(section: str, length: str) -> Convert:
 
 
 def weight(value: Any, config: PeerConfig) -> Any:
-    """Convert weights: `rollout_is_threshold` is an upper bound, or text "lower_upper".
+    """Convert importance weights; `rollout_is_threshold` is an upper bound or "lower_upper".
 
-    Outside of two bounds the weight is 0 there (IcePop).
+    If there are two bounds, verl sets weights outside of them to 0 (IcePop).
     """
     if value is False:
         return Idle("off there")
@@ -365,9 +369,9 @@ OLDER = ("token", "sequence", "geometric")
 
 
 def mask(value: Any, config: PeerConfig) -> Any:
-    """Convert a rejection; their k1 is -log(ratio), so its bounds are those of 1/ratio.
+    """Convert rejection sampling. verl's k1 is -log(ratio), so it has the bounds of 1/ratio.
 
-    The names without k1, of older versions, bound the ratio itself.
+    The names without k1 are from older versions and bound the ratio itself.
     """
     names = list(dict.fromkeys(part.strip() for part in str(value).split(",") if part.strip()))
     if value is False or not names:
@@ -422,7 +426,7 @@ def learned(path: str) -> Convert:
 
 
 def replaced(value: Any, config: PeerConfig) -> int:
-    """Return the bound of replaced groups; there a number not above 0 is none."""
+    """Return the maximum number of replaced groups; verl has no limit at 0 or below."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
@@ -436,7 +440,7 @@ def betas(value: Any, config: PeerConfig) -> list[int | float]:
 
 
 def samples(value: Any, config: PeerConfig) -> int:
-    """Return the sampled attempts; one there is the greedy one that is always made here."""
+    """Return the number of sampled attempts; 0 for one, as the greedy attempt is always made."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 

@@ -1,5 +1,4 @@
-"""A short run of a recipe in its own process: the time of each part of a step on this machine, and
-the memory."""
+"""Measure the time of each part of a step, and the memory, by a short run in its own process."""
 
 from __future__ import annotations
 
@@ -31,9 +30,14 @@ MIB = 2**20
 class Probed:
     """The measurement of a stage.
 
-    seconds: of a step, by part, and "rest" for the time between them; the median over steps without
-    the first, which warms up. processor_s: of a step, all threads together. tables: bytes that the
-    record kept of each step; recorded: how many steps lay in memory at a time.
+    Times are medians over the steps without the first, which is warm-up.
+
+    Attributes:
+        steps: The number of steps that ran.
+        seconds: The time of a step by part; "rest" is the remaining time.
+        processor_s: The processor time of a step over all threads.
+        tables: The bytes that the record kept for each step.
+        recorded: The maximum number of steps that the record kept in memory.
     """
 
     steps: int
@@ -45,18 +49,30 @@ class Probed:
 
 @dataclass(frozen=True)
 class Probe:
-    """The measurement of a run. peak: peak bytes of the process."""
+    """The measurement of a run.
+
+    Attributes:
+        stages: The measurement of each stage.
+        peak: The peak memory of the process in bytes.
+    """
 
     stages: tuple[Probed, ...]
     peak: int
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:
-    """Run all stages one after the other in one process, as the run does, with the record, an
-    evaluation and a save.
+    """Run all stages of a recipe for a short time and return the measurement.
 
-    limit_s: of a stage's training, after which no further step begins, except for its first few.
-    Raises RatchetError if the run fails.
+    As in the real run, the stages follow each other in one process, with the record. Each stage is
+    evaluated and saved once.
+
+    Args:
+        config: The recipe.
+        limit_s: Seconds of training after which a stage begins no further step, except for its
+            first few.
+
+    Raises:
+        RatchetError: If the run fails.
     """
     with TemporaryFolder("plan") as place:
         run, output = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
@@ -80,7 +96,7 @@ def _probed(rows: list[dict[str, Any]], record: Record, stage: str) -> Probed:
     seconds = {part: median(step.get(f"time/{part}_s", 0.0) for step in steps) for part in PARTS}
     rest = median(step["time/step_s"] for step in steps) - sum(seconds.values())
     processor_s = median(step["time/processor_s"] for step in steps)
-    # A file is of one stage: it ends where a stage is saved.
+    # A file holds steps of only one stage, because a save at the end of a stage closes the file.
     files = [
         [facts.step for facts in file.steps]
         for file in record.files
@@ -98,8 +114,10 @@ def _shortened(config: RunConfig) -> dict[str, Any]:
 
 
 def _short(stage: StageConfig) -> StageConfig:
-    """Return the stage evaluated and saved at its end alone, on as many tasks as are played at a
-    time."""
+    """Return the stage with evaluation and save only at its end.
+
+    It evaluates at most as many tasks as the generator runs at a time.
+    """
     tasks = min(
         stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks)
     )
@@ -124,7 +142,7 @@ def _defaults(section: type[EvaluationConfig | CheckpointConfig], *names: str) -
 
 
 def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
-    """Return (the run, its output)."""
+    """Run `ratchet train` and return (its run directory, its output)."""
     path, run = place / "recipe.yaml", RunDirectory(place / "run")
     path.write_text(recipe)
     command = [
@@ -166,8 +184,7 @@ logging: {progress: "off"}
 
 
 def empty_process(config: RunConfig) -> int:
-    """Return the bytes of a run with next to nothing to compute: Python, PyTorch, and what they
-    load."""
+    """Return the peak bytes of an almost empty run: Python, PyTorch, and what they load."""
     with TemporaryFolder("plan") as place:
         run, output = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
         if not run.summary.exists():

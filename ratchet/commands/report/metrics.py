@@ -1,9 +1,8 @@
-"""The numbers of a run's `metrics.jsonl`, read on from where a page stopped, a bounded part at a
-time.
+"""Read a run's `metrics.jsonl` in parts of bounded size, each after a given step.
 
 A run of a week has some hundred thousand steps, and a page requests the new ones every few seconds.
-So no row stays in memory, only the file positions of some steps, and a few numbers of each step
-that a plan is compared with.
+So no row stays in memory, only the file positions of some steps, and `TIMES` of each step, which
+are compared with the plan.
 """
 
 from __future__ import annotations
@@ -20,36 +19,44 @@ from numpy.typing import NDArray
 
 from ratchet.utils.safe_read import open_file
 
-MOST_CELLS = 2**19  # steps times metrics of one part: 4 MiB
-MOST_LINE = 2**20  # bytes of a line, some 20,000 metrics; a longer one is damaged
-LARGEST_STEP = 2**53  # a double holds every whole number below
-MOST_PLACES = 64  # in the file, of which it is known which step ends there
+MOST_CELLS = 2**19  # steps times metrics in one part: 4 MiB
+MOST_LINE = 2**20  # bytes of a line, some 20,000 metrics; a longer line is damaged
+LARGEST_STEP = 2**53  # a double represents every smaller integer exactly
+MOST_PLACES = 64  # maximum number of steps whose file positions are remembered
 TIMES = ("time/step_s", "time/processor_s")
 
 
 class MetricsPart(NamedTuple):
-    """Columns over some steps, "step" among them, NaN where a step has no such number. has_more:
-    True if further steps exist."""
+    """The metrics of consecutive steps.
+
+    Attributes:
+        columns: One column for each metric and for "step"; NaN if a step lacks the metric.
+        has_more: True if further steps exist.
+    """
 
     columns: dict[str, NDArray[np.float64]]
     has_more: bool
 
 
 class MetricsFile:
-    """A reader of one `metrics.jsonl`, which may grow, or be rewritten when its run resumes from a
-    checkpoint."""
+    """A reader of a `metrics.jsonl` that may grow, or be rewritten when its run resumes."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        # Inode and size when it was read last.
+        # Inode and size of the file when it was last read.
         self._seen = (0, 0)
-        # step -> where in the file its line ends
+        # step -> file offset of the end of its line
         self._places: dict[int, int] = {}
         self._times = {name: array("d") for name in ("step", *TIMES)}
 
     def part(self, after: int = -1, *, most_cells: int | None = MOST_CELLS) -> MetricsPart:
-        """Return the steps after `after`, as many as `most_cells` allow (None: all), at least
-        one."""
+        """Return the metrics of the steps after step `after`.
+
+        Args:
+            after: Return only later steps.
+            most_cells: Maximum number of steps times metrics, though one step always fits; None:
+                all steps.
+        """
         columns = {"step": array("d")}
         last, end, has_more = after, 0, False
         for step, place, row in self._rows(after):
@@ -68,7 +75,7 @@ class MetricsFile:
         return MetricsPart(_arrays(columns), has_more)
 
     def times(self) -> Mapping[str, NDArray[np.float64]]:
-        """Return the columns `step` and `TIMES` of all steps: 24 bytes of each stay in memory."""
+        """Return the columns `step` and `TIMES` of all steps, kept in memory (24 bytes a step)."""
         self._forget_if_rewritten()
         steps, end = self._times["step"], 0
         for step, end, row in self._rows(int(steps[-1]) if steps else -1):  # noqa: B007
@@ -83,8 +90,10 @@ class MetricsFile:
         return _arrays(self._times)
 
     def _rows(self, after: int) -> Iterator[tuple[int, int, Mapping[str, Any]]]:
-        """Yield (step, end of its line, row) in increasing order of steps. Damaged lines are left
-        out."""
+        """Yield (step, file offset of its line's end, row) of later steps, in increasing order.
+
+        Damaged lines are skipped.
+        """
         self._forget_if_rewritten()
         start = max((step for step in self._places if step <= after), default=None)
         end = 0 if start is None else self._places[start]
@@ -120,8 +129,7 @@ class MetricsFile:
 
 
 def _row(line: bytes) -> dict[str, Any] | None:
-    """Return a line's row; None for one that is not yet written to its end, was torn by a crash, or
-    is no step's."""
+    """Return the row of a line; None if the line is incomplete, damaged or has no valid step."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -146,7 +154,7 @@ def _number(value: Any) -> float | None:
 
 
 def _arrays(columns: Mapping[str, array[float]]) -> dict[str, NDArray[np.float64]]:
-    """Return columns of equal length; those that end before are filled up."""
+    """Return the columns, padded with NaN to equal length."""
     length = len(columns["step"])
     arrays = {name: np.full(length, np.nan) for name in columns}
     for name, column in columns.items():

@@ -1,5 +1,7 @@
-"""A run as its directory shows it, while it trains or afterwards: state, recipe, code, data, and
-the metrics of each step."""
+"""Read a run from its directory, during training or afterwards.
+
+A reader returns the run's state, recipe, code, data, and the metrics of each step.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,21 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file, read_json
 from ratchet.utils.terminal_text import encodable
 
-MOST_ALARMS = 100  # of a run, that the page shows
-DEPTH = 2  # directories below the one that is looked at
+MOST_ALARMS = 100  # maximum number of alarms of a run that the page shows
+DEPTH = 2  # levels of subdirectories that are searched for runs
 BLOCK = 2**20  # bytes of the ledger that are read at once
 
 
 class RunReader:
-    """A reader of one run. name: its name on the page. Raises RunDirectoryError if there is no
-    run."""
+    """A reader of one run.
+
+    Args:
+        path: The run directory.
+        name: The run's name on the page; None for the directory's name.
+
+    Raises:
+        RunDirectoryError: The directory holds no run.
+    """
 
     def __init__(self, path: Path, name: str | None = None) -> None:
         self.directory = RunDirectory(path)
@@ -38,11 +47,11 @@ class RunReader:
                 "named"
             )
         self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
-        # bytes of the ledger, and its lines by event
+        # Counted so far: bytes of the ledger, and its lines by event.
         self._counted, self._prompts = 0, Counter[str]()
 
     def facts(self) -> dict[str, Any]:
-        """Return what the page shows of the run beside its curves."""
+        """Return everything that the page shows of the run besides its curves."""
         summary, plan = _object(self.directory.summary), _object(self.directory.plan)
         return {
             "name": self.name,
@@ -62,15 +71,16 @@ class RunReader:
         times = self.metrics.times()
         try:
             return predicted(plan, times, summary)
-        except (KeyError, TypeError, ValueError):  # the plan is of another version, or damaged
+        except (KeyError, TypeError, ValueError):  # the plan is damaged or of another version
             return []
 
     def state(self) -> str:
-        """Return `finished`, `running` or `stopped`. A run of another machine that reports itself
-        as running is believed.
+        """Return `finished`, `running` or `stopped`.
 
-        The lock is not tried (`RunDirectory.held`), since a reader that tries it every few seconds
-        would one day block a run that starts.
+        A run on another machine counts as running if its status file says so.
+
+        The lock (`RunDirectory.held`) is not tried, because a reader that tries it every few
+        seconds could block a run that is starting.
         """
         if self.directory.summary.exists():
             return "finished"
@@ -80,18 +90,20 @@ class RunReader:
         return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
 
     def prompts(self) -> dict[str, int]:
-        """Return the counts of prompts: issued, trained, filtered, given back. A long run has a
-        million lines; counted lines are not read again."""
+        """Return the number of prompts for each event of the ledger, without zeros.
+
+        A long run's ledger has a million lines, so only new lines are read.
+        """
         size, _ = _stamp(self.directory.ledger)
-        if size < self._counted:  # it went on from a checkpoint
+        if size < self._counted:  # the run resumed from a checkpoint
             self._counted, self._prompts = 0, Counter()
         if size > self._counted:
             with open_file(self.directory.ledger) as file:
                 file.seek(self._counted)
                 while lines := b"".join(file.readlines(BLOCK)):
                     lines = lines[: lines.rfind(b"\n") + 1]
-                    # A quote inside of an id is written with a backslash, so this is only where a
-                    # line begins.
+                    # JSON escapes quotes inside an id, so this text only occurs at the beginning
+                    # of a line.
                     self._prompts.update(
                         {
                             event: lines.count(b'{"event": "%s"' % event.encode())
@@ -102,7 +114,7 @@ class RunReader:
         return {event: count for event, count in self._prompts.items() if count}
 
     def alarms(self) -> list[dict[str, Any]]:
-        """Return the alarms of sentinels, the latest first."""
+        """Return the latest alarms of sentinels, the newest first."""
         paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
         alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
         return [
@@ -111,7 +123,7 @@ class RunReader:
         ]
 
     def version(self) -> dict[str, Any]:
-        """Return a value that changes whenever there is more to see; cheap."""
+        """Return a value that changes whenever the page has new content; this is cheap."""
         size, changed = _stamp(self.directory.metrics)
         return {
             "state": self.state(),
@@ -122,8 +134,10 @@ class RunReader:
 
 
 def flat(values: Any, where: str = "") -> dict[str, Any]:
-    """Return the leaves of a nested configuration, by path: `stages.0.optimizer.lr`. A stage goes
-    by its name."""
+    """Return the leaves of a nested configuration by path, such as `stages.0.optimizer.lr`.
+
+    A list item that has a name, such as a stage, has it in the path in place of its index.
+    """
     if isinstance(values, Mapping) and values:
         pairs = [(str(key), value) for key, value in values.items()]
     elif (
@@ -140,8 +154,10 @@ def flat(values: Any, where: str = "") -> dict[str, Any]:
 
 
 def find_runs(root: Path) -> list[RunReader]:
-    """Return the runs in a directory, or the directory itself if it is one, by name. Raises
-    RunDirectoryError if it does not exist."""
+    """Return readers of the runs below a directory, or of the directory if it is itself a run.
+
+    They are sorted by name at each level. Raises RunDirectoryError if the directory does not exist.
+    """
     if not root.is_dir():
         raise RunDirectoryError(
             f"there is no directory {root}: give a run, or the directory that runs are in (runs/)"
@@ -161,14 +177,14 @@ def _is_run(path: Path) -> bool:
 
 
 def _directories(path: Path, seen: set[Path]) -> list[Path]:
-    """Return the directories in one that are not in `seen`, and add them to it; none where it can't
-    be read.
+    """Return the subdirectories that are not in `seen`, and add them to it.
 
-    A link to a directory above would otherwise show each run several times.
+    A directory that can't be read has none. Without `seen`, a link to a parent directory would show
+    each run several times.
     """
     try:
         children = sorted(path.iterdir())
-    except OSError:  # another user's, or just being removed
+    except OSError:  # it belongs to another user, or is being removed
         return []
     directories = []
     for child in children:
@@ -183,7 +199,7 @@ def _directories(path: Path, seen: set[Path]) -> list[Path]:
 
 
 def named(paths: Sequence[Path]) -> list[RunReader]:
-    """Return one reader each; runs whose directories share a name are named by their paths."""
+    """Return a reader of each run. Runs whose directories share a name are named by their paths."""
     count = Counter(path.resolve().name for path in paths)
     return [
         RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths
@@ -193,19 +209,18 @@ def named(paths: Sequence[Path]) -> list[RunReader]:
 def _json(path: Path, default: Any) -> Any:
     try:
         return read_json(path)
-    except (OSError, ValueError):  # not there, or just being removed
+    except (OSError, ValueError):  # the file is missing, damaged, or being removed
         return default
 
 
 def _object(path: Path) -> dict[str, Any] | None:
-    """Return a file's JSON object; None where there is none."""
+    """Return a file's JSON object, or None if it has none."""
     value = _json(path, None)
     return value if isinstance(value, dict) else None
 
 
 def _stamp(path: Path) -> tuple[int, float]:
-    """Return the size of a file, and when it was last written: zeros where there is no plain
-    file."""
+    """Return the size and the modification time of a file, or zeros if it is no regular file."""
     try:
         status = path.stat()
     except OSError:

@@ -1,4 +1,4 @@
-"""The text of each token of a rollout, by the run's own tokenizer."""
+"""Decode the tokens of a rollout one by one with the run's own tokenizer."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import RatchetError
 from ratchet.runs.run_dir import RunDirectory
 
-LONGEST = 4  # tokens that one character is spread over
+LONGEST = 4  # maximum number of tokens that encode one character
 BROKEN = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """Texts of tokens one by one, such that joined they are the text. Without a tokenizer they are
-    ids in brackets."""
+    """A decoder that returns one text per token; joined, they are the whole text.
+
+    Without a tokenizer the texts are token ids in brackets.
+    """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
@@ -31,7 +33,8 @@ class TokenTexts:
         while len(texts) < len(ids):
             start = len(texts)
             text, used = self._of((ids[start],)), 1
-            # a part of a character
+            # The token is only a part of a character: add tokens until the character is complete.
+            # Its text stands at its first token; the others get "".
             while BROKEN in text and used < LONGEST and start + used < len(ids):
                 used += 1
                 text = self._of(tuple(ids[start : start + used]))
@@ -43,7 +46,7 @@ class TokenTexts:
     def _decode(self, ids: tuple[int, ...]) -> str:
         if self.tokenizer is None:
             return "".join(f"[{i}]" for i in ids)
-        # After another token, as the first of a text would lose the space in front of it.
+        # Decode after another token: some tokenizers drop a leading space of the first token.
         return self.tokenizer.decode([*self._before, *ids], skip_special=False)[len(self._prefix) :]
 
     @property
@@ -53,7 +56,7 @@ class TokenTexts:
 
 
 def _something(tokenizer: Tokenizer) -> list[int]:
-    """Return a token with a text of its own; [] if neither letters nor digits have one."""
+    """Return a one-token prefix for `_decode`; [] if neither "a" nor "0" can be encoded."""
     for text in "a0":
         try:
             return tokenizer.encode(text)[-1:]
@@ -63,8 +66,11 @@ def _something(tokenizer: Tokenizer) -> list[int]:
 
 
 def find_tokenizer(directory: RunDirectory) -> Tokenizer | None:
-    """Return the trained model's tokenizer, else the recipe's, if it is built in or on this
-    machine's disk. Reading a run neither downloads anything nor runs code that the run names."""
+    """Return the trained model's tokenizer, else the recipe's, else None.
+
+    The recipe's is used only if its kind is built in and its files are on this machine: reading a
+    run neither downloads anything nor runs code that the run names.
+    """
     try:
         if (directory.path / "model" / "tokenizer.json").is_file():
             return load_tokenizer(directory.path / "model")

@@ -1,4 +1,4 @@
-"""Checks of settings that start attempts before their step, or draw them again."""
+"""Check rollout keys that start groups ahead of their step, oversample or replace them."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.experience import RolloutsConfig
 from ratchet.config.schema import RunConfig, StageConfig
 
+# Keys that have no effect in a stage that generates no attempts.
 KEYS = (
     "redundant_attempts",
     "redundant_groups",
@@ -21,7 +22,7 @@ KEYS = (
 
 
 def _draws(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check sampling keys. As a default that another stage reads, such a key is fine."""
+    """Refuse `KEYS` in a stage without attempts, unless a stage with attempts has the same ones."""
     if any(
         other.source in ("rollouts", None) and other.rollouts == stage.rollouts
         for other in config.stages

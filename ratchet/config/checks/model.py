@@ -1,4 +1,4 @@
-"""Checks of the model that a run starts with, as far as its recipe tells."""
+"""Checks of the model that a run starts with, made from its recipe alone."""
 
 from __future__ import annotations
 
@@ -103,8 +103,10 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
 
 
 def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
-    """Yield a conflict for a shape that no decoder has. The vocabulary, which the tokenizer brings,
-    is taken as a small one."""
+    """Yield a conflict for a shape that no decoder has.
+
+    The vocabulary size comes from the tokenizer; a small one stands in for it here.
+    """
     try:
         get_preset(name, **{"vocab_size": 256, **overrides})
     except ModelError as error:
@@ -121,7 +123,7 @@ def shape_fields() -> dict[str, Any]:
 
 
 def known_context(model: ModelConfig) -> int | None:
-    """Return the model's context in tokens, if the recipe alone tells it."""
+    """Return the context of a preset in tokens; None if the recipe does not set it."""
     shape = PRESETS.get(model.preset or "")
     if shape is None:
         return None

@@ -1,4 +1,4 @@
-"""Check the types in a `config.json` that the built-in decoder reads, and bound a model's sizes."""
+"""Check the types of the `config.json` values that the decoder reads; define size limits."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 from ratchet.errors import ModelError
 from ratchet.utils.terminal_text import shorten_text
 
-ORIGINAL = "original_max_position_embeddings"  # the context length before it was stretched
-NUMBERS_END = 1e300  # beyond it, arithmetic overflows
+ORIGINAL = "original_max_position_embeddings"  # the context length before RoPE scaling
+NUMBERS_END = 1e300  # numbers must stay below it, so that arithmetic does not overflow
 # The smallest and largest value of each field of `DecoderConfig`. The upper bounds are about ten
 # times those of the largest published models: a larger number is a typo or an attack, and would
 # cost hours of computation before memory ran out.
@@ -26,7 +26,7 @@ SIZES: Mapping[str, tuple[int, int]] = {
     "experts_per_token": (0, 2**16),
     "expert_intermediate_size": (0, 2**24),
 }
-# The keys of a `config.json` that must hold numbers.
+# The keys of a `config.json` that must hold numbers where they are present and not null.
 HF_NUMBERS = (
     *(
         "vocab_size",
@@ -53,8 +53,7 @@ HF_NUMBERS = (
     ),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
 )
-# The keys that must not be null. At other keys null is allowed, and means something else than
-# absence.
+# The keys that must not be null. Other keys may be null, which differs from being absent.
 HF_NOT_NULL = (
     *(
         "max_position_embeddings",
@@ -65,13 +64,15 @@ HF_NOT_NULL = (
     ),
     "max_window_layers",
 )
+# The keys that must hold lists, with the type of their items.
 HF_LISTS = {"layer_types": str, "mlp_only_layers": int}
 HF_OBJECTS = ("rope_scaling", "rope_parameters")
 
 
 def check_types(hf: Mapping[str, Any]) -> None:
-    """Raise ModelError if a key of a `config.json` that the decoder reads has a value of the wrong
-    type.
+    """Raise ModelError if a `config.json` value that the decoder reads has the wrong type.
+
+    The numbers of heads and layers must also be in range.
     """
 
     def check(key: str, fits: bool, expected: str) -> None:
@@ -117,9 +118,7 @@ def read_rope_section(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_number(value: object) -> bool:
-    """Return True for an int or float that is finite and below `NUMBERS_END`; a bool is not a
-    number.
-    """
+    """True for an int or float, but not a bool, of magnitude below `NUMBERS_END`."""
     return (
         isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBERS_END
     )

@@ -1,6 +1,8 @@
-"""Tokenizers made in code: one token a character, one a byte, or byte-level BPE trained on given
-texts. All save as Hugging Face directories. Their special tokens fit the template `turns`; their
-default template is `plain`."""
+"""Create tokenizers in code: one token per character, one per byte, or trained byte-level BPE.
+
+All can be saved as Hugging Face directories. Their special tokens fit the template `turns`; their
+default template is `plain`.
+"""
 
 from __future__ import annotations
 
@@ -36,9 +38,9 @@ SPECIALS = (
 )
 BYTES = 256
 
-# No merge reaches over these bounds: words with the space before them, single digits, punctuation,
-# line breaks. (The pattern of Qwen2's tokenizer, so that made models meet the same habits as real
-# ones.)
+# BPE merges only within these pieces: words with the space before them, single digits, punctuation,
+# line breaks. It is the pattern of Qwen2's tokenizer, so that models made here see text split as
+# real ones do.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -53,10 +55,15 @@ def character_tokenizer(
     eos: str = "<eos>",
     template: str = BUILTIN["plain"],
 ) -> Tokenizer:
-    """One token a character of `alphabet`, after the special tokens; reserved tokens fill up to a
-    multiple of `multiple_of`. Any other character raises DataError when it is encoded. controls:
-    further special tokens, of which `eos` may be one. Raises ConfigError for an alphabet with
-    repetitions."""
+    """Return a tokenizer with one token per character of `alphabet`, after the special tokens.
+
+    Encoding any other character raises DataError. Raises ConfigError if `alphabet` is empty or
+    repeats a character.
+
+    Args:
+        multiple_of: reserved tokens pad the vocabulary to a multiple of this.
+        controls: further special tokens; `eos` may be one of them.
+    """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
     specials = [*SPECIALS, *controls]
@@ -72,14 +79,16 @@ def character_tokenizer(
 
 
 def byte_tokenizer() -> Tokenizer:
-    """One token a byte of UTF-8: covers every text."""
+    """Return a tokenizer with one token per UTF-8 byte, which can encode every text."""
     return byte_bpe_tokenizer((), vocab_size=len(SPECIALS) + BYTES)
 
 
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
-    """Byte-level BPE trained on `texts`: covers every text, and depends on nothing but its
-    arguments. It has fewer than `vocab_size` tokens when the texts run out of pairs. Raises
-    ConfigError for a size that can't hold the bytes."""
+    """Return a byte-level BPE tokenizer trained on `texts`, which can encode every text.
+
+    It depends on nothing but the arguments, and has fewer than `vocab_size` tokens if the texts
+    have too few pairs to merge. Raises ConfigError if `vocab_size` can't hold bytes and specials.
+    """
     if vocab_size < len(SPECIALS) + BYTES:
         raise ConfigError(
             f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIALS)} special tokens: use "
@@ -120,7 +129,7 @@ def _wrap(
     return Tokenizer(backend, config=config, chat_template=template)
 
 
-# --- from configuration: (section, the model's directory or hub id) -> Tokenizer
+# --- factories of the config sections; `model` is the model's directory or hub id
 
 
 def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:

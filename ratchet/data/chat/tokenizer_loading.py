@@ -1,4 +1,4 @@
-"""Load a tokenizer from a model directory, an address or the Hugging Face hub."""
+"""Load a tokenizer from a local directory, an object store or the Hugging Face hub."""
 
 from __future__ import annotations
 
@@ -24,11 +24,17 @@ from ratchet.utils.terminal_text import get_first_line, shorten_text
 
 
 def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokenizer:
-    """The tokenizer of a model directory, here or at an address (s3://bucket/model), or of a model
-    on the Hugging Face hub ("owner/name", optionally a `revision`).
+    """Return the tokenizer of a model.
 
-    A tokenizer.json is read directly. A directory that only has an older format is converted by
-    transformers. Raises ModelError when there is none, or when its files contradict each other.
+    A tokenizer.json is read directly; transformers converts older formats.
+
+    Args:
+        source: A local directory, an address (s3://bucket/model), or a model on the Hugging Face
+            hub ("owner/name").
+        revision: The revision on the hub.
+
+    Raises:
+        ModelError: If there is no tokenizer, or its files can't be used or contradict each other.
     """
     directory = _fetch(str(source)) if is_address(source) else Path(source)
     if not directory.is_dir():
@@ -83,7 +89,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
                 )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        # the library raises nothing more special for a file that it can't use
+        # For a file that it can't use, the library raises a plain Exception.
         except Exception as error:
             raise ModelError(
                 f"{path} can't be used: {get_first_line(str(error))}: copy it from the original "
@@ -107,7 +113,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
             if (directory / name).exists():
                 safe_read.require_file(directory / name)
         converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
-    except Exception as error:  # as many tokenizers as there are, each with errors of its own kinds
+    except Exception as error:  # Each tokenizer class raises its own kinds of errors.
         reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(
             f"transformers can't read the tokenizer in {directory}: {reason}"
@@ -122,8 +128,10 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
 
 
 def _eos_ids(directory: Path) -> list[int]:
-    """Return the end-of-turn ids from generation_config.json, which lists all of them, else from
-    config.json."""
+    """Return the end-of-turn ids.
+
+    generation_config.json, which lists all of them, takes precedence over config.json.
+    """
     for name in ("generation_config.json", "config.json"):
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
@@ -138,7 +146,10 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 def _chat_template(directory: Path, configured: Any) -> str | None:
-    """Raises ModelError for a template that is no text, or can't be read."""
+    """Return the chat template: chat_template.jinja, else the configured (default) one.
+
+    Raises ModelError if the template is not text or can't be read.
+    """
     path = directory / "chat_template.jinja"
     if path.exists():
         try:
@@ -162,8 +173,10 @@ def _chat_template(directory: Path, configured: Any) -> str | None:
 
 
 def _read_json(path: Path) -> dict[str, Any]:
-    """{} where the file is absent. Raises ModelError where it is no plain file, or no JSON
-    object."""
+    """Return the JSON object of a file; {} if the file does not exist.
+
+    Raises ModelError if it is not a plain file or not a JSON object.
+    """
     if not path.exists():
         return {}
     try:

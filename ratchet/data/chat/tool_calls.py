@@ -1,8 +1,8 @@
-"""Tool calls in the text of a policy, by model family. A policy may write anything: what can't be
-read is counted, and nothing here raises on it.
+"""Parsers of tool calls in a policy's text, one for each model family.
 
-Sources: the chat templates that the families publish, and the readers of inference servers for them
-(vLLM, SGLang).
+A policy may write anything: malformed calls are counted and never raise an error.
+
+Sources: the chat templates of the families, and the tool parsers of vLLM and SGLang.
 """
 
 from __future__ import annotations
@@ -19,27 +19,30 @@ from ratchet.types import ToolCall
 
 Call = tuple[str, dict[str, Any]]  # name, arguments
 Tools = Sequence[Mapping[str, Any]]
-# (what is left as content, one entry a call; None: meant as a call, and can't be read)
+# Returns (the text without calls, one entry for each call, None for a malformed call).
 Reader = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
-# of nested arguments: deeper ones are no use to a tool, and recursive code would break on them
+# Maximum nesting of arguments: no tool needs more, and recursive code would break on more.
 MAX_DEPTH = 32
 REASONING = (("<think>", "</think>"), ("[THINK]", "[/THINK]"))
 
 
 class ParsedCalls(NamedTuple):
-    """content: the text without the calls; all of it where one call is malformed, and then there
-    are none."""
+    """The tool calls of a text. If one call is malformed, `calls` is empty."""
 
-    content: str
+    content: str  # the text without its calls; the whole text if one call is malformed
     calls: tuple[Call, ...] = ()
-    malformed: int = 0
+    malformed: int = 0  # number of malformed calls
 
 
 @dataclass(frozen=True)
 class ToolFormat:
-    """marks: a template, or else the special tokens, with one of them, is of this family. call_id:
-    number -> id."""
+    """The format in which a model family writes tool calls.
+
+    Attributes:
+        marks: Strings that identify the family, in its chat template or else its special tokens.
+        call_id: Template of a call's id, formatted with the call's number.
+    """
 
     name: str
     reader: Reader
@@ -47,8 +50,10 @@ class ToolFormat:
     call_id: str = "call_{}"
 
     def read(self, text: str, tools: Tools = ()) -> ParsedCalls:
-        """Calls in the reasoning are not meant: they stay there. `tools` tell the types of
-        arguments that are written bare."""
+        """Parse the calls in a text, except in its reasoning, which stays in the content.
+
+        `tools` gives the types of arguments that the family writes without quotes.
+        """
         reasoning, answer = split_reasoning(text)
         content, found = self.reader(answer, tools)
         calls = tuple(call for call in found if call is not None)
@@ -64,10 +69,10 @@ class ToolFormat:
 
 
 def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
-    """Return a format by its name; "auto": the first whose mark is in the template's text, else
-    among the special tokens.
+    """Return the format named `name`.
 
-    Raises ConfigError for an unknown name, and if nothing is recognised.
+    "auto" returns the first format with a mark in the template, else in the special tokens. Raises
+    ConfigError for an unknown name, or if "auto" finds no mark.
     """
     if name in FORMATS:
         return FORMATS[name]
@@ -88,8 +93,10 @@ def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> 
 
 
 def split_reasoning(text: str) -> tuple[str, str]:
-    """(the reasoning with its marks, what follows it). Reasoning that was never closed is all there
-    is."""
+    """Return (the reasoning with its marks, the text after it).
+
+    All of the text is reasoning if the reasoning was never closed.
+    """
     for opening, closing in REASONING:
         before, closed, after = text.partition(closing)
         if closed:
@@ -110,8 +117,10 @@ _DECODER = json.JSONDecoder(parse_constant=_refuse)
 
 
 def _values(text: str, between: str = " \t\r\n") -> list[Any] | None:
-    """The JSON values in `text`, with any characters of `between` between them; None where there is
-    anything else."""
+    """Return the JSON values in `text`, which characters of `between` may separate.
+
+    None if there is no value or any other text, or if a value is nested too deeply.
+    """
     values: list[Any] = []
     position = 0
     try:
@@ -129,8 +138,10 @@ def _values(text: str, between: str = " \t\r\n") -> list[Any] | None:
 
 
 def _check_text(values: object) -> None:
-    """Raises ValueError for half of a UTF-16 pair, which JSON can spell and no tokenizer can write,
-    and for 1e999."""
+    """Raise ValueError for infinite numbers (1e999), and for unpaired UTF-16 surrogates.
+
+    JSON can spell a lone surrogate, but no tokenizer can write it.
+    """
     json.dumps(values, ensure_ascii=False, allow_nan=False).encode()
 
 
@@ -147,7 +158,7 @@ def _too_deep(value: object) -> bool:
 
 
 def _as_call(value: object) -> Call | None:
-    """Arguments may be an object, or the text of one."""
+    """Return the call of a JSON object, whose arguments may be an object or an object's text."""
     if not isinstance(value, dict):
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
@@ -173,7 +184,10 @@ def _named(name: str, arguments: str) -> Call | None:
 
 
 def _hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """<tool_call>{"name": ..., "arguments": {...}}</tool_call>: Hermes, Qwen2.5, Qwen3."""
+    """Parse calls of Hermes, Qwen2.5 and Qwen3.
+
+    <tool_call>{"name": ..., "arguments": {...}}</tool_call>
+    """
     content, *blocks = text.split("<tool_call>")
     calls: list[Call | None] = [None] if "</tool_call>" in content else []
     for block in blocks:
@@ -184,8 +198,10 @@ def _hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _xml(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """<tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>:
-    Qwen3-Coder."""
+    """Parse calls of Qwen3-Coder.
+
+    <tool_call><function=NAME><parameter=KEY>value</parameter></function></tool_call>
+    """
     content, *blocks = text.replace("</tool_call>", "").split("<function=")
     opened = content.count("<tool_call>")
     calls: list[Call | None] = [None] if opened and not blocks else []
@@ -216,7 +232,7 @@ def _xml_call(body: str, tools: Tools) -> Call | None:
 
 
 def _types(tools: Tools, name: str) -> dict[str, Any]:
-    """JSON type of each parameter of a tool."""
+    """Return the JSON type of each parameter of a tool."""
     for tool in tools:
         function = tool.get("function", tool)
         if function.get("name") == name:
@@ -230,8 +246,10 @@ def _types(tools: Tools, name: str) -> dict[str, Any]:
 
 
 def _typed(value: str, kind: object) -> Any:
-    """Return a value as its declared type. Text that is no JSON of that type stays text: the tool
-    reports the mistake."""
+    """Return a string parameter's text, or the JSON value of another parameter.
+
+    Text that is not one JSON value stays text: the tool reports the mistake.
+    """
     if kind == "string":
         return value
     values = _values(value)
@@ -239,9 +257,12 @@ def _typed(value: str, kind: object) -> Any:
 
 
 def _llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """{"name": ..., "parameters": {...}}, several with ";" between, or [name(key="value"), ...];
-    either may stand behind a <|python_tag|> (Llama 4: between <|python_start|> and <|python_end|>).
-    Without the tag, text is a call only if all is."""
+    """Parse calls of Llama.
+
+    Calls are {"name": ..., "parameters": {...}}, separated by ";", or [name(key="value"), ...].
+    Either may follow <|python_tag|> (Llama 4: stand between <|python_start|> and <|python_end|>).
+    Without the tag, the whole text must be calls.
+    """
     before, tag, body = text.replace("<|python_start|>", "<|python_tag|>").partition(
         "<|python_tag|>"
     )
@@ -264,8 +285,11 @@ def _llama(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """[TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], and from tokenizer v11 on
-    [TOOL_CALLS]name[ARGS]{...}, each call with a [TOOL_CALLS] of its own."""
+    """Parse calls of Mistral.
+
+    [TOOL_CALLS] [{"name": ..., "arguments": {...}}, ...], or from tokenizer v11 on
+    [TOOL_CALLS]name[ARGS]{...} for each call.
+    """
     content, *blocks = text.split("[TOOL_CALLS]")
     calls: list[Call | None] = []
     for block in blocks:
@@ -286,9 +310,12 @@ def _mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 
 def _deepseek(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
-    """V3 and R1: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments in a ```json
-    block; V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}; each until <｜tool▁call▁end｜>. From V3.2
-    on <｜DSML｜invoke name="NAME">."""
+    """Parse calls of DeepSeek.
+
+    V3 and R1: <｜tool▁call▁begin｜>function<｜tool▁sep｜>NAME, then the arguments in a ```json block.
+    V3.1: <｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}. Both end with <｜tool▁call▁end｜>.
+    From V3.2 on: <｜DSML｜invoke name="NAME">.
+    """
     if "<｜DSML｜" in text:
         return _dsml(text)
     begin, end = "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"
@@ -334,13 +361,12 @@ def _dsml_call(block: str) -> Call | None:
     return name, arguments
 
 
-# In the order in which their marks are looked for: Qwen3-Coder's template holds those of Hermes
-# too.
+# In the order of the search for marks: Qwen3-Coder's template also contains the mark of Hermes.
 FORMATS: Mapping[str, ToolFormat] = {
     found.name: found
     for found in (
         ToolFormat("deepseek", _deepseek, ("<｜tool▁calls▁begin｜>", "<｜DSML｜")),
-        # its templates want 9 letters and digits
+        # Mistral's templates require ids of 9 letters and digits.
         ToolFormat("mistral", _mistral, ("[TOOL_CALLS]",), call_id="call{:05d}"),
         ToolFormat("qwen3_coder", _xml, ("<function=",)),
         ToolFormat("hermes", _hermes, ("<tool_call>",)),

@@ -1,5 +1,7 @@
-"""Parquet and Arrow files as tables: row groups (record batches) are read as they are needed, a few
-of them kept."""
+"""Read Parquet and Arrow files as tables.
+
+Row groups (record batches) are read when they are needed, and a few of them are kept.
+"""
 
 from __future__ import annotations
 
@@ -23,23 +25,29 @@ from ratchet.errors import DataError
 from ratchet.utils.object_store import is_address
 from ratchet.utils.safe_read import require_file
 
-MIN_BOMB_ROWS = 100_000
-# What one row group may unpack to, and how much of it stands for one byte of the file: a long text
-# that all rows share packs to almost nothing, so a high ratio alone is no sign of a bomb.
+MIN_BOMB_ROWS = 100_000  # a file with fewer rows is no decompression bomb
+# A row group may unpack to MAX_GROUP_BYTES or, if that is more, to MOST_TIMES the size of the file.
+# A high ratio alone is no sign of a bomb: a long text that all rows share packs to almost nothing.
 MAX_GROUP_BYTES = 1 << 30
 MOST_TIMES = 200
-ROWS_A_BYTE = 1  # rows that differ take several bytes each, however they are packed
+# Maximum rows per byte of a file. Rows that differ take several bytes each, however well packed.
+ROWS_A_BYTE = 1
 
 
 def open_arrow(path: str | Path) -> ArrowTable:
-    """Raises DataError for a file that is no such, is cut off, or holds no rows."""
+    """Open a Parquet or Arrow file. Raises DataError if it is neither, cut off, or has no rows."""
     name = str(path).lower()
     return ParquetFile(path) if name.endswith(".parquet") else ArrowFile(path)
 
 
 class ArrowTable:
-    """blocks: rows of each row group or record batch. Nulls are None, lists lists, structs
-    dicts."""
+    """A table whose rows are read from a file, one block at a time.
+
+    In a row, nulls are None, lists are lists, and structs are dicts.
+
+    Attributes:
+        blocks: Number of rows of each row group or record batch.
+    """
 
     form = ""
 
@@ -59,8 +67,7 @@ class ArrowTable:
         self._kept = lru_cache(WINDOW)(self._block)
 
     def _refuse_bomb(self) -> None:
-        """Raise DataError where a small file states so many rows that they can only repeat each
-        other."""
+        """Raise DataError if a small file states so many rows that they must repeat each other."""
         if is_address(self.path):
             return
         rows, size = sum(self.blocks), Path(self.path).stat().st_size
@@ -89,7 +96,7 @@ class ArrowTable:
         return f"{self.path}, row {index + 1}"
 
     def _open(self, source: Any) -> Sequence[int]:
-        """Rows of each block."""
+        """Open the file, and return the number of rows of each block."""
         raise NotImplementedError
 
     def _block(self, number: int) -> Any:
@@ -109,14 +116,14 @@ class ParquetFile(ArrowTable):
         return self._file.read_row_group(number)
 
     def _refuse_large_group(self, number: int) -> None:
-        """Raise DataError for a group that would fill memory, before it is unpacked."""
+        """Raise DataError if a row group would fill memory once unpacked."""
         group = self._file.metadata.row_group(number)
         columns = [group.column(i) for i in range(group.num_columns)]
         size, texts = 0, []
         for column in columns:
             is_text = column.physical_type == "BYTE_ARRAY"
             size += max(column.total_uncompressed_size, 0 if is_text else 8 * column.num_values)
-            # Each value of a dictionary may be as long as all that the column holds.
+            # With a dictionary, all rows may repeat one text that is as long as the whole column.
             if is_text and column.num_values * column.total_uncompressed_size > self._limit:
                 texts.append(column.path_in_schema)
         if size <= self._limit and texts:
@@ -132,8 +139,7 @@ class ParquetFile(ArrowTable):
 
 
 def _text_bytes(array: Any) -> int:
-    """Return the bytes of all texts that an array stands for, without unpacking its
-    dictionaries."""
+    """Return the bytes that an array's texts would take without its dictionaries."""
     if isinstance(array, pa.DictionaryArray):
         words = array.dictionary
         counts = np.bincount(array.indices.drop_null().to_numpy(), minlength=len(words))
@@ -152,8 +158,10 @@ def _inner_arrays(array: Any) -> Iterator[Any]:
 
 
 class ArrowFile(ArrowTable):
-    """An Arrow file of either form: with an index at its end, or a stream (as `datasets` writes).
-    It is mapped into memory, not read."""
+    """An Arrow file: either with an index at its end, or a stream (as `datasets` writes).
+
+    A local file is mapped into memory, not read.
+    """
 
     form = "Arrow"
 
@@ -173,7 +181,7 @@ class ArrowFile(ArrowTable):
 
 
 def _source(path: str | Path) -> Any:
-    """Mapped into memory where it lies on this machine."""
+    """Return the opened file, mapped into memory if it is local."""
     if is_address(path):
         remote: IO[bytes] = open_binary(path)
         return pa.PythonFile(remote, mode="r")

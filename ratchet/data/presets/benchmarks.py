@@ -1,5 +1,8 @@
-"""Published sets that models are measured on, by name, as `ratchet.data.presets.datasets` has those
-that they learn from. Some of those are measured on too: gsm8k, and the AIME's."""
+"""Presets of published benchmarks, for evaluation only.
+
+`ratchet.data.presets.datasets` has the presets for training, and explains the comment before each
+preset. Some of those are also benchmarks: gsm8k and the AIMEs.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ from ratchet.data.presets.datasets import BOXED, PRESETS, Preset
 OF_FOUR, OF_TEN = (
     {"kind": "multiple_choice", "letters": letters} for letters in ("ABCD", benchmark_rows.LETTERS)
 )
+# Value of `Preset.gives` for a benchmark: only the policy's own answers, no rows to imitate.
 MEASURES = frozenset({"rollouts"})
 
 BENCHMARKS: Mapping[str, Preset] = {
@@ -34,7 +38,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     ),
     # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more;
     # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with the split train,
-    # or gpqa_diamond.csv; asks for consent on the hub. Seen: the loaders of lm-evaluation-harness
+    # or gpqa_diamond.csv; the hub asks for consent. Seen: the loaders of lm-evaluation-harness
     # (tasks/gpqa), NeMo RL and inspect_evals.
     "gpqa": Preset(
         "Idavidrein/gpqa",
@@ -48,9 +52,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=OF_FOUR,
         about="graduate-level science, arXiv:2311.12022",
     ),
-    # question, subject, choices (four), answer (an index); configuration all and one a subject;
-    # splits test, validation, dev. Seen: the harness's template (question, choices[0..3], answer),
-    # code that reads it.
+    # question, subject, choices (four), answer (an index); configurations all and one for each
+    # subject; splits test, validation, dev. Seen: lm-evaluation-harness's template (question,
+    # choices[0..3], answer), other code that reads it.
     "mmlu": Preset(
         "cais/mmlu",
         {"prompt": "asked", "answer": "answer"},
@@ -76,9 +80,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         reward=OF_TEN,
         about="harder questions with ten choices, arXiv:2406.01574",
     ),
-    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow fills it up
-    # with nulls); 541 rows, split train, ifeval_input_data.jsonl. Seen: its card, the harness's
-    # reader (tasks/ifeval/utils.py).
+    # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow adds null
+    # for missing keys); 541 rows, split train, ifeval_input_data.jsonl. Seen: its card,
+    # lm-evaluation-harness's reader (tasks/ifeval/utils.py).
     "ifeval": Preset(
         "google/IFEval",
         {"prompt": "prompt", "id": "key"},
@@ -102,7 +106,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     ),
     # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
     # text and test_setup_code in place of prompt and test_imports, and challenge_test_list; splits
-    # train, test, validation, prompt. Seen: its card, the harness's mbpp.yaml.
+    # train, test, validation, prompt. Seen: its card, lm-evaluation-harness's mbpp.yaml.
     "mbpp": Preset(
         "google-research-datasets/mbpp",
         {"prompt": "asked", "id": "task_id", "solution": "code"},
@@ -117,7 +121,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     # question_title, question_content, platform, question_id, contest_id, contest_date,
     # starter_code, difficulty, public_test_cases, private_test_cases (JSON; in the lite set packed
     # by pickle, zlib and base64), metadata (JSON with func_name); split test, files test.jsonl to
-    # test6.jsonl. On the hub a script reads them, which `datasets` no longer runs: give the files,
+    # test6.jsonl. The hub's loading script is no longer run by `datasets`, so give the file:
     # test=hf://datasets/livecodebench/code_generation_lite/test6.jsonl. Seen: LiveCodeBench's own
     # lcb_runner/benchmarks/code_generation.py, the features on the card of a copy.
     "livecodebench": Preset(
@@ -133,7 +137,7 @@ BENCHMARKS: Mapping[str, Preset] = {
     ),
 }
 
-# As one says it after `--on`.
+# Other spellings that `--on` accepts.
 ALSO_CALLED: Mapping[str, str] = {
     "math-500": "math_500",
     "mmlu-pro": "mmlu_pro",

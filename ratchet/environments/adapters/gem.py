@@ -1,4 +1,4 @@
-"""Environments of gem (arXiv:2510.01051), and those that users of ROLL write in its style."""
+"""Adapt environments of gem (arXiv:2510.01051), and classes written in its style for ROLL."""
 
 from __future__ import annotations
 
@@ -14,9 +14,11 @@ from ratchet.errors import ConfigError
 
 
 class GemConfig(SeededConfig):
-    """A gem environment by its id, or a class in the style of ROLL and gem by its import path:
-    `reset(seed)` gives `(observation, info)`, `step(text)` gives `(observation, reward, terminated,
-    truncated, info)`."""
+    """The settings of a gem environment, by its id or by the import path of a class like gem's.
+
+    The class's `reset(seed)` returns `(observation, info)`, and its `step(text)` returns
+    `(observation, reward, terminated, truncated, info)`.
+    """
 
     builds: ClassVar[str] = "ratchet.environments.adapters.gem:GemEnvironment"
 
@@ -36,7 +38,7 @@ class GemConfig(SeededConfig):
 
 
 class GemEnvironment(Seeded):
-    """Raises ConfigError for an id or a path that there is not."""
+    """A gem environment. Creating it raises ConfigError for an unknown id or path."""
 
     def __init__(self, config: GemConfig) -> None:
         super().__init__(config, config.id or str(config.path))
@@ -67,7 +69,7 @@ class GemEnvironment(Seeded):
 
 
 def _text(observation: Any, info: Mapping[str, Any]) -> str:
-    """gem leaves it to a wrapper to ask for the next move: `info["suffix"]`."""
+    """Return the observation and `info["suffix"]`, gem's request for the next move."""
     return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
 
 
@@ -81,7 +83,7 @@ def _from_gem(name: str) -> Any:
         raise ConfigError(
             f"environment.kind 'gem' can't import gem ({error}): pip install gem-llm, or set path"
         ) from error
-    finally:  # it configures the root logger when it is imported, which is the program's to do
+    finally:  # Importing gem configures the root logger, which only the program should do.
         root.handlers[:] = handlers
         root.setLevel(level)
     if name not in ENV_REGISTRY:

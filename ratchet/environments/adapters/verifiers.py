@@ -1,9 +1,9 @@
-"""Environments of the package verifiers, in its v1 interface: a taskset gives tasks, `Env.run(task,
-agents)` plays one with agents, and the task's own functions judge the trace.
+"""Adapt environments of the package verifiers (its v1 interface).
 
-The policy is one of those agents. `run` goes on by itself until it asks that agent for a turn;
-there it waits for the message that Ratchet brings. What needs a box or served tools is refused:
-such a program talks to the proxy instead.
+There a taskset provides tasks, `Env.run(task, agents)` plays a task with agents, and the task's own
+functions score the trace. The policy is one of the agents: `run` continues until it requests a turn
+of that agent, and then waits for Ratchet's message. A task that needs a sandbox or served tools is
+refused; use Ratchet's proxy for it.
 """
 
 from __future__ import annotations
@@ -59,7 +59,10 @@ USE_PROXY = "give its own client the address of Ratchet's proxy instead"
 
 
 class VerifiersEnvironment(Rows):
-    """Raises ConfigError for a taskset that can't be loaded or played."""
+    """An environment that plays the tasks of a taskset.
+
+    Raises ConfigError if the taskset can't be loaded or played.
+    """
 
     name = "verifiers"
 
@@ -140,8 +143,10 @@ class VerifiersEnvironment(Rows):
             episode.cancel()
 
     async def _next(self) -> Sequence[Message] | None:
-        """Return the next messages for the policy; None once the episode is over. Raises what the
-        environment raised."""
+        """Return the next messages for the policy; None once the episode is over.
+
+        Exceptions of the environment propagate.
+        """
         assert self._episode is not None
         asked = asyncio.ensure_future(self._asked.get())
         await asyncio.wait({asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
@@ -173,7 +178,7 @@ class VerifiersEnvironment(Rows):
 
 
 class _Seats:
-    """Stands for `vf.Agents`: every seat but the policy's is empty."""
+    """A replacement of `vf.Agents` that has only the policy's seat."""
 
     def __init__(self, table: VerifiersEnvironment, episode: vf.Episode) -> None:
         self._policy = _Seat(table, episode)
@@ -188,7 +193,7 @@ class _Seats:
 
 
 class _Seat:
-    """Stands for `vf.Agent`."""
+    """A replacement of `vf.Agent` that the policy plays."""
 
     trainable = True
 
@@ -216,8 +221,7 @@ class _Seat:
 
 
 class _Conversation:
-    """Stands for `vf.Interaction`: the replies come from the policy, and the trace grows as it
-    would there."""
+    """A replacement of `vf.Interaction` with replies from the policy; it records the same trace."""
 
     def __init__(self, table: VerifiersEnvironment, task: vf.Task) -> None:
         from verifiers.v1 import AgentInfo, Trace, TraceTask
@@ -230,7 +234,8 @@ class _Conversation:
             agent=AgentInfo(config=getattr(table.inner.config, table.seat)),
         )
         self.said: list[vf.Message] = []
-        self.over = False  # it was told so, and asks no more: as there, to ask again is an error
+        # True after a terminated segment. As in `vf.Interaction`, a further turn is then an error.
+        self.over = False
 
     async def turn(self, message: str | Sequence[Any] | None = None) -> vf.Segment:
         from verifiers.v1 import AssistantMessage, Response, Segment
@@ -257,7 +262,7 @@ class _Conversation:
         return Segment(messages=[reply])
 
     async def _stopped(self) -> None:
-        """The task's own `@vf.stop` functions see the trace after each reply."""
+        """Stop the trace if one of the task's `@vf.stop` functions returns true for it."""
         from verifiers.v1 import Trace
         from verifiers.v1.session import call_hook
 

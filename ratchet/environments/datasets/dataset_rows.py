@@ -1,7 +1,7 @@
-"""The contents of one row of data: a prompt, and an answer, a solution, a conversation, or judged
-answers.
+"""Read the contents of a row: a prompt with an answer, a solution or judged answers.
 
-Every error names the file, the row and the column, as the file calls it.
+A conversation is split into a prompt and a solution. Every error names the file, the row and the
+column, by its name in the file.
 """
 
 from __future__ import annotations
@@ -30,8 +30,14 @@ OF_PAIRS = ("chosen", "rejected", "completion", "completions")
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """about: two answers and which is better, or one and its worth. values: the whole row, for
-    rewards that read more of it."""
+    """The contents of a row.
+
+    Attributes:
+        where: The file and the row, for errors.
+        values: The whole row, for rewards that read more of it.
+        about: The judgement of answers: a comparison, one reward, or a label for each step.
+        has: Names of the columns that are not null, as in the file.
+    """
 
     where: str
     prompt: Messages
@@ -46,7 +52,7 @@ class Given:
 
 
 class DatasetRowReader:
-    """Reads rows as a configuration, and the preset that it names, say."""
+    """A reader of rows, set up by a configuration and the preset that it names."""
 
     def __init__(self, config: DatasetConfig) -> None:
         published = config.published
@@ -82,8 +88,10 @@ class DatasetRowReader:
         return all(one.keeps(row.values, where) for one in self.keep)
 
     def read(self, row: DataRow, where: str) -> Given:
-        """Raises DataError for a row that lacks what it is declared to have, or says something that
-        can't be used."""
+        """Return a row's contents, with its media in the prompt.
+
+        Raises DataError if the row lacks a declared column, or has a value that can't be used.
+        """
         row_of = _RowOf(self, row, where)
         contents = row_of.given()
         prompt = self.placing.place(contents.prompt, row_of.media(), where)
@@ -96,8 +104,10 @@ class DatasetRowReader:
         return replace(contents, prompt=prompt)
 
     def read_again(self, row: DataRow, where: str) -> Given:
-        """Return what a task's row says about answers to the prompt. Its media are in the task's
-        messages and nowhere else."""
+        """Return the contents of a task's row again, without media.
+
+        Only the task's messages have the media.
+        """
         return _RowOf(self, row, where).given()
 
 
@@ -127,11 +137,14 @@ class _RowOf:
         solution_messages = () if solution is None else (Message("assistant", solution),)
         return Given(prompt=prompt, answer=self.answer(), solution=solution_messages, **common)
 
-    # --- the kinds of rows
+    # --- Kinds of rows.
 
     def conversation(self, common: Mapping[str, Any]) -> Given:
-        """Return the assistant's last message as the solution, and what stands before it as the
-        prompt."""
+        """Return a conversation's contents.
+
+        If the assistant has the last message, that is the solution. All other messages are the
+        prompt.
+        """
         column = f"column '{self.reader.names['messages']}'"
         messages = read_messages(self.get("messages"), f"{self.where}: {column}")
         ends = messages[-1].role == "assistant"
@@ -159,7 +172,7 @@ class _RowOf:
         )
 
     def compared(self) -> tuple[Messages, About]:
-        """Read compared answers from a row whose columns are known and, with a template, built."""
+        """Return the prompt, built by the template if there is one, and the judged answers."""
         names = {
             usual: self.reader.names.get(usual, f"no {usual}")
             for usual in PreferencesConfig.usual_columns
@@ -179,8 +192,10 @@ class _RowOf:
         return self.with_system(entry.prompt), entry.about
 
     def ordered(self) -> tuple[str, str]:
-        """The columns of the better and of the worse of two responses: a preference below 0 is for
-        the first."""
+        """Return the columns of the better and of the worse of two responses.
+
+        A preference below 0 is for the first.
+        """
         first, second, preference = (self.reader.names[name] for name in OF_EITHER_RESPONSE)
         worth = number_in(self.need("preference"), preference, self.where)
         if worth == 0:
@@ -191,7 +206,7 @@ class _RowOf:
             )
         return (first, second) if worth < 0 else (second, first)
 
-    # --- what they are made of
+    # --- Columns of a row.
 
     def prompt(self) -> Messages:
         if self.reader.template:
@@ -228,7 +243,7 @@ class _RowOf:
             and len(value) == 4
             and all(type(item) in (int, float) for item in value)
         ):
-            value = json.dumps(value)  # a bounding box
+            value = json.dumps(value)  # four numbers are a bounding box
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
                 f"{self.where}: column '{self.reader.names['answer']}' is {describe_type(value)}, "
@@ -246,7 +261,7 @@ class _RowOf:
         return after.strip()
 
     def media(self) -> Mapping[MediaKind, list[Part]]:
-        """Return the media of each column that the row or the reader has."""
+        """Return the media, by kind, of each media column that has a value or is declared."""
         parts_by_kind: dict[MediaKind, list[Part]] = {}
         for usual, kind in COLUMNS.items():
             value = self.get(usual)
@@ -276,8 +291,10 @@ class _RowOf:
         return any(self.get(name) is not None for name in usual)
 
     def get(self, usual: str) -> Any:
-        """Return a value, or None if the row has none. Raises DataError for a declared column that
-        the row does not have."""
+        """Return the value of a column by its usual name, or None if the row has none.
+
+        Raises DataError for a declared column that the row does not have.
+        """
         if usual not in self.reader.names:
             return None
         name = self.reader.names[usual]

@@ -1,5 +1,7 @@
-"""Pictures of shapes and of boards, drawn by Pillow without fonts or smoothing: equal arguments
-give equal pixels."""
+"""Draw shapes and boards with Pillow.
+
+Neither fonts nor smoothing are used, so equal arguments give equal pixels.
+"""
 
 from __future__ import annotations
 
@@ -12,9 +14,9 @@ if TYPE_CHECKING:
     from PIL.Image import Image
 
 Rgb = tuple[int, int, int]
-# left, top, right, bottom in pixels, the last ones included
+# left, top, right, bottom in pixels; right and bottom are inside the box
 Box = tuple[float, float, float, float]
-Mark = tuple[str, Rgb]  # a shape or digits, and its colour
+Mark = tuple[str, Rgb]  # name of a shape, or digits; and the colour
 
 WHITE: Rgb = (255, 255, 255)
 COLOURS: Mapping[str, Rgb] = {
@@ -27,7 +29,7 @@ COLOURS: Mapping[str, Rgb] = {
     "cyan": (60, 200, 220),
     "grey": (130, 130, 130),
 }
-# Of each digit, five rows of three pixels.
+# Bitmap of each digit: five rows of three pixels.
 DIGITS = {
     "0": "111101101101111", "1": "010110010010111", "2": "111001111100111", "3": "111001111001111", "4": "101101111001001",
     "5": "111100111001111", "6": "111100111101111", "7": "111001010010010", "8": "111101111101111", "9": "111101111001111",
@@ -39,7 +41,7 @@ def blank(width: int, height: int, colour: Rgb = WHITE) -> Image:
 
 
 def draw(image: Image, mark: Mark, box: Box) -> None:
-    """A shape by its name, or a number by its digits, inside a box."""
+    """Draw a shape, given by name, or a number, given by its digits, inside a box."""
     what, colour = mark
     pen = pillow().ImageDraw.Draw(image)
     if what in SHAPES:
@@ -49,8 +51,11 @@ def draw(image: Image, mark: Mark, box: Box) -> None:
 
 
 def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
-    """A board from the ground and the marks of each of its cells; a line of one pixel between
-    cells."""
+    """Return a picture of a board, with a line of one pixel between cells.
+
+    Args:
+        rows: The background colour and the marks of each cell.
+    """
     image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
     pen = pillow().ImageDraw.Draw(image)
     margin = cell_px // 6

@@ -1,8 +1,8 @@
-"""Tools of a server that speaks the Model Context Protocol (modelcontextprotocol.io), by its
-official client.
+"""Tools of a Model Context Protocol (MCP) server, called through MCP's official client.
 
-The client lives in a thread with an event loop of its own: its connection belongs to the task that
-opened it, and must outlast the episodes, and the loops, that use it.
+See modelcontextprotocol.io. The client runs in a thread with its own event loop, because its
+connection belongs to the asyncio task that opened it, and must outlive the episodes and event loops
+that use it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,7 @@ from ratchet.errors import ConfigError, MissingDependency
 
 
 class MCPConfig(ToolConfig):
-    """All tools of a server that speaks the Model Context Protocol over its standard input and
-    output."""
+    """The tools of a Model Context Protocol server that uses standard input and output."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.mcp:mcp_tools"
 
@@ -40,7 +39,7 @@ END_S = 5.0
 
 
 class MCPServer:
-    """One running server. Raises ToolUnavailable where it does not start."""
+    """A running MCP server. Raises ToolUnavailable at construction if it does not start."""
 
     def __init__(self, config: MCPConfig) -> None:
         try:
@@ -56,8 +55,10 @@ class MCPServer:
         return self._connection.listed
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """Starts the server anew where it has ended. Raises ToolUnavailable where it ends
-        meanwhile."""
+        """Return the result of a tool call, after restarting the server if it has ended.
+
+        Raises ToolUnavailable if it ends during the call, and ToolError for other MCP errors.
+        """
         connection = await asyncio.to_thread(self._living)
         return await asyncio.wrap_future(connection.call(name, arguments))
 
@@ -88,17 +89,19 @@ class _Connection:
 
     @property
     def ended(self) -> bool:
-        return self._state.gone or not self._thread.is_alive()  # the thread may still be tidying up
+        return self._state.gone or not self._thread.is_alive()  # the thread may outlive its server
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
-        """A future of the result."""
+        """Return a future of the result."""
         assert self._state.loop is not None
         return asyncio.run_coroutine_threadsafe(self._state.call(name, arguments), self._state.loop)
 
 
 class _State:
-    """The state that the thread of a connection shares with the others. It holds no reference to
-    the connection itself."""
+    """The state that a connection shares with its thread.
+
+    It does not reference the connection, so that an unused connection is garbage-collected.
+    """
 
     def __init__(self) -> None:
         self.ready = threading.Event()
@@ -107,7 +110,7 @@ class _State:
         self.loop: asyncio.AbstractEventLoop | None = None
         self.client: Any = None
         self.over: asyncio.Event | None = None
-        self.gone = False  # the server is
+        self.gone = False  # True once the server has ended
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         from mcp import MCPError
@@ -138,7 +141,7 @@ class _State:
 def _serve(config: MCPConfig, state: _State) -> None:
     try:
         asyncio.run(_hold(config, state))
-    except Exception as error:  # a thread has no caller: the waiting call reads the reason
+    except Exception as error:  # no caller sees it: the constructor reads `why`
         state.why = state.why or f"{type(error).__name__}: {error}"
     finally:
         state.ready.set()
@@ -173,8 +176,10 @@ class MCPTool:
         self.parameters: Mapping[str, Any] = listed.input_schema
 
     async def call(self, **arguments: Any) -> str:
-        """The text of the answer; what it holds of other kinds is named. Raises ToolError where the
-        server says that the call failed, ToolUnavailable where it is gone."""
+        """Return the text of the result; other content stands as its type, such as "(image)".
+
+        Raises ToolError if the server reports a failed call, ToolUnavailable if the server is gone.
+        """
         result = await self.server.call(self.name, arguments)
         parts = [part.text if part.type == "text" else f"({part.type})" for part in result.content]
         text = "\n".join(parts)
@@ -184,7 +189,7 @@ class MCPTool:
 
 
 def mcp_tools(config: MCPConfig) -> list[MCPTool]:
-    """Raises ConfigError for a name in `only` that the server lacks."""
+    """Return the tools of a new server. Raises ConfigError for a name in `only` that it lacks."""
     server = MCPServer(config)
     tools = {listed.name: MCPTool(server, listed) for listed in server.listed}
     for name in config.only:

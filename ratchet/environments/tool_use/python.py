@@ -1,4 +1,4 @@
-"""Programs that a policy writes, run in the sandbox."""
+"""Define the tool that runs a policy's Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result
 
 
 class PythonConfig(ToolConfig):
-    """Runs a program in the sandbox and answers with what it prints."""
+    """A tool that runs a program in the sandbox and returns what it prints."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.python:PythonTool"
 
@@ -28,12 +28,13 @@ class PythonConfig(ToolConfig):
     )
 
 
-WALL_PER_CPU = 3  # a busy machine must not make a quick program late
+# Wall-clock limit per CPU limit: a quick program must not time out on a busy machine.
+WALL_PER_CPU = 3
 OUTPUT_KIB = 64
 ERROR_CHARS = 1500
 ENDS = {
     Reason.WALL: "it took too long",
-    # which of the two limits is met first hangs on how busy the machine is
+    # same text as WALL: which of the two limits is met first depends on the machine's load
     Reason.CPU: "it took too long",
     Reason.MEMORY: "it ran out of memory",
     Reason.OUTPUT: "it printed too much",
@@ -50,7 +51,7 @@ class PythonTool:
     )
 
     def __init__(self, config: PythonConfig) -> None:
-        """Raises SandboxError where the machine isolates programs less than `isolation` says."""
+        """Create the tool. Raises SandboxError if the machine can't provide `isolation`."""
         self.config = config
         self.parameters = {
             "type": "object",
@@ -70,10 +71,13 @@ class PythonTool:
         )
 
     async def call(self, code: str) -> str:
-        """Raises ToolError for a program that failed, with the end of its traceback; SandboxError
-        where the sandbox did."""
-        # The wait for a place in the sandbox is none of the program's, and no error to tell the
-        # policy.
+        """Run a program, and return what it prints.
+
+        Raises ToolError with the end of the traceback if the program failed, SandboxError if the
+        sandbox did.
+        """
+        # The deadline bounds only the program's own time. Waiting for a free sandbox slot does not
+        # count, and is no error to report to the policy.
         deadline = CURRENT.get()
         wall_s = (
             self.limits.wall_s if deadline is None else min(self.limits.wall_s, deadline.seconds)
@@ -85,7 +89,7 @@ class PythonTool:
 
 
 def failure(result: Result) -> str:
-    """Return how a program failed, and the last of its error output."""
+    """Return how a program failed, with the end of its error output and of its output."""
     error_text = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     end = ENDS.get(result.reason, f"it ended with exit code {result.exit}")

@@ -1,8 +1,8 @@
-"""Worker processes that play attempts: placement, and recovery from a process that hangs or dies.
+"""Place attempts in worker processes, and replace processes that hang or die.
 
-Everything happens in the event loop of one thread, so there is nothing to lock, and a driver may
-call from any loop, or from one after another. That thread also starts the processes: on Linux they
-end with the thread that started them.
+All work is done in the event loop of one thread, so it needs no locks, and a driver may call from
+any event loop, or from several in turn. That thread also starts the processes, because on Linux
+they end with the thread that started them.
 """
 
 from __future__ import annotations
@@ -23,14 +23,17 @@ from ratchet.types import Message, Task
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-STOP_S = 10.0  # for processes that were killed to be gone
-BORNE = 3  # deaths in a row that are made up for at once
+STOP_S = 10.0  # longest wait for killed processes to end
+BORNE = 3  # deaths in a row up to which the next process starts at once
 MOST_REST_S = 30.0
 
 
 class Pool:
-    """The pool of an environment. Processes start with the first attempts, and end with this object
-    or with the driver. `instance`: the number of an instance."""
+    """The worker processes of an environment.
+
+    They start with the first attempts, and end with this object or with the driver. `instance` is
+    the number of an environment instance, as `join` returns it.
+    """
 
     def __init__(self, section: Mapping[str, Any], *, processes: int, threads: int) -> None:
         self._players = itertools.count()
@@ -38,34 +41,36 @@ class Pool:
         weakref.finalize(self, self._inner.stop)
 
     def join(self) -> int:
-        """The number of one more instance."""
+        """Return the number of a new instance."""
         return next(self._players)
 
     async def reset(self, instance: int, task: Task) -> dict[str, Any]:
-        """Return the messages of the worker's instance ("messages"), and what it offers then
-        ("tools", "stops"). Raises Lost, Raised, DataError."""
+        """Start an attempt. Return its "messages", "tools" and "stops" (stop strings).
+
+        The last two are missing if the environment has none. Raises Lost, Raised, DataError.
+        """
         return await self._inner.run(self._inner.reset(instance, task))
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
-        """Its "step", and "stops"."""
+        """Take a turn. Return its "step", and "stops" as `reset` does."""
         return await self._inner.run(self._inner.step(instance, message))
 
     async def close(self, instance: int) -> None:
         await self._inner.run(self._inner.close(instance))
 
     def leave(self, instance: int) -> None:
-        """The instance is gone, closed or not."""
+        """Forget an instance, and close it in the background if it is still open."""
         self._inner.leave(instance)
 
 
 class _Pool:
     def __init__(self, section: Mapping[str, Any], processes: int, threads: int) -> None:
         self.section, self.processes, self.threads = section, processes, threads
-        self._workers: list[Worker] = []  # that take attempts
-        self._retired: set[Worker] = set()  # that hang, and end with their last attempt
+        self._workers: list[Worker] = []  # workers that accept attempts
+        self._retired: set[Worker] = set()  # hang or leak; killed after their last attempt
         self._seats: dict[int, Seat] = {}
         self._closing: set[asyncio.Task[None]] = set()
-        self._deaths = 0  # in a row, without an answer between them
+        self._deaths = 0  # deaths in a row, without an answer between them
         self._turn = asyncio.Event()
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -89,7 +94,7 @@ class _Pool:
             self._loop.call_soon_threadsafe(self._leave, instance)
 
     def stop(self) -> None:
-        """A fork of the driver has the object, and not the processes."""
+        """Stop the thread and the processes; do nothing in a fork of the driver, without either."""
         if self._loop is None or self._thread is None or self._process != os.getpid():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
@@ -131,11 +136,10 @@ class _Pool:
             self._tidy(seat.worker)
 
     async def _seated(self, instance: int) -> Seat:
-        """Return the process with the fewest attempts: a new one, if there may be one more and none
-        is idle.
+        """Return the seat for the next attempt of an instance.
 
-        An instance stays where it is, with what it has built there, if that place is as good as
-        any.
+        It is in the process with the fewest attempts, or in a new one if none is idle and the limit
+        allows it. The instance keeps its seat, and what it has built there, if no other is better.
         """
         own = self._seats.get(instance)
         if own is not None:
@@ -155,7 +159,8 @@ class _Pool:
             if not stuck:
                 break
             self._turn.clear()
-            await self._turn.wait()  # a cancelled call ends soon, or its process is given up
+            # A cancelled call runs in each thread. It ends soon, or its process is given up.
+            await self._turn.wait()
         if present is not None and present.thread == thread:
             present.playing = True
             return present
@@ -177,7 +182,7 @@ class _Pool:
         return started
 
     def _close_later(self, seat: Seat) -> None:
-        """Close in the background."""
+        """Close a seat's instance in the background."""
         closing = asyncio.get_running_loop().create_task(self._closed(seat, quietly=True))
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
@@ -187,7 +192,7 @@ class _Pool:
         self._tidy(seat.worker)
         try:
             await seat.worker.call(seat, "close")
-        except Lost:  # what it held is gone with its process
+        except Lost:  # the instance ended with its process
             pass
         except Raised as failure:
             if not quietly:
@@ -213,13 +218,15 @@ class _Pool:
 
 
 def rest_s(deaths: int) -> float:
-    """Return the seconds to wait before another process is started after `deaths` deaths in a row,
-    since each start takes the machine's time."""
+    """Return the seconds to wait before the next start after `deaths` deaths in a row.
+
+    Each start takes the machine's time.
+    """
     return 0.0 if deaths <= BORNE else min(0.1 * 2 ** (deaths - BORNE), MOST_REST_S)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:
-    """Until it is stopped; its processes end with their tasks."""
+    """Run the loop until it is stopped, then cancel its tasks, which ends the processes."""
     asyncio.set_event_loop(loop)
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)

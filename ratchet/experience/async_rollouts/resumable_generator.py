@@ -1,8 +1,8 @@
-"""Generation that can be interrupted at any token and resumed, in this process or in another one.
+"""Generate so that requests can be interrupted at any token and resumed, here or in a new process.
 
-What is drawn for a group goes into its journal, by the request's seed, which identifies attempt and
-turn. An attempt that is replayed from the start gets the same completions from the journal, turn
-after turn, and then continues. So a checkpoint needs no state of a `replayable` environment, and a
+A group's completions go into its journal under the request's seed, which identifies attempt and
+turn. An attempt that is replayed from the start gets the same completions from the journal, turn by
+turn, and then continues. So a checkpoint needs no state of a `replayable` environment, and a
 run that saves takes the same path as one that resumes.
 """
 
@@ -28,7 +28,7 @@ log = logging.getLogger(__name__)
 CURRENT: ContextVar[ScheduledGroup | None] = ContextVar("issue", default=None)
 POLL_S = 0.001
 QUIET_S = 30.0
-HOPS = 32  # event-loop turns: more than the longest chain of tasks that wait for one another
+HOPS = 32  # event-loop iterations; exceeds the longest chain of tasks that wait for one another
 
 
 class ResumableGenerator:
@@ -40,7 +40,7 @@ class ResumableGenerator:
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
         self._closed = False
-        # Interrupted requests, by (number of the group, seed).
+        # Requests that wait for `open`, by (number of the group, seed).
         self._waiting: dict[tuple[int, int], asyncio.Future[None]] = {}
 
     def __getattr__(self, name: str) -> Any:
@@ -67,9 +67,9 @@ class ResumableGenerator:
         return drawn
 
     async def close(self, playing: Callable[[], int]) -> None:
-        """Interrupt all requests, and wait until all attempts wait here.
+        """Interrupt all requests, and wait until every attempt waits in `generate`.
 
-        Attempts that an environment or a reward holds up for longer stay where they are; the
+        Attempts that spend more than QUIET_S in an environment or a reward are left there; the
         resumed run repeats their turn.
 
         Args:
@@ -129,7 +129,7 @@ def _remaining_request(
 def join_completions(drawn: Completion | None, continuation: Completion) -> Completion:
     """Return a completion with its continuation appended.
 
-    If both parts have the experts of a token, the part that computed it first counts.
+    If both parts have recorded the experts of a token, those of the first part are kept.
     """
     if drawn is None:
         return continuation

@@ -1,4 +1,4 @@
-"""The protocol of batched environments, the check of their returns, and single rows of these.
+"""Define batched environments, step them with checks, and split and join their returns.
 
 B = conversations in a call.
 """
@@ -21,19 +21,20 @@ from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 
 Metadata = TypeVar("Metadata")
 
-SCALAR = "reward"  # part name of a reward without parts in a batch where others have parts
+# Part name of a reward without parts, if other rewards of the batch have parts.
+SCALAR = "reward"
 
 
 class EnvironmentReturn(NamedTuple, Generic[Metadata]):
-    """The return of `step`, with a row for each conversation.
+    """The return value of `step`, with a row for each conversation.
 
     Attributes:
         observations: The next messages, with `role` and `content`.
         metadata: Passed to the next `step`; None leaves it unchanged.
         next_stop_strings: Stop strings of the policy's next turn; None leaves them unchanged, []
             removes them.
-        rewards: float [B] of this turn, or named parts, each float [B], that sum to it.
-        terminateds: bool [B].
+        rewards: The turn's rewards, float [B], or named parts that sum to them, each float [B].
+        terminateds: True where the episode ended, bool [B].
         answers: The extracted answers, if any.
     """
 
@@ -59,9 +60,9 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
         """Take one turn in each conversation.
 
         Args:
-            message_log_batch: Whole conversations, entries with `role` and `content`, the policy's
-                message last.
-            metadata: The metadata of each.
+            message_log_batch: Whole conversations, of entries with `role` and `content`. The
+                policy's message is last.
+            metadata: The metadata of each conversation.
         """
 
     @abstractmethod
@@ -76,7 +77,7 @@ class EnvironmentInterface(ABC, Generic[Metadata]):
 
 @dataclass(frozen=True, slots=True)
 class EnvironmentReply:
-    """A row of an EnvironmentReturn. `parts` is None if the reward has none."""
+    """One row of an `EnvironmentReturn`. `parts` is None if the reward has no parts."""
 
     observation: dict[str, str]
     metadata: Any
@@ -90,9 +91,9 @@ class EnvironmentReply:
 def step_rows(
     environment: EnvironmentInterface[Any], logs: Sequence[MessageLog], metadata: Sequence[Any]
 ) -> list[EnvironmentReply]:
-    """Call `step` once and return its rows, checked.
+    """Call `step` once, check its return value, and split it into rows.
 
-    The environment gets copies, so that its changes to them have no effect.
+    The environment gets copies, so it can't change the caller's logs and metadata.
 
     Raises:
         DataError: The return has the wrong shape. Exceptions of `step` are raised unchanged.
@@ -122,10 +123,10 @@ def step_rows(
 
 
 def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
-    """Return the rows as one return.
+    """Join rows into one `EnvironmentReturn`.
 
-    If only some rewards have parts, a reward without is the part "reward". A part that a row lacks
-    is 0 there.
+    If only some rewards have parts, the others become the part "reward". A part that a row lacks
+    is 0 in that row.
     """
     named = any(reply.parts is not None for reply in replies)
     parts = [{SCALAR: reply.reward} if reply.parts is None else reply.parts for reply in replies]
@@ -164,7 +165,7 @@ def post_process(
         The batch in its order, and the metrics, named "task_name/metric".
 
     Raises:
-        DataError: An environment returns another number of rows.
+        DataError: An environment returns more or fewer rows than it got.
     """
     rows_by_environment: dict[int, tuple[str, list[int]]] = {}
     for row, name in enumerate(batch["task_name"]):
@@ -240,7 +241,7 @@ def _stops(stop_strings: Any, name: str) -> list[str] | None:
 def _reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
     """Return the reward of a row and its parts.
 
-    A reward that is not finite is kept; it fails only its own row later.
+    A reward that is not finite is no error here: later it fails its own row alone.
     """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None

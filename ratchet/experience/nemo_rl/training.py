@@ -1,4 +1,4 @@
-"""Train with an EnvironmentInterface: `environment: {kind: message_log, ...}`."""
+"""Train on a NeMo RL EnvironmentInterface: `environment: {kind: message_log, ...}`."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 
 class MessageLogEnvironment(Rows):
-    """An environment whose attempts each call an EnvironmentInterface in their own thread.
+    """An environment that calls an EnvironmentInterface, each step in a thread of its own.
 
-    The policy's chat template renders the prompts, so only roles and contents of a sample's log are
-    used.
+    The policy's chat template renders the prompts, so of a sample's message log only roles and
+    contents are used.
     """
 
     name = "message_log"
@@ -68,18 +68,18 @@ class MessageLogEnvironment(Rows):
         return self.dialogue.stop_strings
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the numeric metrics of `global_post_process_and_metrics` for a step's judged
-        attempts.
+        """Return the numeric metrics of a step's judged attempts.
 
-        The batch that it returns is ignored, because the training data are fixed by then. If it
-        raises, there are no metrics, and the error is logged.
+        They come from `global_post_process_and_metrics`. The batch that it returns is ignored,
+        because the training data are fixed by then. If it raises, the error is logged and there are
+        no metrics.
         """
         batch = _batch(groups)
         if not batch.size:
             return {}
         try:
             _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
-        except Exception:  # user code, whose metrics must not end the run
+        except Exception:  # This is user code; its metrics must not end the run.
             log.warning(
                 "%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc()
             )
@@ -109,9 +109,9 @@ class MessageLogEnvironment(Rows):
 
 
 def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
-    """Return the judged attempts that train, without tokens.
+    """Return the judged training attempts as a batch without tokens.
 
-    The last row of a forked history has the whole conversation.
+    An attempt whose history forked has several rows; the last has the whole conversation.
     """
     attempts: dict[tuple[str, int], tuple[Task, Trajectory]] = {}
     for group in groups:

@@ -21,12 +21,12 @@ class AgentPlayer:
     """A player that runs an agent for each attempt.
 
     The environment only provides the tasks: its `reset` and `step` are not called, and rewards
-    judge.
+    judge the attempts.
 
     Attributes:
-        max_context: Tokens that the model can hold.
-        max_turns: Number of answers that an attempt may request.
-        timeout_s: Seconds for a whole attempt; None sets no limit.
+        max_context: Maximum number of tokens in the model's context.
+        max_turns: Maximum number of answers that an attempt may request.
+        timeout_s: Time limit of a whole attempt in seconds; None sets no limit.
     """
 
     agent: Agent
@@ -46,12 +46,12 @@ class AgentPlayer:
         attempt: int,
         memo: PromptMemo | None = None,
     ) -> list[Trajectory]:
-        """Play an attempt, and return its trajectories like `EpisodePlayer.play`, the one with the
-        last answer last.
+        """Play an attempt and return its trajectories, the one with the last answer last.
 
-        The agent's result is in their extras as "result". The outcome is `Failed("agent")` if the
-        agent raised, and `Failed("timeout")` if it took too long. It is Truncated if the context or
-        the turns were used up, or if a limit of the run cut the last answer.
+        Their extras hold the agent's result as "result". The outcome is `Failed("agent")` if the
+        agent raised or requested no answer, `Failed("timeout")` if it took too long, and
+        `Failed("prompt_too_long")` if its first prompt did not fit. It is Truncated if the context
+        or the turns were used up, or if a limit of the run cut the last answer.
         """
         session = AgentSession(
             self.generator,
@@ -82,16 +82,15 @@ class AgentPlayer:
             return session.trajectories(attempt, outcome, {"result": result})
 
     async def _run_agent(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
-        """Return the agent's result and the traceback of what it raised, if anything."""
+        """Return (the agent's result, the traceback if it raised, else "")."""
         try:
             return await run_agent(self.agent, task, base_url, api_key), ""
-        # The episode boundary: an agent may raise anything, sys.exit too, and costs only its own
-        # attempt.
+        # An agent may raise anything, and may call sys.exit: it must cost only its own attempt.
         except (Exception, SystemExit):
             return None, traceback.format_exc()
         except asyncio.CancelledError:
             playing = asyncio.current_task()
-            if playing is not None and playing.cancelling():  # the attempt is over
+            if playing is not None and playing.cancelling():  # by `play`, not by the agent
                 raise
             return None, traceback.format_exc()
 

@@ -1,8 +1,8 @@
-"""The server's view of one attempt of an agent: requests in any order, and their trajectories.
+"""Answer the requests of one attempt of an agent, in any order, and build its trajectories.
 
 An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a
 conversation of the session, with its answers unchanged, continues from the exact tokens of that
-conversation. The first such request extends that answer's trajectory.
+conversation. The first such request also extends the conversation's trajectory.
 
 Any other request begins its own trajectory: a second try from the same point, an edited or
 shortened history, or one that the chat template rewrites. Everything before its answer is then
@@ -50,12 +50,12 @@ from ratchet.types import (
     Turn,
 )
 
-# Renders prompts beside the event loop. Several, as tokenizing runs without Python's lock.
+# Threads that render prompts off the event loop. They run in parallel: tokenizing releases the GIL.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
 # Maximum number of characters that normalisation may merge into one.
 SHRINKAGE = 4
-# Maximum product of messages and assistant turns of a conversation that extends no answer. A
-# template renders all messages before each turn, which takes two seconds at this size.
+# Maximum number of messages times number of assistant turns, of a conversation that extends no
+# answer. A template renders all messages before each turn: two seconds at this size.
 MOST_RENDERED = 2**19
 
 
@@ -79,8 +79,10 @@ class AgentAnswer:
         prompt: All tokens before it.
         messages: The conversation, with the answer last.
         key: The digest of the conversation up to and including it.
-        parent: The answer whose tokens the prompt begins with.
-        cut: A limit of the run ended it, not the policy or the agent.
+        parent: The answer whose tokens the prompt begins with, if any.
+        malformed: Number of malformed tool calls.
+        cut: True if a limit of the run ended it, not the policy or the agent.
+        strand: The strand that it was delivered to.
     """
 
     prompt: NDArray[np.int64]
@@ -105,12 +107,12 @@ class AgentSession:
         generator: The policy's generator.
         renderer: The policy's renderer.
         sampling: The sampling parameters of the attempt.
-        max_context: Tokens that the model can hold.
+        max_context: Maximum number of prompt and completion tokens.
         max_turns: Number of answers that the attempt may request.
 
     Attributes:
-        ended: Done when the session can give no more answers, with the attempt's outcome or the
-            generator's error.
+        ended: Completes when the session can give no more answers, with the attempt's outcome or
+            the generator's error.
         exhausted: The budget for which a request was refused; empty if none was.
     """
 
@@ -217,9 +219,9 @@ class AgentSession:
     def trajectories(
         self, attempt: int, outcome: Outcome | None, extras: Mapping[str, Any]
     ) -> list[Trajectory]:
-        """Return one trajectory for each strand, the one with the last answer last.
+        """Return one trajectory for each strand, in the order of their last answers.
 
-        Without an answer there is one trajectory of a single token.
+        If there is no answer, return one trajectory of a single token.
         """
         strands = self.strands or [
             AgentStrand(TokenRecord([(Owner.PROMPT, np.zeros(1, np.int64), None)], 1))
@@ -247,10 +249,9 @@ class AgentSession:
     # --- a request
 
     def _check(self, request: ChatRequest) -> None:
-        """Raise ApiError for sampling parameters that differ from the run's, or if no turns are
-        left.
+        """Raise ApiError if a sampling parameter differs from the run's, or no turns are left.
 
-        A differing parameter is refused because the agent presumably intends it.
+        A differing parameter is not ignored, because the agent presumably intends it.
         """
         for name in ("temperature", "top_p"):
             requested = getattr(request, name)
@@ -270,8 +271,10 @@ class AgentSession:
             raise ApiError(429, self.exhausted, code="turn_limit")
 
     def _check_size(self, messages: Sequence[Message]) -> None:
-        """Refuse conversations far longer than the context before rendering them takes time and
-        memory."""
+        """Raise ApiError for a conversation far longer than the context.
+
+        Rendering it would take much time and memory.
+        """
         shown = (
             messages
             if self.renderer.extends_history
@@ -303,15 +306,18 @@ class AgentSession:
         render = partial(self._rendered, messages, tools, parent)
         try:
             self._check_size(messages)
-            # Rendering a long conversation takes seconds. In a thread it does not delay the other
-            # requests of the process.
+            # Rendering a long conversation takes seconds, so a thread does it without delaying the
+            # other requests of the process.
             return await asyncio.get_running_loop().run_in_executor(RENDERING, render)
         except RatchetError as error:
             param = "tools" if isinstance(error, ConfigError) else "messages"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
     def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> AgentAnswer | None:
-        """Return the latest delivered answer whose conversation these messages extend, or None."""
+        """Return the delivered answer that these messages continue, or None.
+
+        Of several with the same conversation, one that still ends its strand is preferred.
+        """
         for count in range(len(messages) - 1, 0, -1):
             if messages[count].role == "assistant":
                 return None
@@ -325,7 +331,7 @@ class AgentSession:
     def _rendered(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None
     ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
-        """Return what `_prompt` returns. It runs in a thread and changes nothing.
+        """Return the result of `_prompt`. This runs in a thread and changes no state.
 
         Raises:
             DataError: The conversation can't be rendered.
@@ -350,10 +356,10 @@ class AgentSession:
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
     def _seed(self, key: bytes, requested: int | None) -> int:
-        """Return the seed of a request, a pure function of the attempt and the conversation.
+        """Return the seed of a request, from the attempt, the conversation and its repetition.
 
-        It does not depend on the order of requests. With the `seed` of a request, equal requests of
-        one attempt get equal answers, and other attempts still differ.
+        It does not depend on the order of different requests. If a request sets `seed`, its
+        repetitions in the attempt get equal answers; other attempts still differ.
         """
         self._asked[key] += 1
         return derive_seed(
@@ -379,11 +385,11 @@ class AgentSession:
         if task.cancelled():
             raise ApiError(401, "the session has ended", code="session_ended")
         error = task.exception()
-        # A conversation may be too long for the generator's cache: that costs this request, not the
+        # A conversation may be too long for the generator's cache. This fails the request, not the
         # run.
         if isinstance(error, DataError | ConfigError):
             raise ApiError(400, str(error), code="invalid_value")
-        # The error is no attempt's fault, so it ends the run through `ended`.
+        # No attempt caused any other error, so it ends the run through `ended`.
         if error is not None:
             if not self.ended.done():
                 self.ended.set_exception(error)
@@ -419,11 +425,11 @@ class AgentSession:
         return self.renderer.tokenizer.decode([token], skip_special=False)
 
 
-# --- conversations are identified by a digest of what the client sees of them
+# --- digests identify conversations by the fields that a client sees
 
 
 def _keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
-    """Return a key for each number of messages; entry i covers tools and the first i messages."""
+    """Return the keys of a conversation's prefixes: key i covers tools and the first i messages."""
     keys = [_digest(b"", tools)]
     for message in messages:
         keys.append(_extended(keys[-1], message))

@@ -1,6 +1,6 @@
 """Pack groups for transfer between processes: token columns end to end, other fields beside them.
 
-Sending thousands of small arrays and objects would take longer than making them.
+Sending thousands of small arrays and objects unpacked would take longer than making them.
 
 S = trajectories, n = trajectories that have a column.
 """
@@ -45,13 +45,13 @@ class PackedColumn:
 
     @classmethod
     def concatenate(cls, parts_S: Sequence[NDArray[Any] | None]) -> PackedColumn | None:
-        """Return the column of these parts, or None if no trajectory has one."""
+        """Return the column of the trajectories' parts, or None if all parts are None."""
         parts = [part for part in parts_S if part is not None]
         present_S = None if len(parts) == len(parts_S) else [part is not None for part in parts_S]
         return cls(np.concatenate(parts), present_S) if parts else None
 
     def parts(self, lengths: Sequence[int]) -> list[NDArray[Any] | None]:
-        """Return views of the values by trajectory, None where it has none."""
+        """Return a view of the values of each trajectory; None for one without this field."""
         present_S = self.present_S or [True] * len(lengths)
         ends = np.cumsum(
             [length * present for length, present in zip(lengths, present_S, strict=True)]
@@ -101,7 +101,7 @@ class PackedGroups:
         )
 
     def groups(self, tasks: Sequence[Task]) -> Iterator[Group]:
-        """Yield the groups, given the task of each. Token columns are views into one array each."""
+        """Yield the groups, given the task of each. Their token columns are views, not copies."""
         values: dict[str, Sequence[Any]] = {
             name: [None] * len(self.lengths) if column is None else column.parts(self.lengths)
             for name, column in self.columns.items()

@@ -1,4 +1,4 @@
-"""Metrics of the groups of a step, one definition each (listed in docs/metrics.md)."""
+"""Compute the metrics of a step's groups, each in one place (listed in docs/metrics.md)."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ratchet.observe.reducers import Bins, Percentile, Reducer
 from ratchet.observe.sentinels import measure_repetition
 from ratchet.types import Failed, Group, Scored, Trajectory
 
-# Bins are fixed so that steps, ranks and runs compare: powers of two for lengths, and tenths around
-# 0 and 1 for rewards.
+# Bins are fixed so that steps, ranks and runs can be compared: powers of two for lengths, and
+# tenths around 0 and 1 for rewards.
 LENGTHS = Bins((0.0, *(2.0**i for i in range(21))))
 REWARDS = Bins(tuple(i / 10 for i in range(-20, 31)))
 DISTRIBUTION_REDUCERS: Mapping[str, Reducer] = {  # over the attempts of a step
@@ -32,9 +32,8 @@ Labels = Mapping[str, str]
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     """Return token counts of all rows, and lengths and rewards of the sampled attempts.
 
-    Only rows that train count as attempts: a greedy baseline has metrics of its own. Supervised
-    text has neither lengths nor rewards of interest. Replayed groups were measured when they were
-    new.
+    Only rows that train count as attempts: a greedy baseline has metrics of its own. Lengths and
+    rewards leave out supervised text, and replayed groups, which were measured when they were new.
     """
     rows = [t for group in groups for t in group.trajectories]
     trains = _joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
@@ -74,11 +73,10 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
 def iterate_attempt_samples(
     groups: Sequence[Group],
 ) -> Iterator[tuple[Labels, dict[str, list[float]]]]:
-    """Yield the values of each sampled attempt: first of all groups, then by domain and
-    environment.
+    """Yield the values of sampled attempts: over all groups first, then per domain and environment.
 
-    Domains have the label `tag`, and environments the label `env` unless it is the domain too. All
-    rows of an attempt whose history forked count together.
+    A domain has the label `tag`, and an environment the label `env`; an environment with the name
+    of its domain is left out. All rows of an attempt whose history forked count as one attempt.
     """
     samples_by_group = [(group, _samples(group)) for group in groups if not group.uses]
     collected_by_label: dict[tuple[str, str], dict[str, list[float]]] = {}
@@ -125,8 +123,7 @@ def _samples(group: Group) -> dict[str, list[float]]:
 
 
 def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
-    """Return mean and maximum staleness in versions over the tokens that train; {} if there are
-    none."""
+    """Return mean and maximum staleness, in versions, of trained tokens; {} if none is stale."""
     rows = [t for group in groups for t in group.trajectories if t.counts and t.use == "train"]
     versions = _joined([t.versions for t in rows], np.int32)
     trains = _joined([t.trainable for t in rows], np.bool_)
@@ -142,9 +139,13 @@ def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray
 
 
 def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
-    """Return by how much the attempts that ended first are shorter than all attempts.
+    """Return the cancelled share, and how short the attempts that ended first are.
 
-    `begun` is the number of attempts begun for each group.
+    length_mean is an estimate over all attempts, cancelled ones included. length_share is the mean
+    length of the attempts that ended, relative to it.
+
+    Args:
+        begun: number of attempts begun for each group.
     """
     ended = [[rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups]
     kept = [
@@ -170,7 +171,7 @@ def estimate_mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[in
     A cancelled attempt is known to be longer than those of its group that were kept. The estimator
     is that of Kaplan and Meier (https://doi.org/10.2307/2281868): the weight of a cancelled attempt
     is shared by all longer ones, and the longest gets what remains. With a heavy tail the estimate
-    is rather too small.
+    tends to be too small.
     """
     ends = [(length, False) for lengths in kept for length in lengths]
     ends += [
@@ -190,7 +191,7 @@ def estimate_mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[in
 
 
 def _is_sampled(row: Trajectory) -> bool:
-    """True if the row was sampled or was to be: supervised text neither fails nor is truncated."""
+    """True if the row is an attempt, even a failed one; supervised text never fails."""
     return row.sampled or not isinstance(row.outcome, Scored | None)
 
 
@@ -208,7 +209,7 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
-    """Return the means of the attempts' own metrics, each over the attempts that have it."""
+    """Return the mean of each of `Trajectory.metrics`, over the attempts that have it."""
     played = [
         rows[-1].metrics for group in groups for rows in group.attempts if rows[-1].use == "train"
     ]
@@ -220,8 +221,10 @@ def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
 
 
 def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
-    """Return mean and standard deviation of the reward, and of each named part over those that have
-    it."""
+    """Return mean and standard deviation of the reward and of its named parts.
+
+    Those of a part are over the attempts that have it.
+    """
     values = {"": [reward for t in scored if (reward := t.reward) is not None]} if scored else {}
     parts = [t.reward_parts for t in scored]
     for name in dict.fromkeys(chain.from_iterable(parts)):

@@ -1,7 +1,7 @@
-"""The episode boundary around environments and rewards, which are user code.
+"""Guard rollouts against faults of environments and rewards, which are user code.
 
-User code may raise anything (sys.exit too), hang, or return wrong values. It then costs only the
-attempt that called it.
+User code may raise anything (sys.exit too), hang, or return wrong values. Only the attempt that
+called it is then lost.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from ratchet.types import Failed, Outcome
 
 T = TypeVar("T")
 
-# Kinds of failure that the policy did not cause and that may not occur in a retry.
+# Kinds of failure that the policy did not cause and that a retry may avoid.
 INFRASTRUCTURE = frozenset({"environment", "agent", "reward", "timeout", "sandbox"})
 
 
 class UserCodeFailed(Exception):
-    """An error in user code; it holds the traceback, or what is wrong with the returned value."""
+    """An error in user code. Its text is the traceback, or the fault of the returned value."""
 
 
 class NoLimit:
@@ -44,14 +44,14 @@ NO_LIMIT = NoLimit()
 
 
 def limit_time(seconds: float | None) -> Deadline | NoLimit:
-    """Return a timeout that stands still while a judged program runs, or `NO_LIMIT` for None."""
+    """Return a timeout that pauses while a judged program runs, or `NO_LIMIT` for None."""
     return NO_LIMIT if seconds is None else Deadline(seconds)
 
 
 async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
     """Await user code, and raise UserCodeFailed for anything that it raises.
 
-    The cancellation of the current task is raised unchanged.
+    A cancellation of the current task is raised unchanged.
     """
     try:
         return await call()

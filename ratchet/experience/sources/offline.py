@@ -1,5 +1,4 @@
-"""Sources of existing text: supervised rows, pairs, labelled answers, and answers in labelled
-steps."""
+"""Provide existing text: supervised rows, preference pairs, labelled answers, labelled steps."""
 
 from __future__ import annotations
 
@@ -17,10 +16,10 @@ from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 
 
 class TextRenderer:
-    """A renderer of existing text as trajectories.
+    """A renderer that turns existing text into trajectories.
 
-    It raises DataError for text longer than the context. `temperature` is recorded as the sampling
-    temperature, since the real one is unknown.
+    It raises DataError for text longer than `max_context` tokens. Trajectories record `temperature`
+    as their sampling temperature, since the real one is unknown.
     """
 
     def __init__(self, renderer: Renderer, *, max_context: int, temperature: float = 1.0) -> None:
@@ -37,11 +36,11 @@ class TextRenderer:
         train: Literal["all", "last"] = "last",
         tools: Tools | None = None,
     ) -> Trajectory:
-        """Return the trajectory of a task's messages and an answer.
+        """Return a trajectory of a task's messages and an answer.
 
         Args:
             task: The task.
-            answer: The messages that follow.
+            answer: The messages that follow the task's.
             reward: The reward of the answer, if it has one.
             train: Train on every assistant turn, or on the last.
             tools: The tools that were offered.
@@ -55,9 +54,9 @@ class TextRenderer:
         )
 
     def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
-        """Return the trajectory of an answer in labelled steps.
+        """Return a trajectory of an answer in labelled steps.
 
-        Each step is tokenized by itself and becomes a turn; its label is that turn's reward.
+        Each step is tokenized separately and becomes a turn, with its label as the turn's reward.
         """
         with _naming_task(task):
             tokens = list(self.renderer.prompt(task.messages))
@@ -91,7 +90,7 @@ def _naming_task(task: Task) -> Iterator[None]:
 
 
 class SupervisedSource(StreamSource):
-    """A source of supervised rows: each task with the messages that solve it."""
+    """A source of supervised rows: each is a task with its demonstration."""
 
     def __init__(
         self, stream: TaskStream, name: str, writer: TextRenderer, *, train: Literal["all", "last"]
@@ -112,8 +111,8 @@ class SupervisedSource(StreamSource):
 class AnswerSource(StreamSource):
     """A source of answers that the environment supplies.
 
-    `wants` is the protocol that the stream's environment must implement; otherwise ConfigError is
-    raised.
+    The constructor raises ConfigError if the stream's environment does not implement the protocol
+    `wants`.
     """
 
     wants: type
@@ -151,8 +150,8 @@ class PairSource(AnswerSource):
 class LabelledSource(AnswerSource):
     """A source of one answer with its reward for each task.
 
-    With `reference_rows` each group also has the answer to another task of the draw, for KTO's
-    reference point. A draw of a single task then raises DataError, as it has no other.
+    With `reference_rows` each group also pairs its task with the answer to another prompt of the
+    draw, for KTO's reference point. A draw with only one prompt then raises DataError.
     """
 
     wants = HasLabelledAnswers
@@ -180,7 +179,10 @@ class LabelledSource(AnswerSource):
 
 
 def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
-    """Return the index of the next task with another prompt, cyclically."""
+    """Return the index of the next different prompt, cyclically.
+
+    Raises DataError if all prompts are the same.
+    """
     for step in range(1, len(prompts)):
         other = (index + step) % len(prompts)
         if prompts[other] != prompts[index]:

@@ -1,4 +1,4 @@
-"""Sources of groups over a stream of tasks; here, rollouts of the policy.
+"""Sources that draw tasks from a stream: their base class, and rollouts of the policy.
 
 Sources of supervised text are in `ratchet.experience.sources.offline`.
 
@@ -38,9 +38,9 @@ class StreamSource(ABC):
         return await self.make(self.take(n, version), version)
 
     def take(self, n: int, version: int) -> list[tuple[str, Task]]:
-        """Return the next n (group id, task), which are pending from now on.
+        """Mark the next n (group id, task) pairs as pending and return them.
 
-        `version` is that of the weights that they begin with.
+        `version` is the weight version that their rollouts start with.
         """
         repeated, self._again = self._again[:n], self._again[n:]
         picked = repeated + self.stream.take(n - len(repeated))
@@ -50,9 +50,9 @@ class StreamSource(ABC):
         return jobs
 
     def claim(self, name: str) -> tuple[str, Task]:
-        """Return the (group id, task) of a position that was pending in the restored state.
+        """Mark a group that was pending in the restored state as pending again.
 
-        It is pending again.
+        Return its (group id, task).
         """
         position, task = next(entry for entry in self._again if self._id(entry[0]) == name)
         self._again.remove((position, task))
@@ -70,7 +70,7 @@ class StreamSource(ABC):
         self.discard(ids, "trained", step=step)
 
     def discard(self, ids: Sequence[str], event: Event, **facts: Any) -> None:
-        """Note that these groups are finished, for the reason `event`."""
+        """Drop these groups from the pending ones, and note `event` and `facts` in the ledger."""
         for name in ids:
             del self._pending[name]
         self.ledger.note(event, ids, **facts)
@@ -95,13 +95,13 @@ class StreamSource(ABC):
 
 
 class RolloutSource(StreamSource):
-    """A source of the policy's attempts: `group_size` for each task, and one greedy with
-    `greedy_baseline`.
+    """A source of groups of `group_size` attempts of the policy at each task.
 
     Args:
-        redundant_attempts: Begin this many more attempts for each group and keep the first ones.
-        redundant_groups: Begin this many more groups and keep the first ones. The others are drawn
-            again before new ones. Which are first depends on timing.
+        greedy_baseline: Add one greedy attempt to each group.
+        redundant_attempts: Begin this many more attempts for each group; keep those that end first.
+        redundant_groups: Begin this many more groups; keep those that end first, which depends on
+            timing. The others are drawn again before new ones.
     """
 
     def __init__(
@@ -136,7 +136,7 @@ class RolloutSource(StreamSource):
         return self.observed(await self.play(jobs, len(jobs)))
 
     async def play(self, jobs: Sequence[tuple[str, Task]], wanted: int) -> list[Group]:
-        """Return the first `wanted` groups that are ready. The stream does not observe them yet."""
+        """Return the first `wanted` groups that end. The stream does not observe them yet."""
         return await self.manager.groups(
             jobs,
             self.sampling,

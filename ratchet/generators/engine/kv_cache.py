@@ -1,4 +1,4 @@
-"""The KV cache: keys and values of running requests, one slot per request, its tokens in order.
+"""Store keys and values of running requests: one slot per request, with its tokens in order.
 
 R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are
 written at once.
@@ -16,18 +16,18 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 Window = tuple[Tensor, Tensor]
 # Scores and their softmax do not depend on padding if the length is a multiple of this.
 STRIDE = 16
-# Multiplications. Below 400, PyTorch's `bmm` uses a plain loop in place of BLAS, which rounds
-# differently.
+# Minimum multiplications per product. Below 400, PyTorch's `bmm` uses a plain loop instead of BLAS,
+# which rounds differently.
 SMALLEST_PRODUCT = 512
 
 
 class KVCache:
     """The keys and values of all layers, in slots.
 
-    Slots and their capacity grow by doubling, so that all copies together stay below twice the
-    stored size. Attention reads multiples of `stride` tokens, a power of two, and no slot is
-    smaller. The memory always holds finite numbers, because attention reads beyond a request's end
-    with weight 0, and 0 * NaN is NaN.
+    Slots and their capacity grow by doubling, so growth copies less than twice the stored size in
+    total. Attention reads multiples of `stride` tokens, a power of two, and no slot is smaller.
+    The memory must always hold finite numbers: attention reads beyond a request's end with weight
+    0, and 0 * NaN is NaN.
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class KVCache:
         self._windows.clear()
 
     def window(self, rows: int, length: int) -> list[Window]:
-        """Return views of the first tokens of the first slots, by layer.
+        """Return views of the first `length` tokens of the first `rows` slots, by layer.
 
         Each is (keys, values), both [rows * K, length, D]. The last window is cached, because
         building the views takes a noticeable part of a small model's decoding step.
@@ -93,9 +93,9 @@ class KVCache:
         return self._windows[rows, length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
-        """Copy the first `length` tokens of the source slots over the targets.
+        """Copy the first `length` tokens of the source slots to the target slots.
 
-        Both are int64 [n], and disjoint.
+        `sources` and `targets` are int64 [n], and disjoint.
         """
         for store in (*self.keys, *self.values):
             used = store[:, :, :length]
@@ -120,7 +120,7 @@ def _power_of_two(n: int) -> int:
 
 
 def get_default_budget(device: torch.device) -> int:
-    """Return the cache's bound in bytes if the user sets none."""
+    """Return the default size limit: half of free GPU memory or a quarter of main memory."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0] // 2
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 4

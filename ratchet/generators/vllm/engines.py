@@ -1,7 +1,6 @@
-"""vLLM's two engines as cores of `AsyncEngine`: one steps in this process, one runs in processes of
-its own.
+"""Run vLLM as the core of an `AsyncEngine`, in this process or in processes of its own.
 
-Both take and return token ids. Text, and with it stop strings, is handled on this side.
+Both cores exchange token ids with vLLM. Text and stop strings are handled here.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ from ratchet.generators.request import EngineCore, GenerationRequest
 from ratchet.generators.vllm.media import check_expanded, collapse_placeholders, make_media_prompt
 from ratchet.types import Completion, StopReason
 
-ABORT_AGAIN_S = 0.01
-LAST_WORDS_S = 10.0  # for a process to end before it is killed
+ABORT_AGAIN_S = 0.01  # interval between repeated aborts
+LAST_WORDS_S = 10.0  # time that a process has to end before it is killed
 UNNAMED = "default"  # vLLM's label of weights that were not pushed
 
 
@@ -57,14 +56,14 @@ class VLLMCore(EngineCore, Protocol):
 
     @property
     def loras(self) -> Mapping[str | None, Any]:
-        """Return vLLM's `LoRARequest` of each adapter name; None: the policy's, once it came."""
+        """Return vLLM's `LoRARequest`s by adapter name; None: the policy's, once loaded."""
         ...
 
     async def load_adapter(self, path: str, name: str | None = None) -> None:
         """Load an adapter from a directory.
 
-        name: the name of a further adapter; None: the policy's, which replaces the one before.
-        Replace the policy's only while the core is halted.
+        name: The name of an additional adapter. None replaces the policy's, which is allowed only
+            while the core is halted.
         """
         ...
 
@@ -73,7 +72,7 @@ class VLLMCore(EngineCore, Protocol):
         ...
 
     async def wake(self) -> None:
-        """Take the accelerator's memory again after `sleep`."""
+        """Restore what `sleep` removed from the accelerator's memory."""
         ...
 
     def close(self) -> None: ...
@@ -102,7 +101,7 @@ class PartialCompletion:
             if self.request.watch is not None and self.request.watch.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
-        # A version that looks at its limits first says "length" of a stop token at the limit.
+        # vLLM versions that check limits first report "length" for a stop token at the limit.
         ended = piece.finish_reason in ("stop", "length")
         if ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
             self.stop = StopReason.STOP_TOKEN
@@ -117,7 +116,10 @@ class PartialCompletion:
         raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
 
     def completion(self) -> Completion:
-        """Return the ended completion. Raises RequestFailed if its logits weren't finite."""
+        """Return the completion of an ended request.
+
+        Raises RequestFailed if its logits weren't finite.
+        """
         assert self.stop is not None, "it has ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
         completion = self.request.complete(
@@ -135,7 +137,7 @@ class PartialCompletion:
 def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
     """Return vLLM's `SamplingParams` of a request.
 
-    streams: True delivers tokens as they come, False all at the end.
+    streams: True delivers tokens as they are drawn, False all at the end.
     """
     params = import_module("vllm.sampling_params")
     sampling = request.sampling
@@ -154,7 +156,7 @@ def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
 
 
 class LoRARequests(dict[str | None, Any]):
-    """A table of vLLM's `LoRARequest`s by the name in a request's sampling; None: the policy's."""
+    """A table of vLLM's `LoRARequest`s by `Sampling.adapter`; None: the policy's adapter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -250,7 +252,7 @@ class InProcessCore:
                 check_expanded(answer.request, output.prompt_token_ids)
                 answer.add(piece)
                 completion = None if answer.stop is None else answer.completion()
-            except Exception as error:  # of any type: it concerns this request alone
+            except Exception as error:  # of any type: it fails this request alone
                 self._finish(output.request_id, piece)
                 answer.request.fail(error)
             else:
@@ -333,7 +335,7 @@ class MultiprocessCore:
     had when it drew them.
 
     has_read: called when vLLM has read the model's files. That is after its first reply: an engine
-    that reports itself ready still reads them.
+    that reports itself ready may still be reading them.
     """
 
     busy = False
@@ -364,7 +366,7 @@ class MultiprocessCore:
         self._running[name].add_done_callback(lambda task: self._forget(name, task))
 
     def _forget(self, name: str, task: asyncio.Task[None]) -> None:
-        """Drop a finished request. If its task was cancelled, as by `close`, deliver an abort."""
+        """Drop a finished request. If it was cancelled, as by `close`, deliver it as aborted."""
         del self._running[name]
         request = self._requests.pop(name)
         if task.cancelled():
@@ -373,7 +375,7 @@ class MultiprocessCore:
     async def _run(self, name: str, request: GenerationRequest) -> None:
         try:
             request.deliver(await self._answer(name, request))
-        except Exception as error:  # of any type: the request's caller gets it
+        except Exception as error:  # of any type: it is raised to the request's caller
             request.fail(error)
 
     async def _answer(self, name: str, request: GenerationRequest) -> Completion:
@@ -400,7 +402,7 @@ class MultiprocessCore:
         return answer.completion()
 
     async def _guard(self) -> None:
-        """Make vLLM's processes end when this process ends; call it before the first other call."""
+        """Tie vLLM's processes to the life of this one. It must precede any other call to vLLM."""
         if not self._guarded:
             self._guarded = True
             await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))

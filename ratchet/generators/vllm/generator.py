@@ -1,5 +1,4 @@
-"""The vLLM generator: it holds its own copy of the weights, and receives every version by a checked
-push.
+"""Generate with vLLM, which has its own copy of the weights and gets new ones by checked pushes.
 
 A push is a transaction. Received weights go to a file. At the commit every worker compares the
 checksums while the old weights serve. Then the engine halts between two steps, loads the new
@@ -47,13 +46,17 @@ class VLLMGenerator(AsyncEngine):
     """A `Generator` and `Placeable` on vLLM.
 
     Equal requests give equal tokens, except where logits differ in their last bits, as in batches
-    of different sizes. Seeds are used by vLLM's own sampler, so they give other tokens than the
-    embedded engine.
+    of different sizes. vLLM's sampler uses seeds in its own way, so its tokens differ from those of
+    the embedded engine.
 
-    model: provides the first weights, and the names of weights in pushes.
+    Args:
+        model: The source of the first weights, and of the names and shapes of pushed weights.
+        tokenizer: The model's tokenizer, needed if the model reads media.
 
-    Raises MissingDependency without vLLM, ModelError for a model that it can't run, and vLLM's
-    error if it can't start; no process is left behind then.
+    Raises:
+        MissingDependency: vLLM is not installed.
+        ModelError: vLLM can't run the model.
+        Exception: vLLM's own error if it can't start. No process is left behind.
     """
 
     core: VLLMCore
@@ -124,8 +127,8 @@ class VLLMGenerator(AsyncEngine):
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises as `AsyncEngine.generate` does, and ModelError after a push that failed while it was
-        loaded.
+        Raises as `AsyncEngine.generate` does, ConfigError for sampling filters or a temperature
+        that vLLM can't use, and ModelError after a push that failed while it was loaded.
         """
         if sampling.truncates:
             raise ConfigError(
@@ -156,7 +159,7 @@ class VLLMGenerator(AsyncEngine):
     # --- new weights
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
-        """Begin a push. Raises ModelError for an adapter of a rank above `lora_rank`."""
+        """Begin a push. Raises ModelError for an adapter whose rank exceeds `lora_rank`."""
         self._outbox.clear()
         adapter: Adapter | None = manifest.get("adapter")
         if adapter is not None:
@@ -170,14 +173,14 @@ class VLLMGenerator(AsyncEngine):
         self._adapters.expect(adapter, shapes)
 
     async def receive(self, shards: Iterator[Shard]) -> None:
-        """Collect shards.
+        """Store the shards of a push.
 
-        Raises ModelError for a weight that the model doesn't have, of another shape, or sent twice.
+        Raises ModelError for a weight that the model lacks, has in another shape, or already got.
         """
         self._outbox.add(shard for shard in shards if not self._take_adapter_shard(shard))
 
     def _take_adapter_shard(self, shard: Shard) -> bool:
-        """Return True if a shard belongs to the adapter; it is then stored with the adapter's."""
+        """Store a shard if it belongs to the adapter, and return True; else return False."""
         if not shard.name.startswith(PEFT):
             return False
         self._adapters.add(shard)
@@ -186,9 +189,9 @@ class VLLMGenerator(AsyncEngine):
     async def commit(self, version: int) -> None:
         """Check the pushed weights in every worker and load them.
 
-        Raises ModelError if weights are missing or damaged: the old ones then continue to serve. If
-        vLLM fails while it loads them, running requests end as aborted, and no other begins before
-        a push succeeds.
+        Raises ModelError if weights are missing or damaged; the old ones then continue to serve. If
+        vLLM fails while it loads them, running requests end as aborted, and new ones fail until a
+        push succeeds.
         """
         manifest = self._outbox.manifest()
         adapter = self._adapters.write()
@@ -196,7 +199,7 @@ class VLLMGenerator(AsyncEngine):
             await self._call_workers("check_push", manifest)
         if adapter is not None:
             await self._call_workers("check_adapter", str(adapter[0]), adapter[1])
-            # Requests that began before the first adapter would end without it.
+            # Abort requests that began before the first adapter: they would never use it.
             if None not in self.core.loras:
                 self.core.abort()
         await self.core.halt(
@@ -247,8 +250,8 @@ class VLLMGenerator(AsyncEngine):
         """Load an adapter from a directory in peft's format, for requests that name it.
 
         Requests whose `Sampling.adapter` is `name` use it in place of the policy's own adapter,
-        over the policy's current base weights. Raises ModelError if it can't be read, doesn't fit
-        the model, or exceeds `lora_others`.
+        over the policy's current base weights. Raises ModelError if the adapter can't be read or
+        doesn't fit the model, if its name is taken, or if `lora_others` adapters are loaded.
         """
         max_adapters = self.config.lora_others
         if name in (BASE, *self._named):
@@ -286,8 +289,10 @@ class VLLMGenerator(AsyncEngine):
         await super().resume()
 
     async def offload(self) -> None:
-        """Free the accelerator's memory of weights and KV cache; running requests keep their
-        tokens. On a CPU it only halts."""
+        """Free the weights and KV cache on the accelerator; running requests keep their tokens.
+
+        On a CPU, only halt.
+        """
         await super().pause()
         await self.core.sleep()
 
@@ -315,24 +320,24 @@ def make_engine_arguments(
         "enforce_eager": config.enforce_eager,
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
-        "logprobs_mode": "processed_logprobs",  # without filters: under the temperature alone
+        "logprobs_mode": "processed_logprobs",  # after temperature; filters are not in use
         "worker_extension_cls": BACKEND,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
         "disable_log_stats": True,
         "seed": 0,
-        # vLLM quantises the unquantised weights of every push.
+        # Pushed weights are unquantised; vLLM quantises them.
         **({} if config.quantise is None else {"quantization": "fp8"}),
         **_adapter_arguments(config, on_cpu=on_cpu),
     }
 
 
 def _adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
-    """Return the keywords for adapters; {} if none can be sent.
+    """Return the keywords for adapters; {} if the configuration allows none.
 
-    On a CPU vLLM 0.32 applies its last adapter slot to requests without an adapter that run beside
-    others with one. So one slot more than adapters is requested, and stays empty.
+    On a CPU, vLLM 0.32 applies its last adapter slot to requests without an adapter that run beside
+    requests with one. So one more slot than needed is requested, and it stays empty.
     """
     if not config.lora_rank:
         return {}
@@ -354,7 +359,7 @@ def choose_dtype(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
 def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
     """Return why vLLM can't run a model; None if it can, or if only vLLM itself can tell.
 
-    model: the content of its `config.json`.
+    model: the content of the model's `config.json`.
     """
     text = model.get("text_config", model)
     heads = text.get("num_attention_heads")
@@ -372,7 +377,7 @@ def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool
 def _remove_start_files(start: Path, *, weights_alone: bool) -> None:
     """Remove the model files that vLLM has read.
 
-    weights_alone: keep the other files, because the processor of media reads them later.
+    weights_alone: True keeps all files but weights; the media processor reads them later.
     """
     if weights_alone:
         for path in start.glob("*.safetensors"):
@@ -382,7 +387,7 @@ def _remove_start_files(start: Path, *, weights_alone: bool) -> None:
 
 
 def _folder(config: VLLMConfig, size: int) -> TemporaryFolder:
-    """Create the folder for pushes of `size` bytes, in shared memory if two of them fit there."""
+    """Create the folder for pushes of `size` bytes, in shared memory if two pushes fit there."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:
         parent = str(SHARED_MEMORY)

@@ -1,5 +1,7 @@
-"""Configuration of generators in worker processes. This module imports neither torch nor their
-code."""
+"""Configure generators in worker processes.
+
+This module imports neither torch nor the generators' code.
+"""
 
 from __future__ import annotations
 
@@ -56,7 +58,7 @@ class GeneratorWorkersConfig(Section):
 
     @property
     def filters(self) -> bool:
-        """True if the workers' generator reports the probability mass that filters keep."""
+        """True if the workers' generator reports the mass that sampling filters keep."""
         return getattr(self.worker, "filters", True)
 
     @property
@@ -66,7 +68,7 @@ class GeneratorWorkersConfig(Section):
 
     @property
     def misfit(self) -> Callable[..., str | None] | None:
-        """Return the function that tells why the workers' generator can't run a model, if any."""
+        """Return the function that says why the workers' generator can't run a model, or None."""
         return getattr(self.worker, "misfit", None)
 
     @property

@@ -1,4 +1,4 @@
-"""The FLOP that learners are used for, and the times at which they work."""
+"""Count the FLOP of learners, and record the times at which they work."""
 
 from __future__ import annotations
 
@@ -18,11 +18,13 @@ from ratchet.protocols import Fingerprinted, Learner, LossTerm
 
 @dataclass
 class FlopCounter:
-    """The FLOP of dense passes over the rows, whatever is shared, packed or recomputed.
+    """A counter of FLOP as if passes were dense: sharing, packing and recomputation don't matter.
 
-    works: cost of a role's model. Roles whose shape is not known count nothing.
-    update: forward passes that an update is worth. Its backward takes two (for inputs and for
-      weights), and one where weights are frozen beside an adapter.
+    Attributes:
+        works: Cost of each role's model. Roles whose model shape is unknown count nothing.
+        update: Cost of an update in forward passes: one forward, and a backward that costs two (for
+            inputs and for weights), or one if the weights are frozen beside an adapter.
+        flop: FLOP counted so far.
     """
 
     works: Mapping[str, TokenCost]
@@ -30,9 +32,9 @@ class FlopCounter:
     flop: float = 0.0
 
     def add(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
-        """Add the FLOP of passes of rows of these lengths through the role's model.
+        """Add the FLOP of `passes` forward passes of the role's model over rows of these lengths.
 
-        A token attends to itself and those before it.
+        Each token attends to itself and the tokens before it.
         """
         if (work := self.works.get(role)) is not None and (tokens := sum(lengths)):
             pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2

@@ -1,7 +1,7 @@
-"""The work of one rank of a distributed learner, for every way to divide the model.
+"""Base classes for one rank of a distributed learner, however the model is divided.
 
-It computes columns of its micro-batches, and takes optimizer steps on those of all ranks. Every
-rank gets the same calls, in the same order, and the same number of micro-batches.
+A rank computes columns of its own micro-batches, and takes optimizer steps on those of all ranks.
+Every rank gets the same calls, in the same order, and the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankForward(Forward):
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """Always None: ranks hold parts of the matrix, or gather it for a forward alone."""
+        """Return None: a rank holds a part of the matrix, or gathers it for a forward pass only."""
         return None
 
     @property
@@ -50,7 +50,8 @@ class RankForward(Forward):
         if local_tokens is None:
             return super().predictions(micro, hidden_Td, wanted)
         place_T, is_here_T, group = local_tokens
-        # The state before a token predicts it. A sequence's last state predicts nothing.
+        # The state before a token predicts it, so this rank predicts the tokens after its own. A
+        # sequence's last state predicts nothing.
         mask_T = micro.predicted_T & is_here_T.roll(1)
         columns = compute_token_columns(
             self.language_head, hidden_Td, micro, mask_T, wanted, place_T
@@ -70,9 +71,9 @@ class RankForward(Forward):
         )
 
     def _local_tokens(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
-        """Return (position of each token's state, True if it is here, the group of ranks).
+        """Return (index of each token's state on this rank, mask of the tokens here, group).
 
-        The ranks of the group hold the other tokens. None: this rank has all tokens.
+        The ranks of the group divide the tokens. None if this rank has all tokens.
         """
         model = self.model
         division = (
@@ -97,8 +98,9 @@ class RankForward(Forward):
 class RankLearner(ABC):
     """One rank of a distributed learner.
 
-    sums: the ranks whose gradients are added up; None: this rank alone.
-    step_policy: None if nothing is trained.
+    Args:
+        sums: the ranks whose gradients are added up; None if it is this rank alone.
+        step_policy: None for a frozen role.
     """
 
     def __init__(
@@ -121,7 +123,7 @@ class RankLearner(ABC):
     ) -> list[dict[str, Tensor]]:
         """Return the columns of each micro-batch, on the CPU.
 
-        Ranks that only help their data rank return nothing.
+        Of the ranks that share a batch shard, one returns them. The others return an empty list.
         """
         scored = self._score(micros, wanted, top_k)
         if not self.topology.is_reporting_rank(self.at):
@@ -131,7 +133,7 @@ class RankLearner(ABC):
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """Take one optimizer step on the micro-batches of all ranks.
 
-        Without micro-batches the step is skipped.
+        The step is skipped if there are no micro-batches.
         """
         step_policy = self.step_policy
         assert step_policy is not None, "a frozen role was asked to update"
@@ -140,7 +142,8 @@ class RankLearner(ABC):
             return {**metrics, "skipped_empty": 1.0}
         try:
             sums = self._sums(self._learn(micros, terms))
-            # `_complete_gradient` adds the loss up over the ranks that know it.
+            # All ranks of the last pipeline stage have this loss, and `_complete_gradient` adds it
+            # up over all ranks.
             ranks_with_loss = self.topology.world // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
@@ -153,7 +156,7 @@ class RankLearner(ABC):
         return metrics
 
     def _sums(self, numbers: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Return the sums of numbers over micro-batches and data ranks."""
+        """Return the sum of each number over micro-batches and data ranks."""
         if not numbers:
             return {}
         names = list(numbers[0])
@@ -162,12 +165,14 @@ class RankLearner(ABC):
         ).double()
         if self.sums is not None:
             dist.all_reduce(totals, group=self.sums)
+        # The context ranks of a data rank all report its whole numbers.
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
     def _seed(self, number: int) -> int:
         """Return the seed of the adapter's dropout in a micro-batch.
 
-        number: of the micro-batch among this rank's.
+        Args:
+            number: index of the micro-batch among those of this rank.
         """
         taken = 0 if self.step_policy is None else self.step_policy.steps_taken
         return derive_mask_seed(
@@ -180,7 +185,7 @@ class RankLearner(ABC):
     ) -> list[Mapping[str, Tensor]]:
         """Return the columns of each micro-batch.
 
-        Ranks without the final hidden states return nothing.
+        Ranks without the final hidden states return an empty list.
         """
 
     @abstractmethod
@@ -189,7 +194,7 @@ class RankLearner(ABC):
     ) -> list[Mapping[str, Tensor]]:
         """Add up gradients, and return the losses and metrics of each micro-batch.
 
-        Ranks that don't compute the losses return nothing.
+        Ranks that don't compute the losses return an empty list.
         """
 
     @abstractmethod
@@ -201,7 +206,7 @@ class RankLearner(ABC):
 
     @abstractmethod
     def _step(self, lr: float, factor: float) -> None:
-        """Take the optimizer step with the gradient times the factor."""
+        """Take the optimizer step with the gradient multiplied by `factor`."""
 
     @abstractmethod
     def _zero_gradient(self) -> None:
@@ -215,7 +220,7 @@ class RankLearner(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[Shard]:
-        """Yield this rank's blocks; a block of several ranks comes from the first of them only."""
+        """Yield this rank's blocks. A block that several ranks hold comes from the first only."""
 
     @abstractmethod
     def save(self, directory: Path) -> None: ...

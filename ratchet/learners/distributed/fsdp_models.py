@@ -1,4 +1,4 @@
-"""The provider of models that FSDP2 divides."""
+"""Load and copy models that FSDP2 shards."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ratchet.models.scalar_head import ScalarHead
 
 
 class DTensorModels:
-    """Loads and copies models that FSDP2 divides (`ModelProvider`)."""
+    """A `ModelProvider` that loads and copies models sharded by FSDP2."""
 
     def __init__(self, config: DTensorConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
@@ -32,7 +32,7 @@ class DTensorModels:
         self.mesh = Mesh(build_topology(config), device.type)
 
     def load(self, origin: ModelSource) -> PolicyModel:
-        """Return the rank's part of a model, with its weights."""
+        """Return this rank's shard of a model, with its weights."""
         shape = origin.decoder()
         if shape is None:
             return self._transformers(origin)
@@ -58,7 +58,7 @@ class DTensorModels:
         return model
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> DTensorLearner:
-        """Return the learner of a role."""
+        """Return the learner of a role; attach the role's adapter if the model has none."""
         if spec.adapter is not None and model.adapter is None:
             model.attach(spec.adapter)
             self._move_undivided(model)
@@ -82,7 +82,7 @@ class DTensorModels:
     def close(self) -> None: ...
 
     def _empty(self, shape: Any) -> PolicyModel:
-        """Return the rank's part of a model, divided, with uninitialised weights."""
+        """Return this rank's shard of a model, with uninitialised weights."""
         mesh = self.mesh
         spread = DistributedShard(
             mesh.part,
@@ -102,15 +102,15 @@ class DTensorModels:
         return self._move_undivided(model)
 
     def _move_undivided(self, model: PolicyModel) -> PolicyModel:
-        """Move tensors that FSDP does not divide to the device, and return the model."""
+        """Move the tensors that FSDP does not shard to the device, and return the model."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.device)
         return model
 
     def _transformers(self, origin: ModelSource) -> PolicyModel:
-        # Every rank loads the whole model into host memory first. Its device only gets its part.
-        """Return the rank's part of a model that transformers runs."""
+        """Return this rank's shard of a model that transformers runs."""
+        # Every rank first loads the whole model into host memory. Its device gets only the shard.
         model = load_transformers_policy(
             origin.directory(),
             dtype=self.dtype,

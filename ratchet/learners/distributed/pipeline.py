@@ -1,10 +1,10 @@
-"""Pipeline parallelism by torch.distributed.pipelining.
+"""Run pipeline parallelism with torch.distributed.pipelining.
 
 All ranks know every micro-batch, so the stages exchange hidden states alone. These have one shape
-in a pass: shorter micro-batches are padded with tokens that nothing reads.
+in a pass: shorter micro-batches are padded at the end, and the padding is never read.
 
-T = tokens of the longest micro-batch, U = distinct tokens of another, d = hidden size, M = micro-
-batches.
+T = tokens of a micro-batch (padded in `_unpad`), U = its tokens with shared prefixes counted once,
+d = hidden size, M = micro-batches.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
 
-# micro-batch -> the routing of its forward
+# micro-batch -> expert routing of its forward pass
 RoutingFunction = Callable[[Batch], Routing | None]
-# (number of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
+# (index of the micro-batch, its hidden states [T, d]) -> the loss to differentiate
 Loss = Callable[[int, Tensor], Tensor]
 
 
 class Pipeline:
-    """The stages of a pipeline on this rank.
+    """The pipeline stages on this rank.
 
-    device: computes.
-    dtype: of the hidden states.
+    Args:
+        device: Where the stages compute.
+        dtype: The type of the hidden states between stages.
+        routing: Returns the expert routing of a micro-batch.
     """
 
     def __init__(
@@ -53,13 +55,14 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """True if hidden states come out on this rank."""
+        """True if this rank has the last stage, which returns the hidden states."""
         return self.mesh.at.pipeline == self.mesh.topology.pipeline - 1
 
     def learn(self, micros: Sequence[Batch], loss: Loss) -> None:
-        """Add up gradients, with one forward and one backward at a time on each stage.
+        """Accumulate the gradients of the micro-batches' losses.
 
-        "1F1B", arXiv:2006.09503; several stages on a rank are interleaved (arXiv:2104.04473).
+        The schedule is 1F1B (arXiv:2006.09503), interleaved if a rank has several stages
+        (arXiv:2104.04473).
         """
         feeds = self._feeds(micros)
         schedule, numbers_M = self._schedule(
@@ -69,14 +72,14 @@ class Pipeline:
         schedule.step(*tokens, number=numbers_M, target=numbers_M, return_outputs=False)
 
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
-        """Return the hidden states of every micro-batch on the last rank, and nothing elsewhere."""
+        """Return the hidden states of every micro-batch on the last rank; [] on other ranks."""
         feeds = self._feeds(micros)
         schedule, numbers_M = self._schedule(feeds, None)
         out = schedule.eval(*self._stage_input(feeds), number=numbers_M)
         if out is None or not self.is_last:
             return []
         head = self.model.runs[-1]
-        # A pass without a backward has divided the head again.
+        # FSDP has resharded the head after this pass without a backward; callers need it whole.
         if isinstance(head, FSDPModule):
             head.unshard()
         return [
@@ -94,21 +97,19 @@ class Pipeline:
         ]
 
     def _unpad(self, feeds: Sequence[PackedInputs], hidden_Td: Tensor, number: Tensor) -> Tensor:
-        """Return the hidden states of a micro-batch's own tokens."""
+        """Return the hidden states of a micro-batch without the padding, in its token order."""
         feed = feeds[int(number)]
         return feed.unfold(hidden_Td[: len(feed.tokens_U)])
 
     def _stage_input(self, feeds: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
-        """Return the first stage's input, whose values are unused.
-
-        The stage takes the tokens of the feeds.
-        """
+        """Return an unused input for the first stage, which embeds the feeds; else ()."""
         return (torch.zeros(len(feeds), device=self.device),) if self.mesh.at.pipeline == 0 else ()
 
     def _schedule(
         self, feeds: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
-        """Return the schedule of a pass, and the numbers of its micro-batches."""
+        """Return the schedule of a pass and the indices of its micro-batches."""
+        # Under sequence parallelism, the states between stages are divided over tensor ranks.
         spread = self.model.spread
         multiple = spread.tensor.size() if spread.tensor is not None and spread.sequence else 1
         longest = -(-max(len(feed.tokens_U) for feed in feeds) // multiple) * multiple
@@ -127,7 +128,13 @@ class Pipeline:
     def _stage(
         self, place: int, feeds: Sequence[PackedInputs], tokens: int, between: int
     ) -> PipelineStage:
-        """Return the torch stage of one of this rank's runs of layers."""
+        """Return the torch stage for one of this rank's runs of layers.
+
+        Args:
+            place: Index of the run.
+            tokens: Padded number of tokens, which the last stage returns.
+            between: Number of tokens of the hidden states between stages on this rank.
+        """
         stage = self.model.runs[place]
         size = self.model.hidden_size
         stage.feeds = feeds

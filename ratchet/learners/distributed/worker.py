@@ -1,4 +1,4 @@
-"""The process of a rank of a distributed learner: the model's part and each role's learner."""
+"""Run one rank of a distributed learner: its shard of the model and each role's learner."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.models.model_source import ModelSource
 from ratchet.protocols import Exported, Shard
 
-# Of a collective; the deadlines of the worker group are shorter.
+# Timeout of a collective; the worker group's own timeouts are shorter.
 TIMEOUT = timedelta(minutes=30)
 
 
@@ -50,10 +50,11 @@ class LearnerRank:
         origin: ModelSource,
         double: bool = False,
     ) -> None:
-        """Join the other ranks and load the model's part.
+        """Join the process group and load this rank's shard of the model.
 
-        learner: the values of a `DistributedConfig`.
-        double: compute in float64.
+        Args:
+            learner: values of a `DistributedConfig`.
+            double: compute in float64.
         """
         config: Any = resolve("learner", learner)
         device = torch.device(seat.device)
@@ -77,12 +78,13 @@ class LearnerRank:
         """Return the name of this machine."""
         return socket.gethostname()
 
-    # --- A stage.
+    # --- Start of a stage.
 
     def begin(self, roles: Mapping[str, RoleSpec], algorithm: Mapping[str, Any]) -> None:
         """Create the learners of a stage.
 
-        algorithm: the values of its section, from which every rank builds its losses.
+        Args:
+            algorithm: values of the recipe's algorithm section; every rank builds its losses.
         """
         self.algorithm = build(resolve("algorithm", algorithm))
         # Free the learners of the last stage before new ones are created.
@@ -107,7 +109,7 @@ class LearnerRank:
         terms = {term.name: term for term in self.algorithm.losses[role]}
         return [terms[name] for name in names]
 
-    # --- Calls of the driver.
+    # --- Calls from the driver.
 
     def score(
         self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
@@ -124,7 +126,7 @@ class LearnerRank:
         return dict(self.learners[role].update(micros, self._terms(role, terms)))
 
     def weights(self, role: str) -> list[Shard]:
-        """Return this rank's blocks, on the CPU."""
+        """Return copies of this rank's blocks on the CPU."""
         return [
             replace(shard, tensor=shard.tensor.detach().to("cpu", copy=True))
             for shard in self.learners[role].weights()
@@ -133,7 +135,8 @@ class LearnerRank:
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
         """Send the policy's blocks through a weight sync.
 
-        sender: "module:function", called with (blocks, rank, world).
+        Args:
+            sender: "module:function", called with (blocks, rank, world size, **options).
         """
         return imported(sender)(
             self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options

@@ -1,7 +1,7 @@
-"""AdamW by torch's functional form.
+"""Implement AdamW with torch's functional form.
 
-torch's optimizer class imports torch's compiler when it is created, which takes as long as torch
-itself: a run would start a second later.
+torch's optimizer class would import torch's compiler when it is created, which delays the start of
+a run by a second, as long as the import of torch itself.
 """
 
 from __future__ import annotations
@@ -16,19 +16,21 @@ from torch.optim.adamw import adamw
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 
-# Of AdamW: "step" (float32 scalar), "exp_avg", "exp_avg_sq" and "average" (like the parameter).
+# The optimizer state of a parameter. AdamW has "step" (float32 scalar), and "exp_avg",
+# "exp_avg_sq" and, with `ema_decay`, "average" (shaped like the parameter).
 Moments = dict[str, Tensor]
 
 
 class AdamW:
     """AdamW with decoupled weight decay (arXiv:1711.05101) on matrices only.
 
-    Decay of a norm's scale or a bias regularises nothing. With `ema_decay` it also keeps an average
-    of each parameter over the steps taken, which begins at the parameter itself.
+    Decay of a norm's scale or a bias regularises nothing. With `ema_decay` the optimizer also keeps
+    a moving average of each parameter, which begins at the parameter itself.
 
-    state: moments by the parameter's name, from its first gradient on.
-    matrices: see `PolicyModel.matrices`, for optimizers that treat these differently.
-    local: returns this rank's part of a parameter or gradient.
+    Attributes:
+        state: Moments by parameter name; a parameter has none before its first gradient.
+        matrices: `PolicyModel.matrices`, for subclasses that treat these differently.
+        local: A function that returns this rank's part of a parameter or gradient.
     """
 
     def __init__(
@@ -47,14 +49,14 @@ class AdamW:
 
     @torch.no_grad()
     def step(self, lr: float) -> None:
-        """Take one optimizer step at the rate `lr`."""
+        """Take one optimizer step at the learning rate `lr`."""
         self.change([(name, p) for name, p in self.named if p.grad is not None], lr)
         if self.config.ema_decay is not None:
             for p, moments in self._local_states():
                 moments["average"].lerp_(p, 1 - self.config.ema_decay)
 
     def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
-        """Update the weights of the parameters that have a gradient."""
+        """Update the given parameters, which all have a gradient."""
         for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
             group = [(name, p) for name, p in parameters if (p.dim() >= 2) == matrices]
             if group:
@@ -63,7 +65,7 @@ class AdamW:
     def _update_group(
         self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
     ) -> None:
-        """Update the weights of parameters that share a decay."""
+        """Update parameters that share a weight decay."""
         moments = [self.state.get(name) or self.begin(name, p) for name, p in group]
         gradients = [self.local(p.grad) for _, p in group if p.grad is not None]
         self._adamw_step([self.local(p) for _, p in group], gradients, moments, lr, decay)
@@ -76,7 +78,7 @@ class AdamW:
         lr: float,
         decay: float,
     ) -> None:
-        """Take one step of AdamW for all weights, in place."""
+        """Take one AdamW step for the weights, in place."""
         adamw(
             weights,
             gradients,
@@ -104,7 +106,7 @@ class AdamW:
         return moments
 
     def moments(self, name: str, local: Tensor) -> Moments:
-        """Return the initial moments of a parameter; `local` is this rank's part."""
+        """Return the initial moments of a parameter; `local` is this rank's part of it."""
         return {
             "step": torch.zeros((), device=local.device),
             "exp_avg": torch.zeros_like(local),
@@ -112,13 +114,13 @@ class AdamW:
         }
 
     def unquantised(self, name: str) -> Moments:
-        """Return the moments of a parameter without the step, in the parameter's layout."""
+        """Return the moments of a parameter except `step`, in the parameter's layout."""
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 
     def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
         """Store moments from `unquantised` that the caller has overwritten in place.
 
-        Here they are the state itself, so nothing is left to do.
+        Here `unquantised` returns the state's own tensors, so nothing is left to do.
         """
 
     def _local_states(self) -> Iterator[tuple[Tensor, Moments]]:
@@ -157,7 +159,10 @@ class AdamW:
                 moments[key] = moment.to(device)
 
     def load(self, state: Mapping[str, Moments]) -> None:
-        """Load a checkpoint's state. Raises CheckpointError for a state of other parameters."""
+        """Load a checkpoint's state.
+
+        Raises CheckpointError if it has unknown parameters, or lacks a moment of one.
+        """
         unknown = set(map(str, state)) - {name for name, _ in self.named}
         if unknown:
             raise CheckpointError(
@@ -173,7 +178,7 @@ class AdamW:
 
 
 def require_moment(moments: Mapping[str, Tensor], key: str, name: str) -> Tensor:
-    """Return one of a parameter's moments in a checkpoint.
+    """Return the moment `key` of the parameter `name` from a checkpoint.
 
     Raises CheckpointError if the checkpoint lacks it.
     """

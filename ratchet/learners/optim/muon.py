@@ -14,7 +14,8 @@ from ratchet.errors import ConfigError
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.learners.optim.config import MuonConfig
 
-# Coefficients of the quintic that is steepest at 0 while it keeps 1 within about 0.3 of 1.
+# Coefficients of the Newton-Schulz quintic. They are chosen for the steepest slope at 0 with which
+# the singular values still end within about 0.3 of 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ROUNDS = 5
 
@@ -22,21 +23,23 @@ ROUNDS = 5
 class Muon(AdamW):
     """Muon with Nesterov's momentum (https://kellerjordan.github.io/posts/muon/).
 
-    The scale and weight decay are those of arXiv:2502.16982. With G the gradient of a matrix W of
-    [r, c]:
+    The scale and weight decay are those of arXiv:2502.16982. G is the gradient of a matrix W [r, c]
+    and NS is `orthogonalise`:
 
         M <- momentum M + G
         W <- W - lr (0.2 sqrt(max(r, c)) NS(G + momentum M) + weight_decay W)
 
-    The scale gives a step the root mean square that AdamW's usually have, so that both share one
-    rate and one weight decay.
+    The scale gives a step the usual root mean square of an AdamW step, so that both can share one
+    learning rate and one weight decay.
 
-    matrices: names of the parameters that take such steps, with the number of rows of each matrix.
-      Matrices that the decoder stacks in one parameter (queries, keys and values; all experts of a
-      layer) are orthogonalised each by itself. All other parameters (embeddings, heads, norms,
-      biases) take steps of AdamW.
+    Args:
+        matrices: The number of rows of each matrix, by the name of the parameter that holds it.
+            Matrices that the decoder stacks in one parameter (queries, keys and values; all experts
+            of a layer) are orthogonalised separately. All other parameters (embeddings, heads,
+            norms, biases) are updated by AdamW.
 
-    Raises ConfigError if there is no matrix.
+    Raises:
+        ConfigError: If `matrices` is empty.
     """
 
     config: MuonConfig
@@ -64,7 +67,7 @@ class Muon(AdamW):
                 self._update_matrices(name, p.detach(), p.grad, lr)
 
     def _update_matrices(self, name: str, p: Tensor, gradient: Tensor, lr: float) -> None:
-        """Take the step of Muon for the matrices of one parameter."""
+        """Take a Muon step for the matrices of one parameter."""
         config = self.config
         rows = self.matrices[name]
         momentum = (self.state.get(name) or self.begin(name, p))["momentum"]
@@ -83,10 +86,10 @@ class Muon(AdamW):
 
 
 def orthogonalise(x: Tensor) -> Tensor:
-    """Return about U V^T for each matrix U S V^T of [..., r, c], in its dtype.
+    """Return approximately U V^T for each matrix U S V^T of x [..., r, c], in the dtype of x.
 
-    The products are in bfloat16 on an accelerator, as in the source, and in the matrix's own dtype
-    on a CPU, where bfloat16 may be slower.
+    The products are computed in bfloat16 on an accelerator, as in the original Muon, and in the
+    dtype of x on a CPU, where bfloat16 may be slower.
     """
     a, b, c = COEFFICIENTS
     tall = x.shape[-2] > x.shape[-1]
@@ -101,7 +104,7 @@ def orthogonalise(x: Tensor) -> Tensor:
 
 
 def _stacks(x: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Return views of the matrices: one view [n, r, c] if all have the same shape."""
+    """Return views of the stacked matrices: one [n, r, c] for equal shapes, else one for each."""
     x = x.view(-1, x.shape[-1])
     return (
         [x.unflatten(0, (len(rows), rows[0]))] if len(set(rows)) == 1 else list(x.split(list(rows)))

@@ -1,4 +1,7 @@
-"""Compute the sizes that the conversion tables name from a Hugging Face `config.json`. No torch."""
+"""Read the sizes used in the conversion tables from a Hugging Face `config.json`.
+
+This module does not import torch.
+"""
 
 from __future__ import annotations
 
@@ -39,11 +42,11 @@ class Dimensions:
     vocabulary: int
     hidden: int
     width: int  # intermediate size of the MLP
-    queries: int  # rows of the query matrix, of all heads; likewise `keys` and `values`
+    queries: int  # rows of the query matrix over all heads; likewise `keys`, `values`
     keys: int = 0
     head: int = 0  # size of one head
     values: int = 0
-    keys_values: int = 0  # of MLA, as are the next three
+    keys_values: int = 0  # this and the next three: MLA only
     latent_keys: int = 0
     q_rank: int = 0
     kv_rank: int = 0
@@ -52,15 +55,15 @@ class Dimensions:
     shared_width: int = 0
     dense_layers: tuple[int, ...] = ()  # layers without experts
     tied: bool = False
-    # rows of Megatron's vocabulary on all ranks, if padding makes them more than the tokens
+    # rows of Megatron's embedding over all ranks, padding included; 0: not set
     padded: int = 0
 
     def size(self, word: str) -> int:
-        """Return the size of that name."""
+        """Return the size named `word`."""
         return getattr(self, word)
 
     def divided(self, word: str) -> int:
-        """Return the number of rows that are divided over ranks, padding included."""
+        """Return the size named `word` as divided over ranks: the vocabulary includes padding."""
         return max(self.padded, self.vocabulary) if word == "vocabulary" else self.size(word)
 
     def sparse(self, layer: int) -> bool:
@@ -69,9 +72,9 @@ class Dimensions:
 
     @classmethod
     def from_hf(cls, hf: Mapping[str, Any]) -> Dimensions:
-        """Return the sizes of the model of a `config.json`.
+        """Return the sizes of the model that a `config.json` describes.
 
-        Raises ModelError if there is no map for the architecture.
+        Raises ModelError if its weights can't be mapped to Megatron.
         """
         family = str(hf.get("model_type"))
         if family == DEEPSEEK:

@@ -1,8 +1,9 @@
 """Define the notation of the conversion tables.
 
-A rule lists the weights that one Megatron parameter is made of, and how tensor parallelism divides
-it. A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its name below the layer,
-and its shape in names of `Dimensions`. `{expert}` stands for the number of an expert.
+A rule lists the Hugging Face weights in one Megatron parameter, and states how tensor parallelism
+divides the parameter. A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its
+name relative to its layer, and its shape in fields of `Dimensions`. `{expert}` stands for the
+number of an expert.
 """
 
 from __future__ import annotations
@@ -23,8 +24,8 @@ WRITTEN = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
 class WeightSpec:
     """The name and shape of a Hugging Face weight."""
 
-    name: str  # below the layer
-    shape: tuple[str, ...]  # names of `Dimensions`
+    name: str  # relative to the layer
+    shape: tuple[str, ...]  # names of fields of `Dimensions`
 
     @classmethod
     def from_text(cls, text: str) -> WeightSpec:
@@ -38,15 +39,15 @@ class ParamDivision(Enum):
     """The way tensor parallelism divides a parameter."""
 
     WHOLE = auto()  # each rank has the whole parameter
-    ROWS = auto()  # each rank has its rows of every weight, one weight below the other
-    # each rank has its KV groups, and of each group the rows of every weight, one below the other
+    ROWS = auto()  # each rank has its share of the rows of every weight, weight after weight
+    # each rank has its share of the KV groups: for each group, its rows of every weight
     GROUPS = auto()
     COLUMNS = auto()  # each rank has its columns
 
 
 @dataclass(frozen=True)
 class Rule:
-    """The weights that one Megatron parameter is made of, and how it is divided."""
+    """The weights in one Megatron parameter, and how tensor parallelism divides the parameter."""
 
     weights: tuple[WeightSpec, ...]
     division: ParamDivision
@@ -54,13 +55,13 @@ class Rule:
     def pieces(
         self, prefix: str, dimensions: Dimensions, share: ShardIndex, expert: int = 0
     ) -> Iterator[WeightPiece]:
-        """Yield the blocks in a rank's parameter, in the order of its rows.
+        """Yield the blocks of weights in a rank's parameter, in the order of its rows.
 
-        Rows behind the last piece pad the vocabulary.
+        Any rows of the parameter after the last block are padding of the vocabulary.
 
         Args:
-            prefix: of the weights' names.
-            share: the rank's share of tensor parallelism.
+            prefix: put before the weights' names.
+            share: the rank's index in its tensor-parallel group, and the group's size.
             expert: number that replaces `{expert}`.
         """
         weights = [

@@ -1,11 +1,11 @@
 """List the weights that each Megatron Core 0.16 parameter is made of, by model family.
 
-The left column is Megatron's name below its layer. The right column is how the parameter is
-divided, and the Hugging Face weights in it, named below their layer. Both directions of conversion
-read it.
+A key is the name of a Megatron parameter, relative to its layer. Its value states how tensor
+parallelism divides the parameter, and which Hugging Face weights are in it, by their names relative
+to their layer. Both directions of conversion use these tables.
 
-The names are those of Megatron's own ("local") layers; `FUSED` and the tables after it have the
-differences of Transformer Engine's layers.
+The names are those of Megatron's own ("local") layers. `FUSED` and the tables after it state how
+Transformer Engine's layers differ.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EMBEDDING = {
 }
 FINAL_NORM = {"decoder.final_layernorm.weight": whole("model.norm.weight [hidden]")}
 HEAD = {"output_layer.weight": rows("lm_head.weight [vocabulary, hidden]")}
-# The copy of a tied head on a stage without the embedding.
+# On a pipeline stage without the embedding, a tied head is a copy of it.
 TIED_HEAD = {"output_layer.weight": EMBEDDING["embedding.word_embeddings.weight"]}
 
 NORMS = {
@@ -110,12 +110,12 @@ SHARED_EXPERTS = {
 class FamilyTable:
     """The rules of one model family."""
 
-    common: Rules  # of every layer
-    dense: Rules = field(default_factory=lambda: MLP)  # of layers without experts
-    sparse: Rules = field(default_factory=dict)  # of layers with experts
+    common: Rules  # rules of every layer
+    dense: Rules = field(default_factory=lambda: MLP)  # rules of layers without experts
+    sparse: Rules = field(default_factory=dict)  # rules of layers with experts
 
     def layer(self, sparse: bool) -> Rules:
-        """Return the rules of a layer with (sparse) or without experts."""
+        """Return the rules of a layer, which has experts if `sparse` is true."""
         return {**self.common, **(self.sparse if sparse else self.dense)}
 
 
@@ -143,20 +143,19 @@ def find_family_table(dimensions: Dimensions) -> FamilyTable:
     return TABLES[dimensions.family]
 
 
-# In Transformer Engine's layers a norm is part of the matrix behind it, if the layer has that
-# matrix.
+# Transformer Engine fuses a norm with the linear layer that follows it, if the layer has that one.
 FUSED: Mapping[str, str] = {
     "input_layernorm.weight": "self_attention.linear_qkv",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1",
     "self_attention.q_layernorm.weight": "self_attention.linear_q_up_proj",
     "self_attention.kv_layernorm.weight": "self_attention.linear_kv_up_proj",
 }
-# There, all experts are one module.
+# Transformer Engine has all experts of a layer in one module.
 GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-# There, each rank has these projections to MLA's latent states as a whole.
+# With Transformer Engine, each rank has the whole of these projections to MLA's latent states.
 DUPLICATED = (
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_kv_down_proj.weight",

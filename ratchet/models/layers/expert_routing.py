@@ -3,9 +3,9 @@
 A sampler records which experts its routers choose. A learner replays that choice (rollout routing
 replay, arXiv:2510.11370), and measures how evenly experts are chosen.
 
-Near a tie the slightest difference of arithmetic sends a token to another expert, which moves its
-log-probabilities by as much as many optimizer steps. A choice has no gradient, but the weights of
-the chosen experts have: replay takes the choice from the sampler and computes the weights anew.
+Near a tie a rounding difference sends a token to another expert, which changes its
+log-probabilities as much as many optimizer steps do. A choice has no gradient, but the weights of
+the chosen experts do: replay takes the choice from the sampler and recomputes the weights.
 
 T = tokens, E = experts, K = experts of a token, L = layers with experts, S = sequences.
 """
@@ -21,24 +21,27 @@ from torch import Tensor
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import DataError
 
-UNKNOWN = -1  # stands for an expert's number where the sampler has not routed the token
+UNKNOWN = -1  # expert index of tokens that the sampler has not routed
 
 
 class RoutingHook(Protocol):
     """A function that decides which experts compute each token of a layer.
 
-    It maps (index among the layers with experts, router logits [T, E], the K experts of each token
-    by these logits [T, K]) to the experts that compute it [T, K]. Both are int64. A layer whose
-    activations are recomputed calls it again.
+    A layer whose activations are recomputed calls it again.
+
+    Args:
+        place: index among the layers with experts.
+        logits_TE: router logits.
+        chosen_TK: the K experts of each token by these logits, int64.
+
+    Returns: the experts that compute each token [T, K], int64.
     """
 
     def __call__(self, place: int, logits_TE: Tensor, chosen_TK: Tensor, /) -> Tensor: ...
 
 
 class RouteRecorder:
-    """A `route` that keeps the routers' choice unchanged and records it in `experts_TLK`
-    (int16).
-    """
+    """A `RoutingHook` that keeps the routers' choice and records it in `experts_TLK` (int16)."""
 
     def __init__(self, config: DecoderConfig, tokens: int, device: torch.device) -> None:
         shape = (tokens, len(config.sparse_layers), config.experts_per_token)
@@ -53,27 +56,28 @@ class LayerRouting(NamedTuple):
     """The routing of one layer in one forward pass."""
 
     logits_TE: Tensor
-    chosen_TK: Tensor  # experts by the router's logits
+    chosen_TK: Tensor  # experts chosen by the router's logits
     used_TK: Tensor  # experts that computed the tokens
 
 
 class RouterMonitor:
-    """A monitor of the routers in one forward pass.
+    """A record of the expert choices in one forward pass.
 
-    Like `Routing` it is not a dataclass: FSDP copies dataclasses on their way to a layer, and what
-    the copy records is lost.
+    Like `Routing` it is not a dataclass: FSDP passes a copy of a dataclass to each layer, and
+    anything recorded in the copy is lost.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerRouting] = {}
-        # index of each token among the computed ones; None: they are in order
+        # Index of each token's row in the layers' tensors; None: rows are in the tokens' order.
         self.back_T: Tensor | None = None
 
     def columns(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
         """Return five measures per sequence, averaged over the layers [S, 5].
 
         balance: sum over experts of (share of choices x experts / K) x (mean probability); 1 if
-        even. z: mean over tokens of logsumexp(logits)^2. These two have a gradient.
+            even. Has a gradient.
+        z: mean over tokens of logsumexp(logits)^2. Has a gradient.
         entropy: of the router's distribution, in nats per token.
         max_load: load of the busiest expert, 1 if even.
         rerouted: share of the choices in which replay overrode the router.
@@ -110,18 +114,16 @@ class RouterMonitor:
 
 
 class Routing:
-    """The `route` of a learner's forward pass: it can replay a sampler's choice and be
-    monitored.
-    """
+    """The `RoutingHook` of a learner: it can replay the sampler's choice and be monitored."""
 
     def __init__(
         self, replayed_TLK: Tensor | None = None, watch: RouterMonitor | None = None
     ) -> None:
-        """Create a route.
+        """Create a routing hook.
 
         Args:
-            replayed_TLK: experts that the sampler chose, `UNKNOWN` for tokens that it did not
-                route; their routers choose here. None: the routers choose for all tokens.
+            replayed_TLK: experts that the sampler chose; `UNKNOWN` for tokens that it did not
+                route and for which this model's routers choose. None: they choose for all tokens.
             watch: records the routing of every layer.
         """
         self.replayed_TLK = replayed_TLK
@@ -137,7 +139,7 @@ class Routing:
         return used_TK
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise DataError if the replayed routes are of another model."""
+        """Raise DataError if the replayed choices have the shape of another model."""
         expected = len(config.sparse_layers), config.experts_per_token
         if self.replayed_TLK is not None and self.replayed_TLK.shape[1:] != expected:
             recorded = tuple(self.replayed_TLK.shape[1:])
@@ -151,7 +153,7 @@ class Routing:
         return self if self.replayed_TLK is None else Routing(self.replayed_TLK[index], self.watch)
 
     def padded(self, tokens: int) -> Routing:
-        """Return the routing with padding tokens behind, up to `tokens` in all."""
+        """Return the routing with padding appended, for `tokens` tokens in all."""
         if self.replayed_TLK is None:
             return self
         missing = tokens - len(self.replayed_TLK)

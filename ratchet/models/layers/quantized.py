@@ -1,6 +1,6 @@
-"""Define a matrix that is kept in 4 or 8 bits per number, and restored for each multiplication.
+"""Define a matrix that is stored in 4 or 8 bits per number, and dequantized for each product.
 
-o, i = outputs and inputs of the matrix, n = its numbers.
+o, i = outputs and inputs of the matrix.
 """
 
 from __future__ import annotations
@@ -15,19 +15,20 @@ from torch.autograd import Function
 from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
 QuantFormat = Literal["nf4", "float8"]
-# How many numbers share a scale. A block of float8 lies in one row.
+# Block sizes: how many numbers share a scale. A float8 block lies within one row.
 NF4_BLOCK = 64
 FLOAT8_BLOCK = 128
 LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class QuantizedMatrix(nn.Module):
-    """A quantized matrix. Quantizing a restored matrix again changes no number.
+    """A quantized matrix. Quantizing a dequantized matrix again changes no number.
 
-    form "nf4": 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. A number is off
+    Form "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. A number is off
     by at most 0.16 of the largest in its block.
-    form "float8": e4m3 with scales that are powers of two, so that scaling rounds nothing. A number
-    is off by at most a sixteenth of itself or, if small, 2^-17 of the largest in its block.
+
+    Form "float8" is e4m3 with scales that are powers of two, so that scaling rounds nothing. A
+    number is off by at most a sixteenth of itself or, if small, 2^-17 of the largest in its block.
     """
 
     codes: Tensor
@@ -40,10 +41,10 @@ class QuantizedMatrix(nn.Module):
         self.dtype = plain.dtype
         for name, tensor in zip(("codes", "scales"), self._quantize(plain), strict=True):
             self.register_buffer(name, tensor, persistent=False)
-        self.opened: Tensor | None = None  # a plain copy that is being written to
+        self.opened: Tensor | None = None  # the unquantized copy between `open` and `shut`
 
     def plain(self) -> Tensor:
-        """Return the restored matrix [o, i] in its original dtype."""
+        """Return the dequantized matrix [o, i] in its original dtype."""
         if self.form == "nf4":
             restored = torch.ops.bitsandbytes.dequantize_4bit(
                 self.codes, self.scales, NF4_BLOCK, "nf4", self.shape, torch.float32
@@ -67,18 +68,16 @@ class QuantizedMatrix(nn.Module):
 
     @property
     def shown(self) -> Tensor:
-        """The plain matrix: the copy to write to between `open` and `shut`, else the restored
-        numbers.
-        """
+        """Return the writable copy between `open` and `shut`, else the dequantized matrix."""
         return self.plain() if self.opened is None else self.opened
 
     def open(self) -> None:
-        """Make `shown` writable. The matrix keeps its numbers until `shut`."""
+        """Make `shown` writable. The quantized numbers stay the same until `shut`."""
         self.opened = self.plain()
 
     @torch.no_grad()
     def shut(self) -> None:
-        """Quantize what was written to `shown` since `open`."""
+        """Quantize the writable copy, and end writing."""
         if self.opened is not None:
             codes, scales = self._quantize(self.opened)
             self.codes.copy_(codes)
@@ -86,7 +85,7 @@ class QuantizedMatrix(nn.Module):
         self.opened = None
 
     def _quantize(self, plain: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (codes, scales) of a plain matrix."""
+        """Return (codes, scales) of an unquantized matrix."""
         wide = plain.detach().float()
         if self.form == "nf4":
             codes, state = load_bitsandbytes().quantize_4bit(
@@ -94,15 +93,16 @@ class QuantizedMatrix(nn.Module):
             )
             return codes, state.absmax
         blocks = F.pad(wide, (0, -wide.shape[1] % FLOAT8_BLOCK)).unflatten(1, (-1, FLOAT8_BLOCK))
+        # The scale is the power of two just above max |block| / LARGEST, so that each code fits.
         _, exponents = torch.frexp(blocks.abs().amax(2) / LARGEST)
         scales = torch.ldexp(torch.ones_like(blocks[:, :, 0]), exponents)
         return (blocks / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scales
 
 
 class _Product(Function):
-    """The product x W^T, which restores the matrix again in the backward pass.
+    """The product x W^T, which dequantizes W again in the backward pass.
 
-    Autograd would keep every restored matrix for the backward pass.
+    Autograd would keep every dequantized matrix until then.
     """
 
     @staticmethod

@@ -16,7 +16,7 @@ from ratchet.config.model_shape.decoder_config import ORIGINAL, DecoderConfig
 
 
 class RotaryTable(nn.Module):
-    """The cos and sin tables by position, in float32. They are not part of the state dict."""
+    """The rotary frequencies, in float32. They are not part of the state dict."""
 
     frequencies: Tensor
 
@@ -28,7 +28,7 @@ class RotaryTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         """Move the frequencies with the model, but never cast them.
 
-        In bfloat16 they would be off by whole turns at long positions.
+        In bfloat16 the angles of late positions would be off by whole turns.
         """
         super()._apply(fn, recurse)
         self.frequencies = self.exact.to(self.frequencies.device)
@@ -44,10 +44,10 @@ class RotaryTable(nn.Module):
 
 
 def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor, float]:
-    """Return (frequencies [head_dim / 2], factor on cos and sin), in float32 on the CPU.
+    """Return (frequencies [head_dim / 2], factor of cos and sin), in float32 on the CPU.
 
     Args:
-        rope: as in `DecoderConfig`.
+        rope: the rope parameters, as in `DecoderConfig`.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
     plain = 1.0 / float(rope["rope_theta"]) ** exponents
@@ -59,7 +59,7 @@ def _default(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
 
 
 def _linear(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Scale by position interpolation (arXiv:2306.15595, eq. 4)."""
+    """Apply position interpolation (arXiv:2306.15595, eq. 4)."""
     return plain / float(rope["factor"]), 1.0
 
 
@@ -89,6 +89,7 @@ def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     base = float(rope["rope_theta"])
     head_dim = 2 * len(plain)
 
+    # The index of the frequency that makes this many turns over the original context.
     def dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
@@ -100,6 +101,7 @@ def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
+    # The ramp is 0 at high frequencies, which are kept, and 1 at low ones, which are divided.
     ramp = (
         (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low)
         / max(high - low, 0.001)

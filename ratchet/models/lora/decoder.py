@@ -1,7 +1,7 @@
 """Add LoRA adapters to the built-in decoder: initial values, weight names and merging.
 
-Names are those of peft's files: `base_model.model.<path of the map>.lora_A.weight` [r, inputs] and
-`lora_B` [outputs, r].
+Names are those of peft's files: `base_model.model.<path of the linear map>.lora_A.weight` [r,
+inputs] and `.lora_B.weight` [outputs, r].
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ class Adapter:
         """Return the initial value of a whole weight.
 
         It is a function of the seed and the name, so its bits don't depend on how the weight is
-        divided. A is uniform with variance 1 / (3 inputs) (kaiming), or normal with deviation 1 /
-        rank (gaussian). B is 0.
+        sharded. A is uniform with variance 1 / (3 inputs) (kaiming), or normal with standard
+        deviation 1 / rank (gaussian). B is 0.
         """
         if ".lora_B." in name:
             return torch.zeros(*shape)
@@ -56,7 +56,7 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
 
     Args:
         weights: weights of the model, by canonical name.
-        names: names of the linear maps that get an adapter.
+        names: last part of the names of the linear maps that get an adapter.
     """
     target_names = set(names)
     adapted = (
@@ -71,8 +71,9 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
 
 
 def attach(decoder: Decoder, adapter: Adapter) -> None:
-    """Add adapters as `fit` does, freeze all other weights, and quantize them if
-    configured.
+    """Freeze a decoder, quantize its linear maps if `lora.base` is set, and add adapters.
+
+    Raises ConfigError as `resolve_decoder_targets` does.
     """
     resolve_decoder_targets(decoder.config, adapter.lora)
     decoder.requires_grad_(False)
@@ -83,7 +84,7 @@ def attach(decoder: Decoder, adapter: Adapter) -> None:
 
 
 def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
-    """Add adapters with their initial values, which change no output yet.
+    """Add adapters with their initial values, which leave all outputs unchanged.
 
     Raises ConfigError as `resolve_decoder_targets` does.
     """
@@ -108,10 +109,10 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
 def init_adapters(
     module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[WeightPiece, ...]]
 ) -> None:
-    """Fill the adapters in a module with their initial values, each with the blocks that lie here.
+    """Fill the adapters in a module with their initial values, or this rank's blocks of them.
 
     Args:
-        layout: pieces of each adapter parameter, by its name.
+        layout: the pieces of each adapter parameter, by parameter name.
     """
     for name, parameter in adapter_parameters(module):
         for block in cut_blocks(layout[name], parameter):
@@ -127,7 +128,7 @@ def init_adapters(
 
 
 def merge(decoder: Decoder) -> None:
-    """Add the adapters to the matrices, remove them, and unfreeze all weights."""
+    """Merge the adapters into the dequantized weights, remove them, and unfreeze all weights."""
     for _, linear in decoder.inner_maps:
         linear.restore()
         if isinstance(linear.adapter, FusedLoRA):
@@ -146,12 +147,12 @@ def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Return True if a parameter's name is one of an adapter, ours or peft's."""
+    """Return True if a name, ours or peft's, is that of an adapter parameter."""
     return ".lora_A" in name or ".lora_B" in name
 
 
 def adapter_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (peft's name, detached view into a parameter)."""
+    """Yield peft's name and a detached view of each adapter weight."""
     layout = list_pieces(decoder)
     for name, parameter in adapter_parameters(decoder):
         for block in cut_blocks(layout[name], parameter.detach()):
@@ -176,7 +177,7 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class MergedWeight:
-    """A weight with its adapter added when the weight is read, in float32 or better.
+    """A weight whose adapter is added each time it is read, in float32 or better.
 
     It implements `SavableTensor`.
     """
@@ -198,7 +199,7 @@ class MergedWeight:
 def merge_lazily(
     weights: Mapping[str, SavableTensor], adapter: Mapping[str, SavableTensor], scale: float
 ) -> dict[str, SavableTensor]:
-    """Return the weights of a model, with the adapter added to those that it adapts.
+    """Return the weights of a model; those that the adapter has are merged when they are read.
 
     Raises ModelError if the adapter has a weight for a map that the model lacks.
     """

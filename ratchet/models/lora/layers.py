@@ -18,7 +18,7 @@ from ratchet.models.layers.quantized import QuantizedMatrix
 
 
 class SeededDropout(nn.Module):
-    """Dropout whose mask is a function of a seed.
+    """A dropout layer whose mask is a function of a seed.
 
     A resumed run and recomputed activations therefore get the same mask.
     """
@@ -27,13 +27,13 @@ class SeededDropout(nn.Module):
         """Create a layer that drops nothing until `seed` is set.
 
         Args:
-            share: probability that a number is dropped.
-            place: number of this layer; each place has its own masks.
+            share: dropout probability.
+            place: index of this layer; layers of one seed but different places get different masks.
         """
         super().__init__()
         self.share = share
         self.place = place
-        self.seed: int | None = None  # None outside of updates: nothing is dropped
+        self.seed: int | None = None  # None outside updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.share:
@@ -46,8 +46,8 @@ class SeededDropout(nn.Module):
 def derive_mask_seed(*names: int) -> int:
     """Return the seed of a dropout mask, in [0, 2**63), from the numbers that identify it.
 
-    The numbers are hashed, because their products and sums would collide, and because torch's CPU
-    generator reads only the lowest 32 bits.
+    The numbers are hashed, because products or sums of them would collide and torch's CPU generator
+    reads only the lowest 32 bits of its seed.
     """
     digest = blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
@@ -62,8 +62,9 @@ class SwitchableAdapter(nn.Module):
 class FusedLoRA(SwitchableAdapter):
     """The adapter of one linear map of the built-in decoder.
 
-    The map's matrix may fuse several canonical ones. Each part then has its own A and B, stacked in
-    `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. They are uninitialised.
+    The map's matrix may fuse several matrices of the checkpoint. Each of these parts has its own A
+    and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are allocated
+    uninitialised.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class FusedLoRA(SwitchableAdapter):
 
         Args:
             weight: the map's matrix.
-            spans: the rows of the matrix that each part has; other rows have no adapter.
+            spans: the matrix rows of each adapted part; other rows have no adapter.
             place: see `SeededDropout`.
         """
         super().__init__()
@@ -140,7 +141,7 @@ def place_columns(parts: Sequence[tuple[range, Tensor]], outputs: int) -> Tensor
 
 @contextmanager
 def seed_dropout(model: nn.Module, seed: int) -> Iterator[None]:
-    """Set the dropout seed of a model's adapters inside the context."""
+    """Set the dropout seed of a model's adapters inside the context; no dropout after it."""
     dropouts = [module for module in model.modules() if isinstance(module, SeededDropout)]
     for module in dropouts:
         module.seed = seed

@@ -1,6 +1,6 @@
 """Add LoRA adapters to a transformers model by injecting peft's layers.
 
-Initial values and dropout are ours, functions of a seed as on the built-in decoder.
+Initial values and dropout are not peft's: both follow from a seed, as in the built-in decoder.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from ratchet.models.lora.files import peft_config
 from ratchet.models.lora.layers import SeededDropout
 from ratchet.models.weights.weight_layout import PEFT
 
-ADAPTER_NAME = "default"  # peft's name of an adapter without a name
+ADAPTER_NAME = "default"  # peft's name for an unnamed adapter
 BASE_SUFFIX = ".base_layer"
 
 
 def list_linear_maps(layers: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the linear maps in a model's layers: the last parts of their paths."""
+    """Return the names of the linear maps in a model's layers (last path parts, such as q_proj)."""
     paths = (
         path
         for layer in layers

@@ -1,6 +1,6 @@
 """Map the parameters of a Megatron rank to blocks of canonical weights.
 
-Of the ranks that hold the same block, one is responsible for it.
+Exactly one of the ranks that hold the same block is responsible for it.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ SCALAR = "scalar."  # prefix of the scalar head's parameters in a stage
 class OwnedParameter:
     """A parameter of a stage with its blocks."""
 
-    name: str  # in its stage
+    name: str  # name in its stage
     parameter: nn.Parameter
     pieces: tuple[WeightPiece, ...]
-    first: bool  # True if this rank is responsible among those that hold the same
+    first: bool  # True if this rank is responsible for the parameter
 
 
 def make_stage_layout(stage: MegatronStage, sizes: MegatronSizes) -> Layout:
-    """Return the pieces of the model's own weights in a stage, by parameter name."""
+    """Return the pieces of a stage's model weights (without adapters), by parameter name."""
     place = MegatronShard(
         tensor=ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         pipeline=stage.share,
@@ -59,7 +59,7 @@ def make_adapter_layout(stage: MegatronStage) -> Layout:
 def list_owned_parameters(
     stages: Sequence[MegatronStage], sizes: MegatronSizes
 ) -> Iterator[OwnedParameter]:
-    """Yield all parameters of the stages, in their order."""
+    """Yield all parameters of the stages, in order."""
     for stage in stages:
         layout = {**make_stage_layout(stage, sizes), **make_adapter_layout(stage)}
         for name, parameter in stage.named_parameters():
@@ -74,7 +74,7 @@ def list_owned_parameters(
 
 
 def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
-    """Copy every block of the model's own weights from `read` into the stages."""
+    """Copy every block of the model weights from `read` into the stages."""
     for stage in stages:
         tensors: dict[str, Tensor] = {
             name: p for name, p in stage.named_parameters() if is_model_weight(name)
@@ -83,14 +83,12 @@ def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: Rea
 
 
 def is_model_weight(name: str) -> bool:
-    """Return True if a parameter is the model's own, neither an adapter's nor the scalar head's."""
+    """Return True if a parameter belongs to neither an adapter nor the scalar head."""
     return not (is_adapter_parameter(name) or name.startswith(SCALAR))
 
 
 def _is_responsible(parameter: nn.Parameter) -> bool:
-    """Return True if this rank is responsible for a parameter among all ranks that hold the
-    same.
-    """
+    """Return True if this rank is the first of the ranks that hold the same parameter."""
     is_expert = not getattr(parameter, "allreduce", True)
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()
@@ -102,6 +100,6 @@ def _is_responsible(parameter: nn.Parameter) -> bool:
 
 
 def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
-    """Return the pieces of a parameter that is a whole weight."""
+    """Return the single piece of a parameter that is not divided over ranks."""
     shape = tuple(parameter.shape)
     return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)

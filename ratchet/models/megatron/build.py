@@ -1,6 +1,6 @@
-"""Build the pipeline stages that a rank holds as models of Megatron Core, from a decoder's shape.
+"""Build a rank's pipeline stages as Megatron Core models, from a decoder's shape.
 
-T = tokens of a forward pass, t = those that this rank keeps between the layers, d = hidden size.
+T = tokens of a forward pass, t = those that this rank keeps between layers, d = hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def init_process_groups(sizes: MegatronSizes, seed: int = 0) -> None:
-    """Create Megatron's process groups, after torch's: once per process, on all ranks together.
+    """Create Megatron's process groups. All ranks call it together, once, after torch's init.
 
     Ranks are ordered as everywhere in Ratchet: tensor, context, data, pipeline.
     """
@@ -55,8 +55,8 @@ def destroy_process_groups() -> None:
 class MegatronStage(GPTModel):
     """Consecutive layers of a decoder, as a model of Megatron Core.
 
-    The first stage has the embedding, the last the final norm and the language head. It returns
-    hidden states, never logits.
+    The first stage has the embedding, the last the final norm and the language head. Every stage
+    returns hidden states, never logits.
     """
 
     def __init__(
@@ -81,10 +81,10 @@ class MegatronStage(GPTModel):
             position_embedding_type="none",  # `PackedCoreAttention` rotates queries and keys
             vp_stage=chunk if sizes.chunks > 1 else None,
         )
-        self.shape = shape  # of the whole model
+        self.shape = shape  # the shape of the whole model
         self.share = share
         self.layers = layers  # indices of the layers in this stage
-        # the head of a critic or a reward model, on the last stage
+        # The head of a critic or a reward model, on the last stage.
         self.scalar: ScalarHead | None = None
         self.rotary = RotaryTable(shape)
         self.tensor: Any = (
@@ -97,7 +97,7 @@ class MegatronStage(GPTModel):
 
     @property
     def head_weight(self) -> Tensor:
-        """The head's matrix [rows of this rank, d], with the rows that pad the vocabulary."""
+        """Return the head's matrix [rows of this rank, d], including vocabulary padding."""
         weight: Any = (
             self.shared_embedding_or_output_weight()
             if self.shape.tied
@@ -122,8 +122,8 @@ class MegatronStage(GPTModel):
         )
         x = None
         if self.pre_process:
-            # States require a gradient even if the embedding is frozen: otherwise Megatron neither
-            # recomputes layers for their adapters, nor sends gradients between stages.
+            # Hidden states require a gradient even if the embedding is frozen: otherwise Megatron
+            # would neither recompute layers with adapters nor send gradients between stages.
             x = self.embedding(input_ids=feed.tokens_U[None], position_ids=None).requires_grad_()
         x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
@@ -153,11 +153,10 @@ def build_stages(
     recompute: str = "none",
     fp8: Fp8Format | None = None,
 ) -> list[MegatronStage]:
-    """Return this rank's stages, one per chunk of an interleaved pipeline. Call
-    `begin` before.
+    """Return this rank's stages, one per chunk of an interleaved pipeline.
 
-    They are on the current CUDA device if there is one. Raises ModelError if the shape can't be
-    divided so.
+    Call `init_process_groups` first. The stages are on the current CUDA device if there is one.
+    Raises ModelError if the shape can't be divided by these sizes.
 
     Args:
         recompute: as in `MegatronConfig`.
@@ -168,6 +167,7 @@ def build_stages(
     return [MegatronStage(shape, sizes, config, chunk) for chunk in range(sizes.chunks)]
 
 
+# Megatron's options for each value of `recompute`.
 RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
     "none": {},
     "attention": {"recompute_granularity": "selective", "recompute_modules": ["core_attn"]},
@@ -182,8 +182,8 @@ RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
 def _keep_uninitialised(weight: Tensor) -> Tensor:
     """Return the weight unchanged.
 
-    It replaces an initialiser. Megatron also marks divided parameters when it initialises, so the
-    step can't be switched off.
+    It stands in for an initialiser. Initialisation can't be switched off, because Megatron also
+    marks divided parameters in that step.
     """
     return weight
 
@@ -221,8 +221,8 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        # The two ranks of an interleaved pipeline are neighbours on both sides, so that batched
-        # messages would be mixed up.
+        # In an interleaved pipeline of two ranks, each is both predecessor and successor of the
+        # other, so batched messages would be mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
         batch_p2p_comm=sizes.chunks == 1,
         expert_model_parallel_size=sizes.experts,

@@ -1,6 +1,6 @@
 """Run Megatron Core without CUDA, for tests.
 
-Its modules are rewritten while they are imported; torch is not changed.
+Megatron's modules are rewritten as they are imported; torch is not changed.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 PACKAGE = "megatron.core"
 STANDIN = "_cpu_for_cuda"  # the stand-in's name in the rewritten modules
-# Methods of tensors whose calls are removed: x.cuda() becomes x.
+# Tensor methods whose calls are removed: x.cuda() becomes x.
 DROPPED = {"cuda", "record_stream"}
 
 
 def install() -> None:
-    """Rewrite modules of Megatron that are imported afterwards. Calling it again has no effect."""
+    """Rewrite all Megatron modules imported from now on. A second call has no effect."""
     if any(isinstance(finder, _Finder) for finder in sys.meta_path):
         return
     assert not any(name.startswith(PACKAGE) for name in sys.modules), (
@@ -59,7 +59,7 @@ REPLACED = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_s
 
 
 class _Standin(types.ModuleType):
-    """A stand-in for `torch.cuda`, which it falls back on for other attributes."""
+    """A stand-in for `torch.cuda`, which supplies the attributes not defined here."""
 
     Stream = Event = _NoOp
     nvtx = _NoOp()
@@ -127,7 +127,8 @@ class _OnCPU(ast.NodeTransformer):
         if value == "cuda":
             return ast.Constant("cpu")
         if isinstance(value, str) and value.startswith("torch.cuda.") and value.endswith("Tensor"):
-            return ast.Constant(value.replace("cuda.", ""))  # compared with `tensor.type()`
+            # Megatron compares this name with `tensor.type()`.
+            return ast.Constant(value.replace("cuda.", ""))
         return node
 
 

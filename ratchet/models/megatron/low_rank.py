@@ -37,17 +37,17 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class FactorSharding:
-    """The way a kind of linear map is divided, and with it one of the factors of its adapter."""
+    """The division of a kind of linear map, which also divides one factor of its adapter."""
 
-    divided: str  # the factor that is divided
-    dim: int  # the dimension that is divided
-    # The communication of A x on its way to B, without and with sequence parallelism.
+    divided: str  # the name of the divided factor
+    dim: int  # its divided dimension
+    # Communication of A x before B multiplies it, without and with sequence parallelism.
     alone: Callable[..., Tensor]
     sequence: Callable[..., Tensor]
 
     @property
     def whole(self) -> str:
-        """The factor that each rank has as a whole."""
+        """The name of the factor that each rank has whole."""
         return FACTORS[1 - FACTORS.index(self.divided)]
 
 
@@ -88,7 +88,7 @@ class LoRAFactors(nn.Module):
         }
 
     def parts(self, low_ur: Tensor) -> list[tuple[range, Tensor]]:
-        """Return (columns of the map's output, what is added there), from A x."""
+        """Return pairs (columns of the map's output, the addend for them), computed from A x."""
         out = F.linear(low_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
         return list(zip(self.spans, out, strict=True))
 

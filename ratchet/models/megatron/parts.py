@@ -1,10 +1,10 @@
-"""Define the modules of a layer that Megatron Core itself has only with Transformer Engine.
+"""Define the layer modules that Megatron Core provides only with Transformer Engine.
 
-They compute as the built-in decoder does: attention over packed sequences, with context parallelism
-too, norms, and routers that can replay.
+They compute the same as the built-in decoder: attention over packed sequences, also with context
+parallelism, norms, and routers that can replay routing decisions.
 
 T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k =
-experts of a token.
+experts per token.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from ratchet.models.ops import rms_norm, rotate
 class PackedForwardParams(PackedSeqParams):
     """The inputs that all layers of one forward pass share.
 
-    They are an argument of each layer, so that a recomputed layer gets those of its own micro-batch
-    even after forward passes of others.
+    Each layer gets them as an argument, so that activation recomputation uses those of its own
+    micro-batch even after forward passes of other micro-batches.
     """
 
     qkv_format: str = "thd"
@@ -49,17 +49,15 @@ class PackedForwardParams(PackedSeqParams):
     cos_T1D: Tensor | None = None
     sin_T1C: Tensor | None = None
     route: RoutingHook | None = None
-    seed: int | None = None  # of adapter dropout
+    seed: int | None = None  # seed of adapter dropout
 
 
 class PackedCoreAttention(nn.Module):
-    """The `core_attention` of a layer: rotate queries and keys, then call the forward pass's
-    `attend`.
-    """
+    """The `core_attention` of a layer: it rotates queries and keys, then calls `attend`."""
 
     def __init__(self, *, layer_number: int, **others: Any) -> None:
         super().__init__()
-        self.layer = layer_number - 1  # in the whole model; Megatron counts from 1
+        self.layer = layer_number - 1  # index in the whole model; Megatron counts from 1
 
     def forward(
         self,
@@ -84,7 +82,7 @@ class PackedCoreAttention(nn.Module):
 
 
 class MegatronRMSNorm(nn.Module):
-    """The built-in decoder's `MegatronRMSNorm` with Megatron's signature and marks."""
+    """The built-in decoder's `RMSNorm`, with Megatron's signature and parameter attributes."""
 
     def __init__(
         self, *, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **others: Any
@@ -102,15 +100,13 @@ class MegatronRMSNorm(nn.Module):
 
 
 class ReplayableRouter(TopKRouter):
-    """A router that computes as `ratchet.models.layers.moe.ExpertRouter` does."""
+    """A router that computes the same as `ratchet.models.layers.moe.ExpertRouter`."""
 
     place: int = 0  # index among the layers with experts
-    route: RoutingHook | None = None  # decides the experts during one forward pass of the layer
+    route: RoutingHook | None = None  # may replace the chosen experts; set at each forward pass
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return (weights [T, E], 0 for experts that are not chosen; whether each is chosen [T,
-        E]).
-        """
+        """Return (weights [T, E], 0 for other experts; mask of the chosen experts [T, E])."""
         logits_TE = logits.view(-1, logits.shape[-1])
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
         shares_TE = logits_TE.softmax(-1)
@@ -127,7 +123,7 @@ class ReplayableRouter(TopKRouter):
 
 
 class MegatronLayer(TransformerLayer):
-    """A layer that passes the forward pass's routing to its router and the seed to its adapters."""
+    """A layer that passes `route` to its router and `seed` to its adapters."""
 
     def forward(self, *args: Any, packed_seq_params: PackedForwardParams, **others: Any) -> Any:
         if isinstance(self.mlp, MoELayer):
@@ -140,10 +136,12 @@ class MegatronLayer(TransformerLayer):
 
 
 def layer_spec(shape: DecoderConfig, layer: int, *, fp8: bool = False) -> ModuleSpec:
-    """Return the specification of a layer, counted from 0 in the whole model.
+    """Return the specification of a layer.
 
     Args:
-        fp8: True to use Transformer Engine's linear maps, which support such formats.
+        shape: The shape of the decoder.
+        layer: The index of the layer in the whole model, from 0.
+        fp8: True to use Transformer Engine's linear layers, which support fp8.
     """
     column, row = (
         (te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear)

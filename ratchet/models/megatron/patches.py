@@ -26,7 +26,7 @@ def make_ready() -> None:
     _patch_buckets(distributed)
 
 
-# --- patches of version 0.16.1; the first two matter only without Transformer Engine
+# --- patches of version 0.16.1; the first two are needed only without Transformer Engine
 
 
 def _patch_routers(moe_utils: Any) -> None:
@@ -38,8 +38,8 @@ def _patch_routers(moe_utils: Any) -> None:
 def _patch_optimizer(distributed: Any) -> None:
     """Let the optimizer load a checkpoint without Transformer Engine.
 
-    It copies a checkpoint's tensors into all of the optimizer's state, which with torch's
-    optimizers also has the step.
+    Megatron copies a checkpoint tensor into each entry of a parameter's state. torch's optimizers
+    also keep `step` there, which the tensors lack; the patch adds the current one.
     """
     optimizer_class: Any = distributed.DistributedOptimizer
     copy = optimizer_class._set_main_param_and_optimizer_states
@@ -54,11 +54,11 @@ def _patch_optimizer(distributed: Any) -> None:
 
 
 def _patch_buckets(distributed: Any) -> None:
-    """Keep the padding of buckets in checkpoints of the optimizer.
+    """Keep the padding of buckets in optimizer checkpoints.
 
-    Megatron concatenates a buffer's buckets without their padding, but looks for weights at offsets
-    that count it. With several buckets (the last pipeline stage has an extra one for the tied
-    embedding) all weights behind the first bucket are cut from the wrong place, and the end is
+    Megatron concatenates a buffer's buckets without their padding, but slices weights at offsets
+    that include it. With several buckets (the last pipeline stage has an extra one for the tied
+    embedding) all weights after the first bucket are sliced at the wrong place, and the end is
     filled with zeros.
     """
     optimizer_class: Any = distributed.DistributedOptimizer

@@ -1,4 +1,4 @@
-"""Check how Megatron Core divides a decoder over ranks, before any process starts. No Megatron."""
+"""Check how Megatron Core divides a decoder, before any process starts, without importing it."""
 
 from __future__ import annotations
 
@@ -20,20 +20,18 @@ def require_megatron() -> None:
 
 @dataclass(frozen=True)
 class Fp8Format:
-    """The fp8 format that Transformer Engine multiplies in."""
+    """The fp8 format of Transformer Engine's matrix products."""
 
     format: str  # `MegatronConfig.fp8`
     recipe: str  # `MegatronConfig.fp8_recipe`
 
     @property
     def rows(self) -> int:
-        """The number that both sides of a product must be a multiple of."""
+        """Both dimensions of a multiplied matrix must be multiples of this number."""
         return {"mxfp8": 32, "blockwise": 128}.get(self.recipe, 16)
 
     def check(self, capability: tuple[int, int]) -> None:
-        """Raise ConfigError if a CUDA device of this compute capability doesn't support the
-        format.
-        """
+        """Raise ConfigError if a CUDA device of this compute capability lacks the format."""
         required = {"mxfp8": (10, 0), "blockwise": (9, 0)}.get(self.recipe, (8, 9))
         if capability < required:
             device_version, required_version = (
@@ -53,7 +51,8 @@ class Fp8Format:
         """Raise ModelError if the format can't multiply a decoder's matrices.
 
         Args:
-            tensor: number of tensor-parallel ranks.
+            shape: The shape of the decoder.
+            tensor: The number of tensor-parallel ranks.
         """
         mlp = shape.expert_intermediate_size if shape.n_experts else shape.intermediate_size
         widths = {
@@ -83,13 +82,11 @@ class MegatronSizes:
     sequence: bool = False  # sequence parallelism, see `ratchet.models.parallel.tensor_parallel`
 
     def stage(self, rank: int, chunk: int = 0) -> ShardIndex:
-        """Return which share of the layers a chunk of a pipeline rank has."""
+        """Return the share of the layers that a chunk of a pipeline rank holds."""
         return ShardIndex(rank + self.pipeline * chunk, self.pipeline * self.chunks)
 
     def check(self, shape: DecoderConfig) -> None:
-        """Raise ModelError if Megatron Core can't divide the decoder so, or lacks one of its
-        layers.
-        """
+        """Raise ModelError if Megatron Core can't divide or build the decoder."""
         stages = self.pipeline * self.chunks
         ModelShard(
             ShardIndex(0, self.tensor), ShardIndex(0, stages), ShardIndex(0, self.experts)
@@ -119,5 +116,5 @@ class MegatronSizes:
 
 
 def padded_vocabulary(size: int, tensor: int) -> int:
-    """Return the rows of the embedding on all ranks, padded so that each has equally many."""
+    """Return the number of embedding rows, padded to a multiple of the tensor-parallel ranks."""
     return -(-size // tensor) * tensor

@@ -1,4 +1,4 @@
-"""Define a policy whose decoder is divided over the ranks of several groups."""
+"""Define a policy whose decoder is sharded by tensor, context, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -28,7 +28,8 @@ class DistributedShard:
     """The shard of a decoder that this rank holds, and the groups that it computes with."""
 
     part: ModelShard
-    tensor: Group | None = None  # None: the rank is alone; likewise below
+    # Groups of each kind of parallelism; None: not used.
+    tensor: Group | None = None
     context: Group | None = None
     experts: Group | None = None
     sequence: bool = False  # sequence parallelism, see `TensorParallelComm`
@@ -48,7 +49,7 @@ class DecoderStage(nn.Module):
         super().__init__()
         self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
         self.feeds: Sequence[PackedInputs] = ()  # inputs of the micro-batches that a pipeline runs
-        self.autocast = False  # True: compute products in bfloat16
+        self.autocast = False  # True: compute matrix products in bfloat16
         if spread.tensor is not None:
             rows = spread.part.tensor.range(config.vocab_size)
             self.decoder.join(TensorParallelComm(spread.tensor, rows, sequence=spread.sequence))
@@ -65,7 +66,7 @@ class DecoderStage(nn.Module):
         Args:
             x: hidden states from the stage before; ignored by the first stage, which embeds the
                 feed's tokens.
-            number: [1], index of one of the `feeds`, if `feed` is None.
+            number: [1], index into `feeds`; used if `feed` is None.
         """
         if feed is None:
             assert number is not None, "neither a feed nor its number"
@@ -80,7 +81,7 @@ class DecoderStage(nn.Module):
 class DistributedPolicy(DecoderPolicy):
     """A policy whose decoder is divided over ranks.
 
-    `hidden` returns the states of this rank's own tokens; `division` returns which these are.
+    `hidden` returns the states of this rank's tokens only; `division` returns which tokens.
     """
 
     def __init__(
@@ -95,7 +96,7 @@ class DistributedPolicy(DecoderPolicy):
         """Allocate this rank's layers. Weights are uninitialised memory.
 
         Args:
-            chunks: stages per rank of an interleaved pipeline.
+            chunks: number of stages per rank; more than one in an interleaved pipeline.
         """
         nn.Module.__init__(self)
         pipeline = spread.part.pipeline
@@ -116,7 +117,7 @@ class DistributedPolicy(DecoderPolicy):
 
     @property
     def runs(self) -> list[DecoderStage]:
-        """The stages on this rank: one, or several of an interleaved pipeline."""
+        """Return the stages on this rank: one, or several if the pipeline is interleaved."""
         return [cast(DecoderStage, stage) for stage in self.stages]
 
     @property
@@ -191,8 +192,8 @@ class DistributedPolicy(DecoderPolicy):
         )
 
 
-# Cached because the forward pass and each column of a micro-batch use the same division, in a
-# pipeline some time later.
+# Cached because the forward pass of a micro-batch and, in a pipeline some time later, each of its
+# columns use the same division.
 @lru_cache(maxsize=64)
 def _division(lengths: tuple[int, ...], share: ShardIndex) -> ContextSplit:
     return ContextSplit.from_lengths(lengths, share)

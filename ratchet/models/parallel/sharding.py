@@ -1,7 +1,7 @@
 """Describe the shard of a decoder that a process holds, and the communication between shards.
 
-Tensor parallelism (arXiv:1909.08053): each rank has some heads, some columns of each MLP and some
-rows of the vocabulary. Pipeline parallelism: each rank has some of the layers.
+With tensor parallelism (arXiv:1909.08053) each rank has some heads, some columns of each MLP and
+some rows of the embedding. With pipeline parallelism each rank has some of the layers.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ratchet.errors import ModelError
 
 @dataclass(frozen=True)
 class ShardIndex:
-    """Number `index` of `count` parts of about equal size."""
+    """The index of one of `count` parts of about equal size."""
 
     index: int = 0
     count: int = 1
@@ -33,10 +33,11 @@ class ShardIndex:
 class ModelShard:
     """The shard of a decoder that a rank holds."""
 
-    tensor: ShardIndex = ShardIndex()  # of the heads, the MLPs and the vocabulary
-    # of the layers; the first has the embedding, the last the final norm and the language head
+    tensor: ShardIndex = ShardIndex()  # part of the heads, the MLPs and the vocabulary
+    # Part of the layers. The first also has the embedding, the last the final norm and the language
+    # head.
     pipeline: ShardIndex = ShardIndex()
-    experts: ShardIndex = ShardIndex()  # of the experts of each layer
+    experts: ShardIndex = ShardIndex()  # part of each layer's experts
 
     @property
     def first(self) -> bool:
@@ -60,9 +61,7 @@ class ModelShard:
         )
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise ModelError if a decoder can't be divided so. The message names the nearest
-        divisor.
-        """
+        """Raise ModelError if a decoder can't be divided like this; the message names a fix."""
         n = self.tensor.count
         check_even(
             n,
@@ -99,10 +98,11 @@ class ModelShard:
 
 
 def check_even(n: int, totals: Mapping[str, int]) -> None:
-    """Raise ModelError if n tensor-parallel ranks can't have equally many of some item.
+    """Raise ModelError if the number of tensor-parallel ranks doesn't divide each total.
 
     Args:
-        totals: number of items, by what they are.
+        n: The number of tensor-parallel ranks.
+        totals: The number of items, by their name in the message, such as "query heads".
     """
     for what, total in totals.items():
         if total % n:
@@ -128,15 +128,15 @@ class TPComm(Protocol):
         ...
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
-        """Return the embeddings of tokens; this rank has some rows of the matrix."""
+        """Return the embeddings of tokens; `weight_Vd` has this rank's rows of the matrix."""
         ...
 
     def enter(self, x: Tensor) -> Tensor:
-        """Prepare the input of products whose outputs are divided over ranks."""
+        """Prepare the input of column-parallel layers, whose outputs are divided over ranks."""
         ...
 
     def leave(self, x: Tensor) -> Tensor:
-        """Sum the ranks' outputs of products whose inputs are divided."""
+        """Sum the outputs of row-parallel layers, whose inputs are divided over ranks."""
         ...
 
     def finish(self, x: Tensor) -> Tensor:
@@ -145,7 +145,7 @@ class TPComm(Protocol):
 
 
 class NoTPComm:
-    """The case of a single rank, which communicates nothing."""
+    """The `TPComm` of a single rank, which communicates nothing."""
 
     def begin(self, tokens: int) -> None: ...
 

@@ -1,5 +1,6 @@
-"""Any causal language model of transformers as a policy. The only file here that imports
-transformers, which takes seconds.
+"""Run any causal language model of transformers as a policy.
+
+Importing this file takes seconds, because it imports transformers.
 
 T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
 """
@@ -34,24 +35,30 @@ from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weight
 from ratchet.utils.temp_dirs import TemporaryFolder
 
 PROBE_LENGTHS = (5, 1, 7, 3)
-# sums in another order, and gradients that all but cancel out; what is wrong moves them far more
+# Factor on the tolerance for a divided model: it sums in another order, and gradients nearly cancel
+# out. A wrong plan changes them far more.
 PROBE_ROUNDING = 100
 
 
 class TransformersPolicy(PolicyModel):
-    """Sequences share a forward, told apart by their positions, where a probe finds that the
-    architecture keeps them apart; elsewhere each runs alone (`packs` is False).
+    """A policy that transformers runs.
 
-    Logits are the model's own: its forward with the backbone replaced by given hidden states, so
-    that soft-capping, logit scales and biases apply whatever they are called. Dropout is off: a
-    policy must score what it sampled.
+    Packed sequences share a forward pass, separated by their positions, if a probe finds that the
+    architecture keeps them independent; otherwise each runs alone (`packs` is False).
+
+    Logits come from the model's own forward, its backbone replaced by given hidden states, so
+    soft-capping, logit scales and biases apply whatever they are called. Dropout is off: a policy
+    must score what it sampled.
     """
 
     def __init__(
         self, model: PreTrainedModel, *, saved_config: PreTrainedConfig | None = None
     ) -> None:
-        """saved_config: what `save` writes, where it isn't the model's own. Raises ModelError for
-        an architecture whose logits aren't a function of its backbone's hidden states."""
+        """Wrap a model and probe it.
+
+        saved_config: written by `save`; None: the model's own. Raises ModelError if the logits
+        aren't a function of the backbone's hidden states.
+        """
         super().__init__()
         self.model = model.eval()
         self.path = self.find_backbone(model)
@@ -72,7 +79,7 @@ class TransformersPolicy(PolicyModel):
         device: torch.device | str = "cpu",
         trust_remote_code: bool = False,
     ) -> TransformersPolicy:
-        """Raises ModelError where transformers can't read the directory."""
+        """Load a Hugging Face directory. Raises ModelError if transformers can't read it."""
         options: dict[str, Any] = {"trust_remote_code": trust_remote_code, "local_files_only": True}
         with translate_errors(directory, "a causal language model"):
             saved_config = AutoConfig.from_pretrained(directory, **options)
@@ -91,7 +98,7 @@ class TransformersPolicy(PolicyModel):
             return cls(model, saved_config=saved_config)
 
     def find_backbone(self, model: PreTrainedModel) -> str:
-        """The dotted path of the module whose output the head reads."""
+        """Return the dotted path of the module whose output the head reads."""
         backbone = model.get_decoder()
         for path, module in model.named_modules():
             if module is backbone and path:
@@ -138,14 +145,16 @@ class TransformersPolicy(PolicyModel):
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
-        # transformers checkpoints in training mode only; dropout is off in either
+        # transformers checkpoints in training mode only; dropout is off in both modes.
         self.model.train(on)
 
     # --- tensor parallelism
 
     def plan(self, ranks: int) -> TPPlan:
-        """Return the plan by which tensor parallelism divides the model. Raises ModelError if there
-        is none, or not for so many ranks."""
+        """Return the plan by which tensor parallelism divides the model.
+
+        Raises ModelError if there is none, or if so many ranks can't have equal parts.
+        """
         plan = TPPlan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
         counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
         heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
@@ -155,8 +164,10 @@ class TransformersPolicy(PolicyModel):
         return plan
 
     def divide(self, group: Group, device: torch.device | str) -> None:
-        """Keeps this rank's part, on the device. Raises ModelError where the ranks together don't
-        compute what it did whole."""
+        """Keep this rank's part only, on the device.
+
+        Raises ModelError if the ranks together don't compute the same as the whole model.
+        """
         plan, whole = self.plan(group.size()), self._probe()
         self.divided = divide_model(self.model, plan, group)
         nn.Module.to(self.model, device)
@@ -178,8 +189,10 @@ class TransformersPolicy(PolicyModel):
                 raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
-        """Return hidden states, logits and the gradient of every vector for a few tokens, by name:
-        the gradient of the first layer's norm passes through all others."""
+        """Return hidden states, logits and the gradients of all vectors for a few tokens, by name.
+
+        The gradient of the first layer's norm depends on all later layers.
+        """
         tokens = self._probe_tokens(7)
         vectors = {
             name: parameter
@@ -188,7 +201,7 @@ class TransformersPolicy(PolicyModel):
         }
         with torch.enable_grad():
             hidden = self._run(tokens, torch.arange(7, device=tokens.device))
-            # No sum of squares: behind a norm that would say nothing.
+            # Not a sum of squares, which a final norm makes nearly constant.
             slope = (
                 torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device)
                 .cos()
@@ -227,8 +240,8 @@ class TransformersPolicy(PolicyModel):
         return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        # A cache or a mask of ones would switch off what tells packed sequences apart: without a
-        # word they'd leak.
+        # With a cache or a mask of ones, transformers would not separate packed sequences: they'd
+        # attend to each other without an error.
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         if self.takes_positions:
             options["position_ids"] = positions_T[None]
@@ -265,8 +278,11 @@ class TransformersPolicy(PolicyModel):
             )
 
     def _keeps_sequences_apart(self) -> bool:
-        """Packed equals separate, and another neighbour changes nothing beyond rounding (which
-        experts that are shared by all tokens of a forward bring even where nothing leaks)."""
+        """Return True if packing changes hidden states by no more than rounding.
+
+        Packed sequences are compared with separate ones, and with packs of other neighbours.
+        Experts shared by all tokens of a forward cause rounding differences even without a leak.
+        """
         rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
         other = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
@@ -316,8 +332,10 @@ class TransformersPolicy(PolicyModel):
         return on_transformers.disable_peft_adapters(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """Return the matrices without tensors of three dimensions: these may be experts, or the
-        kernels of a convolution."""
+        """Return the two-dimensional weights of the layers.
+
+        Three-dimensional ones are left out: they may be experts or convolution kernels.
+        """
         inside = {
             parameter
             for layer in self.layers()
@@ -332,7 +350,7 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def work(self) -> TokenCost | None:
-        """Return the cost of the whole model, without an adapter."""
+        """The cost of a token in the whole model, without an adapter; None if it is divided."""
         if self.divided is not None:
             return None
         modules = (
@@ -347,7 +365,7 @@ class TransformersPolicy(PolicyModel):
         )
 
     def layers(self) -> list[nn.Module]:
-        """The repeated blocks of the backbone, which hold most of the weights."""
+        """Return the repeated blocks of the backbone, which hold most of the weights."""
         return find_largest_module_list(self.backbone)
 
     def save(self, directory: Path, weights: Mapping[str, SavableTensor] | None = None) -> None:
@@ -371,7 +389,7 @@ class TransformersPolicy(PolicyModel):
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """A copy whose every dropout rate is 0, whatever the architecture calls it."""
+    """Return a copy with every dropout rate 0, whatever the architecture calls it."""
     config = copy.deepcopy(config)
     for part in (
         config,
@@ -384,7 +402,7 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
-    """Its largest list of modules."""
+    """Return the `ModuleList` with the most parameters; [] if there is none."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     return (
         list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
@@ -394,7 +412,7 @@ def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
 
 
 def _head_name(model: PreTrainedModel) -> str:
-    """The dotted name of the output embedding [V, d]."""
+    """Return the dotted name of the output embedding [V, d]."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if module is head and path:
@@ -403,7 +421,7 @@ def _head_name(model: PreTrainedModel) -> str:
 
 
 class _Given(nn.Module):
-    """Stands in for a backbone: whatever it is asked, it answers with these hidden states."""
+    """A stand-in for a backbone that returns these hidden states for any input."""
 
     def __init__(self, hidden_1nd: Tensor) -> None:
         super().__init__()
@@ -414,7 +432,7 @@ class _Given(nn.Module):
 
 
 class _Output:
-    """A backbone's answer; of caches, router logits and the like there are none."""
+    """A backbone's output; caches, router logits and all other fields are None."""
 
     def __init__(self, hidden_1nd: Tensor) -> None:
         self.last_hidden_state = hidden_1nd
@@ -427,7 +445,7 @@ class _Output:
 
 
 def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
-    """A shallow copy of `model`, sharing every parameter, with another module at `path`."""
+    """Return a shallow copy of `model` with another module at `path`; parameters are shared."""
     name, _, rest = path.partition(".")
     clone = copy.copy(model)
     child = model.get_submodule(name)
@@ -437,7 +455,9 @@ def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Modul
 
 
 def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
-    """Equal up to so many times a few roundings of a model in `dtype`, on the scale of the largest
-    entry. What leaks moves it far more."""
+    """Return True if `a` equals `b` up to `times` the rounding of a model in `dtype`.
+
+    Rounding is relative to the largest entry of `b`. A leak changes entries far more.
+    """
     tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

@@ -1,9 +1,9 @@
 """Map the parameters of a rank to blocks of canonical weights.
 
-The built-in decoder fuses matrices, tensor parallelism divides them, and FSDP divides the rest by
-rows. On disk and on the wire a weight has its Hugging Face name and whole shape, and a rank has a
-block of it: an offset and a size per dimension. Everything that is saved, sent or loaded is such
-blocks, so no rank ever holds a whole model.
+The built-in decoder fuses matrices, tensor parallelism divides them, and FSDP divides each rank's
+parameters by rows. A canonical weight, on disk and on the wire, has its Hugging Face name and whole
+shape. A rank has a block of it: an offset and a size per dimension. Only such blocks are saved,
+sent and loaded, so no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from ratchet.models.lora.layers import FusedLoRA
 from ratchet.models.parallel.sharding import ModelShard
 from ratchet.protocols import Shard
 
-# Tensor parallelism divides the first by their outputs and the second by their inputs. Each rank
-# has all other parameters as a whole, apart from experts.
+# Tensor parallelism divides BY_ROWS by their outputs and BY_COLUMNS by their inputs. Each rank has
+# all other parameters as a whole, except for experts.
 BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 BY_COLUMNS = ("o_proj", "down_proj")
 EXPERTS = "experts"
-# The prefix of adapter names in peft's files, before the path of the adapted map.
+# The prefix of adapter names in peft's files, before the path of the adapted module.
 PEFT = "base_model.model."
 
 
@@ -32,10 +32,10 @@ PEFT = "base_model.model."
 class WeightPiece:
     """Consecutive rows of a parameter that are one block of a canonical weight."""
 
-    name: str  # of the canonical weight
-    shape: tuple[int, ...]  # of the whole weight
-    offsets: tuple[int, ...]  # of the block in the weight
-    rows: range  # of the parameter
+    name: str  # name of the canonical weight
+    shape: tuple[int, ...]  # shape of the whole weight
+    offsets: tuple[int, ...]  # where the block begins in the weight
+    rows: range  # the block's rows in the parameter
 
     def cut(self, rows: range) -> WeightPiece | None:
         """Return the part of the piece within `rows` of the parameter; None if there is none.
@@ -51,14 +51,14 @@ class WeightPiece:
 
 
 def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
-    """Return the pieces of each parameter of a decoder, by its name, in the order of its rows."""
+    """Return the pieces of a decoder's parameters, by parameter name, in the order of the rows."""
     layout: dict[str, tuple[WeightPiece, ...]] = {}
     adapters = {
         path: module for path, module in decoder.named_modules() if isinstance(module, FusedLoRA)
     }
     for name, parameter in decoder.named_weights():
         path, _, factor = name.rpartition(".")
-        # An adapter comes after the matrix that it adapts, so that the pieces of that are known.
+        # An adapter comes after the matrix that it adapts, whose pieces are already known.
         if path in adapters:
             layout[name] = tuple(
                 _adapter_pieces(
@@ -79,10 +79,10 @@ def cut_blocks(
 
     Args:
         pieces: pieces of the parameter.
-        local: the parameter, its gradient, or a moment of it.
+        local: the parameter, its gradient, or one of its optimizer moments.
         rows: the entries of the parameter's first dimension that `local` holds; None: all.
     """
-    # The pieces of experts count rows over all of their matrices.
+    # Pieces of an experts parameter number the rows of all its matrices consecutively.
     if local.dim() == 3 and len(pieces[0].shape) == 2:
         height = local.shape[1]
         rows = None if rows is None else range(rows.start * height, rows.stop * height)
@@ -96,10 +96,8 @@ def cut_blocks(
 
 
 def is_tensor_parallel(name: str) -> bool:
-    """Return True if tensor parallelism divides the parameter, so that each rank has another
-    block.
-    """
-    # A has the columns of the adapted matrix, B its rows.
+    """True if tensor parallelism divides the parameter."""
+    # A is divided with the columns of the adapted matrix, B with its rows.
     if name.endswith((".lora_A", ".lora_B")):
         return _module(name.rpartition(".adapter")[0] + ".weight") in (
             BY_COLUMNS if name.endswith("A") else BY_ROWS
@@ -108,9 +106,7 @@ def is_tensor_parallel(name: str) -> bool:
 
 
 def _module(name: str) -> str:
-    """Return the name of the module that a parameter belongs to: the last but one part of its
-    path.
-    """
+    """Return the name of a parameter's module: the second-to-last part of its path."""
     return name.rpartition(".")[0].rpartition(".")[2]
 
 
@@ -120,7 +116,7 @@ def _adapter_pieces(
     """Yield the pieces of one factor of an adapter.
 
     Args:
-        which: "lora_A" or "lora_B".
+        factor: "lora_A" or "lora_B".
         adapted: pieces of the adapted matrix.
     """
     start = 0
@@ -187,8 +183,9 @@ def _pieces(
 def _experts(
     prefix: str, kind: str, config: DecoderConfig, part: ModelShard, sparse: MoEFormat
 ) -> Iterator[WeightPiece]:
-    """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F]: matrices per expert, as
-    rows.
+    """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F], one for each matrix.
+
+    Rows are numbered consecutively over all experts.
     """
     size = config.expert_intermediate_size
     hidden = config.hidden_size

@@ -1,4 +1,4 @@
-"""Groups rebuilt from a record's rows: what a step's batch is packed from."""
+"""Rebuild the groups that a step's batch was packed from, from the rows of a record."""
 
 from __future__ import annotations
 
@@ -44,12 +44,16 @@ DTYPES: Mapping[str, type] = {
 def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
     """Return the groups of one step, equal bit for bit to those that the batch was packed from.
 
-    Media `inputs` are empty, since the processor computes them again. Values that JSON holds (an
-    answer, `meta`, arguments) come back as JSON has them; `extras` stay in the record. sources:
-    media by name. Raises DataError for a missing medium.
+    Exceptions: `Medium.inputs` are empty, since the processor computes them again. Values stored
+    as JSON (answer, `meta`, tool arguments) come back with JSON's types. `extras` are not read.
+
+    Args:
+        sources: encoded media by name.
+
+    Raises DataError for a missing medium.
     """
     media: Mapping[str, bytes] = sources or {}
-    media_by_key: dict[str, Medium] = {}  # equal ones are one object
+    media_by_key: dict[str, Medium] = {}  # so that equal media are one object
     tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
     words = table.drop_columns(list(DTYPES)).to_pylist()
     for word in words:
@@ -78,7 +82,7 @@ def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> 
 
 def _token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any] | None]:
     lists = column.combine_chunks()
-    if isinstance(lists, pa.ChunkedArray):  # of no rows
+    if isinstance(lists, pa.ChunkedArray):  # it has no rows
         return []
     flat = lists.values.to_numpy(zero_copy_only=False).astype(dtype)
     spans = itertools.pairwise(lists.offsets.to_pylist())

@@ -1,8 +1,8 @@
-"""Read a record: the Parquet files in a run's `steps/`, by the index of complete files.
+"""Read a record: the Parquet files in a run's `steps/` that its index lists as complete.
 
-`index.jsonl` has a line for each file: its name, size and SHA-256, and what it holds of which
-steps. A line is written after its file and carries its own checksum. Files without a line were left
-by a killed process.
+`index.jsonl` has a line for each file: its name, size and SHA-256, and the steps in it
+(`StepFacts`). A line is written after its file and has its own checksum. Files without a line were
+left by a killed process.
 """
 
 from __future__ import annotations
@@ -32,17 +32,14 @@ INDEX = "index.jsonl"
 
 @dataclass(frozen=True, slots=True)
 class StepFacts:
-    """The index entry of one step.
+    """The index entry of one step."""
 
-    step: as in metrics.jsonl. rows: recorded trajectories, of `groups` groups out of `drawn`.
-    fingerprints: of the weights after the step, by role, where the learner can compute them.
-    """
-
-    step: int
+    step: int  # as in metrics.jsonl
     stage: str
-    rows: int
-    groups: int
-    drawn: int
+    rows: int  # recorded trajectories
+    groups: int  # recorded groups
+    drawn: int  # all groups of the step
+    # Fingerprints of the weights after the step, by role, if the learner can compute them.
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
@@ -52,13 +49,13 @@ class StepFacts:
 
 @dataclass(frozen=True, slots=True)
 class RecordFile:
-    """One Parquet file: the rows of some steps, in order. media_size, media_sha256: of the file of
-    the same name in `media/`, where the rows have media."""
+    """The index entry of one Parquet file, which has the rows of some steps, in order."""
 
     name: str
     size: int
     sha256: str
     steps: tuple[StepFacts, ...]
+    # Size and hash of the file of the same name in `media/`, if the rows have media.
     media_size: int = 0
     media_sha256: str = ""
 
@@ -76,8 +73,10 @@ def _check(body: Mapping[str, Any]) -> str:
 
 
 def read_index(directory: Path) -> list[RecordFile]:
-    """Return the index, [] without a record. Raises DataError for a changed line; an unfinished
-    last line is ignored."""
+    """Return the files in the index; [] if there is no index.
+
+    An unfinished last line is ignored. Raises DataError for a changed line.
+    """
     path = directory / INDEX
     lines = path.read_bytes().splitlines(keepends=True) if path.exists() else []
     return [
@@ -102,7 +101,7 @@ def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
 
 
 class Record:
-    """The contents of a run's `steps/`. Opening it reads the index alone."""
+    """The contents of a run's `steps/`. Opening it reads only the index."""
 
     def __init__(self, directory: Path) -> None:
         self.directory = directory
@@ -115,14 +114,14 @@ class Record:
     def table(
         self, columns: Sequence[str] = tuple(SCALARS), *, steps: Iterable[int] | None = None
     ) -> pa.Table:
-        """Return some columns of all rows, or of the rows of `steps`, in order.
+        """Return `columns` of all rows, or of the rows of `steps`, in order.
 
-        The default columns have one number or word for each trajectory, which is quick for any
-        number of tokens. Raises DataError for a file that can't be read.
+        The default columns have one number or word per trajectory, so that they read quickly
+        whatever the number of tokens. Raises DataError for a file that can't be read.
         """
         chosen = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
-        # Permissive: a struct of an older file may lack a field, which is null then.
+        # Permissive: a field that a struct in an older file lacks becomes null.
         return pa.concat_tables(
             [fields.empty_table(), *self._parts(list(columns), chosen)],
             promote_options="permissive",
@@ -144,8 +143,10 @@ class Record:
                     yield part.slice(end - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
-        """Return all columns of one step's rows, after comparing the file's checksum. Raises
-        DataError for a step that is missing or changed."""
+        """Return all columns of one step's rows, after checking the file's checksum.
+
+        Raises DataError if the step is missing or its file was changed.
+        """
         self.verify(self._file(step))
         return self.table(SCHEMA.names, steps=[step])
 
@@ -161,8 +162,10 @@ class Record:
         return file
 
     def media(self, step: int) -> dict[str, bytes]:
-        """Return the encoded media of a step and of the other steps in its file, by name. Raises
-        DataError for media that can't be read or were changed."""
+        """Return the encoded media of a step and of the other steps in its file, by name.
+
+        Raises DataError if the media can't be read or were changed.
+        """
         file = self._file(step)
         if not file.media_size:
             return {}
@@ -171,9 +174,9 @@ class Record:
         return read_media(path)
 
     def groups(self, step: int) -> list[Group]:
-        """Return the whole of what a step drew; of media only their sources (see `read_groups`).
+        """Return all groups that a step drew; media have no `inputs` (see `read_groups`).
 
-        Raises DataError as `step` and `media` do, and where only a sample of the step was kept.
+        Raises DataError as `step` and `media` do, and if only a sample of the groups was recorded.
         """
         table = self.step(step)
         facts = self.steps[step]
@@ -205,8 +208,10 @@ def _verify(path: Path, sha256: str) -> None:
 
 
 def _with(columns: list[str], part: pa.Table) -> pa.Table:
-    """Return these columns. Columns that an older file lacks get the value that holds for its rows.
-    Raises KeyError for others."""
+    """Return these columns; those of `ADDED` that an older file lacks get the value from there.
+
+    Raises KeyError for any other column that is missing.
+    """
     for name in ADDED.keys() & set(columns) - set(part.column_names):
         field = SCHEMA.field(name)
         part = part.append_column(

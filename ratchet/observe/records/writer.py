@@ -1,9 +1,9 @@
 """Write each step's groups and the learner's columns as Parquet files that any Arrow tool reads.
 
-A thread beside training does the work. Where this process trains on its processors, the tables are
-built between steps and only written in the thread: two threads that run Python code slow each other
-down by more. Files are named by their steps, hold nothing that depends on the clock, and end at
-every checkpoint. So a run that was killed and resumed has the same bytes as one that was not.
+A background thread does the work. If this process trains on the CPU, the thread only writes files,
+and the tables are built between steps: two threads that run Python code would slow each other down
+by more. Files are named by their steps, hold nothing that depends on the clock, and end at every
+checkpoint. So a run that was killed and resumed has the same bytes as one that was not.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from ratchet.utils import failpoints
 
 log = logging.getLogger(__name__)
 
-# Of a file: the fewer files, the sooner a record is open; tokens and bytes of media lie in memory
-# meanwhile.
+# Limits of one file: steps, tokens, bytes of media. Fewer files make a record faster to open, but
+# tokens and media stay in memory until their file is written.
 MOST_STEPS, MOST_TOKENS, MOST_MEDIA = 32, 2**22, 2**28
-# of a disk, or of what an environment measures
+# Errors of a disk, or of values that an environment measured: they end the record, not the run.
 FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
-BEHIND = 2  # steps that the thread may lie behind training, which then waits
+BEHIND = 2  # maximum number of unfinished jobs of the thread; beyond it training waits
 FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + [
     "rollout_logprobs",
     "log_kept_mass",
@@ -57,11 +57,14 @@ FORMAT: dict[str, Any] = {
 
 
 class Recorder:
-    """The writer of a run's record. A disk that fails ends the record with one warning, and never
-    the run.
+    """The writer of a run's record.
 
-    keep_through: the step that the run continues after; later records are removed. seed: of the
-    choice of groups, where not all are kept. beside: True if tables are also built in the thread.
+    A failing disk ends the record with one warning, and never the run.
+
+    Args:
+        seed: Seed of the choice of groups, if not all are kept.
+        keep_through: The step that the run continues after; later records are removed.
+        beside: True if the thread also builds the tables.
     """
 
     def __init__(
@@ -75,7 +78,7 @@ class Recorder:
     ) -> None:
         self.config, self.directory, self.seed, self.beside = config, directory, seed, beside
         self.files: list[RecordFile] = []
-        self._tables: list[pa.Table] = []  # of the file in progress, as are the next three
+        self._tables: list[pa.Table] = []  # these four: content of the next file
         self._facts: list[StepFacts] = []
         self._media: dict[str, bytes] = {}
         self._tokens = 0
@@ -98,13 +101,13 @@ class Recorder:
 
         Args:
             step: As in metrics.jsonl.
-            batch: With all its columns.
+            batch: The step's batch with all its columns.
             weights: Returns the weight of each token in the policy's loss, [T].
             roles: The learners, as they are after the step.
         """
         if not self._on or step % self.config.every:
             return
-        # Now, and not in the thread: the next step changes them.
+        # Taken now and not in the thread, because the next step changes the learners.
         prints = {
             name: role.fingerprint()
             for name, role in roles.items()
@@ -113,8 +116,10 @@ class Recorder:
         self._do(lambda: self._take(step, stage, groups, batch, weights, prints))
 
     def flush(self) -> None:
-        """Return when all that was added is on disk. Called before a checkpoint, so that a resumed
-        run finds a whole record."""
+        """Block until all added steps are on disk.
+
+        Called before a checkpoint, so that a resumed run finds a complete record.
+        """
         failpoints.point("record.flush")
         if self._on:
             self._do(self._end_file)
@@ -127,7 +132,7 @@ class Recorder:
     # --- training's side
 
     def _do(self, job: Callable[[], None]) -> None:
-        """Run a job that is mostly Python code."""
+        """Run a job that is mostly Python code, in the thread if `beside`, else now."""
         self._submit(job) if self.beside else self._guarded(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
@@ -146,7 +151,7 @@ class Recorder:
                 log.warning("steps are no longer recorded in %s: %s", self.directory, error)
             self._on = False
 
-    # --- the thread's side, where there is one
+    # --- the thread's side; without `beside` only `_write` runs there
 
     def _take(
         self,
@@ -173,8 +178,10 @@ class Recorder:
             self._end_file()
 
     def _choose(self, step: int, drawn: int) -> Sequence[int]:
-        """Return the groups to keep, a function of seed and step, so that a replayed step keeps the
-        same."""
+        """Return the indices of the groups to keep.
+
+        They depend on seed and step alone, so a replayed step keeps the same groups.
+        """
         limit = self.config.groups
         if limit is None or limit >= drawn:
             return range(drawn)
@@ -191,7 +198,7 @@ class Recorder:
     def _write(
         self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]
     ) -> None:
-        """Write the tables as one file of one row group, after the file of their media."""
+        """Write a table as one file of one row group, after the file of its media."""
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
         media: tuple[int, str] = (0, "")
         if media_by_name:
@@ -231,9 +238,9 @@ class Recorder:
         replace_text(self.directory / INDEX, "".join(file.line() for file in self.files))
 
     def _take_up(self, keep_through: int) -> None:
-        """Continue after a step: remove later files and files that no line of the index names."""
+        """Continue after step `keep_through`: remove later files and files not in the index."""
         self.directory.mkdir(parents=True, exist_ok=True)
-        # Files end where checkpoints are, so none has steps on both sides.
+        # Files end at checkpoints, so none has steps on both sides of one.
         self.files = [
             file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
         ]
@@ -244,7 +251,7 @@ class Recorder:
 
 
 def _written(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
-    """Write a draft that takes its name when complete. Return its size and SHA-256."""
+    """Write a file as a draft, rename it when complete, and return its size and SHA-256."""
     draft = path.with_name(f".{path.name}.partial")
     write(draft)
     sync(draft)
@@ -258,7 +265,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
 
 
 def _clear(directory: Path, known: Set[str]) -> None:
-    """Remove files that no line of the index names."""
+    """Remove record files and drafts whose names are not in `known`."""
     for path in directory.iterdir():
         if path.name not in known and path.suffix in (".parquet", ".partial"):
             path.unlink()

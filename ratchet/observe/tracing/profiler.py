@@ -1,8 +1,8 @@
-"""Profile a few steps of a stage: a trace of every operation in every thread, and a table of where
-the time goes.
+"""Profile a few steps of a stage.
 
-It costs nothing before it starts and after it has stopped. It changes no result: it draws no random
-number and touches no tensor.
+The result is a trace of every operation in every thread, and a table of where the time goes. The
+profiler costs nothing before it starts and after it has stopped. It changes no result: it draws no
+random number and touches no tensor.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import torch
 
-# the only way to ask for threads that exist already
+# The only way to profile threads that already exist.
 from torch._C._profiler import _ExperimentalConfig
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
@@ -31,21 +31,25 @@ from ratchet.observe.matmul_rate import Gemm, gemm_rate
 from ratchet.observe.tracing.profile_table import OTHER, PhaseWork, Profile
 from ratchet.observe.write_files import replace_text
 
-WARM_UP = 3  # steps in which caches, pools and the allocator get the size that they keep
-APART = ("evaluate", "save")  # inside of a step, but no part of what is trained
+WARM_UP = 3  # steps until caches, pools and the allocator have reached their final size
+APART = ("evaluate", "save")  # phases inside a step that are not part of training
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-# of (rows, inputs) and (outputs, inputs): PyTorch does not count it
+# A product of shapes (rows, inputs) and (outputs, inputs), whose FLOP PyTorch does not count.
 ONEDNN = "mkldnn::_linear_pointwise"
-EMBEDDING = "aten::embedding"  # every row that goes through a model begins here
+EMBEDDING = "aten::embedding"  # the first operation of a model on its rows
 
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a profile.
+    """The stage that is profiled, and its model.
 
-    device, dtype: of the products. threads: of the whole run, on a CPU. widest: (inputs, outputs)
-    of the model's largest layer. asked: returns the tokens that models were asked to compute so
-    far. generated: returns the tokens that a policy wrote so far.
+    Attributes:
+        device: Device of the matrix products.
+        dtype: Type of the matrix products.
+        threads: Number of threads of the whole run, on a CPU.
+        widest: (inputs, outputs) of the model's largest layer.
+        asked: Returns the number of tokens that models were asked to compute so far.
+        generated: Returns the number of tokens that the policy generated so far.
     """
 
     stage: str
@@ -59,8 +63,14 @@ class Subject:
 
 
 class TraceEvent(NamedTuple):
-    """The fields read from an operation, a kernel or a range of the trace; times in nanoseconds.
-    host: True on a CPU's thread. range: True for a phase or another named range."""
+    """An operation, a kernel or a range of the trace.
+
+    Attributes:
+        start: Start in nanoseconds.
+        end: End in nanoseconds.
+        host: True if it ran on a CPU thread.
+        range: True if it is a phase or another named range.
+    """
 
     name: str
     start: int
@@ -72,8 +82,15 @@ class TraceEvent(NamedTuple):
 
 
 class Profiler:
-    """The profiler of a stage. first_step, left: the stage's next step and the number of steps
-    left. show: receives the table after the profiled steps."""
+    """The profiler of a stage.
+
+    Args:
+        steps: Number of steps to profile.
+        first_step: The stage's next step.
+        left: Number of steps that the stage has left.
+        directory: Receives the trace and the table.
+        show: Called with the table after the profiled steps.
+    """
 
     def __init__(
         self,
@@ -91,14 +108,14 @@ class Profiler:
         self.steps = min(steps, left - self.warm_up)
         self.first = first_step + self.warm_up
         self.step = first_step
-        self.profile: Profile | None = None  # what was found
-        self._before: list[float] = []  # seconds of the steps of the warm-up
+        self.profile: Profile | None = None  # the result, once finished
+        self._before: list[float] = []  # seconds of each warm-up step, without APART
         self._torch: profile | None = None
         self._phases: dict[str, PhaseWork] = {}
         self._wall_s = self._busy_s = self._apart_s = self._apart_busy_s = self._generated = 0.0
         self._step_from = self._step_busy_from = self._step_apart_s = 0.0
 
-    # --- around the steps
+    # --- Steps and phases.
 
     def begin_step(self) -> None:
         if self.step == self.first and self.profile is None:
@@ -139,8 +156,10 @@ class Profiler:
         work.tokens += self.subject.asked() - asked
 
     def finish(self) -> None:
-        """End the profile, with fewer steps than requested if need be; do nothing if none is
-        running."""
+        """End the profile, even after fewer steps than requested, and write and show it.
+
+        Do nothing if none is running.
+        """
         if self._torch is None:
             return
         torch_profile, self._torch = self._torch, None
@@ -157,12 +176,12 @@ class Profiler:
         self.show(table)
 
     def abandon(self) -> None:
-        """Stop after an error, without writing."""
+        """Stop profiling after an error, without writing anything."""
         if self._torch is not None:
             self._torch.stop()
             self._torch = None
 
-    # --- what it found
+    # --- Start and result.
 
     def _start(self) -> None:
         activities = [ProfilerActivity.CPU]
@@ -200,15 +219,17 @@ class Profiler:
             wall_s=wall,
             apart_s=self._apart_s,
             unprofiled_s=median(self._before) if self._before else None,
-            idle=max(0.0, idle),  # other threads of the process may compute too
+            idle=max(0.0, idle),  # negative if other threads compute too
             busy_of=busy_of,
             peak_bytes=peak,
             gemm=self._gemm_rates(phases),
         )
 
     def _gemm_rates(self, phases: Mapping[str, PhaseWork]) -> list[tuple[str, float]]:
-        """Return the rates of a large product and of the model's largest layer with the usual
-        number of rows."""
+        """Return the names and rates of a large product and of the model's largest layer.
+
+        The layer gets as many rows as a forward pass has in the phase with the most rows.
+        """
         subject = self.subject
         largest = max(phases.values(), key=lambda work: work.rows)
         layer = Gemm(max(1, largest.rows // max(1, largest.forwards)), *subject.widest)
@@ -225,8 +246,10 @@ class Profiler:
 
 
 def read_events(torch_profile: profile) -> list[TraceEvent]:
-    """Return the events that are counted. PyTorch's `events()` builds a tree of all of them, which
-    takes 20 times as long."""
+    """Return the events that the table needs.
+
+    PyTorch's `events()` takes 20 times as long, because it builds a tree of all events.
+    """
     events = []
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
@@ -250,10 +273,10 @@ def read_events(torch_profile: profile) -> list[TraceEvent]:
 def count_work(
     events: Sequence[TraceEvent], phases: dict[str, PhaseWork], *, vocab_size: int
 ) -> None:
-    """Add the operations of each phase's ranges to its work, whatever thread they ran in.
+    """Add each operation to the work of the phase in which it started, whichever thread ran it.
 
-    Operations outside phases go to OTHER, except those apart. A row counts where it enters an
-    embedding of `vocab_size`: position tables are embeddings too.
+    Operations outside all phases count for OTHER; those in APART are not counted. Only embeddings
+    of `vocab_size` entries count rows, because position tables are embeddings too.
     """
     names = {*phases, *APART}
     ranges = sorted(
@@ -266,7 +289,7 @@ def count_work(
         at = bisect_right(starts, event.start) - 1
         inside = at >= 0 and event.start <= ranges[at][1]
         work = phases.get(ranges[at][2] if inside else OTHER)
-        if work is None:  # apart
+        if work is None:  # in APART
             continue
         if event.name != EMBEDDING:
             work.flop += event.flop
@@ -278,7 +301,7 @@ def count_work(
 def kernel_seconds(events: Sequence[TraceEvent], *, apart: Collection[str]) -> float:
     """Return the seconds in which the accelerator ran at least one kernel or copy, outside the
     host's ranges named in `apart`."""
-    # they are drawn on the accelerator's rows too
+    # Named ranges are among the accelerator's events too, but are no kernels.
     ranges = {event.name for event in events if event.host and event.range}
     without = [event for event in events if event.host and event.range and event.name in apart]
     spans = sorted(
@@ -296,8 +319,11 @@ def kernel_seconds(events: Sequence[TraceEvent], *, apart: Collection[str]) -> f
 
 
 def _peak_bytes(device: torch.device) -> int:
-    """Return the peak memory: of the accelerator since profiling began; on a CPU of the process
-    since it began, which is all that the system reports."""
+    """Return the peak memory in bytes.
+
+    An accelerator's counts since profiling began. On a CPU it is that of the process since its
+    start, because the system reports nothing else.
+    """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

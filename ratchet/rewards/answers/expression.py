@@ -1,9 +1,8 @@
-"""Exact value of an arithmetic expression written by a model: whole numbers, + - * / and
-parentheses, nothing else.
+"""Compute the exact value of an arithmetic expression written by a model.
 
-A parser of its own, since the text is hostile: no eval, and bounds on length and depth before
-anything is computed. Unary signs and powers are refused: in a puzzle that hands out numbers they
-would make new ones.
+It may have whole numbers, + - * / and parentheses, nothing else. Because the text is untrusted, it
+is parsed here without eval, and within bounds on length and depth. Unary signs and powers are
+refused: in a puzzle with given numbers, they would make new ones.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ PRODUCTS = {"*": operator.mul, "/": operator.truediv}
 
 
 class NotAnExpression(ValueError):
-    """The text does not parse, divides by zero, or passes a bound."""
+    """An error of a text that does not parse, divides by zero, or exceeds a bound."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
-    """(value, the numbers used, in writing order). Raises NotAnExpression."""
+    """Return the value and the numbers used, in the order written. Raises NotAnExpression."""
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
     text = text.translate(SPELLINGS)
@@ -40,7 +39,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
 
 
 class _Parser:
-    """Recursive descent; `tokens` is a stack with the next token on top."""
+    """A recursive-descent parser; `tokens` is a stack with the next token on top."""
 
     def __init__(self, tokens: list[str]) -> None:
         self.tokens = tokens[::-1]

@@ -1,4 +1,4 @@
-"""Verifiable instructions are followed: IFEval (arXiv:2311.07911), and whatever has its columns."""
+"""Reward following the instructions of IFEval (arXiv:2311.07911) and data with its columns."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ratchet.utils.safe_read import parse_json
 
 
 class IFEvalConfig(Section):
-    """Verifiable instructions of the task are followed (IFEval, arXiv:2311.07911)."""
+    """A reward for following a task's verifiable instructions (IFEval, arXiv:2311.07911)."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
 
@@ -31,21 +31,25 @@ class IFEvalConfig(Section):
 
 
 class IFEval(AnswerReward):
-    """Reads `instruction_id_list` and `kwargs` from the task's `meta`, or from its answer where
-    that is such a row."""
+    """A reward for followed instructions.
+
+    It reads `instruction_id_list` and `kwargs` from the task's `meta`, or else from its answer.
+    """
 
     name = "ifeval"
     bounds = (0.0, 1.0)
 
     def __init__(self, config: IFEvalConfig) -> None:
-        """Raises MissingDependency: three of the instructions are about a language."""
+        """Raise MissingDependency without langdetect, which three of the instructions need."""
         self.config = config
         if find_spec("langdetect") is None:
             raise MissingDependency("langdetect", extra="envs", needed_for="reward ifeval")
 
     def grade(self, text: str, task: Task) -> Verdict:
-        """1 or 0; with credit "share" a part for each instruction, which sum to the share that is
-        followed."""
+        """Return 1 if all instructions are followed, else 0.
+
+        With credit "share", return a part for each instruction; they sum to the share followed.
+        """
         readings = loosely_read(text) if self.config.loose else [text]
         ids, arguments = list_instructions(task)
         followed = [
@@ -61,14 +65,17 @@ class IFEval(AnswerReward):
 
 
 def loosely_read(text: str) -> list[str]:
-    """The paper's eight readings: with and without the first line, the last line, and asterisks."""
+    """Return the paper's eight readings: with or without first line, last line and asterisks."""
     lines = text.split("\n")
     cuts = ["\n".join(piece).strip() for piece in (lines[1:], lines[:-1], lines[1:-1])]
     return [reading for cut in (text, *cuts) for reading in (cut, cut.replace("*", ""))]
 
 
 def list_instructions(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, Any]]]:
-    """Raises DataError where the task has none, or not as many arguments as instructions."""
+    """Return a task's instruction ids and the arguments of each.
+
+    Raises DataError if it has no ids, or not as many arguments as ids.
+    """
     row = task.meta if "instruction_id_list" in task.meta else _row(task.answer)
     ids, arguments = row.get("instruction_id_list"), row.get("kwargs")
     if not ids:

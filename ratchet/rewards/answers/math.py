@@ -1,4 +1,4 @@
-"""The answer is mathematically equal to the task's."""
+"""Reward answers that are mathematically equal to the task's."""
 
 from __future__ import annotations
 
@@ -27,8 +27,10 @@ from ratchet.types import Task
 
 
 class MathConfig(Section):
-    """1 where the answer is mathematically equal to the task's: LaTeX, numbers, sets, intervals,
-    matrices, equations."""
+    """A reward of 1 for an answer that is mathematically equal to the task's.
+
+    Answers may be LaTeX, numbers, sets, intervals, matrices or equations.
+    """
 
     builds: ClassVar[str] = "ratchet.rewards.answers.math:Math"
 
@@ -48,14 +50,16 @@ class MathConfig(Section):
 log = logging.getLogger(__name__)
 FORMULA = re.compile(r"\$\$?(?P<a>[^$]+)\$\$?|\\\((?P<b>(?>(?:[^\\]+|\\(?![()]))*))\\\)")
 PACKAGE = "math_verify"
-MAX_ALGEBRA_CHARS = 500  # what is longer is no final answer, and takes seconds to parse
-# "5 6", which math-verify adds up to 11
+MAX_ALGEBRA_CHARS = 500  # a longer text is no final answer, and takes seconds to parse
+# Matches "5 6", which math-verify adds up to 11.
 SIDE_BY_SIDE = re.compile(r"[0-9](?:\s|\\(?:[,;: ]|q?quad))+[0-9]")
 
 
 class Math(FinalAnswer):
-    """Same spelling, then equal numbers, then computer algebra (math-verify) in processes that can
-    be killed: an answer that takes longer than it may is as good as unreadable, and earns 0."""
+    """A reward that compares spellings, then numbers, then uses computer algebra (math-verify).
+
+    Algebra runs in processes that can be killed: an answer that exceeds the time limit earns 0.
+    """
 
     name = "math"
     bounds = (0.0, 1.0)
@@ -80,7 +84,10 @@ class Math(FinalAnswer):
             )
 
     def answer(self, text: str) -> str | None:
-        """Answers that only algebra finds equal count as different."""
+        """Return the answer in a canonical spelling; None if the text has none.
+
+        Answers that only algebra finds equal count as different.
+        """
         answer = self._found(text)
         return canonical(answer) if answer else None
 
@@ -111,8 +118,10 @@ class Math(FinalAnswer):
 
 
 def last_formula(text: str) -> str | None:
-    """The last $...$ or \\(...\\) of a text, or the last number where that comes later; a text
-    without either is a formula itself if it is one short line."""
+    """Return the last $...$ or \\(...\\) of a text, or its last number if that comes later.
+
+    A text without either is itself the formula if it is one short line.
+    """
     formula, number = last_match(FORMULA, text), last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
         alone = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
@@ -127,8 +136,10 @@ def last_formula(text: str) -> str | None:
 
 
 def _two_numbers(one: str, other: str) -> bool:
-    """Plain numbers that were found different: no algebra makes them equal. (Per cent is left to
-    it: 50 % may be 0.5.)"""
+    """True if both are plain numbers: if they differ, no algebra makes them equal.
+
+    Percentages are left to algebra, as 50 % may equal 0.5.
+    """
     if "%" in one + other:
         return False
     return all(whole_number(one_spelling(text)) is not None for text in (one, other))

@@ -1,9 +1,9 @@
-"""Tests that evaluate an answer as code, recognised by their source.
+"""Find tests that evaluate an answer as code, by static analysis of their source.
 
-Such tests run whatever the program returned beside their own assertions, where it can make all of
-them hold. They are refused for every program alike, so that none escapes its 0 by returning
-something that would have to be evaluated. What names hide from this reading is stopped when it
-happens, by `sandbox_program.Judge.guard`.
+Such tests run code that the program returned, in the process of their own assertions, where it can
+make all of them pass. They are refused for every program alike, so that no program escapes a reward
+of 0 by returning something that would be evaluated. Evaluation that this analysis misses is stopped
+at run time by `sandbox_program.Judge.guard`.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ from collections.abc import Iterator
 EVALUATORS = frozenset(
     {"eval", "exec", "compile", "__import__", "import_module", "timeit", "sympify", "parse_expr"}
 )
-# of which `loads` runs what it reads
+# Modules whose `loads` can run code in the data.
 LOADERS = frozenset({"pickle", "marshal", "dill", "cloudpickle"})
 TREE_LIMITS = (SyntaxError, ValueError, RecursionError, MemoryError)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
 def evaluated_answer(test: str, entry_point: str) -> str:
-    """Return the source of the call by which `test` evaluates an answer of `entry_point`, or "".
+    """Return the source of a call in `test` that evaluates an answer of `entry_point`, or "".
 
-    A name counts as an answer wherever it was assigned one anywhere in the tests: their control
-    flow is not followed.
+    Control flow is not followed: a name that is assigned an answer anywhere in the tests counts as
+    an answer everywhere.
     """
     try:
         tree = ast.parse(test)
@@ -34,7 +34,7 @@ def evaluated_answer(test: str, entry_point: str) -> str:
 
 
 def _tainted(tree: ast.Module, entry_point: str) -> set[str]:
-    """Names that may hold the judged function, or something made of its answers."""
+    """Return the names that may hold the judged function or values derived from its answers."""
     functions = dict(_functions(tree))
     names = {entry_point, "candidate"}
     if "check" in functions:
@@ -48,7 +48,7 @@ def _tainted(tree: ast.Module, entry_point: str) -> set[str]:
 
 
 def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> Iterator[str]:
-    """Names that `node` gives something made of `names`."""
+    """Yield the names to which `node` binds a value derived from `names`."""
     match node:
         case ast.Assign(targets=targets, value=value) if _mentions(value, names):
             for target in targets:
@@ -83,7 +83,7 @@ def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> I
                 yield from _parameters(function)
             elif isinstance(function, ast.Name) and function.id in functions:
                 yield from _parameters(functions[function.id])
-            elif isinstance(function, ast.Attribute):  # collected.append(candidate(1))
+            elif isinstance(function, ast.Attribute):  # such as collected.append(candidate(1))
                 yield from _bound(function.value)
 
 
@@ -92,8 +92,8 @@ def _evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
         if not isinstance(node, ast.Call):
             continue
         arguments = _arguments(node)
-        # Of a call the first argument alone is evaluated; of eval as an argument, as in map(eval,
-        # answers), any other may be.
+        # eval(source, ...) evaluates its first argument alone. If eval itself is an argument, as in
+        # map(eval, answers), any other argument may be evaluated.
         sources = (
             arguments[:1]
             if _evaluates(node.func)
@@ -112,7 +112,7 @@ def _evaluates(function: ast.expr) -> bool:
         case ast.Attribute(value=ast.Name(id=module), attr="loads"):
             return module in LOADERS
         case ast.Attribute(value=ast.Name(id=module), attr="compile"):
-            return module == "builtins"  # and not re.compile
+            return module == "builtins"  # re.compile runs no code
         case ast.Attribute(attr=name):
             return name in EVALUATORS
     return False

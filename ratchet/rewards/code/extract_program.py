@@ -1,4 +1,4 @@
-"""Programs out of answers, and outputs compared with what they should be."""
+"""Extract programs from answers, and compare their outputs with the expected ones."""
 
 from __future__ import annotations
 
@@ -16,9 +16,12 @@ MAX_NUMBER_BYTES = 64
 
 
 def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | None:
-    """The fenced blocks that are marked as Python, else those without a mark: the last, the first,
-    or all joined. Without any the whole text, or None where a block is required. A block that is
-    never closed ends with the text."""
+    """Return the program in an answer; None if it lacks a required block.
+
+    The program is the last or first of the fenced blocks marked as Python, else of the unmarked
+    ones, or all of them joined. Without such a block it is the whole text. A block that is never
+    closed ends with the text.
+    """
     found = fenced(text)
     chosen = [code for mark, code in found if mark in PYTHON] or [
         code for mark, code in found if not mark
@@ -29,7 +32,7 @@ def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | 
 
 
 def fenced(text: str) -> list[tuple[str, str]]:
-    """(language in lower case, content) of each block."""
+    """Return (language in lower case, content) of each fenced block."""
     fences: list[tuple[str, list[str]]] = []
     fence = ""
     for line in text.splitlines(keepends=True):
@@ -49,10 +52,16 @@ def fenced(text: str) -> list[tuple[str, str]]:
 def right_output(
     result: Result, expected: str, compare: Literal["tokens", "lines"], tolerance: float | None
 ) -> bool:
-    """Bytes are compared, so that look-alike characters never match. tokens: what white space
-    separates; numbers within `tolerance` of the expected one, absolute or relative to it, are
-    equal. lines: but for spaces at their ends, and empty ones at the end. The program must have
-    ended by itself with exit code 0."""
+    """True if the program ended by itself with exit code 0 and printed the expected output.
+
+    Bytes are compared, so that look-alike characters never match.
+
+    Args:
+        compare: "tokens" compares what white space separates; "lines" compares lines, without the
+            spaces at their ends and the empty lines at the end.
+        tolerance: numbers among the tokens that differ from the expected one by at most this,
+            absolute or relative to it, are equal; None: tokens must be identical.
+    """
     if compare == "lines":
         return output_matches(result, expected)
     said, wanted = result.stdout.split(), expected.encode("utf-8", "surrogatepass").split()

@@ -1,7 +1,7 @@
-"""The program that runs in the sandbox beside a judged function: it gets the arguments of calls and
-returns values.
+"""The program that calls a judged function in the sandbox.
 
-It never sees a test or an expected value. Standard library only, and `plain_values`.
+It gets the arguments of calls and sends back the results; it never sees a test or an expected
+value. It imports only the standard library and `plain_values`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from ratchet.rewards.code.plain_values import (
     valid,
 )
 
-SHOWN_CHARS = 500  # of an argument, or of what a call returned
+SHOWN_CHARS = 500  # maximum length of an argument or a returned value, as shown
 
 
 def program() -> NoReturn:
-    """Reads {"prompt", "entry_point", "text", "calls"}; writes a line for each call that ended.
-    Whatever the judged code does to this process, all that it can reach are its own answers."""
+    """Read {"prompt", "entry_point", "text", "calls"}; write a line for each call that ended.
+
+    The judged code may tamper with this process, but can reach only its own answers there.
+    """
     leave = os._exit
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
@@ -46,10 +48,10 @@ def program() -> NoReturn:
 
 
 def explain() -> NoReturn:
-    """Read {"prompt", "entry_point", "text", "call"}; write the call, and what it returns.
+    """Read {"prompt", "entry_point", "text", "call"}; write the call and its returned value.
 
-    What it raises goes to stderr. This process holds one call of the tests and nothing else of
-    them, so that whatever the program prints of it can be shown to the policy.
+    An exception's traceback goes to stderr. This process knows one call of the tests and nothing
+    else of them, so that all output of the program can be shown to the policy.
     """
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
@@ -77,7 +79,7 @@ def explain() -> NoReturn:
 
 
 def short(value: Any) -> str:
-    """Return how Python writes `value`, cut to SHOWN_CHARS characters."""
+    """Return the `repr` of a value, cut to SHOWN_CHARS characters; its type if `repr` fails."""
     try:
         text = repr(value)
     except Exception:  # an integer of many digits, or a broken `__repr__`
@@ -86,8 +88,11 @@ def short(value: Any) -> str:
 
 
 def load(prompt: str, entry_point: str, text: str) -> Any:
-    """The function that `text` defines: a whole program where it parses alone and defines it, else
-    what continues `prompt`."""
+    """Return the function `entry_point` of `text`.
+
+    `text` is a whole program if it parses alone and defines the function; else it continues
+    `prompt`.
+    """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     if defines(text, entry_point):
@@ -132,10 +137,10 @@ def answer(function: Any, call: str) -> str:
 
 
 def described(error: BaseException) -> list[Any]:
-    """Return the names of the exception's classes, its own first, and the arguments to rebuild it
-    by.
+    """Return the names of the exception's classes, its own first, and arguments to rebuild it.
 
-    These are its own where a built-in exception of them has the same text, else the text alone.
+    They are the exception's own arguments if its built-in base class, built from them, has the same
+    text; else they are the text alone.
     """
     kinds = type(error).__mro__
     builtin = next(kind for kind in kinds if kind.__module__ == "builtins")

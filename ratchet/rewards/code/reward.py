@@ -1,4 +1,4 @@
-"""The answer is a program, judged by tests outside of the sandbox that it runs in."""
+"""A reward for programs: the answer runs in a sandbox, and is judged outside of that sandbox."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ratchet.utils.safe_read import parse_json
 
 
 class CodeConfig(Section):
-    """1 where the answer's program passes the task's tests, in a sandbox."""
+    """A reward of 1 if the answer's program passes the task's tests in a sandbox."""
 
     builds: ClassVar[str] = "ratchet.rewards.code.reward:Code"
 
@@ -77,16 +77,20 @@ WALL_PER_CPU = 3  # a busy machine must not make a right program late
 
 
 class Code(AnswerReward):
-    """Reads `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and `test`,
-    from the task's `meta`, or from its answer where that is such a row. The parts are the shares of
-    the tests by how they ended; those that were not run, after one that failed with credit "all",
-    are in none."""
+    """A reward that runs the answer's program on the task's tests.
+
+    The tests are `tests` ([{"stdin", "stdout"}]), or HumanEval's `prompt`, `entry_point` and
+    `test`, in the task's `meta` or else in its answer.
+
+    The reward parts are the shares of tests that passed, were wrong, crashed or hit a limit. With
+    credit "all", tests after the first failure are not run and count in no part.
+    """
 
     name = "code"
     bounds = (0.0, 1.0)
 
     def __init__(self, config: CodeConfig) -> None:
-        """Raises SandboxError where the sandbox isolates programs less than `isolation` says."""
+        """Build the sandbox. Raises SandboxError if it isolates less than `isolation` requires."""
         self.config = config
         isolation = Isolation[config.isolation.upper()]
         self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=isolation)
@@ -99,8 +103,11 @@ class Code(AnswerReward):
         self.functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
 
     async def grade(self, text: str, task: Task) -> Scored:
-        """A program's own crash, limit or wrong output is 0. Raises DataError where the task has no
-        tests or broken ones, SandboxError where the sandbox failed."""
+        """Return the reward of the program in `text`.
+
+        Its own crash, limit or wrong output earns 0. Raises DataError if the task has no tests or
+        broken ones, SandboxError if the sandbox failed.
+        """
         row = given_tests(task)
         tests = row if isinstance(row, FunctionTask) else io_tests(row["tests"], task.id)
         program = extract_program(text, self.config.blocks, require_block=self.config.require_block)
@@ -151,7 +158,7 @@ class Code(AnswerReward):
 
 
 def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
-    """Raises DataError for a task without tests."""
+    """Return the row that holds the task's tests. Raises DataError if there is none."""
     for row in (task.meta, _row(task.answer)):
         if "tests" in row:
             return row
@@ -172,7 +179,7 @@ def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
 
 
 def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
-    """[(stdin, expected stdout)]. Raises DataError."""
+    """Return the (stdin, expected stdout) of each test. Raises DataError if they are malformed."""
     given = _parsed(given)
     if not isinstance(given, Sequence) or isinstance(given, str) or not given:
         raise DataError(

@@ -1,4 +1,4 @@
-"""A language model as judge: questions to an OpenAI-compatible endpoint, each asked once."""
+"""Ask a judge model at an OpenAI-compatible endpoint; equal questions are asked once."""
 
 from __future__ import annotations
 
@@ -53,11 +53,11 @@ class ChatJudgeConfig(EndpointConfig):
         return prompt
 
 
-REMEMBERED = 100_000  # replies
+REMEMBERED = 100_000  # maximum number of replies kept in memory
 
 
 class Replies:
-    """Replies by the hash of the whole request: in memory, and in `directory` beyond the run."""
+    """A cache of replies by the hash of the request: in memory and, beyond the run, on disk."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -85,7 +85,7 @@ class Replies:
                 "w", dir=path.parent, encoding="utf-8", newline="", delete=False
             ) as file:
                 file.write(reply)
-            os.replace(file.name, path)  # another run may write the same
+            os.replace(file.name, path)  # atomic: another run may write the same file
 
     def _path(self, key: str) -> Path:
         assert self.directory is not None
@@ -93,8 +93,7 @@ class Replies:
 
 
 class ChatJudge:
-    """Puts one question at a time to a model. Equal questions are one request, also while it is
-    under way."""
+    """A client of a judge model. Equal questions share one request, even while it is in flight."""
 
     def __init__(self, config: ChatJudgeConfig) -> None:
         self.config = config
@@ -103,7 +102,7 @@ class ChatJudge:
         self._asked: dict[str, asyncio.Future[str]] = {}
 
     async def ask(self, question: str) -> str:
-        """The model's reply. Raises EndpointError, or DataError for an answer without one."""
+        """Return the model's reply. Raises EndpointError, or DataError if the answer has none."""
         config = self.config
         body = {
             "model": config.model,
@@ -122,7 +121,8 @@ class ChatJudge:
         if asked is None or asked.get_loop() is not asyncio.get_running_loop():
             asked = self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
             asked.add_done_callback(lambda _: self._asked.pop(key, None))
-        return await asyncio.shield(asked)  # one that gives up does not take the others along
+        # Shielded so that a cancelled caller does not cancel the request of the others.
+        return await asyncio.shield(asked)
 
     async def _fetch(self, key: str, body: Mapping[str, object]) -> str:
         answer = await self._endpoint.post(body)
@@ -139,14 +139,16 @@ class ChatJudge:
 
 
 def filled(template: str, values: Mapping[str, str]) -> str:
-    """Every {name} replaced at once: a value that holds one of the names stays as it is."""
+    """Return the template with its {name}s replaced at once: a {name} in a value stays."""
     names = "|".join(re.escape(name) for name in values)
     return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
 
 
 def request_text(task: Task, trajectory: Trajectory) -> str:
-    """Return the request as text: the one message, or a conversation up to the judged answer, each
-    turn under its role."""
+    """Return the messages before the judged answer as text.
+
+    A single message is returned as it is; of several, each has its role as a heading.
+    """
     messages = trajectory.messages
     last = max(
         (i for i, message in enumerate(messages) if message.role == "assistant"),
@@ -163,7 +165,7 @@ def reference_block(task: Task) -> str:
 
 
 def checked_answer(trajectory: Trajectory, most_chars: int) -> str:
-    """The text of the answer, its middle left out where it is longer than a judge should read."""
+    """Return the text of the answer, without its middle if it exceeds `most_chars`."""
     text = answer_text(trajectory)
     half = most_chars // 2
     return text if len(text) <= most_chars else f"{text[:half]}\n[...]\n{text[-half:]}"

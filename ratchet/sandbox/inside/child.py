@@ -1,5 +1,4 @@
-"""One execution: a process forked from the zygote drops its privileges, then becomes the
-program."""
+"""Run one program: a process forked from the zygote drops its privileges and becomes it."""
 
 from __future__ import annotations
 
@@ -22,7 +21,7 @@ from typing import Any, NoReturn
 
 from . import landlock, rootfs, seccomp, syscalls
 
-STATUS, FIRST_UNUSED = 3, 4
+STATUS, FIRST_UNUSED = 3, 4  # file descriptors
 FILE_NAME = "main.py"
 STREAMS = (
     ("stdin", 0, "r", "surrogateescape"),
@@ -37,7 +36,7 @@ SCRATCH_UID, NARROW_UID = 0x20000000, 65000
 
 @dataclass(frozen=True)
 class Place:
-    """The capabilities of the machine, as the launcher found them.
+    """The isolation that this machine allows, as the launcher found it.
 
     Attributes:
         level: Isolation level.
@@ -62,7 +61,7 @@ class Request:
     disk_mib: int
     processes: int
     threads: int
-    command: bool  # the program is the words of a command, as JSON
+    command: bool  # True if the program is a command (a JSON list of its words), not Python source
 
     @property
     def forking(self) -> bool:
@@ -81,7 +80,7 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
     try:
         os.setsid()
         source = os.pread(program, os.fstat(program).st_size, 0)
-        # Copies first, so that no dup2 closes what a later one needs.
+        # Copy all descriptors first, as a dup2 could close one that a later dup2 needs.
         for target, held in enumerate([os.dup(file) for file in (stdin, stdout, stderr, status)]):
             os.dup2(held, target, inheritable=target != STATUS)
         status = STATUS
@@ -99,11 +98,11 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
 
 
 def usual_signals(command: bool) -> None:
-    """Undo for a command what the zygote and Python ignore; let a program see Ctrl-C that it sends
-    itself.
+    """Restore the handling of signals that the zygote and Python ignore.
 
-    A program goes on to ignore SIGTERM and SIGHUP until it handles them: a service manager that
-    stops the trainer sends them to every process, and would be taken for a crash of the program.
+    A command gets the default of all of them, a Python program only that of SIGINT, which it may
+    send itself. It still ignores SIGTERM and SIGHUP unless it handles them: a service manager that
+    stops the trainer sends them to every process, and that would look like a crash of the program.
     """
     if command:
         for number in (
@@ -126,7 +125,8 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os.setresgid(place.drop, place.drop, place.drop)
         os.setresuid(place.drop, place.drop, place.drop)
     syscalls.drop_capabilities()
-    # After the ids, whose change clears the death signal. A zygote that died before sent none.
+    # Changing ids clears the parent-death signal, so it is set afterwards. If the zygote has died
+    # before this call, no signal will come.
     syscalls.prctl(syscalls.PR_SET_PDEATHSIG, 9)
     if os.getppid() != zygote:
         os._exit(125)
@@ -145,7 +145,7 @@ def limit_resources(request: Request, place: Place) -> None:
     memory = request.memory_mib << 20
     limits = {
         resource.RLIMIT_AS: memory,
-        # soft and hard alike: SIGKILL, which no handler outlives
+        # The soft and hard limits are equal, so the kernel sends SIGKILL, which can't be handled.
         resource.RLIMIT_CPU: request.cpu_s,
         resource.RLIMIT_FSIZE: request.disk_mib << 20,
         resource.RLIMIT_NOFILE: MAX_DESCRIPTORS,
@@ -154,9 +154,9 @@ def limit_resources(request: Request, place: Place) -> None:
         resource.RLIMIT_MEMLOCK: 0,
         resource.RLIMIT_MSGQUEUE: 0,
     }
-    # Otherwise the kernel counts all processes of the user, including the trainer's threads.
+    # Without a uid or user namespace of its own, the trainer's threads would count too.
     if place.drop or place.level >= 3:
-        # the zygote and its launcher, counted with it in a user namespace
+        # In a user namespace the kernel also counts the zygote and its launcher.
         beside = 0 if place.drop else 2
         limits[resource.RLIMIT_NPROC] = (
             request.processes if request.forking else request.threads
@@ -181,9 +181,11 @@ def run_command(words: list[str]) -> NoReturn:
 def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
     """Run the source as `python main.py` would, and exit with its code.
 
-    Streams, __main__, tracebacks, threads, exit handlers and exit codes are as there. `leave` is
-    bound as a default because the program may replace os._exit, and would then return into the code
-    of the fork server.
+    Streams, __main__, tracebacks, threads, exit handlers and exit codes are the same as there.
+
+    Args:
+        leave: os._exit, bound before the program can replace it: if exiting failed, the process
+            would return into the code of the fork server.
     """
     main = types.ModuleType("__main__")
     prepare_interpreter(main, source)
@@ -209,11 +211,11 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
         stream = open(file, mode, **options)  # noqa: SIM115
         setattr(sys, name, stream)
         setattr(sys, f"__{name}__", stream)
-    site.setquit()  # which -S left out
+    site.setquit()  # define quit() and exit(), which `python -S` does not
     lines = source.decode("utf-8", "replace").splitlines(keepends=True)
-    # so that tracebacks show the line
+    # Tracebacks read source lines from this cache.
     linecache.cache[FILE_NAME] = (len(source), None, lines, FILE_NAME)
-    random.seed(0)  # a fork draws another seed, and a verdict must not depend on it
+    random.seed(0)  # each fork is reseeded by Python, but a verdict must not depend on chance
     gc.unfreeze()
 
 
@@ -229,7 +231,7 @@ def exit_code(stop: SystemExit) -> int:
 def report(error: BaseException) -> None:
     """Print the traceback of `error` without this module's frame.
 
-    The usual hook reads the source from disk, where it never was; `traceback` uses linecache.
+    sys.__excepthook__ reads the source from disk, where it isn't; `traceback` uses linecache.
     """
     error.__traceback__ = error.__traceback__.tb_next if error.__traceback__ else None
     try:
@@ -237,12 +239,12 @@ def report(error: BaseException) -> None:
             traceback.print_exception(error)
         else:
             sys.excepthook(type(error), error, error.__traceback__)
-    except BaseException:  # a broken hook, a closed stderr: the exit code still tells
+    except BaseException:  # a broken hook or a closed stderr; the exit code still reports it
         return
 
 
 def finish(code: int) -> int:
-    """Shut down as the interpreter does, without tearing it down, and return the exit code."""
+    """Join threads, run exit handlers, flush streams, and return the exit code."""
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:
         if shutdown is not None:

@@ -1,8 +1,8 @@
-"""Run one command of a session whose files travel with it, inside the sandbox.
+"""Run one command of a session inside the sandbox, with the session's files.
 
-It unpacks the files, runs the command, and reports how it ended with the files as they are then.
-This source is the sandboxed program, with a call of `main` appended; standard library only. stdin
-is a JSON request, stdout a JSON report. A directory is a file without data.
+The program unpacks the files, runs the command, and reports its result and the changed files. The
+sandbox gets this source with a call of `main` appended, so it imports only the standard library.
+stdin is a JSON request, stdout a JSON report. A directory is an entry of `files` without data.
 """
 
 import base64
@@ -17,7 +17,7 @@ import threading
 import time
 
 CHUNK = 1 << 16
-GRACE_S = 0.5  # for outputs that a background process holds open
+GRACE_S = 0.5  # wait for the end of an output that a background process holds open
 
 
 def unpack(files):
@@ -31,7 +31,7 @@ def unpack(files):
 
 
 def pack(max_bytes):
-    """Return the files below the current directory; None if they exceed `max_bytes` bytes."""
+    """Return the files below the current directory; None if they exceed `max_bytes`."""
     files = {}
     total = 0
     for folder, _, names in os.walk("."):
@@ -98,7 +98,7 @@ def run(request):
             reason = "wall"
             break
     with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)  # with its background processes
+        os.killpg(process.pid, signal.SIGKILL)  # also kills its background processes
     code = process.wait()
     for reader in readers:
         reader.join(GRACE_S)
