@@ -1,6 +1,7 @@
-"""The protocols that every backend, environment, reward and source implements. Small on purpose;
-each has a fake and a conformance suite in `ratchet.testing`. Methods are async wherever an
-implementation may wait for another process.
+"""The protocols that backends, environments, rewards and sources implement.
+
+They are small on purpose. Each has a fake and a conformance suite in `ratchet.testing`. Methods are
+async where an implementation may wait for another process.
 """
 
 from __future__ import annotations
@@ -34,25 +35,31 @@ if TYPE_CHECKING:
 
 
 Exported = Literal["all", "base", "adapter"]
-# those of the `Outputs` with an entry for each sequence
+# the fields of `Outputs` with an entry for each sequence
 OF_SEQUENCES = frozenset({"scores", "routers"})
 
 
 @dataclass(frozen=True, slots=True)
 class Outputs:
-    """The outputs of a learner for a term on one micro-batch, with gradient. A quantity that no
-    term `needs` is None.
+    """The outputs of a learner for the loss terms on one micro-batch, with gradient.
 
-    `logprobs` [T]: log p(token | tokens before it in its sequence) under the row's temperature, 0
-    where a token does not train. `old_logprobs` [T], detached: the batch's column, or, where the
-    batch gets a single optimizer step, the live ones. `entropy` [T] (nats, under the temperature)
-    and `values` [T] are aligned with `logprobs`: entry t belongs to the prediction *of* token t.
-    `token_scores` [T]: the scalar head at each token itself; `scores` [S]: at each sequence's last
-    one. `topk_logprobs` [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, and
-    of any other (no last column where K is the whole vocabulary); 0 where a token does not train.
-    `routers` [S, 5]: what a mixture's routers did with each sequence, see
-    `ratchet.models.layers.expert_routing.RouterMonitor`. `sequence_sum` sums a token column within
-    each sequence, over context-parallel ranks too.
+    A field that no term `needs` is None.
+
+    sequence_sum: sums a token column within each sequence, over context-parallel ranks too.
+    logprobs [T]: log p(token | tokens before it in its sequence) under the row's temperature; 0 if
+        the token does not train.
+    old_logprobs [T], detached: the batch's column; the live logprobs if the batch gets a single
+        optimizer step.
+    entropy [T]: in nats, under the row's temperature. Like `logprobs` and `values`, entry t belongs
+        to the prediction *of* token t.
+    values [T]: aligned with `logprobs`.
+    scores [S]: the scalar head at each sequence's last token.
+    token_scores [T]: the scalar head at each token itself.
+    topk_logprobs [T, K + 1]: log p of the K tokens in the batch's column `teacher_ids`, then of all
+        other tokens together (no last column if K is the whole vocabulary); 0 if the token does not
+        train.
+    routers [S, 5]: measures of the MoE routers, see
+        `ratchet.models.layers.expert_routing.RouterMonitor.columns`.
     """
 
     sequence_sum: Callable[[Tensor], Tensor]
@@ -73,8 +80,7 @@ class Outputs:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """A rank-local piece of one weight under its canonical Hugging Face name, or an adapter's under
-    that of peft."""
+    """A rank-local piece of one weight, under its Hugging Face name (adapters: its peft name)."""
 
     name: str
     shape: tuple[int, ...]  # of the whole weight
@@ -84,69 +90,81 @@ class Shard:
 
 
 class LossTerm(Protocol):
-    """The part of a term that a learner uses (`ratchet.algorithms.base.AlgorithmTerm` implements
-    it)."""
+    """A loss term as a learner sees it, implemented by `ratchet.algorithms.base.AlgorithmTerm`."""
 
     @property
     def name(self) -> str: ...
     @property
     def needs(self) -> frozenset[str]: ...
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
-        """(sum over the micro-batch of weight * x, metrics weighted alike and detached)"""
+        """Return the micro-batch's sum of weight * x, and metrics, detached and weighted alike."""
         ...
 
 
 def needed(terms: Iterable[LossTerm]) -> frozenset[str]:
-    """Return the outputs that any of the terms reads."""
+    """Return the names of all outputs that the terms read."""
     return frozenset[str]().union(*(term.needs for term in terms))
 
 
 @runtime_checkable
 class Learner(Protocol):
-    """Holds trainable (or frozen) weights, computes columns, applies updates."""
+    """A holder of trainable or frozen weights that scores batches and applies updates."""
 
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """Columns without gradient, at `predicted_T`: "logprobs", "entropy", "values",
-        "token_scores" [T], "scores" [S], "topk_ids" (int64) [T, K] and "topk_logprobs" [T, K + 1]
-        of the K likeliest tokens and of any other (top_k=0: [T, V], of all in order of their ids);
-        on the CPU, in float32, or float64 for a float64 model."""
+        """Return the wanted columns at `predicted_T`, without gradient.
+
+        They are on the CPU, in float32 (float64 for a float64 model; "topk_ids": int64).
+
+        Args:
+            wanted: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
+                "topk_ids" [T, K], "topk_logprobs" [T, K + 1].
+            top_k: K. "topk_logprobs" has the K likeliest tokens, then all others together.
+                0 gives all V tokens in order of their ids, [T, V].
+        """
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """One optimizer step on a weighed mini-batch. Only sums: micro-batches and ranks never
-        rescale. A step whose gradient is not finite, or whose weights are all 0, changes nothing
-        and says so in the metrics."""
+        """Take one optimizer step on a weighed mini-batch and return its metrics.
+
+        Losses are summed over micro-batches and ranks, never rescaled. A step with a non-finite
+        gradient, or with all weights 0, is skipped and marked in the metrics.
+        """
         ...
 
     def weights(self) -> Iterator[Shard]: ...
     def save(self, directory: Path) -> None:
-        """Save everything that a bit-equal continuation needs: weights, optimizer, schedule."""
+        """Save all state that a bit-equal continuation needs: weights, optimizer, schedule."""
         ...
 
     def load(self, directory: Path) -> None: ...
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
-        """The model in Hugging Face form, with its adapter merged into it and its scalar head where
-        it has them. averaged: with the running average of its weights in their place, where the
-        optimizer keeps one. part: "base" is the model without its adapter, "adapter" that alone, in
-        peft's form."""
+        """Write the model in Hugging Face format, with its scalar head if it has one.
+
+        Args:
+            averaged: write the running average of the weights, if the optimizer keeps one.
+            part: "all" merges the adapter into the model; "base" leaves it out; "adapter" writes it
+                alone, in peft's format.
+        """
         ...
 
 
 @runtime_checkable
 class Fingerprinted(Protocol):
-    """A learner that says cheaply which weights it has."""
+    """A learner with a cheap fingerprint of its weights."""
 
     def fingerprint(self) -> str:
-        """Changes with any bit of what it trains."""
+        """Return a text that changes with any bit of the trained weights."""
         ...
 
 
 @runtime_checkable
 class Generator(Protocol):
-    """Turns prompt tokens into completions. A push of new weights is a transaction: prepare,
-    receive, commit (or rollback)."""
+    """An inference engine that turns prompt tokens into completions.
+
+    A push of new weights is a transaction: prepare, receive, commit (or rollback).
+    """
 
     @property
     def version(self) -> int: ...
@@ -156,12 +174,14 @@ class Generator(Protocol):
         sampling: Sampling,
         media: Sequence[Placed] = (),
     ) -> Completion:
-        """media: those of the prompt, in order; a generator whose model reads none raises
-        ConfigError."""
+        """Return a completion of the prompt `tokens`.
+
+        media: the prompt's media, in order. Raises ConfigError if the model reads none.
+        """
         ...
 
     def abort(self) -> None:
-        """Ends every running request; each returns what it has, with StopReason.ABORTED."""
+        """End all running requests; each returns its partial output with StopReason.ABORTED."""
         ...
 
     async def pause(self) -> None: ...
@@ -174,30 +194,31 @@ class Generator(Protocol):
 
 @runtime_checkable
 class HasReadableWeights(Protocol):
-    """A generator that can say what it holds, so that it can be compared with what was sent."""
+    """A generator whose weights can be read, to compare them with the learner's."""
 
     def weights(self) -> Iterator[Shard]: ...
 
 
 @runtime_checkable
 class SupportsWeightAdoption(Protocol):
-    """A generator that may use pushed weights where it received them, if the sender marks them as
-    lasting.
+    """A generator that may adopt the pushed memory instead of copying it.
 
-    `lasting` in the manifest of `prepare` says that they stay as they are after the commit, until
-    the next one.
+    It may do so only if `lasting` is set in the manifest of `prepare`: the memory then stays
+    unchanged after the commit, until the next commit.
     """
 
     @property
     def adopted(self) -> bool:
-        """Return True if the generator uses any memory of the last push."""
+        """True if the generator uses any memory of the last push."""
         ...
 
 
 @runtime_checkable
 class Placeable(Protocol):
-    """A component that can release its accelerator to others, and take it back. Both calls do
-    nothing if it is already so."""
+    """A component that can release its accelerator to others and take it back.
+
+    Repeating either call does nothing.
+    """
 
     async def onload(self) -> None: ...
     async def offload(self) -> None: ...
@@ -205,16 +226,20 @@ class Placeable(Protocol):
 
 @runtime_checkable
 class Closeable(Protocol):
-    """A component that has started or opened something."""
+    """A component with processes, connections or files to close."""
 
     async def close(self) -> None: ...
 
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """An environment's answer to one policy turn: what it says back, the turn's own reward (None:
-    this environment leaves judging to rewards), and whether the episode ended. `metrics` are summed
-    over the turns of an attempt."""
+    """An environment's answer to one policy turn.
+
+    messages: the observation.
+    reward: the turn's own reward; None leaves judging to the rewards.
+    done: True if the episode has ended.
+    metrics: summed over the turns of an attempt.
+    """
 
     messages: tuple[Message, ...] = ()
     reward: float | None = None
@@ -225,25 +250,29 @@ class Step:
 
 @runtime_checkable
 class Environment(Protocol):
-    """Serves tasks, and plays one attempt at a time (the manager makes as many instances as it
-    needs).
+    """A source of tasks that plays one attempt at a time.
 
-    `replayable`: reset(task) followed by the same messages gives the same observations.
+    The manager makes as many instances as it needs: shallow copies of each other that share their
+    data. An instance keeps the state of an attempt in attributes that `reset` assigns.
+
+    replayable: True if `reset(task)` and the same messages give the same observations.
     """
 
     replayable: bool
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        """Tasks in a fixed order given `seed`, from position `start` on, so that resuming costs one
-        integer. "train" is endless (data are passed over again and again); "test" may end, never
-        overlaps "train", and is the same for every seed. An instance keeps what belongs to one
-        attempt in attributes that `reset` assigns: instances are shallow copies of each other and
-        share their data."""
+        """Yield tasks from position `start` on, in an order fixed by `seed`.
+
+        A resumed run thus needs only the position. "train" is endless: it repeats the data. "test"
+        may end, never overlaps "train", and is the same for every seed.
+        """
         ...
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """The messages that solve the task, for supervised training. Raises DataError where there
-        is none."""
+        """Return messages that solve the task, for supervised training.
+
+        Raises DataError if there are none.
+        """
         ...
 
     async def reset(self, task: Task) -> Sequence[Message]: ...
@@ -253,22 +282,29 @@ class Environment(Protocol):
 
 @runtime_checkable
 class HasTools(Protocol):
-    """An environment whose policy may call tools. The calls arrive parsed, as `tool_calls` of the
-    message that `step` gets, with ids that are unique in the conversation; answer each by a
-    Message("tool", ..., tool_call_id=call.id). What was meant as a call and can't be read is no
-    tool call: it stays in the message's text, and is counted."""
+    """An environment whose policy may call tools.
+
+    `step` gets the parsed calls as `tool_calls` of its message, with ids that are unique in the
+    conversation. Answer each with Message("tool", ..., tool_call_id=call.id). A call that can't be
+    parsed stays in the message's text and is counted.
+    """
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        """JSON-schema descriptions ({"type": "function", "function": {"name", "description",
-        "parameters"}}), asked for after `reset`, and with a demonstration; the same during the
-        whole attempt."""
+        """Return JSON schemas: {"type": "function", "function": {"name", "description",
+        "parameters"}}.
+
+        They are read after `reset`, and with a demonstration. They must not change during an
+        attempt.
+        """
         ...
 
 
 @runtime_checkable
 class HasStopStrings(Protocol):
-    """An environment that says which strings end the policy's next turn, beside those of the
-    recipe. Asked for before each."""
+    """An environment with stop strings of its own, in addition to the recipe's.
+
+    They are read before each turn of the policy.
+    """
 
     @property
     def stop_strings(self) -> tuple[str, ...]: ...
@@ -276,69 +312,74 @@ class HasStopStrings(Protocol):
 
 @runtime_checkable
 class HasMetrics(Protocol):
-    """An environment or a source with numbers of its own on the groups of a step, beside those that
-    every run measures."""
+    """An environment or source that adds its own metrics of a step's groups."""
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]: ...
 
 
 @runtime_checkable
 class HasPreferencePairs(Protocol):
-    """An environment that also has better and worse answers to its tasks, for preference learning
-    and reward models."""
+    """An environment with pairs of a better and a worse answer to its tasks.
+
+    They train policies on preferences, and reward models.
+    """
 
     def comparison(self, task: Task) -> Comparison: ...
 
 
 @runtime_checkable
 class HasLabelledAnswers(Protocol):
-    """An environment that also has single answers with a reward (above 0: good)."""
+    """An environment with single answers that have a reward (above 0: good)."""
 
     def judged(self, task: Task) -> Judged: ...
 
 
 @runtime_checkable
 class HasStepLabels(Protocol):
-    """An environment that also has answers in steps, each with a label in [0, 1]: the text of each
-    step, and its label."""
+    """An environment with answers in steps that have labels in [0, 1]."""
 
-    def steps(self, task: Task) -> Sequence[tuple[str, float]]: ...
+    def steps(self, task: Task) -> Sequence[tuple[str, float]]:
+        """Return the text and label of each step."""
+        ...
 
 
 @runtime_checkable
 class Reward(Protocol):
-    """Judges the trajectories of one group, one for each attempt: where a history forked, the last,
-    with the whole conversation in its messages. A plain function `(trajectory, task) -> float |
-    dict of named parts` is adapted.
+    """A judge of the trajectories of one group.
 
-    With an attribute `together = False` it says that it compares none with another: each attempt is
-    then judged by a call of its own, as soon as it ends, and what breaks or is late costs no
-    other."""
+    `score` gets one trajectory for each attempt: if a history forked, the last, with the whole
+    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named
+    parts` is adapted.
+
+    A reward that compares no attempts may set the attribute `together = False`. Each attempt is
+    then judged by a call of its own as soon as it ends, so a failed or late call costs no other
+    attempt.
+    """
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]: ...
 
 
 @runtime_checkable
 class HasFinalAnswers(Protocol):
-    """A reward that can say which final answer an attempt gives, so that attempts at a task can be
-    counted by it."""
+    """A reward that extracts an attempt's final answer, for votes among a task's attempts."""
 
     def vote(self, trajectory: Trajectory, task: Task) -> str | None:
-        """Return a text that is equal for answers that mean the same; None if the attempt gives
-        none."""
+        """Return a text that is equal for equivalent answers; None if there is no answer."""
         ...
 
 
 @runtime_checkable
 class Source(Protocol):
-    """Yields groups; keeps what was drawn until it is acknowledged, so that a resumed run loses
-    nothing."""
+    """A source of groups.
+
+    It keeps drawn groups until they are acknowledged, so that a resumed run loses none.
+    """
 
     async def draw(self, n: int, version: int) -> list[Group]: ...
     def ack(self, ids: Sequence[str], step: int) -> None: ...
     def nack(self, ids: Sequence[str], reason: str) -> None: ...
     async def snapshot(self) -> Mapping[str, Any]:
-        """JSON-serialisable state at a step boundary."""
+        """Return the JSON-serialisable state at a step boundary."""
         ...
 
     async def restore(self, state: Mapping[str, Any]) -> None: ...
@@ -346,46 +387,57 @@ class Source(Protocol):
 
 @runtime_checkable
 class AdaptiveSource(Protocol):
-    """A source that goes by how its groups did."""
+    """A source that adapts to training results."""
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
-        """Adapt after the step that trained on the groups. measured: means over its optimizer
-        steps, under the names of the metrics."""
+        """Adapt after the step that trained on the groups.
+
+        measured: metrics by name, as means over the step's optimizer steps.
+        """
         ...
 
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """Moves weights from a learner to a generator."""
+    """A channel that moves weights from a learner to a generator."""
 
     async def push(self, version: int) -> None: ...
     async def close(self) -> None:
-        """Both ends let go of what they keep between pushes."""
+        """Release the resources that both ends keep between pushes."""
         ...
 
 
 @runtime_checkable
 class Ranks(Protocol):
-    """Components of one kind, each in a process of its own (or one in this process), that are
-    called together."""
+    """Components of one kind that are called together.
+
+    Each has a process of its own, or there is one in this process.
+    """
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
-        """The results by rank; raises what a rank raised, or the error that names the rank that
-        died."""
+        """Call a method on all ranks and return the results by rank.
+
+        Raises the exception of a rank, or an error that names the rank that died.
+        """
         ...
 
 
 @runtime_checkable
 class Workers(Ranks, Protocol):
-    """The ranks of one role, each a process with a component of its own
-    (`ratchet.executors.worker_group.WorkerGroup`). Methods run on all ranks at the same time, one
-    after another on each."""
+    """The ranks of one role, each a process with a component of its own.
+
+    `ratchet.executors.worker_group.WorkerGroup` implements it. Ranks run a call at the same time,
+    and each rank runs one call after another.
+    """
 
     @property
     def size(self) -> int: ...
     async def build(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
-        device, ...) and these."""
+        """Build the component of each rank.
+
+        factory: "module:callable", called with the rank's place (rank, world_size, rendezvous,
+            device, ...) and `arguments`.
+        """
         ...
 
     def within(self, timeout_s: float, *, owner: str = "driver") -> Workers:
@@ -395,7 +447,7 @@ class Workers(Ranks, Protocol):
     async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]: ...
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
     def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
-        """Call and wait, for callers that can't await."""
+        """Call all ranks and block until they return, for callers that can't await."""
         ...
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None: ...
@@ -405,28 +457,34 @@ class Workers(Ranks, Protocol):
 
 @runtime_checkable
 class WeightAudit(Protocol):
-    """A weight sync that can compare both ends, weight by weight."""
+    """A weight sync that can compare the weights of both ends."""
 
     async def audit(self) -> Sequence[str] | None:
-        """The weights that differ, in the learner's order; None where the generator can't show what
-        it has."""
+        """Return the names of differing weights, in the learner's order.
+
+        Returns None if the generator's weights can't be read.
+        """
         ...
 
 
 @runtime_checkable
 class Executor(Protocol):
-    """Decides where components live: in this process (`spawn`), or in a group of processes."""
+    """A placer of components: in this process (`spawn`), or in groups of processes (`group`)."""
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
     def plan(self, needs: Sequence[Any]) -> None:
-        """All that groups will need, before the first is started. Raises ConfigError with a table
-        of what is missing."""
+        """Assign the resources of all groups, before the first group starts.
+
+        Raises ConfigError with a table of missing resources.
+        """
         ...
 
     def group(self, role: str, rank: int | None = None) -> Workers:
-        """Starts the processes of a role of the plan. rank: this one alone, as a group of one,
-        where ranks do not need one another; after its end another process, on the same
-        accelerators."""
+        """Start the processes of a role of the plan.
+
+        rank: start only this rank, as a group of one, if ranks do not need one another. Calling
+            again after the process ended starts a new one on the same accelerators.
+        """
         ...
 
     def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""The sampling of one completion, and the numbers with which it can be computed.
+"""Define the sampling settings of a completion, and the bounds of their values.
 
-A recipe, a request and Python all make a `Sampling`, which checks itself. No other place
-states a bound, except one that is narrower for a reason of its own.
+Recipes, requests and Python code all create a `Sampling`, which checks itself. Bounds are stated
+only here, except where code has its own reason for a narrower one.
 """
 
 from __future__ import annotations
@@ -19,41 +19,41 @@ from ratchet.errors import SamplingError
 # logits reach 1e4 the quotient overflows below 3e-35.) Above 1e5, logits that differ by 100 give
 # probabilities that differ by a thousandth: the model no longer matters.
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5
-LARGEST_COUNT = 2**31 - 1  # what every generator can hold
+LARGEST_COUNT = 2**31 - 1  # the largest integer that every generator can hold
 LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
-# so much text, twice over, is decoded and searched at every token
+# At every token, at least twice the longest stop string is decoded and searched for all of them.
 MOST_STOPS, LONGEST_STOP = 64, 1024
-_set = object.__setattr__  # as a frozen dataclass sets its own fields
+_set = object.__setattr__  # sets fields of a frozen dataclass, as its own __init__ does
 
 
 @dataclass(frozen=True, slots=True)
 class Sampling:
-    """The sampling of one completion. `temperature=0` is greedy. Filters act after the temperature,
-    in the order top_k, top_p, min_p (each on the distribution that the temperature gives,
-    renormalised at the end).
+    """The sampling settings of one completion.
 
-    `top_k=0`, `top_p=1` and `min_p=0` are off. `stop_ids` end a completion and belong to it; so do
-    `stop` strings. Equal (tokens, sampling, weights) give equal completions, whatever else is being
-    generated. `routes`: record which experts compute each token, for a mixture of experts. `drawn`:
-    so many tokens at the end of the prompt are the beginning of this completion, which was
-    interrupted, and continues as if it had not been. `adapter`: one of those that the generator
-    serves; None: the policy's own, "base": none.
+    Equal (tokens, sampling, weights) give equal completions, whatever else is being generated.
+    Filters act after the temperature, in the order top_k, top_p, min_p (each on the distribution
+    that the temperature gives, renormalised at the end).
 
-    Raises SamplingError for a value with which nothing can be drawn. Numbers of numpy become
-    Python's, lists become tuples.
+    Raises SamplingError for a value with which no token can be sampled. NumPy numbers become Python
+    numbers, lists become tuples.
     """
 
-    temperature: float = 1.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
+    temperature: float = 1.0  # 0: greedy
+    top_p: float = 1.0  # 1: off
+    top_k: int = 0  # 0: off
+    min_p: float = 0.0  # 0: off
     max_new_tokens: int = 256
+    # Stop strings and stop tokens end a completion and are part of it.
     stop: tuple[str, ...] = ()
     stop_ids: tuple[int, ...] = ()
     seed: int = 0
+    # True to record which experts of a mixture of experts compute each token.
     routes: bool = False
+    # Number of tokens at the end of the prompt that this completion had before it was interrupted.
+    # It continues as if it had not been.
     drawn: int = 0
+    # Name of an adapter that the generator serves; None: the policy's own, "base": no adapter.
     adapter: str | None = None
 
     def __post_init__(self) -> None:
@@ -62,8 +62,11 @@ class Sampling:
                 _set(self, name, check(name, getattr(self, name)))
 
     def _is_plain(self) -> bool:
-        """Return True if every value has its plain type and lies in its range. It runs for every
-        turn of an attempt, so it is one expression: 0.4 us without stops, 1.4 us with."""
+        """True if every value has its plain type and lies in its range.
+
+        It runs for every turn of an attempt, so it is one expression: 0.4 us without stops, 1.4 us
+        with.
+        """
         t, p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
         return (
             type(t) is type(p) is type(self.min_p) is float
@@ -87,8 +90,10 @@ class Sampling:
         )
 
     def seeded(self, seed: int) -> Sampling:
-        """Return a copy with another seed, in 40 % of the time that `replace` takes: what was
-        checked is not checked again."""
+        """Return a copy with another seed.
+
+        Only the seed is checked, so this takes 40 % of the time of `replace`.
+        """
         copied = object.__new__(Sampling)
         for name in FIELDS:
             _set(copied, name, getattr(self, name))
@@ -101,8 +106,7 @@ class Sampling:
 
     @property
     def truncates(self) -> bool:
-        """Return True if tokens can be cut from the distribution (then `log_kept_mass` is not all
-        zero)."""
+        """True if filters can remove tokens, so that `log_kept_mass` is not all zero."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
 
@@ -110,8 +114,10 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 
 
 def check_setting(name: str, value: Any) -> Any:
-    """Return the value of one field of `Sampling` in its plain type. Raise SamplingError where
-    nothing can be drawn with it."""
+    """Return the value of one field of `Sampling` in its plain type.
+
+    Raises SamplingError if no token can be sampled with it.
+    """
     return CHECKS[name](name, value)
 
 
@@ -133,7 +139,7 @@ def _are_stops(stops: tuple[Any, ...]) -> bool:
     )
 
 
-# --- what each field may be, told with the smallest fix
+# --- checks of each field, whose errors name the smallest fix
 
 
 def _refused(name: str, value: object, wrong: str, fix: object) -> SamplingError:
@@ -143,7 +149,7 @@ def _refused(name: str, value: object, wrong: str, fix: object) -> SamplingError
 def _shown(value: object) -> str:
     try:
         text = repr(value)
-    except ValueError:  # Python writes no whole number of more than 4,300 digits
+    except ValueError:  # Python converts no integer of more than 4,300 digits to text
         return "(a number of thousands of digits)"
     return text if len(text) <= 60 else f"{text[:57]}..."
 

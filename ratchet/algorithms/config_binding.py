@@ -1,4 +1,4 @@
-"""The binding of a part's section to its function."""
+"""Bind the function that an algorithm part's section names to the section's values."""
 
 from __future__ import annotations
 

@@ -22,7 +22,7 @@ def build(config: DistillationConfig) -> Algorithm:
     mix = 0.5 if config.mix is None else config.mix
     loss = partial(divergence, objective=config.objective, mix=mix)
     columns = {"topk_logprobs": "teacher_topk_logprobs"}
-    # Over the whole vocabulary the ids are 0, 1, 2, ...: no column needs to hold them.
+    # Without top_k the ids are those of the whole vocabulary, 0, 1, 2, ...: they need no column.
     if config.top_k is not None:
         columns["topk_ids"] = "teacher_ids"
     roles, passes = build_teacher_passes(config.teacher, columns, top_k=config.top_k or 0)

@@ -1,6 +1,6 @@
-"""Filters that remove rows from the final mask, from numerators and denominators alike.
+"""Remove rows from the final mask, and so from numerators and denominators alike.
 
-They run after the estimator has seen all rows. S = sequences, G = groups.
+Filters run after the estimator has seen all rows. S = sequences, G = groups.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transfor
     """Fill `has_signal`, bool [S]: True in groups with an advantage other than 0 after
     `transforms`.
 
-    The transforms see a copy of the state, and only `has_signal` is kept of their result.
+    The transforms see a copy of the state, and all of their result but `has_signal` is dropped.
     """
     scratch_state = AlgoState(state.step, dict(state.numbers))
     transformed = batch
@@ -53,7 +53,7 @@ def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
 
 
 def _has_signal(batch: Batch) -> Tensor:
-    """True for the sequences of groups with an advantage other than 0. bool [S]"""
+    """Return bool [S]: True in groups with an advantage other than 0."""
     nonzero_S = batch.sequence_sum((batch.need("advantages") != 0).double())
     return (batch.group_sum(nonzero_S) > 0)[batch.group_S]
 

@@ -1,4 +1,4 @@
-"""Probability ratios: the one place that exponentiates a difference of log-probabilities."""
+"""Compute probability ratios: only this module exponentiates differences of log-probabilities."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 
     Up to the bound this is the ratio and its gradient, exactly. Beyond it the ratio is the constant
     exp(20), and its gradient is 0: a token or a sequence so far off keeps its value in the loss,
-    and moves nothing through its ratio. Small ratios need no bound. NaN stays NaN.
+    but gets no gradient through its ratio. Small ratios need no bound. NaN stays NaN.
     """
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
 
@@ -24,8 +24,9 @@ def bounded_ratio(log_ratio: Tensor) -> Tensor:
 def k3(log_ratio: Tensor) -> Tensor:
     """Return exp(-d) - 1 + d with d = max(log_ratio, -20), in the shape and dtype of `log_ratio`.
 
-    The estimator k3 of KL(p || q) on samples of p, d = log(p / q): never negative, 0 where d is 0
-    (http://joschu.net/blog/kl-approx.html). Beyond the bound it is constant, with gradient 0.
+    It estimates KL(p || q) from samples of p, with d = log(p / q). It is never negative, and 0
+    where d is 0 (http://joschu.net/blog/kl-approx.html). Beyond the bound it is constant, with
+    gradient 0.
     """
     d = log_ratio.clamp(min=-LOG_RATIO_BOUND)
     return (-d).exp() - 1 + d

@@ -1,9 +1,8 @@
 """Rollout correction: importance weights and masks for a sampler that differs from the learner.
 
-Reasons for a difference: another engine, another precision, older weights, a truncated sampling
-distribution. T = tokens, S = sequences. d_t = log(learner's old policy / distribution that the
-sampler drew from), on trainable tokens. The weight and the mask are columns, computed once over the
-batch and detached.
+They differ by engine, precision, older weights or a truncated sampling distribution. T = tokens,
+S = sequences. d_t = log(learner's old policy / distribution that the sampler drew from), on
+trainable tokens. The weight and the mask are columns, computed once over the batch and detached.
 """
 
 from __future__ import annotations
@@ -43,13 +42,13 @@ def correct(
     mask_denominator: "all": masked tokens have weight 0, and means over the batch still count them.
       "kept": they leave the final mask, numerators and denominators alike.
 
-    If all tokens of a row have one weight, `correction_S` [S] holds it too.
+    If all tokens of a row share one weight, `correction_S` [S] holds it too.
 
     The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
     (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all":
     the weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
     importance sampling of whole sequences (https://richardli.xyz/rl-collapse) is mask="sequence" or
-    "geometric". "kept" is rejection sampling, as verl's `rollout_rs`.
+    "geometric". "kept" is rejection sampling, like verl's `rollout_rs`.
     """
     mask_T = batch.trainable_T
     sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
@@ -92,7 +91,7 @@ def _at_level(batch: Batch, gap_T: Tensor, at: CorrectionLevel) -> Tensor:
 def _note_correction(
     batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor
 ) -> Batch:
-    """Report the gap between sampler and learner, and the effect of weights and masks."""
+    """Add metrics of the gap between sampler and learner, and of the weights and masks."""
     mask_T = batch.trainable_T
     if not bool(mask_T.any()):
         return batch

@@ -11,15 +11,16 @@ from ratchet.algorithms.config.base import Teacher
 def build_teacher_passes(
     teacher: Teacher, columns: Mapping[str, str], *, aligned: bool = False, top_k: int = 0
 ) -> tuple[dict[str, Role], tuple[Pass, ...]]:
-    """Return the roles of the teachers and the passes that fill `columns`.
+    """Return the teachers' roles, and the passes that fill the batch's columns.
 
-    columns: the batch's name of each column, by the learner's name of it.
+    A role is named "teacher", or "teacher/<tag>" if there is one for each tag. A model that several
+    tags name is one role, named after the first of them. Tasks without a tag have the tag "".
 
-    The role is "teacher", or "teacher/<tag>" for each tag. A model that several tags name is one
-    role, called after the first of them. The tag "" is that of tasks without one.
+    Args:
+        columns: Name of each column in the batch, by its name in the learner's output.
     """
     by_tag: Mapping[str | None, str] = {None: teacher} if isinstance(teacher, str) else {**teacher}
-    names: dict[str, str] = {}  # by path
+    names: dict[str, str] = {}  # role names by model path
     for tag, path in by_tag.items():
         names.setdefault(path, f"teacher/{tag}" if tag else "teacher")
     roles = {name: Role(path=path, aligned=aligned) for path, name in names.items()}

@@ -8,9 +8,9 @@ from concurrent.futures import Future
 
 
 class BackgroundTask:
-    """One background task at a time.
+    """A runner of one background task at a time.
 
-    The end of the process does not wait for it: the caller that begins a task must settle it,
+    The process does not wait for a task at its end: a caller that begins a task must settle it,
     unless the process is to end at once.
     """
 
@@ -19,7 +19,7 @@ class BackgroundTask:
 
     @property
     def ended(self) -> bool:
-        """True if a task has finished and is not settled, so that `settle` returns at once."""
+        """True if a task has finished but is not settled: `settle` does not wait."""
         return self._work is not None and self._work.done()
 
     @property
@@ -28,7 +28,7 @@ class BackgroundTask:
         return self._work is not None and not self._work.done()
 
     def begin(self, work: Callable[[], object]) -> None:
-        """Start a task in a thread. The task before must be settled."""
+        """Start a task in a thread. The previous task must be settled."""
         assert self._work is None, "what was begun before is settled first"
         future: Future[None] = Future()
 

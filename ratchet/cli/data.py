@@ -1,4 +1,4 @@
-"""The commands `ratchet data ...`. They import little, like `ratchet.cli.main`."""
+"""The commands `ratchet data ...`. Imports no heavy modules, like `ratchet.cli.main`."""
 
 from __future__ import annotations
 

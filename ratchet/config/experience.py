@@ -1,5 +1,7 @@
-"""Sections on rollouts: sampling, replay, staleness, curriculum, parity. Defaults stand here and
-nowhere else."""
+"""The recipe's sections on rollouts: sampling, replay, staleness, curriculum, parity.
+
+Their defaults are set here and nowhere else.
+"""
 
 from __future__ import annotations
 
@@ -13,8 +15,10 @@ from ratchet.sampling import check_setting
 
 
 def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of a field of `Sampling`. Raise ValueError, which pydantic reports, where
-    `Sampling` refuses it."""
+    """Return the value of a field of `Sampling`.
+
+    Raise ValueError, which pydantic reports, if `Sampling` refuses it.
+    """
     try:
         return check_setting(name, value)
     except SamplingError as error:
@@ -25,7 +29,7 @@ Temperature = Annotated[float, AfterValidator(lambda value: checked_setting("tem
 
 
 class SamplingConfig(Section):
-    """Sampling of attempts. Filters act after the temperature."""
+    """The sampling of attempts. top_p, top_k and min_p act after the temperature."""
 
     temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
     top_p: float = Field(default=1.0, description="Smallest set of tokens of this mass; 1: off.")
@@ -45,7 +49,7 @@ class SamplingConfig(Section):
 
 
 class ReplayConfig(Section):
-    """Groups of earlier steps, trained on again beside those of a step (arXiv:1511.05952)."""
+    """The replay buffer: a step also trains on groups of earlier steps (arXiv:1511.05952)."""
 
     groups: int = Field(
         default=8, ge=1, description="More groups a step, as far as there are so many."
@@ -76,8 +80,10 @@ class ReplayConfig(Section):
 
 
 class AdaptiveConfig(Section):
-    """The number of groups in flight, between a step's and what max_staleness allows: more while
-    the learner waits, fewer while one of these limits is exceeded."""
+    """The control of the number of groups in flight, from one step's up to max_staleness.
+
+    The number rises while the learner waits, and falls while one of these limits is exceeded.
+    """
 
     staleness: float | None = Field(
         default=None,
@@ -101,8 +107,11 @@ class AdaptiveConfig(Section):
 
 
 class RolloutsConfig(Section):
-    """Rollouts and their failures. Which redundant ones finish first depends on timing, so a run
-    with redundancy does not repeat bit by bit."""
+    """The rollouts of a stage, and the handling of their failures.
+
+    Which redundant attempts and groups finish first depends on timing, so a run with redundancy is
+    not bitwise reproducible.
+    """
 
     max_turns: int = Field(
         default=64, ge=1, description="Turns of the policy, after which an attempt is cut off."
@@ -117,31 +126,32 @@ class RolloutsConfig(Section):
     retries: int = Field(
         default=2,
         ge=0,
-        description="Tries more, where an environment, a reward or a timeout broke one.",
+        description="Further tries of an attempt that an environment, a reward or a timeout broke.",
     )
     max_failed_share: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Of the attempts of the last 8 steps; the run stops where more of them failed.",
+        description="Maximum share of failed attempts in the last 8 steps; above it the run stops.",
     )
     redundant_attempts: int = Field(
-        default=0, ge=0, description="More attempts a group; the first to end are kept."
+        default=0, ge=0, description="Additional attempts a group; the first to end are kept."
     )
     redundant_groups: int = Field(
-        default=0, ge=0, description="More groups a step; the first to end are kept, others wait."
+        default=0,
+        ge=0,
+        description="Additional groups a step; the first to end are kept, others wait.",
     )
     max_staleness: Annotated[int | float, Field(ge=0)] = Field(
         default=0,
-        description="Steps by which the weights that begin an attempt may lie behind those that it "
-        "trains; 0: the same. Above "
-        "0 attempts go on while the learner works. 0.5: of half of the next step's groups.",
+        description="Steps by which the weights that begin an attempt may lie behind those that "
+        "it trains; 0: the same. Above 0 attempts go on while the learner works; 0.5: those of "
+        "half of the next step's groups.",
     )
     order: Literal["issued", "ready"] = Field(
         default="issued",
-        description="Which groups a step takes where several steps' are under way: the oldest, or "
-        "the first that are ready, "
-        "as long as none becomes too old.",
+        description="Order in which groups in flight enter a step: the oldest first, or the first "
+        "that are ready, as long as none becomes too old.",
     )
     adaptive: AdaptiveConfig | None = Field(
         default=None,
@@ -151,9 +161,8 @@ class RolloutsConfig(Section):
     tail_batching: int = Field(
         default=0,
         ge=0,
-        description="More groups a step; the first to end are kept, the others come together in "
-        "steps of their own "
-        "(arXiv:2509.21009).",
+        description="Additional groups a step; the first to end are kept, the others come "
+        "together in steps of their own (arXiv:2509.21009).",
     )
     dynamic_sampling: bool = Field(
         default=False,
@@ -163,7 +172,8 @@ class RolloutsConfig(Section):
     max_replaced: int = Field(
         default=3,
         ge=1,
-        description="Of dynamic_sampling: groups replaced a step, over batch_size; then they stay.",
+        description="Groups that dynamic_sampling replaces a step, over batch_size; beyond it "
+        "they stay.",
     )
     replay: ReplayConfig | None = Field(
         default=None, description="Trains on groups more than once; null: each once."
@@ -175,12 +185,14 @@ class RolloutsConfig(Section):
 
 
 class CurriculumConfig(Section):
-    """The choice of the next of the stage's `examples`: weighted draws in place of passes over all
-    of them.
+    """A curriculum: weighted draws from the stage's `examples` in place of passes over them.
 
-    prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
-    (arXiv:2501.12599), where p is its running success rate, 0.5 until it is tried. difficulty: easy
-    tasks come first (arXiv:1903.09848).
+    p = running success rate of a task, 0.5 until it is tried.
+
+    Attributes:
+        prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
+            (arXiv:2501.12599).
+        difficulty: Easy tasks come first (arXiv:1903.09848).
     """
 
     prefer: Literal["even", "learnable", "hard"] = Field(
@@ -235,16 +247,18 @@ class CurriculumConfig(Section):
 
 
 class ParityConfig(Section):
-    """A comparison of the sampler's log-probabilities of fresh tokens with the learner's before an
-    update, when both have the same weights."""
+    """The parity gate: compares the log-probabilities of sampler and learner.
+
+    It compares those of fresh tokens before an update, when both have the same weights.
+    """
 
     first_steps: int = Field(
         default=3,
         ge=0,
-        description="At the first so many steps, so after the first pushes of weights.",
+        description="Number of first steps with a check, so after the first pushes of weights.",
     )
-    every: int = Field(default=50, ge=0, description="And at every so many; 0: never again.")
-    sample: int = Field(default=8, ge=1, description="Attempts that are compared.")
+    every: int = Field(default=50, ge=0, description="Steps between later checks; 0: none.")
+    sample: int = Field(default=8, ge=1, description="Attempts compared in a check.")
     threshold: float = Field(
         default=0.05,
         gt=0,
@@ -252,5 +266,6 @@ class ParityConfig(Section):
         "1e-6.",
     )
     action: Literal["stop", "warn"] = Field(
-        default="stop", description="What happens above it; both say which part is why."
+        default="stop",
+        description="Reaction to a difference above the threshold; both say which part causes it.",
     )

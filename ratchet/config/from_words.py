@@ -1,4 +1,4 @@
-"""One section built from the words of a command line: a kind or an import path, and its keys."""
+"""Build a section from words of a command line: a kind or an import path, and its keys."""
 
 from __future__ import annotations
 
@@ -16,10 +16,16 @@ from ratchet.errors import ConfigError
 
 
 def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Section:
-    """Return a section. `words` are its keys ("timeout_s=5", "domains.maths=[{kind: math}]"), with
-    values in YAML.
+    """Return the section of a kind or an import path.
 
-    Raises ConfigError with everything that is wrong with them.
+    Args:
+        slot: The slot of the section, such as "environment".
+        kind: The kind, or the import path.
+        words: The keys, with values in YAML ("timeout_s=5", "domains.maths=[{kind: math}]").
+
+    Raises:
+        ConfigError: A word is not of the form key=value, or keys or values are wrong; all of these
+            are listed.
     """
     section = section_class(slot, kind)
     keys = _keys(words)

@@ -23,9 +23,9 @@ class FileLimits(Section):
         default=64_000_000,
         ge=1,
         le=PILLOW_PIXELS,
-        description="Of one image, or frame, as its header declares.",
+        description="Pixels of one image, or frame, as its header declares.",
     )
-    max_mib: float = Field(default=64.0, gt=0, description="Of one encoded file.")
+    max_mib: float = Field(default=64.0, gt=0, description="Size of one encoded file, in MiB.")
     urls: bool = Field(
         default=False,
         description="Fetch http:// and https:// addresses that data name; it lets data choose "
@@ -42,10 +42,14 @@ class MediaLimits(FileLimits):
     max_frames: int = Field(
         default=64,
         ge=1,
-        description="Of a video; from a longer one so many are taken, evenly spaced.",
+        description="Frames of a video; from a longer one this many are taken, evenly spaced.",
     )
-    max_audio_s: float = Field(default=600.0, gt=0, description="Length of an audio clip.")
-    timeout_s: float = Field(default=20.0, gt=0, description="Of fetching one address.")
+    max_audio_s: float = Field(
+        default=600.0, gt=0, description="Length of an audio clip, in seconds."
+    )
+    timeout_s: float = Field(
+        default=20.0, gt=0, description="Timeout of fetching one address, in seconds."
+    )
 
 
 class MediaConfig(MediaLimits):

@@ -1,6 +1,6 @@
 """The sections of a recipe. Defaults stand here and nowhere else.
 
-A `RunConfig` is resolved: each of its stages is complete. What a user writes is shorter, see
+A `RunConfig` is resolved: each of its stages is complete. A recipe as written is shorter, see
 `ratchet.config.loader`.
 """
 
@@ -43,8 +43,7 @@ StageName = Annotated[
 
 
 class ModelConfig(Section):
-    """The model to train: a preset with random weights, or the model in a directory or on the
-    hub."""
+    """The model to train: a preset with random weights, or one from a directory or the hub."""
 
     preset: str | None = Field(
         default=None, description="Shape of a model that starts from random weights."
@@ -56,8 +55,8 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto",
-        description="Whose code runs it: Ratchet's own decoder where it can (auto), or that of "
-        "transformers.",
+        description="Implementation of the model: Ratchet's own decoder where it can (auto), or "
+        "that of transformers.",
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the preset's shape to change."
@@ -75,13 +74,13 @@ class RecordConfig(Section):
     """The records of each step, in steps/ (docs/records.md)."""
 
     every: int = Field(
-        default=1, ge=0, description="Steps from one that is recorded to the next; 0: none."
+        default=1, ge=0, description="Steps from one recorded step to the next; 0: no records."
     )
     groups: int | None = Field(
         default=None,
         ge=1,
-        description="Of a step, so many, drawn at random; null: all. A step is only replayed from "
-        "all.",
+        description="Groups recorded a step, drawn at random; null: all. A step is only replayed "
+        "from all.",
     )
     max_gib: float = Field(
         default=8.0, gt=0, description="Size of the record, above which its oldest files go."
@@ -115,8 +114,8 @@ class LoggingConfig(Section):
 class OptimizerConfig(Section):
     """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
 
-    whole_matrices: True if its steps need each matrix in one process. needs: a package that
-    computes them.
+    whole_matrices: True if its steps need each matrix in one process.
+    needs: the package that implements it; None: PyTorch or Ratchet.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
@@ -157,8 +156,10 @@ class OptimizerConfig(Section):
 
 
 class LoRAConfig(Section):
-    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x. Only A and B train; W
-    is frozen."""
+    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x.
+
+    Only A and B train; W is frozen.
+    """
 
     rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
     alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
@@ -167,20 +168,21 @@ class LoRAConfig(Section):
     )
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all-linear",
-        description="Linear maps of each layer that get one: all-linear, or their names (q_proj, "
-        "...).",
+        description="Linear maps of each layer that get an adapter: all-linear, or their names "
+        "(q_proj, ...).",
     )
     init: Literal["kaiming", "gaussian"] = Field(
         default="kaiming",
-        description="How A begins; B begins at 0, so that the first step samples from the base.",
+        description="Initial values of A; B begins at 0, so that the first step samples from the "
+        "base.",
     )
     rslora: bool = Field(
         default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
     )
     base: Literal["nf4", "float8"] | None = Field(
         default=None,
-        description="What the layers' matrices, which rest, are quantised to: nf4 (4 bits, QLoRA) "
-        "or float8.",
+        description="Format to which the layers' frozen matrices are quantised: nf4 (4 bits, "
+        "QLoRA) or float8.",
     )
 
     @property
@@ -196,14 +198,14 @@ class EvaluationConfig(Section):
 
     environment: Annotated[Chosen | None, Slot("environment", optional=True)] = Field(
         default=None,
-        description="Whose held-out tasks, which its own reward judges; null: those of the stage's "
-        "environment.",
+        description="Environment of the held-out tasks, which its own reward judges; null: the "
+        "stage's.",
     )
 
     every: int = Field(
         default=0,
         ge=0,
-        description="Also after every so many steps; 0: only before and after the stage.",
+        description="Steps between evaluations; 0: only before and after the stage.",
     )
     tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
     samples: int = Field(
@@ -211,13 +213,13 @@ class EvaluationConfig(Section):
     )
     greedy: bool = Field(
         default=True,
-        description="One attempt a task at temperature 0; else the sampled ones are all.",
+        description="Play one attempt a task at temperature 0; false: only the sampled ones.",
     )
     pass_threshold: float = Field(
         default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k)."
     )
     temperature: Temperature | None = Field(
-        default=None, gt=0, description="Of the sampled attempts; null: as in sampling."
+        default=None, gt=0, description="Temperature of the sampled attempts; null: as in sampling."
     )
     max_new_tokens: int | None = Field(
         default=None, ge=1, description="Tokens of one completion; null: as in sampling."
@@ -226,16 +228,17 @@ class EvaluationConfig(Section):
         default=0,
         ge=0,
         description="Evaluations in a row without a better metric, after which the stage ends; 0: "
-        "it doesn't.",
+        "no early stopping.",
     )
     metric: str = Field(
         default="eval/accuracy",
-        description="Of patience; with - before it, less is better: -eval/loss.",
+        description="Metric that patience watches; with - before it, less is better: -eval/loss.",
     )
     min_gain: float = Field(
         default=0.0,
         ge=0,
-        description="Of patience: what is better by no more than this is no better.",
+        description="Gain of the metric that patience needs; one of no more than this is no "
+        "better.",
     )
 
     @model_validator(mode="after")
@@ -262,35 +265,39 @@ class CheckpointConfig(Section):
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Also the best so many, of those saved after a step that measured it.",
+        description="Best checkpoints that are kept too, of those saved after a step that "
+        "measured the metric.",
     )
     metric: str = Field(
         default="eval/accuracy",
-        description="What the best have most of; with - before it, least: -eval/loss.",
+        description="Metric that is highest in the best checkpoints; with - before it, lowest: "
+        "-eval/loss.",
     )
     end_with: Literal["last", "best"] = Field(
         default="last",
-        description="What the stage leaves behind: its last weights, or those of its best "
+        description="Weights that the stage leaves behind: its last, or those of its best "
         "checkpoint.",
     )
     keep_every: int = Field(
-        default=0, ge=0, description="Also those whose step is a multiple of it, for good; 0: none."
+        default=0,
+        ge=0,
+        description="Keep checkpoints whose step is a multiple of this for good; 0: none.",
     )
     on_error: Literal["stop", "warn"] = Field(
         default="stop",
-        description="Where one can't be written (a full disk, say): the run ends, or goes on and "
-        "warns.",
+        description="Reaction to a checkpoint that can't be written (a full disk, say): the run "
+        "ends, or goes on and warns.",
     )
     background: bool = Field(
         default=False,
-        description="Write them beside the training, from a copy in main memory; each is whole "
-        "before the next.",
+        description="Write checkpoints beside the training, from a copy in main memory; each is "
+        "whole before the next.",
     )
     limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds that the process has; it saves before and exits with 75. null: no "
-        "limit.",
+        description="Time limit of the process, in seconds; it saves before and exits with 75. "
+        "null: no limit.",
     )
 
     @model_validator(mode="after")
@@ -308,8 +315,7 @@ def _default(slot: str, kind: str) -> Any:
 
 
 def own_rewards(environment: object) -> tuple[Section, ...]:
-    """Return the rewards that the environment names for its answers; none where its steps give
-    rewards."""
+    """Return the environment's default rewards; () if its steps give the rewards."""
     default = getattr(environment, "default_reward", "")
     return (
         (resolve("rewards", {"kind": default} if isinstance(default, str) else default),)
@@ -330,29 +336,31 @@ Rewards = Annotated[tuple[Chosen, ...], Slot("rewards", many=True)]
 
 
 class StageConfig(Section):
-    """One algorithm for a number of steps. Every key can also stand at the top of a recipe, as the
-    default of all stages."""
+    """A stage of a run: one algorithm for a number of steps.
 
-    name: StageName = Field(description="By default the algorithm's kind.")
+    Every key can also stand at the top of a recipe, as the default of all stages.
+    """
+
+    name: StageName = Field(description="Name of the stage; default: the algorithm's kind.")
     algorithm: Annotated[Chosen, Slot("algorithm")] = Field(
-        description="What turns a batch into an update."
+        description="Algorithm that turns a batch into an update."
     )
     environment: Annotated[Chosen, Slot("environment")] = Field(
-        description="Where tasks and demonstrations come from."
+        description="Environment that gives tasks and demonstrations."
     )
     rewards: Rewards = Field(
         default_factory=_rewards,
-        description="What judges attempts; by default as the environment says.",
+        description="Rewards that judge the attempts; default: the environment's own.",
     )
     eval_rewards: Rewards = Field(
         default_factory=_eval_rewards,
-        description="What judges in evaluation; by default the environment's own reward, so that "
-        "shaping can't move it.",
+        description="Rewards used in evaluation; default: the environment's own, so that shaping "
+        "can't move them.",
     )
     agent: Annotated[Chosen | None, Slot("agent", optional=True)] = Field(
         default=None,
-        description="Plays the attempts, through an OpenAI-compatible server; null: the "
-        "environment's own turns.",
+        description="Agent that plays the attempts, through an OpenAI-compatible server; null: "
+        "the environment's own turns.",
     )
     steps: int = Field(default=100, ge=1, description="Batches to train on.")
     batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
@@ -360,13 +368,13 @@ class StageConfig(Section):
         default=None, ge=1, description="Distinct training tasks; null: no limit."
     )
     curriculum: CurriculumConfig | None = Field(
-        default=None, description="Which of the examples come when; null: all in turn, shuffled."
+        default=None, description="Order of the examples; null: all in turn, shuffled."
     )
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
         default_factory=_default("optimizer", "adamw"),
-        description="What turns a gradient into a step.",
+        description="Optimizer that turns a gradient into a step.",
     )
     lora: LoRAConfig | None = Field(
         default=None, description="Trains an adapter of the policy; null: all its weights."
@@ -388,8 +396,10 @@ class StageConfig(Section):
 
     @property
     def source(self) -> str | None:
-        """Return "rows", "pairs", "labelled", "steps" or "rollouts"; None if a custom algorithm
-        does not say."""
+        """Return the kind of training data; None if a custom algorithm does not declare it.
+
+        The kinds are "rows", "pairs", "labelled", "steps" and "rollouts".
+        """
         return getattr(self.algorithm, "source", None)
 
     @property
@@ -429,23 +439,25 @@ def _distinct_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
 
 
 class RunConfig(Section):
-    """A whole run, resolved."""
+    """The resolved config of a whole run."""
 
-    name: RunName = Field(default="run", description="By default the recipe's file name.")
-    seed: int = Field(default=0, ge=0, lt=2**63, description="Of everything random.")
+    name: RunName = Field(
+        default="run", description="Name of the run; default: the recipe's file name."
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
     device: Device = Field(default="auto", description="auto: cuda where there is one, else cpu.")
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto", description="CPU threads, which workers share."
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="What computes a model in float32 on a CPU beside its large products: C that "
-        "this machine's compiler has "
-        "compiled, or PyTorch's operations. auto: compiled where there is a compiler.",
+        description="Kernels of a float32 model on a CPU beside its large products: C that this "
+        "machine's compiler has compiled, or PyTorch's operations. auto: compiled where there is "
+        "a compiler.",
     )
     run_dir: str | None = Field(
         default=None,
-        description="Where the run is written, or an address (s3://bucket/run); null: runs/<name>. "
+        description="Directory of the run, or an address (s3://bucket/run); null: runs/<name>. "
         "Never overwritten.",
     )
     model: ModelConfig = ModelConfig()

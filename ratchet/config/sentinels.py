@@ -23,16 +23,16 @@ class SentinelConfig(Section):
     """
 
     metric: str = Field(
-        description="A name of metrics.jsonl; with * and ? the greatest of those that it fits."
+        description="Name of a metric in metrics.jsonl; with * and ? the greatest of those that "
+        "match."
     )
     rule: Rule = Field(
-        description="above, below: the threshold. spike: so many robust deviations above the "
-        "median of the window before. "
-        "grows, shrinks: the window's median over, under so many times that of the first window. "
-        "rises: over it by so much. "
-        "reported: other than 0, steps without it end it. nonfinite: NaN or infinite."
+        description="above, below: the threshold. spike: more than threshold robust deviations "
+        "above the median of the window before. grows, shrinks: the window's median over, under "
+        "threshold times that of the first window. rises: over it by threshold. reported: other "
+        "than 0; steps without the metric end it. nonfinite: NaN or infinite."
     )
-    threshold: float = Field(default=0.0, description="Of the rule.")
+    threshold: float = Field(default=0.0, description="Threshold of the rule.")
     window: int = Field(
         default=32, ge=1, description="Values of the metric that the rule compares."
     )
@@ -128,7 +128,8 @@ class SentinelsConfig(Section):
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip
     own: dict[str, SentinelConfig] = Field(
-        default_factory=dict, description="Yours, by name: each with a metric and a rule."
+        default_factory=dict,
+        description="Sentinels of your own, by name: each with a metric and a rule.",
     )
     second_opinion: Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)] = (
         Field(
@@ -139,8 +140,8 @@ class SentinelsConfig(Section):
     )
     canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", optional=True)] = Field(
         default=None,
-        description="Whose held-out tasks the policy must not be rewarded for by the stage's "
-        "rewards; null: none.",
+        description="Environment whose held-out tasks the stage's rewards must not reward; null: "
+        "none.",
     )
     every: int = Field(
         default=10,

@@ -8,10 +8,13 @@ from ratchet.config.base import Section
 
 
 class EnvironmentConfig(Section):
-    """`default_reward`: kind of the reward that judges this environment's answers unless the recipe
-    names another. `gives`: what an algorithm may learn from here (see
-    `ratchet.algorithms.config.base.Source`). `judges`: whether its steps give a reward where there
-    is no default one."""
+    """The base class of environments' sections.
+
+    Attributes:
+        default_reward: Kind of the reward for this environment unless the recipe names another.
+        gives: The kinds of training data that it offers (`ratchet.algorithms.config.base.Source`).
+        judges: True if its steps give a reward when there is no default one.
+    """
 
     default_reward: ClassVar[str] = ""
     gives: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})

@@ -31,9 +31,9 @@ class PairAccuracy:
 
 
 class PairEvaluator:
-    """An evaluation by comparison of two existing answers to each held-out task.
+    """An evaluator that compares the likelihood of two existing answers to each held-out task.
 
-    `pairs` makes groups of two with the better answer first.
+    pairs: source of groups of two answers, the better one first.
     """
 
     managers: Sequence[RolloutManager] = ()

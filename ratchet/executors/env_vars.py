@@ -1,4 +1,4 @@
-"""Environment variables of programs that a run starts."""
+"""Set environment variables for libraries and programs that a run starts."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ def inherit_environment(**more: str) -> dict[str, str]:
 def set_env_defaults(variables: Mapping[str, str]) -> Iterator[None]:
     """Set variables inside the block, except those that the user has set.
 
-    It serves libraries that read variables while they start. At the end the environment is
-    restored, so that variables which the library has set (libraries to preload, for example) reach
-    no other program.
+    This is for libraries that read variables when they start. At the end the environment is
+    restored, so that variables which a library sets itself (such as libraries to preload) reach no
+    other program.
     """
     before = dict(os.environ)
     os.environ.update({name: value for name, value in variables.items() if name not in before})

@@ -1,8 +1,8 @@
 """A separate program that kills a worker's process group once the worker or its parent is gone.
 
 It also removes the group's files in shared memory. Ray ends its workers when their node or driver
-dies, but not the processes that a killed worker has started. The program runs as a script, so that
-it starts in milliseconds: of ratchet it imports only a module in the same folder.
+dies, but not the processes that a killed worker has started. The program runs as a script, and
+imports only one module of Ratchet, from the same folder, so that it starts in milliseconds.
 """
 
 import contextlib
@@ -35,7 +35,7 @@ def main(group: int, parent: int) -> None:
         except ProcessLookupError:  # it has ended already
             break
     else:
-        # Continue in a child without a parent: the worker's end must not end it first.
+        # Continue in a child without a parent and in its own session, which survives the worker.
         if os.fork() > 0:
             return
         os.setsid()

@@ -1,6 +1,6 @@
-"""Find and remove the shared memory of a process group that is killed.
+"""Find and remove the shared memory of a killed process group.
 
-Libraries remove their segments themselves only if the process ends normally.
+Libraries remove their segments only if the process ends normally.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ SHARED_MEMORY = Path("/dev/shm")
 
 
 def shared_by(group: int) -> list[Path]:
-    """Return the files and directories in shared memory that belong to a process group alone.
+    """Return the shared-memory files and directories that only this process group uses.
 
-    These are files that only processes of the group have mapped, and directories named for it
-    (`ratchet-<what>-<group>-<any>`). Call it before the group is killed.
+    These are files that only the group's processes have mapped, and paths named after it
+    (`ratchet-<what>-<group>-<any>`). Call this before killing the group.
     """
     if not SHARED_MEMORY.is_dir():
         return []
     by_group: set[str] = set()
     by_others: set[str] = set()
     for process in filter(str.isdecimal, os.listdir("/proc")):
-        with contextlib.suppress(OSError):  # it has ended, or belongs to another user
+        with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             mapped = set(_mapped(process))
             (by_group if os.getpgid(int(process)) == group else by_others).update(mapped)
     paths = map(Path, sorted(by_group - by_others))
@@ -41,7 +41,7 @@ def _mapped(process: str) -> Iterator[str]:
 
 
 def remove(paths: list[Path]) -> None:
-    """Remove files and directories that may be gone already."""
+    """Remove files and directories; missing ones are skipped."""
     for path in paths:
         if path.is_dir():
             shutil.rmtree(path, ignore_errors=True)

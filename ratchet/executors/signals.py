@@ -1,7 +1,8 @@
 """Keep a run's signal handlers installed until the run ends, whatever libraries do to them.
 
-Libraries replace handlers when they start or later: `ray.init` that for SIGTERM, SwanLab that for
-SIGINT, uvicorn both. A run without its handler would end in the middle of a step, without a save.
+Libraries replace handlers when they start or later: `ray.init` replaces the SIGTERM handler,
+SwanLab the SIGINT handler, uvicorn both. A run without its handler would end in the middle of a
+step, without a save.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Configuration of the environments in this package. It imports neither torch nor their code."""
+"""Configure the environments in this package, without importing torch or their code."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ REQUIRED_METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
-    """An environment written to `ratchet.experience.nemo_rl.EnvironmentInterface`
+    """An environment that implements `ratchet.experience.nemo_rl.EnvironmentInterface`
     (docs/rollouts.md)."""
 
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    interface: str = Field(description="Path of its class: my_pkg.my_mod:MyEnv.")
-    arguments: dict[str, Any] = Field({}, description="What the class is made with, by name.")
+    interface: str = Field(description="Path of the environment's class: my_pkg.my_mod:MyEnv.")
+    arguments: dict[str, Any] = Field({}, description="Arguments of the class, by name.")
     data: str = Field(
         description='Path of a function of the split, "train" or "test", that gives its samples as '
         "DatumSpecs."

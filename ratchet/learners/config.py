@@ -67,14 +67,14 @@ class DistributedConfig(Section):
         1, ge=1, description="Ranks that share out heads, MLPs and vocabulary."
     )
     sequence_parallel: bool = Field(
-        False, description="Those ranks share out the tokens too, between the products."
+        False, description="Tensor-parallel ranks share out the tokens too, between the products."
     )
     context_parallel: int = Field(
         1, ge=1, description="Ranks that share out the tokens of each sequence."
     )
     pipeline_parallel: int = Field(1, ge=1, description="Ranks that share out the layers.")
     pipeline_chunks: int = Field(
-        1, ge=1, description="Runs of layers on each of those: several are interleaved."
+        1, ge=1, description="Runs of layers on each pipeline rank: several are interleaved."
     )
     expert_parallel: int = Field(
         1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks."
@@ -112,7 +112,7 @@ class DTensorConfig(DistributedConfig):
         1, ge=1, description="Ranks over which rows and weights are divided (FSDP)."
     )
     dp_replicate: int = Field(
-        1, ge=1, description="Repetitions of all that, which share out the rows too (HSDP)."
+        1, ge=1, description="Replicas of the dp_shard ranks, which share out the rows too (HSDP)."
     )
     activation_checkpointing: bool = Field(
         default=False,
@@ -140,17 +140,16 @@ class MegatronConfig(DistributedConfig):
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")
     distributed_optimizer: bool = Field(
         default=True,
-        description="Those ranks share out what the optimizer keeps, each for some of the weights "
-        "(ZeRO-1).",
+        description="Data-parallel ranks share out the optimizer state, each for some of the "
+        "weights (ZeRO-1).",
     )
     overlap_gradients: bool = Field(
         False, description="Gradients are summed over ranks while the backward still runs."
     )
     weights: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="What weights rest and compute in; with bfloat16 the optimizer keeps them in "
-        "float32 too, and gradients "
-        "are summed in it.",
+        description="Format that weights are stored and computed in; with bfloat16 the optimizer "
+        "keeps them in float32 too, and gradients are summed in float32.",
     )
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         default=None,
@@ -159,10 +158,10 @@ class MegatronConfig(DistributedConfig):
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
         default="tensorwise",
-        description="What shares a scale in fp8: see Transformer Engine's recipes.",
+        description="Numbers that share a scale in fp8: see Transformer Engine's recipes.",
     )
     recompute: Literal["none", "attention", "full"] = Field(
         default="none",
-        description="What the backward computes again to save memory: nothing, attention, or whole "
-        "layers.",
+        description="Activations that the backward computes again to save memory: none, those of "
+        "attention, or of whole layers.",
     )

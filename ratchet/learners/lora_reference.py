@@ -1,4 +1,4 @@
-"""The reference of a run with LoRA: the policy without its adapter, without a second model."""
+"""The reference model of a LoRA run: the policy without its adapter, not a second model."""
 
 from __future__ import annotations
 
@@ -24,9 +24,10 @@ class BaseModelScorer(Learner, Protocol):
 
 
 class LoRAReference(LearnerWrapper):
-    """The policy's learner without the adapter, as a frozen role.
+    """A frozen role that scores with the policy's learner, without the adapter.
 
-    Implements `Learner`. The policy's own learner moves and saves the weights.
+    Implements `Learner`. The policy's own role moves, saves and loads the weights, so `save` and
+    `load` do nothing here.
     """
 
     inner: BaseModelScorer

@@ -11,10 +11,10 @@ from ratchet.learners.optim.adamw import AdamW
 
 
 class Offloader:
-    """Moves weights, buffers and optimizer state between device and host memory (colocation).
+    """A mover of weights, buffers and optimizer state between device and host memory (colocation).
 
-    Gradients exist during updates only. Parameters stay the same objects. Saving, loading and
-    sending read and write tensors wherever they are.
+    Gradients exist only during updates, so they are not moved. Parameters stay the same objects.
+    Saving, loading and weight sync work wherever the tensors are.
     """
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:

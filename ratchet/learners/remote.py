@@ -1,6 +1,6 @@
-"""The driver's side of a learner whose ranks are other processes.
+"""Drive a learner whose ranks are other processes.
 
-It plans micro-batches, distributes them over ranks, and combines the results.
+The driver plans micro-batches, distributes them over ranks, and combines the results.
 """
 
 from __future__ import annotations
@@ -30,13 +30,14 @@ from ratchet.protocols import Exported, LossTerm, Shard, Workers
 
 
 class RemoteLearner:
-    """Calls the ranks of a learner in other processes.
+    """A learner whose ranks are other processes.
 
-    Implements `Learner` and `Placeable` on ranks whose components are `LearnerRank`s.
+    Implements `Learner` and `Placeable` by calls to ranks whose components are `LearnerRank`s.
 
-    role: the role whose learner it calls.
+    role: the role whose learner is called.
     device: the kind of device that ranks compute on.
     unit: the unit that micro-batches never split.
+    shares_prefixes: compute shared prefixes once, unless ranks divide the context.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class RemoteLearner:
     ) -> list[tuple[Any, Any]]:
         """Call a method on all ranks, and return (coordinates, result) of each data rank.
 
-        A rank receives its own rows, not the batch. more: further arguments.
+        Each rank receives only its own rows. arguments: further arguments of the method.
         """
         coordinates = list(self.topology.coordinates())
         # Ranks that share a data rank get the same object, which is serialised once.

@@ -1,4 +1,4 @@
-"""Estimate the arithmetic per token of a transformers model from parameters and configuration."""
+"""Estimate a `transformers` model's FLOPs per token from its parameters and configuration."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 def estimate_token_cost(
     weights: Iterable[nn.Parameter], head: nn.Parameter, config: Any
 ) -> TokenCost | None:
-    """Return the arithmetic of one token; None if it can't be determined.
+    """Return the cost of one token's forward pass; None if it can't be determined.
 
-    That is so if a layer does something else than attend to keys of its own heads (a state space, a
-    convolution, compressed keys), or if the number of experts per token is unknown.
+    It can't if a layer is not standard attention (but a state space, a convolution, or attention
+    with compressed keys), or if the number of experts per token is unknown.
 
     Args:
-        weights: parameters of the backbone, without embeddings, which are looked up.
+        weights: parameters of the backbone, without embeddings, whose lookup multiplies nothing.
         head: the output embedding.
         config: configuration of the text model.
     """

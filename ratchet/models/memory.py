@@ -32,7 +32,7 @@ def require_memory(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
 def memory_bytes(device: torch.device) -> int | None:
     """Return the total memory of a device in bytes; None for `meta` and other device types.
 
-    For the CPU it is the machine's memory within the limits of this process and its cgroup.
+    For the CPU it is the machine's memory, or the lowest limit of this process and its cgroup.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

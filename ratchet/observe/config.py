@@ -15,7 +15,7 @@ class WandbConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:WandbSink"
 
     kind: Literal["wandb"] = "wandb"
-    project: str = Field("ratchet", description="Where the run appears.")
+    project: str = Field("ratchet", description="Project in which the run appears.")
     entity: str | None = Field(None, description="Team or user; null: the one that is logged in.")
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: kept in the run's wandb/, for `wandb sync`."
@@ -28,7 +28,7 @@ class MlflowConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:MlflowSink"
 
     kind: Literal["mlflow"] = "mlflow"
-    experiment: str = Field("ratchet", description="Where the run appears.")
+    experiment: str = Field("ratchet", description="Experiment in which the run appears.")
     tracking_uri: str | None = Field(
         None, description="A server's address, or a store's; null: the run's mlflow.db (SQLite)."
     )
@@ -40,7 +40,7 @@ class SwanlabConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:SwanlabSink"
 
     kind: Literal["swanlab"] = "swanlab"
-    project: str = Field("ratchet", description="Where the run appears.")
+    project: str = Field("ratchet", description="Project in which the run appears.")
     workspace: str | None = Field(
         None, description="Organisation or user; null: the one that is logged in."
     )
@@ -55,7 +55,7 @@ class TrackioConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:TrackioSink"
 
     kind: Literal["trackio"] = "trackio"
-    project: str = Field("ratchet", description="Where the run appears.")
+    project: str = Field("ratchet", description="Project in which the run appears.")
     space: str | None = Field(
         None, description="Hugging Face Space that shows it; null: this machine's `trackio show`."
     )
@@ -71,9 +71,15 @@ class PrometheusConfig(Section):
 
     kind: Literal["prometheus"] = "prometheus"
     port: int | None = Field(
-        9464, ge=1, lt=65536, description="Of this machine, where it is scraped; null: none."
+        9464,
+        ge=1,
+        lt=65536,
+        description="Port of this machine that Prometheus scrapes; null: none.",
     )
-    address: str = Field("127.0.0.1", description="That listens; 0.0.0.0: all of this machine's.")
+    address: str = Field(
+        "127.0.0.1",
+        description="Address that the exporter listens on; 0.0.0.0: all of this machine's.",
+    )
     textfile: str | None = Field(
         None, description="A .prom file for the node exporter's textfile collector; null: none."
     )

@@ -13,16 +13,16 @@ from ratchet.utils.terminal_text import make_console
 
 
 def lasting_console() -> Console:
-    """Return a console on standard output that goes on, silently, when nothing reads it any more.
+    """Return a console on standard output that drops its output once nothing reads it any more.
 
-    A terminal that was closed answers a write with EIO, a pipe with EPIPE; neither is a reason to
-    lose a step.
+    Writing fails with EIO on a closed terminal and with EPIPE on a closed pipe. Neither may cost
+    the run a step.
     """
     return make_console(cast("IO[str]", _Lasting(sys.stdout)))
 
 
 class _Lasting:
-    """A text stream whose descriptor becomes that of /dev/null with the first write that fails."""
+    """A text stream that is redirected to /dev/null when a write fails."""
 
     def __init__(self, stream: IO[str]) -> None:
         self._stream = stream
@@ -44,8 +44,10 @@ class _Lasting:
             self._give_up()
 
     def _give_up(self) -> None:
-        """Send what the stream still buffers to /dev/null too, or the interpreter would fail at its
-        end."""
+        """Redirect the descriptor to /dev/null.
+
+        Buffered text goes there too; otherwise the interpreter would fail to flush it at exit.
+        """
         nothing = os.open(os.devnull, os.O_WRONLY)
         with suppress(OSError, ValueError):
             os.dup2(nothing, self._stream.fileno())

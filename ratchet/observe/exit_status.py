@@ -1,4 +1,4 @@
-"""Words for how a process ended."""
+"""Describe how a process ended."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import signal
 
 
 def describe_exit(status: int) -> tuple[str, str]:
-    """Return an exit status, as `subprocess` gives it, in words, and the signal's name or ""."""
+    """Return a `subprocess` exit status in words, and the name of the signal or ""."""
     if status >= 0:
         return f"exit status {status}", ""
     try:

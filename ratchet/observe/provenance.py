@@ -1,5 +1,4 @@
-"""The file `provenance.json`: the code and data of a run, for each start or resume that changed
-them."""
+"""Record a run's code and data in `provenance.json`, at each start or resume that changed them."""
 
 from __future__ import annotations
 
@@ -19,10 +18,15 @@ PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 
 
 def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
-    """Append what holds from `after_step` on, unless it held before.
+    """Append the current code and data to the file, unless they equal its last entry.
 
-    data: the fingerprint of each file. A run that starts anew (after step 0) drops earlier entries.
-    Raises OSError.
+    Args:
+        path: The file.
+        after_step: The step that the run continues after. 0 drops earlier entries.
+        data: The fingerprint of each data file.
+
+    Raises:
+        OSError: The file can't be written.
     """
     held = _read(path) if after_step else []
     now = {"code": code_version(), "data": dict(data)}
@@ -33,7 +37,7 @@ def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> 
 def code_version() -> dict[str, str | None]:
     """Return the versions of packages that results depend on, and of Ratchet itself.
 
-    `sources` is a SHA-256 over Ratchet's files; `commit` is that of the git tree that holds them,
+    `sources` is the SHA-256 of Ratchet's files; `commit` is the last git commit that changed them,
     or None.
     """
     digest = hashlib.sha256()
@@ -46,8 +50,8 @@ def code_version() -> dict[str, str | None]:
 def _commit() -> str | None:
     """Return the last commit that changed the package, or None.
 
-    It is None without git, and where the package lies in another project's tree, as in a virtual
-    environment.
+    It is None without git, and if the package lies in another project's git tree, for example in a
+    virtual environment.
     """
     git = shutil.which("git")
     if git is None:
@@ -64,6 +68,6 @@ def _commit() -> str | None:
 def _read(path: Path) -> list[dict[str, Any]]:
     try:
         return read_json(path)
-    # of an earlier Ratchet, or changed by hand: what holds now is noted all the same
+    # A file of an earlier Ratchet, or one edited by hand, must not prevent the new entry.
     except (OSError, ValueError):
         return []

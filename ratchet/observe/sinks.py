@@ -1,5 +1,7 @@
-"""Sinks take the metrics of each step. A sink must never cost a run: one that fails is dropped with
-one warning."""
+"""Sinks receive the metrics of each step.
+
+A sink never ends a run: one that fails is dropped with one warning.
+"""
 
 from __future__ import annotations
 
@@ -41,8 +43,7 @@ class Sink(Protocol):
 
 
 class Sinks:
-    """Several sinks as one. Each is dropped, with one warning, the first time it fails; training
-    continues."""
+    """A group of sinks. One that fails is dropped with one warning, and training continues."""
 
     def __init__(self, sinks: Sequence[Sink]) -> None:
         self._sinks = list(sinks)
@@ -70,13 +71,13 @@ class Sinks:
 
 
 class JsonlSink:
-    """The file `metrics.jsonl`: one line of strict JSON a step, `{"step": n, name: number or null,
-    ...}`, in order.
+    """A sink that writes `metrics.jsonl`: one line of strict JSON a step, in order.
+
+    A line is `{"step": n, name: number or null, ...}`. It reaches the operating system whole or not
+    at all: it survives the process, though not a power cut.
 
     keep_through: the step that the run resumes after. Lines of later steps, and one torn by a
-    crash, are removed, so that there is exactly one line a step. The default removes all. A line
-    reaches the operating system whole or not at all: it survives the process, though not a power
-    cut.
+      crash, are removed, so that there is exactly one line a step. The default removes all.
     """
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
@@ -93,8 +94,11 @@ class JsonlSink:
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
-        """Append one line. Raises OSError, and ValueError for a step that is not after the last one
-        or a number that is not finite."""
+        """Append one line.
+
+        Raise OSError if it can't be written, and ValueError if the step is not after the last one
+        or a number is not finite.
+        """
         if step <= self._last:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
         line = _line({"step": step, **metrics}).encode()
@@ -108,9 +112,11 @@ class JsonlSink:
 
 
 def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Return the rows of a `metrics.jsonl` in increasing order of steps, [] without the file.
-    Damaged lines are left out."""
-    if not path.is_file():  # a pipe would be waited for
+    """Return the rows of a `metrics.jsonl` by increasing step; [] if there is no such file.
+
+    Damaged lines, and steps out of order, are left out.
+    """
+    if not path.is_file():  # reading a pipe would block
         return []
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
@@ -146,12 +152,13 @@ def _line(row: Mapping[str, Any]) -> str:
 
 
 class TensorBoardSink:
-    """Scalars (float32) and histograms as TensorBoard event files, written at once by TensorBoard's
-    record writer.
+    """A sink that writes scalars (float32) and histograms as TensorBoard event files.
 
-    Its `EventFileWriter` is not used: it imports TensorFlow where that is installed, and writes
-    from a thread. keep_through: the step that the run resumes after; later steps of earlier files
-    are purged on display.
+    It writes at once, by TensorBoard's record writer. TensorBoard's `EventFileWriter` is not used:
+    it imports TensorFlow if that is installed, and writes from a thread.
+
+    keep_through: the step that the run resumes after. TensorBoard hides later steps of earlier
+      files.
     """
 
     def __init__(self, directory: Path, *, keep_through: int = -1) -> None:
@@ -166,8 +173,8 @@ class TensorBoardSink:
             summaries.HistogramProto,
         )
         directory.mkdir(parents=True, exist_ok=True)
-        # TensorBoard reads the files of a directory in the order of their names: a counter orders
-        # them whatever the clock does.
+        # TensorBoard reads the files of a directory in the order of their names. A counter keeps
+        # that order even if the clock goes back.
         count = sum(1 for _ in directory.glob("events.out.tfevents.*"))
         name = f"events.out.tfevents.{count:010d}.{socket.gethostname()}.{os.getpid()}"
         self._writer = RecordWriter((directory / name).open("xb"))
@@ -192,8 +199,10 @@ class TensorBoardSink:
         self._writer.close()
 
     def _histo(self, found: Histogram) -> Any:
-        """Return TensorBoard's form of a histogram: its first bin begins at the first limit and is
-        empty, since below it TensorBoard has none."""
+        """Return a histogram as TensorBoard's proto.
+
+        TensorBoard's limits are the upper ends of bins, so an empty bin ends at the first edge.
+        """
         limits, counts = found.edges, [0.0, *map(float, found.counts)]
         ends = {"min": found.lowest, "max": found.highest, "num": float(found.count)}
         sums = {"sum": found.total, "sum_squares": found.squares}

@@ -1,9 +1,9 @@
-"""The table of waits: every wait for another process, an environment or a reward while it lasts,
-and the last event of each.
+"""Keep a table of the current waits for another process, an environment or a reward, and the last
+event of each component.
 
 `kill -USR1 <driver>` writes the table to standard error and to the log; `ratchet status RUN` prints
-it (`answer_status`). When nothing progresses, `log_stalls` logs it, and errors about a deadline
-include it.
+it (`answer_status`). When the run makes no progress, `log_stalls` logs it, and errors about a
+deadline include it.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ratchet.observe.tracing.spans import ACTIVITY
 
 log = logging.getLogger(__name__)
 
-GENERATE = "generate"  # name of waits for a generator: during one, a generator works
-RUN = "the run"  # whose events are its phases
-# parties whose last event is kept; those of which nothing was heard for longest are forgotten
+GENERATE = "generate"  # name of waits during which a generator works
+RUN = "the run"  # the component whose events are the run's phases
+# maximum number of components whose last event is kept; the longest silent one is dropped
 MOST = 256
 
 
@@ -36,8 +36,9 @@ MOST = 256
 class Wait:
     """A context that lists a wait in the table while it lasts.
 
-    owner: the component that waits. name: the operation. awaited: the components that it waits
-    for, in words.
+    owner: the component that waits.
+    name: the operation.
+    awaited: the components that it waits for, in words, or a function that returns them.
     timeout_s: the deadline that another part of the code enforces.
     """
 
@@ -68,14 +69,14 @@ class Wait:
 
 class Event(NamedTuple):
     what: str
-    at: float  # of time.monotonic
+    at: float  # time.monotonic()
 
 
-# In order of their beginnings, all True. To enter, to leave and to copy it is one step each:
-# threads need no lock for that.
+# In the order they began; all values are True. Adding, removing and copying are atomic, so threads
+# need no lock for that.
 _waits: dict[Wait, bool] = {}
-_events: dict[str, Event] = {}  # the latest last
-_lock = threading.RLock()  # a signal may come while this thread holds it
+_events: dict[str, Event] = {}  # by component, the latest last
+_lock = threading.RLock()  # a signal handler may run while its thread holds it
 
 
 def begin(wait: Wait) -> Wait:
@@ -93,7 +94,7 @@ def end(wait: Wait) -> None:
 
 
 def waiting(owner: str, name: str, awaited: str, timeout_s: float | None) -> Wait:
-    """Return a wait that keeps its own deadline; None: it has no deadline."""
+    """Return a wait whose deadline the caller enforces; timeout_s None: it has none."""
     return Wait(owner, name, awaited, math.inf if timeout_s is None else timeout_s)
 
 
@@ -155,15 +156,15 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 class Stalls:
-    """A check that finds a run that has not begun another phase for `after_s`, and again whenever
-    that time has doubled."""
+    """A detector of a run that has begun no new phase for `after_s`. It reports again whenever that
+    time has doubled."""
 
     def __init__(self, after_s: float) -> None:
         self.after_s = self._next = after_s
         self._last: Event | None = None
 
     def check(self, now: float) -> str | None:
-        """Return what to log, or None. now: of time.monotonic."""
+        """Return the text to log, or None if the run is not stalled. now: time.monotonic()."""
         last = _events.get(RUN)
         if last is None:
             return None
@@ -227,14 +228,14 @@ def answer_status(address: str) -> Iterator[None]:
             yield
         finally:
             with contextlib.suppress(OSError):
-                listener.shutdown(socket.SHUT_RDWR)  # the thread is in accept
+                listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept
 
 
 def _answer(listener: socket.socket) -> None:
     while True:
         try:
             connection, _ = listener.accept()
-        except OSError:  # it was closed
+        except OSError:  # the listener was closed
             return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
@@ -243,8 +244,11 @@ def _answer(listener: socket.socket) -> None:
 
 
 def _peer_user(connection: socket.socket) -> int:
-    """Return the user of the process at the other end. On Linux an address may be no file, which
-    only its owner could open."""
+    """Return the user of the process at the other end.
+
+    Only Linux needs the check: there an address may be an abstract name, which every user can
+    connect to; elsewhere it is a file that only its owner can open.
+    """
     if sys.platform != "linux":
         return os.getuid()
     _, user, _ = struct.unpack(

@@ -1,7 +1,7 @@
-"""Limits by the clock on playing and judging, which stand still while a judged program runs.
+"""Wall-clock limits on playing and judging, paused while a sandboxed program runs.
 
-A program has limits of its own, and a slow one is a wrong answer. Waiting for its place in the
-sandbox, or for a slow program, must not make a failed attempt of it.
+A program has limits of its own, and one that exceeds them is a wrong answer. Waiting for the
+sandbox, or for a slow program, must not fail the attempt.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from types import TracebackType
 from ratchet.sandbox import Limits, Result, Sandbox
 
 CURRENT: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
-WALL_PER_LIMIT = 3  # a busy machine must not make a quick answer late
+# An answer's programs may take this multiple of the deadline, in case the machine is busy.
+WALL_PER_LIMIT = 3
 
 
 class Deadline:
-    """An `asyncio.timeout` that can stand still.
+    """An `asyncio.timeout` that can be paused.
 
     Args:
-        seconds: of the clock, without those in which it stood still.
+        seconds: wall-clock seconds, pauses excluded.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -52,7 +53,7 @@ class Deadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Stand still within, for all that the deadline is for."""
+        """Pause the deadline until all blocks that pause it have ended."""
         loop = asyncio.get_running_loop()
         if not self._pauses:
             when = self._timeout.when()
@@ -67,16 +68,17 @@ class Deadline:
                 self._move(loop.time() + self._left)
 
     def _move(self, when: float | None) -> None:
-        with contextlib.suppress(RuntimeError):  # it has passed, or what it was for has ended
+        with contextlib.suppress(RuntimeError):  # it has expired, or its block has ended
             self._timeout.reschedule(when)
 
 
 class Programs:
-    """Runs the programs of one answer, and counts the time that they take together.
+    """A runner of one answer's programs that counts the time they take together.
 
     Args:
-        sandbox: where they run. limit_s: of all together, by the sandbox's clock; the deadline, if
-        there is one, may lower it.
+        sandbox: where they run.
+        limit_s: seconds for all programs, by the sandbox's clock. The current deadline, if there is
+            one, may lower it.
     """
 
     def __init__(self, sandbox: Sandbox, limit_s: float = math.inf) -> None:
@@ -93,8 +95,7 @@ class Programs:
         return self.left_s <= 0
 
     async def run(self, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
-        """Run one, while the deadline stands still. Raises SandboxError where the sandbox
-        failed."""
+        """Run a program while the deadline is paused. Raise SandboxError if the sandbox failed."""
         with contextlib.nullcontext() if self._deadline is None else self._deadline.paused():
             result = await self.sandbox.run(program, stdin, limits)
         self.left_s -= result.seconds

@@ -20,7 +20,7 @@ class RemoteConfig(EndpointConfig):
 
     builds: ClassVar[str] = "ratchet.rewards.remote:Remote"
 
-    url: Url = Field(description="Where the attempts of a group are posted.")
+    url: Url = Field(description="Address to which the attempts of a group are posted.")
 
 
 class Remote:

@@ -1,6 +1,6 @@
-"""A learned reward model scores the conversation.
+"""A reward that scores the conversation with a learned reward model.
 
-T = tokens of packed sequences laid end to end, S = sequences.
+T = tokens of the sequences, packed end to end, S = sequences.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from ratchet.config.base import Section
 from ratchet.errors import DataError, ModelError
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
-if TYPE_CHECKING:  # rewards load no torch when they are imported
+if TYPE_CHECKING:  # importing rewards must not load torch
     from ratchet.data.chat.renderer import Renderer
     from ratchet.models.policy import PolicyModel
     from ratchet.models.scalar_head import ScalarHead
 
 
 class RewardModelConfig(Section):
-    """The score of a reward model."""
+    """The section of a reward model."""
 
     builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
 
@@ -36,34 +36,40 @@ class RewardModelConfig(Section):
     )
     template: str | None = Field(None, description="Chat template; null: its tokenizer's own.")
     batch_tokens: int = Field(16_384, gt=0, description="Tokens that are read at once.")
-    device: str = Field("cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Where it runs.")
+    device: str = Field(
+        "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device of the reward model."
+    )
     trust_remote_code: bool = Field(
         False, description="Let transformers run code that comes with the model."
     )
 
 
 class RewardModel:
-    """Judges text: the conversation is rendered with the model's own template and tokenizer, as the
-    rows were that it was trained on, whatever the policy's are. An answer that a limit of tokens
-    cut off is scored without an end of turn; one that the policy ended has it, whatever ended the
-    attempt."""
+    """A reward that reads the conversation as text.
+
+    It renders the text with the reward model's own template and tokenizer, as in its training, not
+    with the policy's. An answer cut off by a token limit is scored without an end of turn. An
+    answer that the policy ended has one, even if the attempt was truncated.
+    """
 
     def __init__(self, config: RewardModelConfig) -> None:
-        """Raises ModelError where the directory holds no model with a scalar head."""
+        """Raise ModelError if the directory holds no model with a scalar head."""
         import torch
 
         self.config = config
         self._model, self._head, self._renderer = _load(config)
-        # One thread: the rollouts go on meanwhile. It computes with as many cores as the process
-        # may use.
+        # Scoring runs in its own thread, so that rollouts continue meanwhile. The thread may use as
+        # many cores as the process.
         threads = torch.get_num_threads()
         self._thread = ThreadPoolExecutor(
             1, "reward-model", initializer=torch.set_num_threads, initargs=(threads,)
         )
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Failed("reward") for a conversation that the model can't read: too long, or without an
-        answer."""
+        """Return the scores as outcomes.
+
+        A conversation that is too long, or has no answer, gives Failed("reward").
+        """
         outcomes: list[Outcome] = []
         rows: list[tuple[int, list[int]]] = []
         for i, trajectory in enumerate(trajectories):
@@ -94,7 +100,7 @@ class RewardModel:
             raise DataError("the trajectory has no assistant message to judge")
         tokens, _ = self._renderer.supervised(trajectory.messages[: last + 1], train="last")
         if trajectory.is_cut_short:
-            tokens = tokens[:-1]  # the end of a turn that has none
+            tokens = tokens[:-1]  # drop the end of turn: the answer was cut off
         if len(tokens) > self._model.max_positions:
             raise DataError(
                 f"the conversation has {len(tokens)} tokens, the reward model reads "
@@ -103,7 +109,7 @@ class RewardModel:
         return tokens
 
     def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
-        """The scalar head at each row's last token."""
+        """Return the scalar head's output at each row's last token."""
         import torch
 
         lengths = [len(row) for row in rows]
@@ -141,7 +147,7 @@ def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]
 def _batches(
     rows: Sequence[tuple[int, list[int]]], batch_tokens: int
 ) -> Iterator[list[tuple[int, list[int]]]]:
-    """Yield batches in order; a row that is longer than a batch may be is a batch alone."""
+    """Yield batches in order. A row above `batch_tokens` is a batch of its own."""
     batch: list[tuple[int, list[int]]] = []
     for row in rows:
         if batch and sum(len(tokens) for _, tokens in batch) + len(row[1]) > batch_tokens:

@@ -42,14 +42,13 @@ STEP = re.compile(r"step-(\d{8,})")
 class CheckpointStore:
     """The checkpoints under `root`. Nothing is written before the first save.
 
-    Pruning keeps the checkpoints that any of the first three parameters selects.
+    Pruning keeps each checkpoint that `keep`, `keep_best` or `keep_every` selects.
 
     Args:
         keep: Number of newest checkpoints to keep.
         keep_best: Number of checkpoints to keep by highest `meta["score"]`; those without a score
             do not count.
-        keep_every: Keep every checkpoint whose step is a multiple of this; 0 keeps none for this
-            reason.
+        keep_every: Keep every checkpoint whose step is a multiple of this; 0 turns the rule off.
 
     Attributes:
         held: Steps that are not pruned for now because another thread reads them.
@@ -65,7 +64,7 @@ class CheckpointStore:
         self.keep_every = keep_every
         self.held: frozenset[int] = frozenset()
         self._rejected: set[Path] = set()
-        self._present: list[int] = []  # steps that had a checkpoint after the last `tidy`
+        self._present: list[int] = []  # steps with a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step` and return its directory.
@@ -76,8 +75,8 @@ class CheckpointStore:
             meta: JSON values, without tuples and integer keys.
 
         Raises:
-            CheckpointError: It can't be written (disk full, ...) or was saved before. Earlier
-                checkpoints are unchanged.
+            CheckpointError: The checkpoint can't be written (disk full, ...) or was saved before.
+                Earlier checkpoints are unchanged.
         """
         assert is_json_value(dict(meta)), f"{meta} would come back from JSON as something else"
         final = self.root / f"step-{step:08d}"
@@ -112,15 +111,15 @@ class CheckpointStore:
         finally:
             # After the rename the draft no longer exists.
             shutil.rmtree(draft, ignore_errors=True)
-        # Only now may old checkpoints go: the new one is on disk.
+        # Prune only now that the new checkpoint is on disk.
         self.tidy()
         return final
 
     def tidy(self) -> None:
-        """Remove drafts, partly deleted checkpoints and surplus ones that a killed process left.
+        """Prune, and remove the drafts and partly deleted checkpoints of a killed process.
 
-        Only the holder of the lock may call this, and only after `latest`, so that rejected
-        checkpoints stay. Disk errors are logged, not raised.
+        Only the holder of the lock may call this, and only after `latest`, because pruning keeps
+        the checkpoints that `latest` rejected. Disk errors are logged, not raised.
         """
         try:
             self._sweep()
@@ -170,8 +169,10 @@ class CheckpointStore:
     def best(self, *, first: int = 0) -> Checkpoint | None:
         """Return the checkpoint with the highest score, or None if no checkpoint has a score.
 
+        Among equal scores the newest wins.
+
         Args:
-            first: Checkpoints of earlier steps are ignored. Of equal scores the newest wins.
+            first: Checkpoints of earlier steps are ignored.
 
         Raises:
             CheckpointError: The checkpoint is damaged.
@@ -195,14 +196,14 @@ class CheckpointStore:
             yield step, self.root / steps[step]
 
     def _sweep(self) -> None:
-        """Remove what an earlier process left when it was killed while saving or pruning."""
+        """Remove the drafts and partly deleted checkpoints that a killed process left."""
         for path in (*self.root.glob(".tmp-*"), *self.root.glob(".del-*")):
             shutil.rmtree(path)
 
     def _set_rejected_aside(self, final: Path) -> None:
-        """Rename checkpoints that did not verify.
+        """Rename rejected checkpoints, so that they block no new checkpoint of the same step.
 
-        They are then neither pruned nor in the way of a new checkpoint of the same step.
+        `final` is rejected too if it does not verify. Pruning ignores renamed checkpoints.
         """
         if final.is_symlink() or final.exists():
             try:
@@ -245,7 +246,7 @@ class CheckpointStore:
         """Return the steps of the checkpoints that the rules keep.
 
         Args:
-            whole: Complete checkpoints, newest first. Of equal scores the newer one is kept.
+            whole: Complete checkpoints, newest first. Among equal scores the newest is kept.
         """
         best = sort_by_score(whole)[: self.keep_best]
         kept = {checkpoint.step for checkpoint in (*whole[: self.keep], *best)}

@@ -1,4 +1,4 @@
-"""Report what a running process of a run waits for (`ratchet status RUN`).
+"""Report what the process of a run is waiting for (`ratchet status RUN`).
 
 The process answers through a socket whose address is written in its run directory.
 """
@@ -38,7 +38,7 @@ def serve_status(directory: RunDirectory) -> Iterator[None]:
             try:
                 yield
             finally:
-                # The path may belong to another run by now.
+                # Another run may have replaced the file by now.
                 with suppress(OSError, ValueError):
                     if read_json(directory.status) == location:
                         directory.status.unlink()
@@ -63,7 +63,8 @@ def query_status(path: Path) -> str:
     """Return the stall report of the process that trains in `path`.
 
     Raises:
-        RunDirectoryError: No run is under way in `path`, or it runs on another machine.
+        RunDirectoryError: No run is under way in `path`, it runs on another machine, or it does not
+            answer.
     """
     directory = RunDirectory(path)
     if not directory.used:

@@ -39,13 +39,14 @@ class Isolation(IntEnum):
     All levels have resource limits, seccomp and a dropped uid.
     """
 
-    # System calls are filtered: no network, processes or writing. Files of this user can be read,
-    # and, unless it is root, the environment variables of its processes.
+    # System calls are filtered: no network, processes or writing. A program can read this user's
+    # files and, unless the user is root, the environment variables of the user's processes.
     SECCOMP = 1
-    LANDLOCK = 2  # also only the Python library can be read; nothing can be written
-    # Also separate process, network, IPC and mount namespaces, with a private scratch directory.
+    LANDLOCK = 2  # in addition, only the Python library can be read; nothing can be written
+    # In addition, separate process, network, IPC and mount namespaces, and a private scratch
+    # directory.
     NAMESPACES = 3
-    KERNEL = 4  # also a separate kernel: a virtual machine, or gVisor
+    KERNEL = 4  # in addition, a separate kernel: a virtual machine, or gVisor
 
 
 @dataclass(frozen=True)
@@ -78,11 +79,11 @@ class Strength:
 class Reason(StrEnum):
     """The reason why a program ended."""
 
-    EXIT = "exit"  # by itself, with whatever exit code
+    EXIT = "exit"  # it ended by itself, with any exit code
     SIGNAL = "signal"  # killed by a signal that no limit sent, such as a segmentation fault
     WALL = "wall"
     CPU = "cpu"
-    # of all its processes together; one alone gets MemoryError, as from any full machine
+    # The memory of all its processes together. A single process gets MemoryError instead.
     MEMORY = "memory"
     OUTPUT = "output"
 
@@ -160,7 +161,7 @@ class Session(Protocol):
         ...
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        """Write files, by path from the working directory.
+        """Write files, given by their paths relative to the working directory.
 
         Raises SandboxError for a path that leaves the directory, TooLarge for files that exceed its
         space.
@@ -168,9 +169,9 @@ class Session(Protocol):
         ...
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        """Return the regular files at or below `path`, by path from the working directory.
+        """Return the regular files at or below `path`, by path relative to the working directory.
 
-        The result is empty if nothing is there. Raises TooLarge.
+        The result is empty if nothing is there. Raises TooLarge for files that exceed the limits.
         """
         ...
 
@@ -180,15 +181,16 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """Runs programs. Calls may be concurrent: an implementation queues those that exceed its
-    slots."""
+    """A place that runs programs in isolation.
+
+    Calls may be concurrent: an implementation queues those that exceed its slots.
+    """
 
     @property
     def strength(self) -> Strength: ...
     @property
     def same_python(self) -> bool:
-        """True if programs run under this very interpreter, so that they can load its compiled
-        code."""
+        """True if programs run under this interpreter, so that they can load its compiled code."""
         ...
 
     async def run(
@@ -215,7 +217,7 @@ class Sandbox(Protocol):
 
 
 def check_relative_path(path: str) -> str:
-    """Return `path`, normalised, from the working directory.
+    """Return a path relative to the working directory in normalised form.
 
     Raises SandboxError for a path that leads out of the directory.
     """
@@ -227,6 +229,7 @@ def check_relative_path(path: str) -> str:
 
 def end_threads(threads: ThreadPoolExecutor) -> None:
     """Wait for running work to end, and cancel queued work."""
-    # A sandbox that was never closed may be garbage-collected in one of its own threads.
+    # A sandbox that was never closed may be garbage-collected in one of its own threads, which
+    # can't join itself.
     with contextlib.suppress(RuntimeError):
         threads.shutdown(wait=True, cancel_futures=True)

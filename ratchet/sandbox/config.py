@@ -40,11 +40,11 @@ class DockerSandboxConfig(Section):
     image: str = Field(
         "python:3.11-slim",
         min_length=1,
-        description="What programs run in unless their task names another.",
+        description="Container image of programs whose task names no other.",
     )
     address: str = Field(
         "unix:///var/run/docker.sock",
-        description="Of the engine: unix://, http:// (loopback) or https://.",
+        description="Address of the engine: unix://, http:// (loopback) or https://.",
     )
     certificates: Path | None = Field(
         None, description="Directory with ca.pem, cert.pem and key.pem, for https://."
@@ -53,23 +53,30 @@ class DockerSandboxConfig(Section):
         False, description="Fetch an image that the engine lacks, from its registry."
     )
     runtime: str | None = Field(
-        None, description="Of the engine, such as runsc (gVisor) or kata; null: its default."
+        None,
+        description="Runtime of the engine, such as runsc (gVisor) or kata; null: its default.",
     )
     user: str = Field(
-        "65534:65534", min_length=1, description="Whose rights programs have: name, uid or uid:gid."
+        "65534:65534", min_length=1, description="User that programs run as: name, uid or uid:gid."
     )
     cpus: float = Field(1.0, gt=0, description="Processors that a container can use.")
     read_only: bool = Field(
         True,
-        description="Only /tmp can be written, up to the disk limit; else the whole image, without "
-        "one.",
+        description="Only /tmp can be written, up to the disk limit; false: the whole image, "
+        "without a limit.",
     )
     workdir: str = Field(
-        "/tmp", pattern="^/", description="Where sessions begin; with read_only below /tmp."
+        "/tmp",
+        pattern="^/",
+        description="Working directory of sessions; with read_only /tmp or below it.",
     )
-    shell: str = Field("sh", min_length=1, description="Of sessions; it must be in the image.")
+    shell: str = Field(
+        "sh", min_length=1, description="Shell of sessions; it must be in the image."
+    )
     python: str = Field("python3", min_length=1, description="The interpreter in the image.")
-    timeout_s: float = Field(60.0, gt=0, description="For any answer of the engine.")
+    timeout_s: float = Field(
+        60.0, gt=0, description="Timeout of any answer of the engine, in seconds."
+    )
 
     @field_validator("address")
     @classmethod
@@ -107,20 +114,27 @@ class RemoteSandboxConfig(Section):
 
     builds: ClassVar[str] = "ratchet.sandbox.remote:RemoteSandbox"
 
-    address: str = Field(pattern="^https?://", description="Of the service, before /run_code.")
+    address: str = Field(
+        pattern="^https?://", description="Address of the service, without /run_code."
+    )
     offers: Literal["seccomp", "landlock", "namespaces", "kernel"] = Field(
-        description="How it isolates programs, as its operator says: the service doesn't tell, and "
-        "is tried out."
+        description="Isolation of programs that the service's operator declares; the service "
+        "doesn't report it, and is tried out."
     )
     token_file: Path | None = Field(
         None, description="File whose text is sent as the bearer token."
     )
-    retries: int = Field(3, ge=0, description="After errors of the service or on the way to it.")
+    retries: int = Field(
+        3, ge=0, description="Further tries after errors of the service or on the way to it."
+    )
     retry_wait_s: float = Field(
-        0.5, ge=0, description="Before the first retry; doubled before each other."
+        0.5,
+        ge=0,
+        description="Wait before the first retry, in seconds; doubled before each further one.",
     )
     timeout_s: float = Field(
         30.0,
         gt=0,
-        description="For an answer, beyond the program's own time: its place in the queue.",
+        description="Seconds to wait for an answer, beyond the program's own time: its place in "
+        "the queue.",
     )

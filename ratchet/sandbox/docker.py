@@ -1,8 +1,8 @@
-"""Run programs and sessions in Docker containers, one container each, by the Docker Engine API.
+"""Run programs and sessions in Docker containers, one container each, with the Docker Engine API.
 
-A container lives as long as the connection that feeds its first process: the engine ends and
-removes it when this process dies, however it dies. Labels name the owner, so that the next sandbox
-on this machine removes the containers of a dead owner.
+A container lives as long as the connection that feeds its first process. So the engine ends and
+removes it when the sandbox's process dies, however that dies. Labels name the owning process, so
+that the next sandbox on this machine removes the containers of a dead owner.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ from ratchet.sandbox.docker_outputs import CommandOutputs
 from ratchet.sandbox.reaper import OWNER, identify_process, reap
 
 T = TypeVar("T")
-# prefixes of the names of runtimes that bring a kernel: gVisor, Kata Containers
+# Name prefixes of runtimes with a kernel of their own: gVisor, Kata Containers.
 OWN_KERNEL = ("runsc", "kata")
 TRIES = 2
-GRACE_S = 5.0  # for killed processes to end, and for the engine to notice
-SPARE_PROCESSES = 8  # the first process, shells, and the one that ends the others
+GRACE_S = 5.0  # seconds for killed processes to end, and for the engine to notice
+SPARE_PROCESSES = 8  # for the first process, shells, and KILL
 BROKEN_PIPE = 128 + 13
 PAGE = 4096  # smallest size of a file in memory
 SCRATCH = "/tmp"
 STATE = f"{SCRATCH}/{shell.STATE_FILE}"
-# The first process: restarts its `cat` when a program kills that, ends when the connection
-# does, and reaps.
+# The first process. It restarts its `cat` if a program kills that, ends when the connection does,
+# and reaps ended processes.
 KEEPER = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
-# $0: the text that both outputs end with
+# $0: the text that both outputs end with. The file "$0.in" holds the standard input.
 RUN = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
 KILL = "kill -KILL -1"  # all processes but the first and itself
 
@@ -61,12 +61,15 @@ KILL = "kill -KILL -1"  # all processes but the first and itself
 class DockerSandbox:
     """A sandbox that runs each program in a fresh container.
 
-    It refuses to be weaker than `at_least`: an engine without its system call filter isolates less
-    than any level. Threads and event loops may share one sandbox. Raises SandboxError at
-    construction if no engine answers, or if it is too weak.
+    Threads and event loops may share one sandbox.
 
     Args:
         slots: Number of programs that run at once.
+        at_least: The weakest isolation that is accepted. An engine that filters no system calls is
+            below every level, unless its runtime has a kernel of its own.
+
+    Raises:
+        SandboxError: No engine answers, or it is unfit or isolates less than `at_least`.
     """
 
     same_python = False
@@ -101,8 +104,8 @@ class DockerSandbox:
     ) -> Result:
         """Run a program in a fresh container; see `Sandbox.run`.
 
-        An exit code above 128 is reported as that signal, as a shell does. The limit on processes
-        holds for processes and threads together.
+        An exit code above 128 is reported as signal (code - 128), by a shell's convention. The
+        limits on processes and threads are added up to one limit for both together.
         """
         ticket = _Ticket(self)
         with waiting("programs", "run", f"docker sandbox {self.config.address}", limits.wall_s):
@@ -175,7 +178,7 @@ class DockerSandbox:
             ticket.container = None
             self.stop(container)
 
-    # --- blocking, for sessions too
+    # --- Blocking methods, which sessions call too.
 
     def start(self, image: str, limits: Limits) -> str:
         """Return the id of a new container that waits for programs."""
@@ -243,7 +246,8 @@ class DockerSandbox:
         finally:
             stream.close()
         code = self._exit_code(name)
-        # A program may kill its shell by another signal than SIGPIPE.
+        # Outputs without their end mean a cut stream, unless the program killed its shell, which
+        # any signal but SIGPIPE shows.
         if not outputs.complete and (code <= 128 or code == BROKEN_PIPE):
             raise EngineUnavailable(
                 "the engine's stream was cut: the program ended by itself, and its outputs have no "
@@ -298,7 +302,7 @@ class DockerSandbox:
 class DockerSession:
     """A container that is kept over several commands.
 
-    After a command that exceeded its time, files and the shell's state are as the command left
+    After a command that timed out, files and the shell's state are as the command left
     them, and background processes are gone.
     """
 
@@ -307,7 +311,7 @@ class DockerSession:
         self.container = container
         self._limits = limits
         self._folder = sandbox.config.workdir
-        # size of the files put so far, in whole pages
+        # Bytes of the files put so far, each rounded up to whole pages.
         self._stored_bytes = 0
         self._end = weakref.finalize(self, sandbox.stop, container)
 
@@ -350,7 +354,7 @@ class DockerSession:
 
 
 class _Ticket:
-    """The container of one run, for its cancellation."""
+    """The container of one run, so that a cancelled caller can stop it."""
 
     def __init__(self, sandbox: DockerSandbox) -> None:
         self.container: str | None = None
@@ -363,7 +367,7 @@ class _Ticket:
 
     def cancel(self) -> None:
         self._cancelled = True
-        # From a thread: the cancelling caller must not wait for the engine.
+        # A thread stops it, so that the cancelling caller does not wait for the engine.
         if container := self.container:
             threading.Thread(target=self._sandbox.stop, args=(container,), daemon=True).start()
 
@@ -385,7 +389,7 @@ def _container(
         "Target": SCRATCH,
         "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}},
     }
-    # SIGXCPU, and a second later SIGKILL
+    # Over its CPU limit a process gets SIGXCPU, and a second later SIGKILL.
     ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]
     return {
         "Image": image,

@@ -1,4 +1,4 @@
-"""The outputs of a container's command, within limits."""
+"""Read the stdout and stderr of a command in a container, within limits."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from ratchet.sandbox.docker_api import DockerStream
 
 
 class CommandOutputs:
-    """The two outputs of one command, each up to the limit."""
+    """The stdout and stderr of one command, each up to `max_bytes`.
+
+    end: the marker that ends each of the two.
+    """
 
     def __init__(self, max_bytes: int, end: str) -> None:
         self.texts = {1: bytearray(), 2: bytearray()}

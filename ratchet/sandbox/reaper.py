@@ -29,8 +29,8 @@ def reap(engine: DockerEngine) -> list[str]:
 
 
 def identify_process() -> str:
-    """Return an id of this process: the boot of its machine, its pid, and its start time, as pids
-    repeat."""
+    """Return an id of this process: its machine's boot, its pid, and its start time, because pids
+    are reused."""
     return f"{_boot()}/{os.getpid()}/{_started(os.getpid())}"
 
 
@@ -38,13 +38,13 @@ def _may_live(owner: str) -> bool:
     boot, _, rest = owner.partition("/")
     pid, _, started = rest.partition("/")
     if not boot or boot != _boot() or not pid.isdecimal():
-        return True  # on another machine, which can't be inspected from here
+        return True  # perhaps on another machine, which can't be inspected from here
     return _started(int(pid)) == started
 
 
 def _boot() -> str:
-    """Return an id of the machine's boot and its pid namespace (two namespaces share pids); "" if
-    unknown."""
+    """Return an id of the machine's boot and this pid namespace, as two namespaces may use the same
+    pid; "" if unknown."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"

@@ -1,8 +1,8 @@
 """Build the shell command lines of a session, each of which continues where the previous one ended.
 
-Every command has a shell of its own. At its end it writes its directory and exported variables into
-a file, which the next one reads. So a command's exit code is the kernel's, and no output of a
-command can be mistaken for the next prompt.
+Each command runs in a new shell, which writes its directory and exported variables into a file when
+it exits. The next shell reads them. So the exit code of a command is that of its process, and no
+output of a command can be mistaken for the next prompt.
 """
 
 from __future__ import annotations
@@ -10,9 +10,9 @@ from __future__ import annotations
 from ratchet.sandbox.base import FIXED_ENVIRONMENT
 
 STATE_FILE = ".ratchet-shell"
-# $1: the state file, $2: the command, $3: the text that both outputs end with, so that a reader
-# knows that they are complete
 EXPORT = " ".join(f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items())
+# The script's arguments are $1: the state file, $2: the command, $3: a text printed at the end of
+# stdout and stderr, so that a reader knows that they are complete.
 SCRIPT = (
     f"export {EXPORT}"
     + r"""

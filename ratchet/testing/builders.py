@@ -1,4 +1,4 @@
-"""Trajectories and groups in one line, for tests."""
+"""Build trajectories and groups for tests, in one line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,10 @@ def make_trajectory(
     logprobs: Sequence[float] | None = None,
     version: int = 0,
 ) -> Trajectory:
-    """A prompt and one policy turn. `reward` is short for `outcome=Scored(reward)`."""
+    """Return a trajectory of a prompt and one policy turn.
+
+    `reward` is short for `outcome=Scored(reward)`.
+    """
     n, m = len(prompt), len(completion)
     owner = np.asarray([Owner.PROMPT] * n + [Owner.POLICY] * m, dtype=np.int8)
     return Trajectory(

@@ -1,5 +1,7 @@
-"""The kits for what a path names, `my_pkg.my_mod:Thing`: an algorithm, an environment or a reward.
-Findings as a table."""
+"""Check an algorithm, environment or reward by import path (`my_pkg.my_mod:Thing`).
+
+The findings are rendered as a table.
+"""
 
 from __future__ import annotations
 
@@ -22,7 +24,7 @@ from ratchet.testing.harness import Calls, supervised
 from ratchet.testing.rewards import SAMPLE, reward_points
 
 WIDTH = 128
-# What the built-in algorithms without a complete default need; nothing is loaded from the paths.
+# Keys that built-in algorithms require. Nothing is loaded from the paths.
 NEEDED: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"fixed_length": 6},
     "on_policy_distillation": {"teacher": "path/of/a/model"},
@@ -32,17 +34,17 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 
 
 def built_in(kind: str, **keys: Any) -> Algorithm:
-    """A built-in algorithm with its defaults, but for some keys."""
+    """Return a built-in algorithm with its defaults, except for `keys`."""
     return build(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **keys}))
 
 
 def properties_page() -> str:
-    """docs/algorithms/properties.md"""
+    """Return the content of docs/algorithms/properties.md."""
     return render_properties({kind: built_in(kind).exempt for kind in KINDS["algorithm"]})
 
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
-    """(the table, whether everything holds that should)"""
+    """Check the object at an import path, and return (the table, True if no check failed)."""
     slot = _slot(imported(path))
     if slot != "algorithm":
         return _pointwise(path, slot, overrides)
@@ -52,8 +54,10 @@ def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
 
 
 def _slot(target: object) -> str:
-    """Return the slot of an object by its methods; a function of (trajectory, task, ...) is a
-    reward."""
+    """Return the slot of an object by its methods.
+
+    A function of (trajectory, task, ...) is a reward.
+    """
     checked = target
     if inspect.isclass(target) and issubclass(target, Section) and target.builds:
         checked = imported(target.builds)
@@ -68,7 +72,7 @@ def _slot(target: object) -> str:
 
 def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
     target = imported(path)
-    ready = not callable(target)  # an instance, complete as it stands
+    ready = not callable(target)  # an instance, which takes no keys
     instance = target if ready else build(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
     points = (
@@ -84,7 +88,7 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
             continue
         try:
             supervised(check, DEADLINE_S)
-        except Exception as error:  # user code: what it raises is the finding
+        except Exception as error:  # user code may raise anything, and that is the finding
             broken = (
                 f"{error}"
                 if isinstance(error, AssertionError)
@@ -98,8 +102,11 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
 
 
 def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
-    """The algorithm itself, or what the section, the class or the function makes, with `overrides`
-    ("group_size=4") as its keys. Raises ConfigError where there is none."""
+    """Return the algorithm at an import path.
+
+    If the path names a section, class or function, the algorithm is built from it, with `overrides`
+    ("group_size=4") as its keys. Raises ConfigError if there is no algorithm.
+    """
     target = imported(path)
     if isinstance(target, Algorithm):
         if overrides:
@@ -120,7 +127,7 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
 
 
 def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
-    """A line for each finding, what is wrong or why it is exempt beside it."""
+    """Return a table with a row for each finding and a note of what fails or why it is exempt."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{algorithm.name}: {algorithm.source}, micro-batches by {algorithm.unit}", ""]
     for finding in findings:

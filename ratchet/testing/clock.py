@@ -1,5 +1,4 @@
-"""A clock that jumps: under it code that waits takes no time, and takes the same course every
-time."""
+"""A simulated clock, with which waiting takes no real time and every run goes the same way."""
 
 from __future__ import annotations
 
@@ -12,8 +11,7 @@ T = TypeVar("T")
 
 
 class _Jumping(selectors.SelectSelector):
-    """now: seconds. Where nothing is there to be done but to wait for a timer, it is that timer's
-    time."""
+    """A selector that advances `now` (seconds) to the next timer if nothing else is ready."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -27,7 +25,10 @@ class _Jumping(selectors.SelectSelector):
 
 
 class SimulatedLoop(asyncio.SelectorEventLoop):
-    """An event loop for code in one thread: results of other threads would come at any time."""
+    """An event loop with simulated time, for code in one thread.
+
+    Results of other threads would arrive at arbitrary simulated times.
+    """
 
     def __init__(self) -> None:
         self._jumping = _Jumping()
@@ -38,6 +39,6 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
 
 
 def simulate(coroutine: Coroutine[Any, Any, T]) -> T:
-    """`asyncio.run` under such a clock, which begins at 0; `loop.time()` reads it."""
+    """Run a coroutine like `asyncio.run`, with simulated time from 0 on (`loop.time()`)."""
     with asyncio.Runner(loop_factory=SimulatedLoop) as runner:
         return runner.run(coroutine)

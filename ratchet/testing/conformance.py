@@ -1,7 +1,6 @@
-"""The checks of every implementation of a protocol, as functions that raise AssertionError with the
-broken promise.
+"""Conformance checks of the protocols, as functions that raise AssertionError with the broken rule.
 
-They take ready instances, so that a backend from another package is checked as ours are.
+They take instances or factories, so that backends from other packages can be checked too.
 """
 
 from __future__ import annotations
@@ -28,9 +27,12 @@ async def check_learner(
     *,
     rtol: float = 1e-4,
 ) -> None:
-    """`batch` is weighed for `terms`. Scores are aligned and deterministic, an update changes the
-    weights, a batch whose weights are all 0 changes nothing, and save + load continues
-    bit-equally."""
+    """Check a learner on a batch that is weighed for `terms`.
+
+    Scores must be aligned, deterministic and independent of the other sequences. An update must
+    change the weights, but not if the batch's weights are all 0. Training must continue bit-equally
+    after save and load.
+    """
     learner = make()
     scored = (await learner.score(batch, ["logprobs"]))["logprobs"]
     assert scored.shape == (batch.n_tokens,), (
@@ -85,8 +87,11 @@ def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
 
 
 async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]) -> None:
-    """Columns are aligned, seeds decide, limits and stop ids hold, versions follow commits, an
-    empty prompt is refused."""
+    """Check a generator on some prompts.
+
+    Columns must be aligned, equal seeds must give equal tokens, max_new_tokens and stop ids must
+    hold, versions must follow commits, and an empty prompt must raise DataError.
+    """
     sampling = Sampling(max_new_tokens=6, seed=1)
     for prompt in prompts:
         first = await generator.generate(prompt, sampling)
@@ -123,8 +128,11 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
 
 
 async def check_source(source: Source) -> None:
-    """Ids never repeat, acknowledged groups are gone, what was drawn and not acknowledged comes
-    again after a restore."""
+    """Check a source's draws and restores.
+
+    Ids must never repeat, and acknowledged groups must not come again. Groups that were drawn but
+    not acknowledged must come again after a restore.
+    """
     first = await source.draw(3, 0)
     assert len(first) == 3, "draw(3) must give three groups"
     source.ack([group.id for group in first], 0)

@@ -1,5 +1,4 @@
-"""Stand-ins that behave like the real thing as far as a protocol promises, and are scripted by the
-test."""
+"""Fakes that keep the promises of their protocols, and whose behaviour a test scripts."""
 
 from __future__ import annotations
 
@@ -31,7 +30,7 @@ from ratchet.types import (
 
 
 class TextAlone:
-    """The answer of a test's renderer about media: it knows none."""
+    """A mixin for test renderers that support no media."""
 
     def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
         return ()
@@ -41,8 +40,10 @@ class TextAlone:
 
 
 class FakeGenerator:
-    """`script(prompt tokens, sampling) -> completion tokens`; they stop by the last one being in
-    `stop_ids`, or by length."""
+    """A generator whose completions come from `script(prompt tokens, sampling) -> tokens`.
+
+    The stop reason is STOP_TOKEN if the last token is in `stop_ids`, else LENGTH.
+    """
 
     def __init__(self, script: Callable[[Any, Sampling], Sequence[int]]) -> None:
         self.script = script
@@ -90,8 +91,10 @@ class FakeGenerator:
 
 
 class FakeLearner:
-    """A softmax over one logit per token id, shared by all positions: gradients can be worked by
-    hand. float64."""
+    """A learner whose model is a float64 softmax over one logit per token id.
+
+    All positions share it, so that gradients can be worked out by hand.
+    """
 
     def __init__(self, vocab_size: int, *, lr: float = 1.0) -> None:
         self.logits = torch.zeros(vocab_size, dtype=torch.float64, requires_grad=True)
@@ -142,8 +145,10 @@ class FakeLearner:
 
 
 class FakeEnvironment:
-    """Echo: task i asks for a digit and is solved by saying it. `script(task, message) -> Step`
-    replaces its answer."""
+    """An echo environment: a task shows a digit, and the right answer repeats it.
+
+    `script(task, message) -> Step` replaces the step that ends the attempt.
+    """
 
     replayable = True
 
@@ -181,7 +186,7 @@ class FakeEnvironment:
 
 
 class FakeReward:
-    """`script(trajectory, task) -> float`."""
+    """A reward whose scores come from `script(trajectory, task) -> float`."""
 
     def __init__(self, script: Callable[[Trajectory, Task], float]) -> None:
         self.script = script
@@ -191,7 +196,7 @@ class FakeReward:
 
 
 class FakeSource:
-    """Yields the given groups in order, over and over, under ids that never repeat."""
+    """A source that yields the given groups in a cycle, each time under new ids."""
 
     def __init__(self, groups: Sequence[Group]) -> None:
         self.groups = list(groups)

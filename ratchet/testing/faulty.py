@@ -1,5 +1,7 @@
-"""Faults put under an environment, and what it must not make of them: a reward, a lock-up, a leak,
-another's attempt."""
+"""Check an environment under faults, replays and cancellation.
+
+None of them may lead to a reward, a hang, a leak, or a change of another attempt.
+"""
 
 from __future__ import annotations
 
@@ -22,12 +24,12 @@ from ratchet.testing.harness import (
 )
 from ratchet.types import Message, Task
 
-CLOSED = 4  # instances, beyond the first, that must leave nothing behind
+CLOSED = 4  # number of instances, after a first one, that must leave nothing open
 
 
 @dataclass(frozen=True)
 class Said:
-    """The script of an episode of `task`: its demonstration, or nothing, again and again."""
+    """The script of an episode: the answers of the task's demonstration, else empty answers."""
 
     task: Task
     answers: tuple[Message, ...]
@@ -41,7 +43,7 @@ class Said:
         return cls(task, (Message("assistant", ""),) * max_turns)
 
 
-Trace = tuple[tuple[Message, ...], list[Step]]  # what `reset` gave, and each `step`
+Trace = tuple[tuple[Message, ...], list[Step]]  # (messages of `reset`, result of each `step`)
 
 
 async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
@@ -58,7 +60,7 @@ async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
 
 
 async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
-    """Play an episode by an instance of its own, which is then closed."""
+    """Play an episode with a new instance, then close the instance."""
     instance = copy.copy(environment)
     try:
         return await trace(calls, instance, said)
@@ -67,8 +69,10 @@ async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
 
 
 def check_replay(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Check that an episode is a function of its task and its script, whatever is played before it
-    or beside it."""
+    """Check that an episode depends only on its task and its script.
+
+    Episodes played before it or at the same time must not change it.
+    """
     if not environment.replayable:
         return
 
@@ -96,8 +100,11 @@ def check_replay(calls: Calls, environment: Environment, script: Sequence[Said])
 
 
 def check_faults(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Check that an attempt fails by an exception, or ends as it would have, when services and
-    processes are out of reach or die."""
+    """Check that no attempt gets another reward because of an infrastructure fault.
+
+    If services and processes are out of reach or die, the attempt must raise an exception, or end
+    as it would have without the fault.
+    """
     if not environment.replayable:
         return
 
@@ -110,7 +117,7 @@ def check_faults(calls: Calls, environment: Environment, script: Sequence[Said])
                 trace = await _under(calls, instance, said, fault, before_children)
             except BrokenRule:
                 raise
-            except Exception:  # it may: the attempt has failed, and has no reward
+            except Exception:  # allowed: a failed attempt has no reward
                 trace = []
             _compare(said, trace, clean, fault)
             with suppress(Exception):
@@ -158,7 +165,7 @@ def _compare(said: Said, found: Sequence[Step], clean: Sequence[Step], fault: st
 
 
 def check_cancelling(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """An attempt that is given up gives way."""
+    """Check that a cancelled step ends within the deadline."""
 
     async def play(said: Said) -> None:
         instance = copy.copy(environment)
@@ -171,21 +178,23 @@ def check_cancelling(calls: Calls, environment: Environment, script: Sequence[Sa
             await asyncio.wait({task}, timeout=calls.deadline_s)
         require(task.done(), f"{where} goes on after it was cancelled: a deadline must end it")
         if not task.cancelled():
-            task.exception()  # seen, so that asyncio does not report it
+            task.exception()  # retrieved, so that asyncio does not log it
         await calls("close", instance.close)
 
     asyncio.run(play(script[0]))
 
 
 def check_release(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Check that `close` closes what an instance opens for an attempt. What all instances share may
-    stay."""
+    """Check that `close` releases what an instance opens for an attempt.
+
+    What all instances share may stay open.
+    """
 
     async def play() -> None:
         instance = copy.copy(environment)
         await trace(calls, instance, script[0])
         await calls("close", instance.close)
-        # an attempt that fails while closing is closed again
+        # An attempt whose `close` fails is closed again, so a second `close` must work.
         await calls("close, once more,", instance.close)
 
     asyncio.run(play())

@@ -1,4 +1,4 @@
-"""The checks of every Reward, as one call: `check_reward(reward, task, good="85", bad="86")`."""
+"""Check any Reward with one call: `check_reward(reward, task, good="85", bad="86")`."""
 
 from __future__ import annotations
 
@@ -24,21 +24,20 @@ from ratchet.testing.harness import (
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
 DEADLINE_S = 30.0
-# what a reward may try while services are out of reach; then its deadline has passed
+# deadline of a call while services are out of reach
 PATIENCE_S = 2.0
-RECOVERS = 3  # calls in which what had died must be there again
+RECOVERS = 3  # calls within which a reward must recover from a fault
 SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
 TEXTS = ("85", "86")
 
 
 def conversation(messages: Sequence[Message], outcome: Outcome | None = None) -> Trajectory:
-    """A trajectory as a reward sees it: a conversation, the judged message last. It holds no
-    tokens."""
+    """Return a trajectory without tokens, as a reward sees it; its last message is judged."""
     return replace(Trajectory.supervised([], [], messages=tuple(messages)), outcome=outcome)
 
 
 def answered(task: Task, text: str, outcome: Outcome | None = None) -> Trajectory:
-    """`task`'s messages answered with `text`."""
+    """Return a trajectory of the task's messages, answered with `text`."""
     return conversation((*task.messages, Message("assistant", text)), outcome)
 
 
@@ -50,12 +49,15 @@ def check_reward(
     *,
     deadline_s: float = DEADLINE_S,
 ) -> None:
-    """Raises AssertionError with the broken rule. `good` must earn more than `bad` as an answer to
-    `task`.
+    """Raise AssertionError with the rule that a reward breaks.
 
-    `reward` may be the path of one, `my_pkg.my_mod:thing`. Without answers of yours it is held to
-    the rest with made-up ones, and without a task of yours to the question "37+48=". Each call must
-    give way within `deadline_s`.
+    Args:
+        reward: a reward, or the import path of one, `my_pkg.my_mod:thing`.
+        task: the task to answer; default: the question "37+48=".
+        good: an answer that must earn more than `bad`. Without both, two made-up answers serve for
+            the other rules.
+        bad: see `good`.
+        deadline_s: limit of each call.
     """
     instance: Any = (
         as_reward(build(section_from_words("rewards", reward)))
@@ -69,7 +71,7 @@ def check_reward(
 def reward_points(
     reward: Reward, task: Task, good: str | None = None, bad: str | None = None
 ) -> Mapping[str, Callable[[Calls], None]]:
-    """The checks by name, in order: each raises AssertionError, and stands on those before it."""
+    """Return the checks by name, in order. Each raises AssertionError and presumes those before."""
     texts = (TEXTS[0] if good is None else good, TEXTS[1] if bad is None else bad)
     judging = _Judging(
         reward,
@@ -100,8 +102,11 @@ def reward_points(
 
 @dataclass(frozen=True)
 class _Judging:
-    """ranked: whether `one` must earn more than `two`. before: processes that are none of the
-    reward's."""
+    """The reward under test with its task and two answers.
+
+    ranked: True if `one` must earn more than `two`.
+    before: child processes that existed before the checks; they are not killed.
+    """
 
     reward: Reward
     task: Task
@@ -135,8 +140,10 @@ class _Judging:
         )
 
     async def faults(self, calls: Calls) -> None:
-        """Check that an attempt is Failed, or earns what it does else, when services and processes
-        are out of reach or have died."""
+        """Check that a fault gives Failed or the usual reward, never another reward.
+
+        The faults are services out of reach and killed processes.
+        """
         group = [self.one, self.two, self.one]
         clean = await self.score(calls, group)
         with broken_services():
@@ -150,7 +157,7 @@ class _Judging:
         try:
             async with asyncio.timeout(PATIENCE_S):
                 return await self.under(calls, group)
-        # as a run's own deadline: it tries again and again, which is no reward
+        # endless retries count as Failed, as they do under a run's deadline
         except TimeoutError:
             return [Failed("timeout", f"nothing within {PATIENCE_S:g} s")] * len(group)
 
@@ -159,7 +166,7 @@ class _Judging:
             return await self.score(calls, group)
         except BrokenRule:
             raise
-        except Exception as error:  # it may: the attempts have failed, and have no reward
+        except Exception as error:  # raising is allowed: the attempts then fail and get no reward
             return [Failed("reward", str(error))] * len(group)
 
     async def recovers(

@@ -1,5 +1,4 @@
-"""A generator and a learner that take time instead of an accelerator: what schedules them is the
-real thing."""
+"""A simulated generator and learner, which only take time, to test the real schedulers."""
 
 from __future__ import annotations
 
@@ -25,12 +24,16 @@ from ratchet.types import Completion, Group, Placed, Sampling, StopReason, Task
 
 
 class SlowGenerator(FakeGenerator):
-    """A request takes seconds drawn from its seed, log-normal, and gives one token, which ends it
-    where one can; none where it is aborted before."""
+    """A generator whose requests take log-normal seconds, drawn from the request's seed.
+
+    A request returns one token, a stop token if it has any; an aborted request returns none.
+    """
 
     class Config(Section):
         mean_s: float = Field(0.4, gt=0, description="Mean seconds of a request.")
-        sigma: float = Field(1.0, ge=0, description="Of the logarithm: 1 has a heavy tail.")
+        sigma: float = Field(
+            1.0, ge=0, description="Standard deviation of the logarithm: 1 has a heavy tail."
+        )
         slots: int = Field(8, ge=1, description="Requests at the same time; others wait.")
 
     def __init__(self, config: Any, *_: Any) -> None:
@@ -72,7 +75,7 @@ def draw_seconds(seed: int, mean_s: float, sigma: float) -> float:
 
 
 class SlowLearner(LearnerWrapper):
-    """A learner whose updates take so many seconds more."""
+    """A learner whose updates take `seconds` longer."""
 
     def __init__(self, inner: Any, seconds: float) -> None:
         super().__init__(inner)
@@ -91,20 +94,23 @@ def undisturbed(
     update_s: float,
     seconds: Callable[[int, int], float],
 ) -> list[float]:
-    """Return when each step ends, in seconds, in a run in which only requests and updates take
-    time: the limit that the bound on staleness alone sets.
+    """Return the time in seconds of each step's end if only requests and updates take time.
 
-    Any free slot serves any request, and a group begins only when one is free, with the latest
-    weights. attempts: of a group. seconds: of a request, by the numbers of its group and attempt.
+    That is the best possible run under the bound on staleness. Any free slot serves any request. A
+    group begins only when a slot is free, with the latest weights.
+
+    Args:
+        attempts: Number of attempts of a group.
+        seconds: Duration of a request, by the numbers of its group and attempt.
     """
     clock, free, training = 0.0, slots, False
     ends, attempts_left = list[float](), dict[ScheduledGroup, int]()
     waiting, ordinals = deque[tuple[ScheduledGroup, int]](), itertools.count()
-    # (when, in which order, whose request ends; None: the update)
+    # Heap of ends: (time, tie-breaker, group of the request; None for an update).
     coming: list[tuple[float, int, ScheduledGroup | None]] = []
     while len(ends) < scheduler.last_step:
         step = len(ends)
-        # While a step trains, its groups' places are not yet those of the next one.
+        # While a step trains, its groups still take up room that the next step may not use.
         while free and (waiting or scheduler.room(step) > training * scheduler.per_step):
             if not waiting:
                 issue = scheduler.begin(step, str(scheduler.count), Task(str(scheduler.count), ()))

@@ -29,10 +29,10 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """The checkpoints of one stage: every role's state, the position in the data, and the progress.
+    """The saver of a stage's checkpoints: each role's state, position in the data, and progress.
 
     Args:
-        data: The files that the stage's tasks come from. A position in them means nothing in other
+        data: The files that the stage's tasks come from. A saved position is valid only in the same
             files, so their fingerprints are saved with it.
         recipe: The resolved recipe, saved so that later changes of it are reported.
         mirror: Uploads each checkpoint once it is complete.
@@ -82,8 +82,8 @@ class CheckpointSaver:
         background.
 
         Raises:
-            CheckpointError: It can't be written, and `checkpoint.on_error` is not "warn". A
-                background write raises later, from `observe`, `settle` or the next `save`.
+            CheckpointError: It can't be written, and `checkpoint.on_error` is not "warn". The error
+                of a background write is raised later, by `observe`, `settle` or the next `save`.
         """
         self.settle()
         run = self.run
@@ -140,7 +140,7 @@ class CheckpointSaver:
         save_state(directory, source, "source")
 
     def _copy(self, source: Mapping[str, Any]) -> Write:
-        """Copy the present state, and return a function that writes it."""
+        """Copy the current state, and return a function that writes the copy."""
         with defer_writes() as writes:
             self._write(Path(), source)
 
@@ -152,7 +152,7 @@ class CheckpointSaver:
 
     @contextmanager
     def _tolerate_errors(self, tolerable: bool = True) -> Iterator[None]:
-        """Log a CheckpointError inside the block instead of raising it, if the recipe says so."""
+        """Log a CheckpointError of the block if `tolerable` and `checkpoint.on_error` is "warn"."""
         try:
             yield
         except CheckpointError as error:
@@ -196,8 +196,7 @@ class CheckpointSaver:
         failpoints.point("resume.done")
 
     async def end_with_best(self) -> None:
-        """Load the stage's best checkpoint, if the recipe sets `checkpoint.end_with=best` and one
-        was scored."""
+        """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
         best = (
             self.store.best(first=self.run.origin + 1) if self.config.end_with == "best" else None
         )
@@ -222,11 +221,11 @@ class CheckpointSaver:
 def refuse_lost_checkpoints(
     directory: RunDirectory, store: CheckpointStore, stage: StageConfig
 ) -> None:
-    """Raise RunDirectoryError if a run has no checkpoints although it has trained past the first.
+    """Raise RunDirectoryError if a run has no checkpoints although its first ones are long due.
 
-    It would restart at step 0 and replace its metrics and ledger. A run may be one checkpoint
-    behind when they are written in the background, and may have none where the recipe tolerates
-    failures.
+    It would restart at step 0 and replace its metrics and ledger. Two intervals must have passed,
+    because background writes may be one checkpoint behind. A run whose recipe tolerates failed
+    checkpoints may have none.
     """
     config = stage.checkpoint
     first = min(config.every or stage.steps, stage.steps)

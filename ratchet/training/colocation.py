@@ -1,7 +1,7 @@
 """Time-share an accelerator between learner and generator (colocation).
 
-The one that works holds the accelerator; what the other holds there moves to main memory meanwhile.
-Callers of either need not know.
+The one that works holds the accelerator; the other's tensors move to main memory meanwhile. Callers
+of either see no difference.
 
 A weight sync runs in the generator's turn and reads the learner's weights from main memory, so the
 accelerator never holds both.
@@ -92,7 +92,7 @@ class AcceleratorLock:
 
 
 class ColocatedLearner(LearnerWrapper):
-    """A learner that takes the accelerator for each pass and update. Implements `Learner`.
+    """A learner that holds the accelerator during each pass and update. Implements `Learner`.
 
     Weights are read, saved and loaded wherever they are, without waiting.
     """
@@ -113,9 +113,9 @@ class ColocatedLearner(LearnerWrapper):
 
 
 class ColocatedGenerator:
-    """A generator that takes the accelerator for each request. Implements `Generator`.
+    """A generator that holds the accelerator during each request. Implements `Generator`.
 
-    `ColocatedWeightSync` takes it for weight syncs.
+    `ColocatedWeightSync` holds it during weight syncs.
     """
 
     def __init__(self, inner: Generator, turns: AcceleratorLock) -> None:
@@ -162,7 +162,10 @@ class ColocatedGenerator:
 
 
 class ColocatedWeightSync:
-    """A weight sync in the generator's turn. Implements `WeightSync` and `WeightAudit`."""
+    """A weight sync that runs in the generator's turn.
+
+    Implements `WeightSync` and `WeightAudit`.
+    """
 
     def __init__(self, inner: WeightSync, turns: AcceleratorLock) -> None:
         self.inner = inner
@@ -178,7 +181,7 @@ class ColocatedWeightSync:
             return await self.inner.audit() if isinstance(self.inner, WeightAudit) else None
 
     async def close(self) -> None:
-        """Close the weight sync and give the learners the last turn.
+        """Close the weight sync, then load the learners onto the accelerator.
 
         The policy's weights are then where they were before the stage.
         """

@@ -58,7 +58,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
 
     Raises:
         ConfigError: The cluster has no room for all processes.
-        ModelError: The model can't be divided so.
+        ModelError: The learner's ranks can't divide the model.
     """
     learner, generator = config.stages[0].learner, config.stages[0].generator
     on_cpu = config.device == "cpu"
@@ -152,11 +152,11 @@ def _origin(config: RunConfig, model: PolicyModel) -> ModelSource:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Check all stages now for what a later one would refuse when it starts.
+    """Check all stages now for errors that a later one would only raise when it starts.
 
     Raises:
-        ConfigError: A teacher does not fit the policy, the model has no routers, or a stage is
-            impossible otherwise.
+        ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
+            needs, or a stage can't run for another reason.
     """
     for index in range(first, len(config.stages)):
         stage = config.stages[index]
@@ -188,11 +188,11 @@ def build_policy(config: RunConfig) -> Policy:
     """Return the model that the recipe describes, from a directory, the hub or a preset.
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
-    away. From now on this process computes models with the recipe's kernels, and its templates
-    print the recipe's date.
+    away. The call also makes this process use the recipe's kernels, and its templates print the
+    recipe's date.
     """
     print_date(getattr(config.tokenizer, "date", None))
-    # "auto" remains only in the frozen recipes of runs that are older than the kernels.
+    # Only frozen recipes from before the kernels existed still say "auto".
     use_kernels(config.kernels == "compiled")
     source, device = config.model, torch.device(config.device)
     if device.type == "cuda" and not torch.cuda.is_available():
@@ -282,8 +282,8 @@ def build_eval_env_setup(environment: Section) -> EnvSetup:
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """Return the weighted sum of several rewards; None for none, where the environment's steps give
-    it."""
+    """Return the weighted sum of the rewards; None without any: the environment's steps give the
+    reward."""
     return composed(sections) if sections else None
 
 
@@ -321,7 +321,7 @@ def build_run(
 
 
 def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
-    """Return what stage `index` does."""
+    """Return the specification of stage `index`."""
     stage = config.stages[index]
     return StageSpec(
         name=stage.name,
@@ -385,8 +385,7 @@ def get_adapter_base_dir(config: RunConfig, index: int, directory: Path) -> Path
 
 
 def resolve_resume_config(config: RunConfig, index: int, directory: Path) -> RunConfig:
-    """Return the recipe to resume in the middle of stage `index`, with the model that it starts
-    from.
+    """Return the recipe to resume in the middle of stage `index`, with the model to load.
 
     Checkpoints of a stage with an adapter hold the adapter alone, so the model is the base that the
     stage began with.

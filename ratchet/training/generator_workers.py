@@ -43,7 +43,7 @@ class WorkerPlacement(Protocol):
 
 
 def make_rank(seat: WorkerPlacement, **arguments: Any) -> GeneratorRank:
-    """Return what a worker process holds. The arguments go to `make_generator`."""
+    """Return the component of a worker process. `arguments` go to `make_generator`."""
     # Only the worker needs this import; a driver with its own generator does not.
     from ratchet.weight_sync.endpoints import WeightReceiver
 
@@ -58,14 +58,14 @@ def make_generator(
     tokenizer: Tokenizer,
     compiled: bool = False,
 ) -> Generator:
-    """Return the generator of this process.
+    """Create the generator of this worker process.
 
     Args:
         seat: The placement of this worker.
         section: The values of the generator's section.
-        origin: The source of its first weights.
+        origin: The source of the generator's first weights.
         tokenizer: The policy's tokenizer.
-        compiled: Compute with compiled kernels, as the driver does.
+        compiled: True if the driver, and so this worker, computes with compiled kernels.
     """
     prepare_process(seat.threads)
     use_kernels(compiled)
@@ -79,19 +79,18 @@ def make_generator(
 
 
 def worker_factory(section: GeneratorWorkersConfig) -> str:
-    """Return the import path of what each worker's process builds (`generator.worker_runs`)."""
+    """Return the import path of the function that makes a worker (`generator.worker_runs`)."""
     return WORKER_FACTORIES[section.worker_runs]
 
 
 def get_generator_resources(
     section: Section, *, on_cpu: bool, beside: str | None = None
 ) -> list[ResourceRequest]:
-    """Return the resources that generator workers need; none if the generator lives in this
-    process.
+    """Return the resources of generator workers, or none if the generator is in this process.
 
     Args:
         section: The generator's section.
-        on_cpu: No accelerators are needed.
+        on_cpu: True if the workers need no accelerators.
         beside: The role that workers share accelerators with.
     """
     if not isinstance(section, GeneratorWorkersConfig):
@@ -112,7 +111,7 @@ def start_generators(
 ) -> None:
     """Start the workers on the resources that the executor has planned.
 
-    A worker that can't start raises the generator's error.
+    If a worker can't start, the error of its generator is raised.
     """
     arguments = {
         "section": section.worker.model_dump(mode="json"),
@@ -162,7 +161,7 @@ def make_recovering_weight_sync(
 
 
 class RecoveringWeightSync:
-    """A weight sync to workers that may be lost during it. A `WeightSync` and `WeightAudit`.
+    """A weight sync that survives lost workers. Implements `WeightSync` and `WeightAudit`.
 
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """

@@ -29,7 +29,7 @@ def choose_profiled_stage(config: RunConfig, first: int) -> int:
 def profiling(
     run: StageRun, policy: Policy, config: RunConfig, steps: int, directory: Path, console: Console
 ) -> Iterator[None]:
-    """Profile a few steps of the run inside the block, at most those that remain."""
+    """Profile up to `steps` of the run's remaining steps inside the block."""
 
     def show(text: str) -> None:
         console.print(text, markup=False, highlight=False, soft_wrap=True)
@@ -56,16 +56,16 @@ def profiling(
 def _subject(
     run: StageRun, policy: Policy, config: RunConfig, roles: Mapping[str, TokenCountingLearner]
 ) -> Subject:
-    """Return what the profiler needs to know of the model and the machine."""
+    """Return the facts about model and machine that the profiler needs."""
     model = policy.model
     first = next(model.parameters())
-    # Embeddings count as narrowest: lookups multiply nothing, and heads run on few of the rows.
+    # Prefer other matrices to embeddings: lookups multiply nothing, and heads run on few rows.
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
     core = getattr(policy.generator, "core", None)
 
     def count_tokens() -> float:
-        """Return the tokens computed by learners, and by a generator that counts them."""
+        """Return the number of tokens computed by the learners and by a generator that counts."""
         generated = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
         return generated + sum(learner.tokens for learner in roles.values())
 
@@ -83,7 +83,7 @@ def _subject(
 
 
 class TokenCountingLearner(LearnerWrapper):
-    """A learner that counts the tokens it gets."""
+    """A learner wrapper that counts the tokens of its batches."""
 
     def __init__(self, inner: Learner) -> None:
         super().__init__(inner)

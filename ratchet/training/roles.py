@@ -1,4 +1,4 @@
-"""Make the learners of a stage: the policy, and the other models that the algorithm names."""
+"""Build a stage's learners: the policy and the other roles of its algorithm."""
 
 from __future__ import annotations
 
@@ -46,19 +46,18 @@ def make_roles(
     spec: Section | None = None,
     adapter: Adapter | None = None,
 ) -> dict[str, Learner]:
-    """Return a learner for each role that the algorithm names, and the one of "policy", which
-    trains `model`.
+    """Return the learner "policy", which trains `model`, and one for each role of the algorithm.
 
     A role that no term updates is frozen. A role whose passes or terms read a scalar head gets one,
     initialised to zeros.
 
     With an adapter, a frozen copy of the policy is the policy without the adapter, and a copy that
-    trains (a critic) gets its own adapter on the same weights. The adapter of the stage before is
+    trains (a critic) gets its own adapter on the same weights. The previous stage's adapter is
     merged into the weights first.
 
-    Embedding rows beyond the tokenizer's tokens are padding, and models of one family differ in
-    their number. So distributions are compared over the first tokens that all models have,
-    renormalised to sum to 1. No text contains the other tokens.
+    Embedding rows beyond the tokenizer's tokens are padding, and their number differs within a
+    model family. So distributions are compared over the first token ids, those that all models
+    have, renormalised to sum to 1. No text contains the other ids.
 
     Args:
         model: The policy's model.
@@ -66,10 +65,10 @@ def make_roles(
         algorithm: Names the roles.
         section: The section of the learners.
         optimizer: The optimizer's section.
-        steps: Batches of the stage.
-        ranks: The processes in which the learners live; None is this process.
-        spec: The section that the algorithm was made from, for processes that make it again.
-        adapter: What the policy trains in place of its weights.
+        steps: Number of batches in the stage.
+        ranks: The learners' worker processes; None trains in this process.
+        spec: The algorithm's section, from which worker processes build it again.
+        adapter: The LoRA adapter that the policy trains instead of its weights.
 
     Raises:
         ConfigError: See `check_roles`.
@@ -160,7 +159,7 @@ def _local_roles(
 
 
 def _views(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the roles that are frozen copies, and so the policy without its adapter."""
+    """Return the frozen copies of the policy: roles served by the policy without its adapter."""
     if adapter is None:
         return frozenset()
     return frozenset(
@@ -248,7 +247,7 @@ def _remote_roles(
 def _check_remote(
     kind: str, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
 ) -> None:
-    """Raise ConfigError for what learners in other processes can't do."""
+    """Raise ConfigError for an optimizer or a copied role that remote learners do not support."""
     if optimizer.whole_matrices:
         raise ConfigError(
             f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
@@ -269,7 +268,7 @@ def _updates(algorithm: Algorithm, name: str, steps: int) -> int:
 
 
 def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
-    """Return the vocabulary size and the longest row of a role's model, from its files alone."""
+    """Return a role's vocabulary size and maximum row length, from its model's files alone."""
     if path is None:
         return model.vocab_size, model.max_positions
     shape = read_json(find_model(path) / "config.json")
@@ -280,10 +279,10 @@ def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
 def check_roles(
     model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0
 ) -> None:
-    """Check the models of roles from elsewhere, by their files alone.
+    """Check the models that roles load from a path, by their files alone.
 
-    A model must exist, have the policy's tokens (or be aligned to the same text in its own), and
-    hold rows of `longest` tokens.
+    A model must exist. Unless its role is aligned, which has a tokenizer of its own, it must have
+    the policy's tokens and hold rows of `longest` tokens.
 
     Raises:
         ConfigError: A model does not fit.
@@ -322,10 +321,10 @@ def check_roles(
 
 
 def check_readers(processor: Processor | None, algorithm: Algorithm, *, needs_media: bool) -> None:
-    """Check that models from elsewhere read the media that the policy's processor prepares.
+    """Check that models loaded from a path read the media that the policy's processor prepares.
 
     Args:
-        processor: The policy's processor; None reads no media.
+        processor: The policy's processor; None if the policy reads no media.
         algorithm: Names the roles.
         needs_media: True if every task has media.
 
@@ -362,19 +361,19 @@ def check_readers(processor: Processor | None, algorithm: Algorithm, *, needs_me
 def check_routers(
     model: PolicyModel, generator: Generator, algorithm: Algorithm, section: Section
 ) -> None:
-    """Check what `algorithm.router` needs.
+    """Check that model, generator and learners support `algorithm.router`.
 
-    It needs a model with routers, a sampler that records them, and learners that see each router
-    whole.
+    The model must have routers. For replay, the generator must record the experts of each token.
+    To measure or train routers, each rank must see a router's outputs whole.
 
     Args:
         model: The policy's model.
-        generator: The sampler.
-        algorithm: May read routers or replay them.
+        generator: The policy's generator.
+        algorithm: An algorithm that may read or replay routers.
         section: The section of the learners.
 
     Raises:
-        ConfigError: One of them is missing.
+        ConfigError: One of them does not support it.
     """
     watches = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
     if (algorithm.replays or watches) and not model.routes:
@@ -426,7 +425,7 @@ def _check_same_tokens(
 
 
 def get_max_row_length(model: PolicyModel, roles: Mapping[str, Learner]) -> int:
-    """Return the longest row in tokens that the policy and all readers of its tokens take."""
+    """Return the maximum row length in tokens of the policy and the teachers that read its rows."""
     limits = (
         role.max_positions
         for role in roles.values()

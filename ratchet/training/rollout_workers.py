@@ -1,4 +1,4 @@
-"""Workers that play whole groups: each process has an environment, rewards and a generator."""
+"""Rollout workers: each process plays whole groups with its environment, rewards and generator."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class GroupRank(GeneratorRank):
         self.manager: RolloutManager | None = None
 
     async def begin(self, stage: WorkerRolloutSpec, max_context: int, needs_reward: bool) -> None:
-        """Set the stage whose groups are played from now on.
+        """End the previous stage, and set the stage whose groups are played from now on.
 
         Args:
             stage: The stage's environment, rewards and rollout limits.
@@ -52,7 +52,7 @@ class GroupRank(GeneratorRank):
     async def play(
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
     ) -> PackedGroups:
-        """Play the attempts of some tasks."""
+        """Play one group of `attempts` attempts for each (group id, task)."""
         assert self.manager is not None, "a stage begins first"
         return PackedGroups.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
@@ -70,5 +70,5 @@ class GroupRank(GeneratorRank):
 
 
 def make_rank(seat: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
-    """Return what a worker process holds. Further arguments go to `make_generator`."""
+    """Return the component of one worker process. Further arguments go to `make_generator`."""
     return GroupRank(make_generator(seat, tokenizer=tokenizer, **arguments), tokenizer)

@@ -1,4 +1,4 @@
-"""A run of one stage: what `ratchet.training.loop.train` reads, and the work around each step.
+"""The state of a stage that `ratchet.training.loop.train` reads, and the work around each step.
 
 That work is metrics, evaluation, sentinels and checkpoints.
 """
@@ -90,7 +90,7 @@ PAUSED = 77
 class StopRequest:
     """A request to end the loop after the current step, which is then saved.
 
-    A signal handler, a sentinel or a time limit makes it. `status` is the exit status of the
+    It comes from a signal handler, a sentinel or a time limit. `status` is the exit status of the
     process; None means that no stop is requested.
     """
 
@@ -120,16 +120,16 @@ class StageRun:
     Attributes:
         first_step: The first remaining step, in step numbers of the whole run.
         last_step: The first step after the stage.
-        observers: Called with the metrics of every step.
-        managers: Closed with the run.
+        observers: Functions called with every step's number and metrics.
+        managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
         evaluations: The directory for results of evaluations, by step.
         save: Writes a checkpoint after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
             It is called after every step, before any of its files are written.
-        deadline: Monotonic time; a step that would not end before it is not begun.
+        deadline: Monotonic time by which the run must end: no step begins that may end later.
         limit_s: Seconds of training after which the stage ends as if it had no more steps. At least
-            `TRIED` steps run.
+            `MIN_LIMITED_STEPS` steps run.
     """
 
     name: str
@@ -162,7 +162,7 @@ class StageRun:
     parity: ParityGate | None = None
     sentinels: Sentinels | None = None
     probes: RewardHackingProbes | None = None
-    _unsent: int | None = None  # the version that the generator lacks
+    _unsent: int | None = None  # weight version that the generator does not have yet
     _updates: list[dict[str, float]] = field(default_factory=list)  # metrics of the current step
     _step_started: float = 0.0
     _processor_started: float = 0.0
@@ -196,7 +196,7 @@ class StageRun:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step. Tests kill the process at the start of one."""
+        """Time a phase of the step. Its start is a failpoint, where tests kill the process."""
         failpoints.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
         with self._part(name), self.metrics.phase(name):
@@ -215,7 +215,7 @@ class StageRun:
 
     @property
     def measured(self) -> dict[str, float]:
-        """The means over the optimizer steps of this batch."""
+        """Return the mean of each metric over the optimizer steps of this batch."""
         names = dict.fromkeys(name for update in self._updates for name in update)
         return {
             name: fmean(update[name] for update in self._updates if name in update)
@@ -223,9 +223,9 @@ class StageRun:
         }
 
     async def sync(self, version: int) -> None:
-        """Send the learner's weights to the generator, at once if steps sample from them.
+        """Send the learner's weights to the generator, at once if training samples from it.
 
-        Otherwise they are sent before the next evaluation.
+        Otherwise they are sent before the next evaluation or probe.
         """
         self._unsent = version
         if self.algorithm.source == "rollouts":
@@ -282,8 +282,8 @@ class StageRun:
         steps_done = step + 1
         self.done = steps_done
         self._watch_time()
-        # A stop request means to save at once, so it skips evaluations. The last step's is kept
-        # because no later step could catch up on it.
+        # A stop request skips evaluations, so that the run saves at once. The evaluation after the
+        # last step is kept, because no later step could make up for it.
         due = self._due(steps_done, self.evaluate_every) and self.stop.status is None
         if self._last or due:
             failpoints.point("step.evaluate")
@@ -311,7 +311,7 @@ class StageRun:
                 await self.save(steps_done)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
-        """End the stage after this step if it has not improved for too long."""
+        """End the stage after this step if `patience` evaluations brought no improvement."""
         patience = self.patience
         progress = self.progress
         if patience is None:
@@ -355,7 +355,7 @@ class StageRun:
         return findings
 
     async def evaluate(self) -> dict[str, float]:
-        """Return the metrics on held-out tasks with the present weights; {} without evaluator."""
+        """Evaluate the present weights on held-out tasks. Return {} without an evaluator."""
         await self._send()
         if self.evaluator is None:
             return {}

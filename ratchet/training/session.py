@@ -59,7 +59,7 @@ log = logging.getLogger("ratchet.train")
 
 # Error numbers of a disk that is full, over quota, read-only or broken.
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EIO)
-NOT_MIRRORED = 74  # exit status: the run is finished, but its address lacks a part of it
+NOT_MIRRORED = 74  # exit status: the run is finished, but its upload is incomplete
 
 
 class _StopAfterStep(StopRequest):
@@ -79,7 +79,14 @@ class _StopAfterStep(StopRequest):
 
 
 class TrainingSession:
-    """The part of a run in one process: from the newest checkpoint to its end or a stop request."""
+    """The part of a run in one process: from the newest checkpoint to its end or a stop request.
+
+    Args:
+        command: The command line that began this process.
+        profile: Number of steps to profile; None profiles none.
+        changed_data: True to resume even if data files have changed.
+        try_s: Seconds of training after which each stage ends early.
+    """
 
     def __init__(
         self,
@@ -169,7 +176,7 @@ class TrainingSession:
             self.ledger.close()
 
     async def _policy(self, ends: AsyncExitStack, checkpoint: Checkpoint | None) -> Policy:
-        """Return the policy with the processes that train it and generate.
+        """Start the learner and generator processes, and return their policy.
 
         `ends` closes everything that is opened here.
         """
@@ -186,8 +193,8 @@ class TrainingSession:
     async def _stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> int:
-        # Everything loaded by now stays. Walking it at each garbage collection would take a third
-        # of the time of a small step.
+        # Objects that exist by now stay alive. If each garbage collection traversed them, it would
+        # take a third of the time of a small step.
         gc.collect()
         gc.freeze()
         trained: Learner | None = None
@@ -317,7 +324,7 @@ class TrainingSession:
             )
 
     def _keep_base(self, index: int, run: StageRun, policy: Policy) -> None:
-        """Export the base model of the stage's adapter if only this run has it."""
+        """Export the base model of the stage's adapter if it exists only in this run."""
         base = get_adapter_base_dir(self.config, index, self.directory.path)
         if self.config.stages[index].lora is not None and base is not None:
             run.roles["policy"].export(base, part="base")
@@ -333,7 +340,7 @@ class TrainingSession:
     async def _measure_start(self, index: int, run: StageRun, *, alike: bool) -> None:
         """Measure accuracy before the stage.
 
-        If the previous stage was evaluated in the same way, its result is taken.
+        If the previous stage was evaluated in the same way, its last result is reused.
         """
         if (
             index
@@ -345,7 +352,7 @@ class TrainingSession:
         numbers = await run.evaluate()
         run.progress.accuracy_before = numbers.get("accuracy")
         flushed = run.metrics.flush(run.first_step)
-        if index == 0:  # the curve begins here; later stages begin at a step that has its line
+        if index == 0:  # step 0 starts the curve; later stages start at a step that has a line
             self.sinks.write(0, flushed)
 
     def _finish(self, policy: Policy, trained: Learner) -> None:

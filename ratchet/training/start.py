@@ -30,7 +30,8 @@ def start_run(
     Args:
         recipe: The recipe's file.
         overrides: Keys to set, as key=value.
-        run_dir: A local directory, or an address to which the run is mirrored.
+        run_dir: A local directory, or an address to which the run is mirrored; None takes the
+            recipe's, or else the first free runs/NAME.
         command: The command line, which is stored with the run.
         profile: The number of steps to profile; None profiles none.
         try_s: Seconds of training after which each stage ends.
@@ -63,7 +64,7 @@ def start_run(
     directory.expect(plain(written))
     with directory.locked():
         if mirror is not None:
-            # Nothing local is written yet, so that another command can follow if the store refuses.
+            # Before anything local is written, so that the command can be repeated if this fails.
             mirror.begin()
         directory.settle(plain(config))
         if mirror is not None:

@@ -1,4 +1,4 @@
-"""Write files that appear whole or not at all. This module does not import torch."""
+"""Write files atomically: readers see a whole file or none. Imports no torch."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from ratchet.utils import failpoints
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path beside `path` to write to.
+    """Yield a temporary path to write to, in the directory of `path`.
 
-    The file replaces `path` when the block ends without an error.
+    The written file replaces `path` if the block ends without an error.
     """
     temporary = path.with_name(f".{path.name}.partial")
     try:
@@ -31,6 +31,6 @@ def atomic_path(path: Path) -> Iterator[Path]:
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
-    """Replace `path` by `content` as indented JSON with sorted keys."""
+    """Write `content` to `path` as indented JSON with sorted keys, atomically."""
     with atomic_path(path) as temporary:
         temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Secrets that a recipe names by an environment variable and never holds itself.
+"""Provide secrets that a recipe names by environment variable and never contains.
 
 The library does not read the environment. The command line does, and passes it to `offer`; your own
 program calls `offer(os.environ)` once.
@@ -14,7 +14,7 @@ _offered: Mapping[str, str] = {}
 
 
 def offer(environment: Mapping[str, str]) -> None:
-    """Set the variables that `credential` reads; they replace those of an earlier call."""
+    """Set the variables that `get_credential` reads; they replace those of an earlier call."""
     global _offered
     _offered = environment
 

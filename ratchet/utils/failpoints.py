@@ -1,8 +1,9 @@
-"""Named failpoints let tests break a run at every place that matters, however briefly it lasts.
+"""Named failpoints let tests break a run at exact places, even between two quick operations.
 
 `point("checkpoint.after_write")` does nothing until `arm` names it. A spec such as
-`checkpoint.after_write:3:kill` breaks the third passage. `record` lists the points that a block of
-code passes, so that a test can enumerate its crash points.
+`checkpoint.after_write:3:kill` kills the process when it passes that point for the third time.
+`record` lists the points that a block of code passes, so that a test can enumerate its crash
+points.
 
 This module is the bottom layer: it imports nothing of Ratchet and never reads the environment (the
 command line does, and calls `arm`).
@@ -71,9 +72,9 @@ def arm(spec: str) -> None:
     Points are not registered anywhere, so a name that no code passes has no effect.
 
     Args:
-        spec: `name[:n]:action`, several separated by commas. n: the passage that breaks, from 1
-            (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate (SIGTERM),
-            hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError).
+        spec: `name[:n]:action`, several separated by commas. n: the passage that triggers the
+            action, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate
+            (SIGTERM), hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError).
 
     Raises ValueError for a malformed spec.
     """

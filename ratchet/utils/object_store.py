@@ -1,9 +1,9 @@
 """Read and write files behind an address: s3://, gs://, hf://, file://, memory:// and every other
 scheme that fsspec supports.
 
-A store's client may raise any exception; this module turns it into an OSError that names the file.
+A store's client may raise any exception. This module turns it into an OSError that names the file.
 A failed operation is retried a few times, unless the file is missing or access is denied. Fetched
-files go into the cache of this machine.
+files go into this machine's cache.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from ratchet.utils.safe_read import read_json
 
 log = logging.getLogger(__name__)
 
-# Packages of the extra `stores` that fsspec needs, by scheme. These stores have buckets and no
-# directories.
+# The package of the extra `stores` that fsspec needs for each scheme. These stores have buckets,
+# not directories.
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -38,7 +38,7 @@ PACKAGES = {
     "az": "adlfs",
 }
 ATTEMPTS = 3
-PAUSE_S = 1.0  # before the second attempt; doubled before each further one
+PAUSE_S = 1.0  # pause before the second attempt; it doubles before each further one
 FETCHED = ".fetched.json"  # size and version of each file in a fetched directory
 
 Result = TypeVar("Result")
@@ -80,7 +80,7 @@ def get_cache_dir(kind: str) -> Path:
 
 
 def explain_bad_address(address: str) -> str | None:
-    """Return why an address can't hold a model or a run, judged by its text alone; else None."""
+    """Return why the text of an address can't name a model or a run; None if it can."""
     scheme, _, rest = address.partition("://")
     if "::" in address:
         return "it chains several stores: name the one that holds the files"
@@ -92,7 +92,7 @@ def explain_bad_address(address: str) -> str | None:
         return f"it names no place: write {scheme}://bucket/name"
     if any(sign in rest for sign in "*?[]#\\") or ".." in rest.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
-    # The registry also has schemes that other packages have registered.
+    # `registry` adds the schemes that other packages have registered.
     from fsspec import available_protocols, registry
 
     if scheme not in {*available_protocols(), *registry}:
@@ -108,7 +108,7 @@ def open_filesystem(address: str) -> tuple[Any, str]:
 
     Raises DataError or MissingDependency.
     """
-    # The import is here so that runs with local files alone do not pay for it.
+    # Imported here because runs with only local files do not need it.
     import fsspec
     from fsspec.core import url_to_fs
 
@@ -123,7 +123,7 @@ def open_filesystem(address: str) -> tuple[Any, str]:
     except ValueError as error:
         schemes = ", ".join(sorted(fsspec.available_protocols()))
         raise DataError(f"{address}: nothing reads {scheme}://; there are {schemes}") from error
-    # A store's client raises its own exception types, for example without credentials.
+    # A store's client raises exceptions of its own types, for example without credentials.
     except Exception as error:
         raise DataError(
             f"{address}: its store can't be used: {type(error).__name__}: {error}"
@@ -132,17 +132,17 @@ def open_filesystem(address: str) -> tuple[Any, str]:
 
 @dataclass(frozen=True)
 class StoredFile:
-    """A file of a store."""
+    """The size and version of a file in a store."""
 
     size: int  # bytes
-    version: str  # changes with the file, as far as the store reports it
+    version: str  # hash of all that the store reports on the file
 
 
 class Store:
-    """The files below an address, by their names relative to it.
+    """The files below an address; names are relative to it.
 
-    Its methods raise OSError, and FileNotFoundError for a missing file. A name that would lead
-    outside the address is refused.
+    Methods raise OSError: FileNotFoundError for a missing file, and another for a name that could
+    lead outside the address.
     """
 
     def __init__(self, address: str) -> None:
@@ -241,7 +241,7 @@ class Store:
 
     def _name(self, path: str) -> str:
         name = path.removeprefix(self._root).lstrip("/")
-        return name or PurePosixPath(path).name  # the address names a file
+        return name or PurePosixPath(path).name  # empty if the address itself is a file
 
     def _retry(self, what: str, do: Callable[[], Result]) -> Result:
         for attempt in range(ATTEMPTS):
@@ -249,7 +249,7 @@ class Store:
                 return do()
             except (FileNotFoundError, PermissionError) as error:
                 raise type(error)(f"{self.address}: {what}: {error}") from error
-            # A store's client raises its own exception types, and none may end a run.
+            # A store's client raises exceptions of its own types, and none may end a run.
             except Exception as error:
                 reason = f"{self.address}: {what}: {type(error).__name__}: {error}"
                 if attempt == ATTEMPTS - 1:
@@ -279,7 +279,7 @@ def stays_inside(name: str) -> bool:
 
 @contextmanager
 def lock_cache_dir(directory: Path) -> Iterator[None]:
-    """Create a cache directory and hold its lock, so that one process fetches into it at a time."""
+    """Create a cache directory and hold its lock: only one process at a time may fetch into it."""
     directory.mkdir(parents=True, exist_ok=True)
     descriptor = os.open(directory.parent / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
@@ -340,7 +340,7 @@ def _read_fetched(target: Path) -> dict[str, Any]:
 def put_directory(source: Path, address: str, *, last: str) -> None:
     """Upload all files of a directory. Raises OSError, DataError or MissingDependency.
 
-    last: the file that is sent last, because readers take a directory without it for incomplete.
+    last: the file to send last. Readers treat a directory without it as incomplete.
     """
     store = Store(address)
     names = sorted(
@@ -351,5 +351,5 @@ def put_directory(source: Path, address: str, *, last: str) -> None:
 
 
 def forget_cached(directory: Path) -> None:
-    """Remove the cached copy of an address; `directory` is the path that `cached` gave."""
+    """Remove the cached copy of an address, given its path from `get_cached_path`."""
     shutil.rmtree(directory.parent, ignore_errors=True)

@@ -18,13 +18,13 @@ from typing import Any, BinaryIO, NoReturn
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MiB
 MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 KiB
-# Objects and arrays that any JSON may hold, and characters of a longer text for each more: a small
-# one takes 3 to 8 characters, and 20 to 30 times as many bytes of memory.
+# JSON may hold MAX_CONTAINERS objects and arrays, and one more for every CHARS_A_CONTAINER
+# characters: a small one takes 3 to 8 characters, and 20 to 30 times as many bytes of memory.
 MAX_CONTAINERS = 1 << 20
 CHARS_A_CONTAINER = 16
 # Levels of objects and arrays. Code that walks a value recursively breaks on a few hundred.
 MAX_DEPTH = 100
-# One that never ends counts too: to try each quotation mark of it as a beginning is quadratic.
+# It also matches an unterminated string: to retry at each of its quotation marks is quadratic.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
 KINDS = (
     (stat.S_ISDIR, "a directory"),
@@ -38,15 +38,14 @@ KINDS = (
 def open_file(path: str | Path) -> BinaryIO:
     """Open a plain file for reading; links are followed.
 
-    A pipe or a device, which may never end, is refused without reading it. Raises OSError; its
-    `strerror` says what the path is if it is no plain file.
+    A pipe or a device, which may never end, is refused unread. Raises OSError, whose `strerror`
+    says what the path is if it is no plain file.
     """
     try:
         _require_plain(path, os.stat(path).st_mode)
     except ValueError as error:  # for example a null character
         raise OSError(errno.EINVAL, f"it is no name of a file ({error})", str(path)) from None
-    # Without O_NONBLOCK the opening of a pipe that takes the file's place in between would wait for
-    # a writer.
+    # A pipe may have replaced the file since: without O_NONBLOCK, `open` would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
         _require_plain(path, os.fstat(descriptor).st_mode)
@@ -69,7 +68,7 @@ def _require_plain(path: str | Path, mode: int) -> None:
 
 
 def read_bytes(path: str | Path, limit: int = MAX_JSON_BYTES) -> bytes:
-    """Read a whole plain file. Raises OSError also for more than `limit` bytes."""
+    """Read a whole plain file. Raises OSError, also for more than `limit` bytes."""
     with open_file(path) as file:
         content = file.read(limit + 1)
     if len(content) > limit:
@@ -122,7 +121,7 @@ def parse_json(
     object_pairs_hook: Callable[[list[tuple[str, Any]]], Any] | None = None,
     parse_constant: Callable[[str], Any] | None = None,
 ) -> Any:
-    """Parse JSON. Raises ValueError, as JSONDecodeError where it is malformed.
+    """Parse JSON. Raises ValueError; for malformed JSON its subclass JSONDecodeError.
 
     Also refused are more than MAX_DEPTH levels, objects and arrays that take far more memory than
     their text, and a whole number with more digits than Python reads (4,300).
@@ -134,19 +133,18 @@ def parse_json(
         value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
     except RecursionError:
         _refuse_depth()
-    # Counting brackets is quick and settles it for most texts.
+    # Counting brackets is quick, and rules out deep nesting in most texts.
     if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         _refuse_depth()
     return value
 
 
 def _refuse_crowd(text: str) -> None:
-    """Raise ValueError for more objects and arrays than a text of this length holds with data in
-    them."""
+    """Raise ValueError for more objects and arrays than real data of this length holds."""
     limit = MAX_CONTAINERS + len(text) // CHARS_A_CONTAINER
     if text.count("[") + text.count("{") <= limit:
         return
-    without_strings = _STRING.sub("", text)  # formulas and programs are full of brackets
+    without_strings = _STRING.sub("", text)  # strings may hold formulas, full of brackets
     if without_strings.count("[") + without_strings.count("{") > limit:
         raise ValueError(
             f"it holds more than {limit:,} objects and arrays in {len(text):,} characters, which "

@@ -13,25 +13,25 @@ if TYPE_CHECKING:
 def escape_controls(text: str) -> str:
     """Return `text` with every character that could control a terminal replaced by its code.
 
-    Line ends and tabs stay. Replaced are the other control characters (C0, DEL, C1), line and
-    paragraph separators, marks of direction (Unicode TR9), invisible joiners at which texts look
-    alike, and halves of surrogate pairs.
+    Line ends and tabs stay. All other control characters (C0, DEL, C1) are replaced, and so are
+    line and paragraph separators, direction marks (Unicode TR9), invisible characters that make
+    different texts look alike, and halves of surrogate pairs.
     """
     return text if text.isascii() and text.isprintable() else text.translate(_CODES)
 
 
 def encodable(text: str) -> str:
-    """Return `text` with halves of surrogate pairs, which UTF-8 can't hold, as their codes."""
+    """Return `text` with halves of surrogate pairs, which UTF-8 can't encode, as codes."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shorten_text(text: str, limit: int) -> str:
-    """Return `text` cut to `limit` characters, with a mark where something is left out."""
+    """Return `text` cut to `limit` characters, ending in "..." if something is left out."""
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
 def get_first_line(text: str, limit: int = 400) -> str:
-    """Return the first line of a library's error that is not blank, cut to `limit` characters."""
+    """Return the first non-blank line of a library's error, cut to `limit` characters."""
     return shorten_text(
         next((line.strip() for line in text.splitlines() if line.strip()), "no reason is given"),
         limit,
@@ -41,7 +41,10 @@ def get_first_line(text: str, limit: int = 400) -> str:
 def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Console:
     """Create a rich console that escapes all printed text, in tables too.
 
-    Styles and rich's own controls pass. file: the output; None: standard output.
+    Styles and rich's own control codes are kept.
+
+    Args:
+        file: The output; None: standard output.
     """
     from rich.console import Console, ConsoleRenderable, RenderHook
     from rich.segment import Segment

@@ -1,8 +1,8 @@
 """A pool of threads that compute the parts of a batch at the same time.
 
-Small operations gain little from many threads that share each operation, because the threads wait
-for one another after every one. Threads that compute separate parts never wait. PyTorch releases
-the interpreter lock inside its operations.
+Splitting each small operation over many threads gains little, because the threads wait for one
+another after every operation. Threads that compute separate parts never wait, and run at the same
+time because PyTorch releases the interpreter lock inside its operations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class ThreadPool:
         PyTorch's threads for one operation are divided evenly among the running jobs. PyTorch modes
         that belong to a thread (no_grad, inference_mode, autocast) must be entered by each job.
 
-        Raises the first failed job's exception, after all jobs have ended.
+        If jobs fail, raise the first failed job's exception after all jobs have ended.
         """
         if self._others is None or len(jobs) < 2:
             return [job() for job in jobs]
@@ -47,9 +47,10 @@ class ThreadPool:
         return [first, *(future.result() for future in futures)]
 
     def each(self, work: Callable[[P], T], pieces: Sequence[P], sizes: Sequence[int]) -> list[T]:
-        """Return the result of `work` for each piece, in order. Raises as `run` does.
+        """Return the result of `work` for each piece, in order. Exceptions are raised as by `run`.
 
-        sizes: the pieces' sizes, by which threads get about equal loads.
+        Args:
+            sizes: Sizes of the pieces; each thread gets pieces of about the same total size.
         """
         shares = [share for share in balance_by_size(sizes, self.size) if share]
         jobs = [partial(_map, work, [pieces[i] for i in share]) for share in shares]
@@ -71,8 +72,8 @@ def _run_limited(threads: int, job: Callable[[], T]) -> T:
 def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
     """Assign pieces to workers so that their loads are about equal.
 
-    Greedy: the largest piece goes first, to the worker with the smallest load. Returns each
-    worker's indices of pieces in ascending order.
+    The assignment is greedy: the largest piece goes first, to the worker with the smallest load.
+    Return the indices of each worker's pieces, in ascending order.
     """
     loads = [0] * workers
     shares: list[list[int]] = [[] for _ in range(workers)]

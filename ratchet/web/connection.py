@@ -100,9 +100,9 @@ class Connections:
 
 
 class Framed(h11.Connection):
-    """h11 that refuses requests whose end a proxy in front may see elsewhere (RFC 9112, 6.1).
+    """An h11 connection that refuses requests whose end a proxy may see elsewhere (RFC 9112, 6.1).
 
-    What one of the two reads as the rest of a body would be another request for the other.
+    Bytes that one of the two reads as the rest of a body would be another request to the other.
     """
 
     def next_event(self) -> Any:
@@ -155,8 +155,8 @@ class GuardedProtocol(H11Protocol):
             self._cancel_deadline()
             self._connections.answer(self)
         elif self.cycle is not cycle:
-            # The application refuses a late body with a response. This deadline is for an
-            # application that does not read the body.
+            # An application that reads the body refuses a late one itself. This later deadline is
+            # for an application that does not read it.
             self._wait(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:

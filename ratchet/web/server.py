@@ -28,10 +28,11 @@ LEAST = 8  # minimum number of connections, however few descriptors there are
 class Server:
     """An HTTP server that runs until `stop`.
 
-    It accepts one connection after another, and only while it has room: asyncio's own accepting
+    It accepts one connection after another, and only while it has room: asyncio's own accept loop
     would spin at full speed when the process has no descriptor left.
 
-    access_log: log one line for each request, as uvicorn writes it.
+    Args:
+        access_log: True to log one line for each request, in uvicorn's format.
     """
 
     def __init__(
@@ -82,8 +83,8 @@ class Server:
         try:
             await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # An exception of `_accept` is raised below: a server that accepts nothing would be
-            # worse.
+            # An exception of `_accept` is raised below, so that no server stays up that accepts
+            # nothing.
             results = await _cancel(accepting, stopping)
             self._listener.close()
             await self._close()
@@ -140,7 +141,7 @@ class ServerThread:
 
     def close(self) -> None:
         """Stop the server and wait for its end."""
-        with suppress(RuntimeError):  # the loop is closed: it ended before
+        with suppress(RuntimeError):  # the server has ended already and its loop is closed
             self._loop.call_soon_threadsafe(self._server.stop)
         self._thread.join()
 

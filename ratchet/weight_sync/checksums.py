@@ -1,16 +1,15 @@
-"""Checksums of weights at the speed of memory.
+"""Compute checksums of weights at memory bandwidth.
 
 Bytes in host memory are hashed by XXH3 (128 bits). Bytes on an accelerator are summed there. A
-checksum names its kind, so that the other end computes the same, wherever its own bytes are.
+checksum begins with its kind, so that the receiver computes the same kind on any device.
 
 For sums, the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row and of
-each column are added up (modulo 2^64, without a carry that could be lost). The sums, less than a
-thousandth of the data, are hashed by XXH3 together with the bytes after the last row and the
-length. Sums always detect changes within one word, or in any number of words of one row or of one
-column, two exchanged words, and missing or additional bytes.
+each column are added up modulo 2^64. The sums, less than a thousandth of the data, are hashed by
+XXH3 together with the length and the bytes after the last row. Sums always detect two exchanged
+words, missing or additional bytes, and changes that lie within one word, one row or one column.
 
-Both kinds miss a random change in one of 2^64 cases or fewer. Neither is a signature, because a
-deliberate change can keep the checksum.
+Both kinds miss a random change with a probability of at most 2^-64. Neither is a signature, because
+a deliberate change can keep the checksum.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ from torch import Tensor
 
 WORDS = 1024
 ROW = 8 * WORDS  # bytes
-# Bytes that are still in a core's cache when they are read after being copied.
+# Bytes per chunk, few enough to be in a core's cache still when they are hashed after the copy.
 CHUNK = 2**17
 XXH3 = "xxh3"
 SUMS = "sums"
@@ -40,14 +39,14 @@ def checksum(tensor: Tensor) -> str:
 
 
 def has_checksum(tensor: Tensor, expected: str) -> bool:
-    """True if a contiguous tensor's bytes have the checksum, wherever they are."""
+    """True if a contiguous tensor's bytes, on any device, have the checksum."""
     return prepare_checksum_check(tensor, expected)()
 
 
 def prepare_checksum_check(tensor: Tensor, expected: str) -> Callable[[], bool]:
-    """Return a function that is True if the tensor's bytes have the checksum.
+    """Return a function that returns True if the tensor's bytes have the checksum.
 
-    It is one call that releases the interpreter lock, so that threads don't wait for one another.
+    It releases the interpreter lock while it hashes, so that threads don't wait for one another.
     """
     kind = expected.partition(":")[0]
     parts = _parts(as_bytes(tensor), kind)
@@ -57,7 +56,7 @@ def prepare_checksum_check(tensor: Tensor, expected: str) -> Callable[[], bool]:
 def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
     """Copy a tensor of any layout to contiguous bytes [n] as `dtype`, and return their checksum.
 
-    On a CPU this is done in chunks, so that the checksum reads bytes that are still in the cache.
+    On a CPU, chunks are copied and hashed one by one, while their bytes are still in the cache.
     """
     target = target_n.view(dtype).view(source.shape)
     if target.is_cuda or not target.numel() or not target.dim():
@@ -65,7 +64,7 @@ def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> 
         return checksum(target_n)
     digest = xxhash.xxh3_128()
     if source.dtype == dtype and source.device == target.device and source.is_contiguous():
-        # numpy's slices are cheaper: with torch's a tenth of the time is spent between chunks.
+        # numpy's slices are cheaper: slicing with torch takes a tenth of the time.
         source_n = as_bytes(source).numpy()
         bytes_n = target_n.numpy()
         for start in range(0, len(bytes_n), CHUNK):
@@ -85,7 +84,7 @@ def _checksum(bytes_n: Tensor, kind: str) -> str:
 
 
 def _parts(bytes_n: Tensor, kind: str) -> list[memoryview]:
-    """Return the memory that XXH3 hashes."""
+    """Return the buffers that XXH3 hashes for this kind of checksum."""
     return [_memory(part) for part in ((bytes_n,) if kind == XXH3 else _sums(bytes_n))]
 
 
@@ -101,7 +100,7 @@ def _digest(parts: Sequence[memoryview]) -> str:
 
 def _sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
     """Return (length, sums of columns, sums of rows, the remaining bytes)."""
-    # A block may begin in the middle of a word of its parameter.
+    # A block may begin in the middle of a word of its parameter, but a view as int64 may not.
     if bytes_n.storage_offset() % 8:
         bytes_n = bytes_n.clone()
     rows = len(bytes_n) // ROW

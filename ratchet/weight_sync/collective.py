@@ -1,11 +1,12 @@
 """Weight sync by collectives: each rank broadcasts its own blocks, in buckets, to all receivers.
 
 Every rank has its own process group with the receivers, beside the default one: no rank gathers or
-gets another's blocks, and a rank that dies breaks one group. They meet at a store of the driver, at
-the first push and again after a failed one.
+gets another's blocks, and a rank that dies breaks only its group. Members join through a TCPStore
+of the driver, at the first push and again after a failed one.
 
 Peak extra memory: one bucket and the largest block at a rank (the latter only if it is converted or
-not contiguous); model bytes (as sent) at a receiver, which checks all before it takes any.
+not contiguous); a copy of the model (as sent) at a receiver, which verifies all blocks before it
+uses any.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from ratchet.weight_sync.weight_blocks import (
     align_bytes,
 )
 
-# Seconds for all members to join a group. Members notice a dead one no sooner.
+# Seconds for all members to join a group. A dead member is noticed only after them.
 JOIN_S = 15.0
 
 
@@ -41,7 +42,7 @@ JOIN_S = 15.0
 class CollectiveGroupSpec:
     """The process groups of a push, and how to join them.
 
-    key: differs for each attempt.
+    key: name of the groups in the store; it changes after a failed push.
     sizes: bytes that each rank sends.
     """
 
@@ -65,7 +66,7 @@ class CollectiveGroupSpec:
         return -(-self.sizes[rank] // self.bucket_bytes)
 
     def bucket(self, rank: int, number: int) -> slice:
-        """Return the bytes of a rank's bucket."""
+        """Return the byte range of a rank's bucket."""
         return slice(
             number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank])
         )
@@ -73,7 +74,8 @@ class CollectiveGroupSpec:
     def group(self, rank: int, place: int) -> Any:
         """Join and return the group of a learner's rank with all receivers.
 
-        place: 0 for the learner's rank. Waits until all members are there.
+        Waits until all members have joined. place: this process's rank in the group, 0 for the
+        learner's rank.
         """
         join = timedelta(seconds=min(JOIN_S, self.timeout_s))
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
@@ -85,7 +87,7 @@ class CollectiveGroupSpec:
         return group
 
 
-# Groups of this process: (session, end) -> (key, groups).
+# Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
 _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
 
@@ -93,7 +95,7 @@ class CollectiveWeightSync(PushWeightSync):
     """Pushes weights by broadcasts from each rank to all receivers.
 
     receivers_count: number of `receivers`.
-    host: address of the driver for all others.
+    host: address at which other processes reach the driver.
     backend: gloo sends from host memory, nccl from accelerators, on which all weights must be.
     """
 
@@ -140,9 +142,9 @@ class CollectiveWeightSync(PushWeightSync):
     async def _transfer(
         self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
-        """Run both ends at the same time.
+        """Send and receive at the same time.
 
-        An end that fails takes part to the end, so that the other does not wait for it.
+        A side that fails still completes its broadcasts, so that the other does not wait for it.
         """
         options = self._options(blocks)
         sending = asyncio.ensure_future(self._send(options, since))
@@ -153,7 +155,7 @@ class CollectiveWeightSync(PushWeightSync):
             )
             first = next((error for task in finished if (error := task.exception())), None)
             if others:
-                # Without the store, an end that waits there for a dead one fails at once.
+                # Closing the store fails a side that still waits there for a dead one.
                 self._store = None
                 await asyncio.wait(others)
         finally:
@@ -198,7 +200,7 @@ def write(
 
 
 class _Stream:
-    """The stream of a rank: it cuts bytes into buckets, and broadcasts each full bucket."""
+    """A rank's stream of bytes, which it cuts into buckets; each full bucket is broadcast."""
 
     def __init__(self, group: Any, meeting: CollectiveGroupSpec, rank: int) -> None:
         self.group = group
@@ -210,7 +212,7 @@ class _Stream:
         self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
 
     def send(self, bytes_n: Tensor) -> None:
-        """Add bytes to the stream. Raises WeightSyncError for more than were announced."""
+        """Add bytes to the stream. Raise WeightSyncError if they exceed the announced size."""
         total = self.meeting.sizes[self.rank]
         step = self.meeting.bucket_bytes
         if self.sent + len(bytes_n) > total:
@@ -225,7 +227,7 @@ class _Stream:
             self._bucket[place : place + count] = bytes_n[taken : taken + count]
             taken += count
             self._advance(count)
-        # The padding crosses no end of a bucket, whose size is a multiple of the alignment.
+        # The padding stays within the bucket, whose size is a multiple of the alignment.
         self._advance(align_bytes(self.sent) - self.sent)
 
     def _advance(self, count: int) -> None:
@@ -244,9 +246,9 @@ class _Stream:
                 ) from error
 
     def end(self) -> None:
-        """Broadcast the remaining buckets of a failed push with whatever they hold.
+        """Broadcast the remaining buckets of a failed push, so that no receiver waits for them.
 
-        Receivers then don't wait for them; the push is refused.
+        Their contents do not matter, since the push is rejected.
         """
         with contextlib.suppress(WeightSyncError):
             while not self.lost and self.sent < self.meeting.sizes[self.rank]:
@@ -270,8 +272,8 @@ def read(
     ]
     lost: dict[int, RuntimeError] = {}
     for number in range(max(meeting.buckets(rank) for rank in ranks)):
-        # All receivers take the same order, and all ranks send at the same time. After an error the
-        # others go on to the end, so that no rank waits.
+        # All receivers use the same order, and all ranks send at the same time. If a rank fails,
+        # the others are still received to the end, so that none waits.
         sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
         works = [
             groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0)
@@ -295,7 +297,7 @@ def forget(session: str) -> None:
 
 
 def _join_groups(meeting: CollectiveGroupSpec, end: str, join: Any) -> list[Any]:
-    """Return the groups of a meeting; those of an earlier attempt are closed."""
+    """Return the groups of a meeting, and close those of an earlier attempt."""
     joined_key, groups = _GROUPS.pop((meeting.session, end), ("", []))
     if joined_key != meeting.key:
         # This closes their connections.

@@ -1,4 +1,4 @@
-"""The sections of the weight syncs. This module imports no torch."""
+"""The recipe sections of weight syncs. This module imports no torch."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class AutoWeightSyncConfig(PushSection):
 
 
 class SharedWeightSyncConfig(Section):
-    """A weight sync for shared tensors in one process: a push only names the version."""
+    """A weight sync for tensors shared in one process: a push only announces the version."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:shared"
 
@@ -48,7 +48,7 @@ class SharedWeightSyncConfig(Section):
 
 
 class SharedMemoryWeightSyncConfig(PushSection):
-    """A weight sync by memory that the processes of one host share.
+    """A weight sync through shared memory of the processes on one host.
 
     Each rank writes its blocks once, and receivers read them in place.
     """
@@ -59,7 +59,7 @@ class SharedMemoryWeightSyncConfig(PushSection):
 
 
 class CudaIpcWeightSyncConfig(PushSection):
-    """A weight sync by memory of an accelerator that learner and generator both use."""
+    """A weight sync through the memory of an accelerator that learner and generator share."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:cuda_ipc"
 
@@ -86,26 +86,31 @@ class CollectiveWeightSyncConfig(PushSection):
 
 
 class FilesWeightSyncConfig(PushSection):
-    """A weight sync by files in a directory that learner and receivers share."""
+    """A weight sync through files in a directory that learner and receivers share."""
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:files"
 
     kind: Literal["files"] = "files"
     directory: str | None = Field(
-        default=None, description="Of this run alone; null: weight_sync/ in the run's directory."
+        default=None,
+        description="Directory of this run alone; null: weight_sync/ in the run's directory.",
     )
 
 
 class DeltaWeightSyncConfig(PushSection):
-    """A weight sync that sends only changes since the last version, by files or shared memory."""
+    """A weight sync that sends only the changes since the last version.
+
+    They go through files or shared memory.
+    """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"
 
     kind: Literal["delta"] = "delta"
     through: Literal["files", "shared_memory"] = Field(
-        default="files", description="What carries the changes."
+        default="files", description="Channel of the changes."
     )
     directory: str | None = Field(
-        default=None, description="Of the files; null: weight_sync/ in the run's directory."
+        default=None,
+        description="Directory of the files; null: weight_sync/ in the run's directory.",
     )
     dtype: Sent = Field(default="bfloat16", description=SENT)

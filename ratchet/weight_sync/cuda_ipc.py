@@ -1,10 +1,10 @@
 """Weight sync by CUDA IPC, between processes that use the same accelerator.
 
 Each rank copies its blocks to a buffer on its device and sends a handle to the receivers, which map
-it and check it there.
+the buffer and verify the blocks in place.
 
-Peak extra memory: model bytes (as sent) on the accelerator, each rank's share on its own, which
-receivers map without a copy.
+Peak extra memory: a copy of the model (as sent), each rank's share on its own accelerator.
+Receivers map it without another copy.
 
 Not yet run anywhere: it can't be tested without an accelerator.
 """
@@ -41,7 +41,7 @@ class CudaIpcHandle:
     arguments: tuple[Any, ...]
 
 
-# Buffers of this process, and those of others that it has mapped, by (session, rank).
+# By (session, rank): buffers that this process owns, and buffers of others that it has mapped.
 _LENT: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
 _MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
@@ -75,7 +75,7 @@ def write(
         target_n = buffer_n[place : place + item.n_bytes]
         parts.append(item.to_part(place, copy_with_checksum(target_n, item.tensor, item.dtype)))
         place += align_bytes(item.n_bytes)
-    # Receivers use other streams.
+    # Wait for the copies, since receivers read on other streams.
     torch.cuda.synchronize()
     return parts
 

@@ -1,6 +1,6 @@
 """The weight sync of an embedded generator.
 
-Learner and generator hold the same tensors, so a push only names their version.
+Learner and generator hold the same tensors, so a push only announces their version.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from ratchet.protocols import Generator
 
 
 class SharedWeightSync:
-    """Commits versions of tensors that learner and generator share."""
+    """A weight sync that only commits the version of tensors that learner and generator share."""
 
     def __init__(self, generator: Generator) -> None:
         self.generator = generator
 
     async def push(self, version: int) -> None:
         await self.generator.commit(version)
-        # The generator may be paused since the step got its groups, because weights would change.
+        # The generator may be paused since the step got its groups, as the update changes weights.
         await self.generator.resume()
 
     async def audit(self) -> Sequence[str] | None:

@@ -1,6 +1,6 @@
-"""The functions that a rank of a learner runs for a weight sync.
+"""The functions that each rank of a learner runs for a weight sync.
 
-They get (its weights, its rank, the number of ranks), and the weight sync names them.
+Each takes the rank's weights, its rank and the number of ranks. The weight sync calls it by name.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def describe(
 ) -> list[WeightBlock]:
     """Return the rank's blocks, as they would be sent.
 
-    moving: leave out frozen weights.
+    moving: True leaves out frozen weights.
     """
     return [describe_block(shard, dtype) for shard in _select(weights, moving)]
 
@@ -49,7 +49,7 @@ def send(
     """Send the rank's blocks.
 
     writer: the transport's function, called with the outgoing blocks, the rank and the options.
-    since: send changes only.
+    since: arguments of `delta.changes`, to send only changes; None sends whole weights.
     moving: see `describe`.
     """
     weights = _select(weights, moving)
@@ -64,7 +64,7 @@ def send(
 def sums(
     weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None
 ) -> list[tuple[WeightBlock, str]]:
-    """Return the blocks with their checksums, as they would be sent."""
+    """Return the rank's blocks, as they would be sent, each with its checksum."""
     blocks = []
     for shard in weights:
         block = describe_block(shard, dtype)
@@ -74,7 +74,10 @@ def sums(
 
 
 def forget(weights: Iterator[Shard], rank: int, world: int, *, function: str, session: str) -> None:
-    """Release everything that the rank keeps for a session."""
+    """Release everything that the rank keeps for a session.
+
+    function: the transport's release function, called with the session; "" for none.
+    """
     delta.forget(session)
     if function:
         imported(function)(session)

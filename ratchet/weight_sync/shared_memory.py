@@ -1,16 +1,16 @@
 """Weight sync by shared memory on one host: ranks write their blocks, receivers read in place.
 
-A segment has no name in any directory: it is a file of the driver that exists in memory only, and
-others open it by the driver's process id. So nothing needs clean-up: the kernel frees it when the
-last process that maps it has ended, however it ended. It is created once and mapped by each process
-once: the first push pays for its pages, later ones only copy.
+A segment is an anonymous file in the driver's memory (memfd), which other processes open by the
+driver's process id. So nothing needs clean-up: the kernel frees it when the last process that maps
+it has ended, however it ended. It is created once and mapped by each process once: the first push
+pays for its pages, later ones only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
 received memory in place (`SupportsWeightAdoption`) and copies nothing. A second segment then takes
 the next push: a segment in use is never written.
 
-Peak extra memory: model bytes (as sent) for a segment, which all processes share; if generators use
-it in place, a second one, and no weights of their own.
+Peak extra memory: one segment of the model's bytes (as sent), which all processes share. Generators
+that use it in place need a second segment, but hold no weights of their own.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ from ratchet.weight_sync.weight_blocks import (
     align_bytes,
 )
 
-# Bytes, of which the first are the segment's token.
+# Number of bytes before the weights; the segment's token is written to the first of them.
 HEADER = ALIGNMENT
 
-# By rank and block: (first byte, the one after the last).
+# [rank][block] -> (first byte, byte after the last).
 BlockPlaces = list[list[tuple[int, int]]]
 
 # Segments that this process has mapped: session -> token -> bytes.
@@ -56,7 +56,7 @@ class SharedMemorySegment:
     """
 
     def __init__(self, size: int, run: str) -> None:
-        """Create the memory. Raises WeightSyncError if the system has no such memory."""
+        """Create the memory. Raise WeightSyncError if the system has no `memfd_create`."""
         if not hasattr(os, "memfd_create"):
             raise WeightSyncError(
                 "shared memory between processes needs Linux. Set weight_sync.kind=files."
@@ -75,7 +75,7 @@ class SharedMemorySegment:
 class SharedMemoryWeightSync(PushWeightSync):
     """Pushes weights through shared memory.
 
-    run: a name for the segments.
+    run: name of the run, see `SharedMemorySegment`.
     """
 
     writer = "ratchet.weight_sync.shared_memory:write"
@@ -84,10 +84,10 @@ class SharedMemoryWeightSync(PushWeightSync):
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
-        # Changes are applied to whole blocks that the receiver keeps elsewhere.
+        # With changes_only, receivers keep whole blocks elsewhere and apply the changes to them.
         self.lasting = not self.changes_only
         self.run = run
-        # (blocks of the ranks, their places, bytes of all)
+        # (blocks by rank, their places, total bytes)
         self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockPlaces, int] | None = None
         # The segment of the next push, and the one that receivers use in place.
         self._free: SharedMemorySegment | None = None
@@ -95,7 +95,7 @@ class SharedMemoryWeightSync(PushWeightSync):
 
     @property
     def shared_bytes(self) -> int:
-        """The bytes of all its segments."""
+        """Return the total bytes of the segments."""
         return sum(segment.size for segment in (self._free, self._serving) if segment is not None)
 
     async def _transfer(
@@ -149,9 +149,9 @@ def _close(segment: SharedMemorySegment | None) -> None:
 def lay_out_blocks(
     by_rank: Sequence[Sequence[WeightBlock]], *, slack: int = 0
 ) -> tuple[BlockPlaces, int]:
-    """Return the places of all blocks, and the bytes of all.
+    """Return the places of all blocks, and their total bytes.
 
-    Weights follow one another, each with its blocks in their order.
+    Weights follow one another, each with its blocks in the order of their offsets.
 
     slack: additional bytes for each block. A change is two parts, together smaller than the block.
     """
@@ -176,7 +176,7 @@ def write(
     """Copy a rank's blocks to their places, and return what was sent."""
     bytes_n = _bytes(**segment)
     parts = []
-    # By block: the first byte of its next part.
+    # block -> first byte of its next part.
     written: dict[int, int] = {}
     for item in outgoing:
         start, end = places[rank][item.block]

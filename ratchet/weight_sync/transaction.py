@@ -1,4 +1,4 @@
-"""A push as a transaction: every receiver ends with the new version, or with the old one.
+"""Push weights as a transaction: every receiver gets the new version, or keeps the old one.
 
 prepare(names, shapes, dtypes, version) -> transfer -> a checksum for every part of every block ->
 commit(version)
@@ -35,15 +35,15 @@ class PushWeightSync:
     receivers (`WeightReceiver`s).
 
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
-    changes_only: send changes since the last version, if all receivers have that.
-    timeout_s: of a push.
-    adapter: the adapter that the learner trains in place of its weights. The first push sends the
-      weights too, all others the adapter alone.
+    changes_only: send only changes since the last version, if all receivers have it.
+    timeout_s: limit of one push.
+    adapter: the adapter that the learner trains in place of its weights. The first push also
+      sends the weights; all later ones send the adapter alone.
     """
 
-    # "module:function", see `ratchet.weight_sync.sender.send`.
+    # "module:function" that sends blocks, see `ratchet.weight_sync.sender.send`.
     writer: str
-    # "module:function", see `WeightReceiver.receive`.
+    # "module:function" that receives them, see `WeightReceiver.receive`.
     receiver: str
     # True if received memory stays unchanged after the commit, until the next one.
     lasting = False
@@ -68,7 +68,7 @@ class PushWeightSync:
         self.timeout_s = timeout_s
         # Names the state that both ends keep between pushes.
         self.session = uuid.uuid4().hex
-        # Of the latest push.
+        # Size of the latest push.
         self.sent_bytes = 0
         self._blocks: list[list[WeightBlock]] | None = None
         # True once the receivers have the frozen weights.
@@ -80,7 +80,7 @@ class PushWeightSync:
         """Push a version.
 
         Raises WeightSyncError, which names the weight and the rank if known. The generators then
-        go on with the version before.
+        keep the previous version.
         """
         try:
             async with asyncio.timeout(self.timeout_s):
@@ -114,6 +114,7 @@ class PushWeightSync:
         await self.receivers.call("verify", parts, version, since, waiting)
         self._phase = "a receiver commits"
         await self._commit(version)
+        # The receivers now have the frozen weights: later pushes send the adapter alone.
         if self.adapter is not None and not self._has_frozen:
             await self._forget()
             self.session = uuid.uuid4().hex
@@ -123,7 +124,7 @@ class PushWeightSync:
     async def _commit(self, version: int) -> bool:
         """Commit on all receivers.
 
-        True if a receiver adopted the pushed memory instead of copying it.
+        Return True if a receiver adopted the pushed memory instead of copying it.
         """
         return any(await self.receivers.call("commit", version))
 
@@ -137,9 +138,9 @@ class PushWeightSync:
         return blocks
 
     async def _since(self, version: int) -> Mapping[str, Any]:
-        """Return the version that changes start from.
+        """Return the session and the versions between which changes are sent.
 
-        It is one that all receivers have, before `version`; None: there is none, and blocks are
+        `base` is an earlier version that all receivers have; None: there is none, and blocks are
         sent whole.
         """
         bases = await self.receivers.call("base", self.session)
@@ -155,14 +156,15 @@ class PushWeightSync:
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         """Send the blocks.
 
-        Returns (what was sent, the receivers' call that still has to receive it, if any).
+        Return (the sent parts of each rank, the call by which receivers still have to receive
+        them, if any).
         """
         raise NotImplementedError
 
     async def _send(
         self, options: Mapping[str, Any], since: Mapping[str, Any] | None
     ) -> list[list[SentPart]]:
-        """Let all ranks send, and return what they sent."""
+        """Send from all ranks, and return the parts that each sent."""
         options_of_send = {
             "dtype": self.dtype,
             "writer": self.writer,
@@ -173,7 +175,7 @@ class PushWeightSync:
         return await self.senders.call("send", SEND, options_of_send)
 
     async def _rollback(self) -> None:
-        # The ranks may be others in the next push.
+        # The next push may have other ranks.
         self._blocks = None
         try:
             await self.receivers.call("rollback")
@@ -182,7 +184,7 @@ class PushWeightSync:
             log.warning("a receiver could not roll back: %s", error)
 
     async def audit(self) -> Sequence[str] | None:
-        """Return the weights that differ between the learner and some receiver.
+        """Return the weights that differ between the learner and any receiver.
 
         None if no receiver can show its weights.
         """

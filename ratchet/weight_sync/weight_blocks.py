@@ -1,6 +1,6 @@
 """The blocks of weights that a weight sync moves, and the parts in which a rank sends them.
 
-They are plain values, which any call can carry.
+`WeightBlock` and `SentPart` are plain values, so a call to any process can carry them.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch import Tensor
 from ratchet.errors import WeightSyncError
 from ratchet.protocols import Shard
 
-# Bytes of a cache line, which is enough for every dtype.
+# Alignment in bytes: a cache line, which is enough for every dtype.
 ALIGNMENT = 64
 
 
@@ -25,8 +25,11 @@ ALIGNMENT = 64
 class WeightBlock(NamedTuple):
     """A rank's block of one weight.
 
-    shape: of the whole weight.
-    dtype: torch's name of the dtype that is sent.
+    Attributes:
+        shape: Shape of the whole weight.
+        offsets: First index of the block along each axis.
+        sizes: Shape of the block.
+        dtype: Torch's name of the dtype that is sent.
     """
 
     name: str
@@ -37,20 +40,20 @@ class WeightBlock(NamedTuple):
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
+        """Return the number of elements."""
         return math.prod(self.sizes)
 
     @property
     def n_bytes(self) -> int:
-        """The size in bytes, as sent."""
+        """Return the number of bytes sent."""
         return self.numel * torch_dtype(self.dtype).itemsize
 
     def shard(self, tensor: Tensor) -> Shard:
-        """Return the block as a shard with these numbers."""
+        """Return a shard of this block with the values of `tensor`."""
         return Shard(self.name, self.shape, self.offsets, tensor.view(self.sizes))
 
     def cut(self, whole: Tensor) -> Tensor:
-        """Return the view of this block in a whole weight."""
+        """Return a view of this block in the whole weight."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(axis, offset, size)
         return whole
@@ -60,11 +63,12 @@ class WeightBlock(NamedTuple):
 class OutgoingPart:
     """A part that a rank is about to send.
 
-    block: number of the rank's block.
-    kind: "whole" is the block. A change is two parts: "at", the changed positions in the flattened
-      block, and "to", their new values.
-    dtype: what the tensor is converted to for sending.
-    result: of a change, the checksum of the whole block after it.
+    Attributes:
+        block: Index of the block among the rank's blocks.
+        kind: "whole" is the whole block. A change is sent as two parts: "at", the changed positions
+            in the flattened block, and "to", their new values.
+        dtype: The dtype to which the tensor is converted for sending.
+        result: Checksum of the whole block after a change, on its "to" part.
     """
 
     block: int
@@ -78,7 +82,7 @@ class OutgoingPart:
         return self.tensor.numel() * self.dtype.itemsize
 
     def to_part(self, place: int, checksum: str) -> SentPart:
-        """Return the description of this part once it has been sent."""
+        """Return the `SentPart` of this part, which begins at byte `place`."""
         return SentPart(
             self.block,
             self.kind,
@@ -93,8 +97,10 @@ class OutgoingPart:
 class SentPart(NamedTuple):
     """A part that a rank has sent.
 
-    place: first byte, in all that the rank sent.
-    checksum: of the sent bytes.
+    Attributes:
+        place: Offset of its first byte in the bytes that the rank sent.
+        checksum: Checksum of its bytes.
+        block, kind, result: As in `OutgoingPart`.
     """
 
     block: int
@@ -110,25 +116,25 @@ class SentPart(NamedTuple):
         return self.numel * torch_dtype(self.dtype).itemsize
 
     def read_from(self, bytes_n: Tensor) -> Tensor:
-        """Return the part's numbers, from all the bytes that the rank sent."""
+        """Return the part's values, flat; `bytes_n` are all bytes that the rank sent."""
         return bytes_n.narrow(0, self.place, self.n_bytes).view(torch_dtype(self.dtype))
 
 
-# (outgoing, rank, **options) -> what was sent
+# Sends parts of a rank: (outgoing, rank, **options) -> sent parts.
 PartWriter = Callable[..., list[SentPart]]
-# (rank, part) -> its numbers, flat
+# Reads a part of a rank: (rank, part) -> its values, flat.
 PartReader = Callable[[int, SentPart], Tensor]
 
 
 def torch_dtype(name: str) -> torch.dtype:
-    """Return torch's dtype of a name."""
+    """Return the torch dtype with a name, such as "bfloat16"."""
     dtype = getattr(torch, name)
     assert isinstance(dtype, torch.dtype)
     return dtype
 
 
 def dtype_name(dtype: torch.dtype) -> str:
-    """Return the name of torch's dtype."""
+    """Return the name of a torch dtype, without "torch."."""
     return str(dtype).removeprefix("torch.")
 
 
@@ -138,7 +144,7 @@ def resolve_sent_dtype(tensor: Tensor, dtype: str | None) -> torch.dtype:
 
 
 def align_bytes(n_bytes: int) -> int:
-    """Return the bytes, rounded up to the alignment."""
+    """Return a number of bytes, rounded up to ALIGNMENT."""
     return -(-n_bytes // ALIGNMENT) * ALIGNMENT
 
 
@@ -151,7 +157,7 @@ def describe_block(shard: Shard, dtype: str | None) -> WeightBlock:
 
 
 def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
-    """Raise WeightSyncError unless the ranks together have each number of each weight once."""
+    """Raise WeightSyncError unless the ranks together send every element of every weight once."""
     blocks_by_name: dict[str, list[tuple[int, WeightBlock]]] = {}
     for rank, blocks in enumerate(by_rank):
         for block in blocks:
@@ -181,13 +187,13 @@ def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
 
 
 def _overlap(a: WeightBlock, b: WeightBlock) -> bool:
-    """True if two blocks of a weight share numbers."""
+    """True if two blocks of a weight share elements."""
     spans = zip(a.offsets, a.sizes, b.offsets, b.sizes, strict=True)
     return all(max(x, y) < min(x + n, y + m) for x, n, y, m in spans)
 
 
 def list_whole_blocks(shards: Iterator[Shard], dtype: str | None) -> Iterator[OutgoingPart]:
-    """Yield every block as a whole."""
+    """Yield every shard as one whole part."""
     for index, shard in enumerate(shards):
         yield OutgoingPart(
             index, "whole", shard.tensor.detach(), resolve_sent_dtype(shard.tensor, dtype)

@@ -143,8 +143,11 @@ WRONG_VALUES = [
         {"algorithm": "{group_size: 4}"},
         "line 4: algorithm.kind: is missing; set it to one of sft, policy_gradient, grpo",
     ),
-    ({"algorithm": None}, "algorithm: is missing (What turns a batch into an update)"),
-    ({"environment": None}, "environment: is missing (Where tasks and demonstrations come from)"),
+    ({"algorithm": None}, "algorithm: is missing (Algorithm that turns a batch into an update)"),
+    (
+        {"environment": None},
+        "environment: is missing (Environment that gives tasks and demonstrations)",
+    ),
     (
         {"environment": "{kind: gsm8k}"},
         "line 3: environment.train: is missing (A file, or an address in an object store)",

@@ -1,8 +1,8 @@
 """The estimators' shared arithmetic: attempts and their returns, steps, and statistics by index.
 
 T = tokens, S = sequences, A = attempts, G = groups. Statistics are float64 and count *attempts*: an
-attempt whose history forked is several sequences, but one draw from the policy. Only scored
-training attempts enter them.
+attempt whose history forked has several sequences, but is one draw from the policy. Only scored
+training attempts count.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from torch import Tensor
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 
-# (index of each entry, int64 [n] in 0..size-1; size)
+# (the index of each entry, int64 [n] in 0..size-1; the number of indices, size)
 Index = tuple[Tensor, int]
 
 
@@ -24,11 +24,11 @@ Index = tuple[Tensor, int]
 class Attempts:
     """The scored training attempts of a batch.
 
-    R = their rows: the sequences that belong to one.
+    R = rows: the sequences of these attempts.
     """
 
     batch: Batch
-    row_S: Tensor  # bool: True if the sequence belongs to one of them
+    row_S: Tensor  # bool: True if the sequence is a row
     attempt_R: Tensor  # the attempt of each row
     group_A: Tensor
     rewards_A: Tensor  # as judged, without token rewards
@@ -81,7 +81,7 @@ def collect_attempts(batch: Batch) -> Attempts:
 def index_attempts(batch: Batch) -> Index:
     """Return the attempt of each sequence, as an index.
 
-    The sequences of one attempt are its stretches, in the batch's order.
+    An attempt whose history forked has several sequences, in the batch's order.
     """
     pairs, attempt_S = torch.unique(
         torch.stack([batch.group_S, batch.attempt_S], dim=1), dim=0, return_inverse=True
@@ -107,9 +107,9 @@ def mean_by(by: Index, x: Tensor) -> Tensor:
 
 
 def is_equal_by(by: Index, x: Tensor) -> Tensor:
-    """True for an index whose x are all equal.
+    """True for each index whose x are all equal, bool [size].
 
-    Also true for an index with one entry or none.
+    An index with one entry or none counts as equal.
     """
     index, size = by
     low = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amin")
@@ -140,7 +140,7 @@ def normalise_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
 
 
 def index_as_one(x: Tensor) -> Index:
-    """Return the index that puts all of x together."""
+    """Return an index of size 1 that holds all entries of x."""
     return torch.zeros(len(x), dtype=torch.int64), 1
 
 
@@ -161,7 +161,7 @@ def broadcast_to_tokens(batch: Batch, advantages_S: Tensor) -> Batch:
     )
 
 
-# --- Along attempts. N = steps, L = largest number of steps of an attempt.
+# --- Computations along attempts. N = steps, L = largest number of steps of an attempt.
 
 
 def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ def discounted_sums(x_AL: Tensor, factor_A: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class AttemptSteps:
-    """The steps of all attempts as a padded matrix [A, L], and back.
+    """The map between a column of tokens [T] and a padded matrix of steps [A, L].
 
     The steps of an attempt are the trainable tokens of its rows, in order. Padding is 0 and comes
     last, so it adds nothing to earlier steps. If a history forked, the first step of a row follows
@@ -186,12 +186,12 @@ class AttemptSteps:
     step_N: Tensor  # flat token index of every step
     attempt_N: Tensor
     place_N: Tensor  # position of the step within its attempt
-    count_A: Tensor  # steps of each attempt
+    count_A: Tensor  # number of steps of each attempt
     n_tokens: int
 
     @classmethod
     def from_batch(cls, batch: Batch) -> AttemptSteps:
-        """Return the steps of all attempts of a batch."""
+        """Collect the steps of all attempts of a batch."""
         attempt_S, size = index_attempts(batch)
         step_N = batch.trainable_T.nonzero()[:, 0]
         attempt_N, order_N = attempt_S[batch.sequence_T[step_N]].sort(stable=True)
@@ -213,7 +213,7 @@ class AttemptSteps:
         return x_T
 
     def shift(self, x_AL: Tensor, end_A: Tensor) -> Tensor:
-        """Return x of the next step, and `end_A` after an attempt's last step."""
+        """Return x of each next step; an attempt's last step gets `end_A`."""
         next_AL = torch.zeros_like(x_AL)
         next_AL[:, :-1] = x_AL[:, 1:]
         has_A = self.count_A > 0

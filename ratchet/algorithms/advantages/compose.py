@@ -1,4 +1,4 @@
-"""Estimators made of other estimators, and transforms that may follow any of them.
+"""Estimators that combine other estimators, and transforms that may follow any estimator.
 
 T = tokens, N = trainable tokens.
 """

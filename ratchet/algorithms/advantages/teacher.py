@@ -17,15 +17,14 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
     reward: rows without one train too.
 
     If the batch has a column `teacher_spans`, from a teacher with another tokenizer, a span of text
-    is
-    one action: all of its tokens get the span's log teacher - log policy. Tokens outside every span
-    get 0, and their share is reported as "teacher/uncovered_share".
+    is one action: all of its tokens get the span's log teacher - log policy. Tokens outside every
+    span get 0, and their share is reported as "teacher/uncovered_share".
     """
     gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
     if batch.has("teacher_spans"):
         span_T = batch.need("teacher_spans")
-        # Spans are numbered from 0 for each teacher, so a span is told apart by its row too.
+        # Span numbers start from 0 for each teacher, so a key needs the row too.
         keys_T = torch.stack([batch.sequence_T, span_T], dim=1)
         keys, number_T = torch.unique(keys_T, dim=0, return_inverse=True)
         total_T = sum_by(number_T, gap_T, len(keys))[number_T]

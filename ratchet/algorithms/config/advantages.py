@@ -133,7 +133,8 @@ class GDPO(Estimator):
 
     kind: Literal["gdpo"] = "gdpo"
     weights: dict[str, float] | None = Field(
-        default=None, description="By name of the reward's part; null: 1 for every part."
+        default=None,
+        description="Weight of each part of the reward, by name; null: 1 for every part.",
     )
     epsilon: Epsilon = 1e-6
 
@@ -213,7 +214,7 @@ class GiGPO(Estimator):
     kind: Literal["gigpo"] = "gigpo"
     gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")
     step_weight: float = Field(
-        default=1.0, ge=0, description="Of the turns' part beside the episodes'."
+        default=1.0, ge=0, description="Weight of the turns' part beside the episodes'."
     )
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6

@@ -34,9 +34,9 @@ GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each pro
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
     Field(
-        description="What weighs the same within an optimizer step: each token (DAPO), each answer "
-        "(GRPO), each prompt, each "
-        "token by the count of answers (token_sum), or each token over a fixed total (Dr. GRPO)."
+        description="Unit that weighs the same within an optimizer step: each token (DAPO), each "
+        "answer (GRPO), each prompt, each token by the count of answers (token_sum), or each token "
+        "over a fixed total (Dr. GRPO)."
     ),
 ]
 EqualRewards = Annotated[
@@ -51,8 +51,8 @@ EqualRewards = Annotated[
 OldLogprobs = Annotated[
     Literal["learner", "sampler"],
     Field(
-        description="What ratios are taken against: the learner's own before the update, or the "
-        "sampler's."
+        description="Old log-probabilities of the ratios: the learner's own before the update, or "
+        "the sampler's."
     ),
 ]
 Whiten = Annotated[bool, Field(description="Normalise advantages over all tokens of the batch.")]
@@ -93,15 +93,15 @@ class PolicyGradientConfig(AlgorithmConfig):
     group_size: GroupSize = 8
     minibatches_of: Literal["groups", "attempts"] = Field(
         default="groups",
-        description="What a mini-batch has: some groups whole, whose prompts are then computed "
-        "once, or some attempts of every "
-        "group, which learns more a step from short prompts.",
+        description="Content of a mini-batch: some groups whole, whose prompts are then computed "
+        "once, or some attempts of every group, which learns more a step from short prompts.",
     )
     shaping: Shaping = Field(
-        default=(), description="What is done to rewards first, in this order."
+        default=(), description="Reward shaping, applied first and in this order."
     )
     advantage: Advantage = Field(
-        default=GroupRelative(), description="How much better than expected an attempt was."
+        default=GroupRelative(),
+        description="Estimator of how much better than expected an attempt was.",
     )
     advantage_clip: float | None = Field(
         default=None, gt=0, description="Advantages are kept within this of 0; null: no bound."
@@ -114,22 +114,24 @@ class PolicyGradientConfig(AlgorithmConfig):
         "statistics, and don't train "
         "(DAPO).",
     )
-    loss: Loss = Field(default=PPO(), description="What is minimised.")
+    loss: Loss = Field(default=PPO(), description="Policy loss that is minimised.")
     old_logprobs: OldLogprobs = "learner"
     correction: CorrectionConfig | None = Field(
-        default=None, description="For a sampler that disagrees with the learner."
+        default=None, description="Correction for a sampler that disagrees with the learner."
     )
     kl: KLConfig = KLConfig()
     entropy_coef: float = Field(
         default=0.0, ge=0, description="Weight of the reward for entropy (nats a token)."
     )
     positive_nll_coef: PositiveNLL = 0.0
-    positive_nll_above: float = Field(default=0.0, description="See positive_nll_coef.")
+    positive_nll_above: float = Field(
+        default=0.0, description="Reward above which positive_nll_coef applies."
+    )
     router: RouterConfig | None = Field(
         default=None, description="Replay and losses of the routers of a mixture of experts."
     )
     critic: CriticConfig | None = Field(
-        default=None, description="Needed by advantage gae, and by no other."
+        default=None, description="Value model; needed by advantage gae, and by no other."
     )
     teacher: Teacher | None = Field(
         default=None,

@@ -155,17 +155,17 @@ class CorrectionConfig(AlgorithmPart):
         default="token",
         description="Level of the importance weight; geometric: the mean over the answer.",
     )
-    weight_low: float = Field(default=0.0, ge=0, description="Least weight.")
+    weight_low: float = Field(default=0.0, ge=0, description="Least importance weight.")
     weight_high: float | None = Field(
-        default=2.0, gt=0, description="Greatest weight; null: no bound."
+        default=2.0, gt=0, description="Greatest importance weight; null: no bound."
     )
     mask: CorrectionLevel = Field(
         default="none",
-        description="Level at which tokens are masked: their ratio is out of bounds, and they "
+        description="Level at which ratios are compared with the bounds; tokens out of bounds "
         "don't train.",
     )
-    mask_low: float = Field(default=0.5, ge=0, description="Those below are masked.")
-    mask_high: float = Field(default=2.0, gt=0, description="Those above are masked.")
+    mask_low: float = Field(default=0.5, ge=0, description="Ratio below which tokens are masked.")
+    mask_high: float = Field(default=2.0, gt=0, description="Ratio above which tokens are masked.")
     mask_denominator: Denominator = Field(
         default="all",
         description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and "
@@ -202,15 +202,15 @@ class StaleCorrectionConfig(CorrectionConfig):
     """
 
     weight_high: float | None = Field(
-        default=None, gt=0, description="Greatest weight; null: no bound."
+        default=None, gt=0, description="Greatest importance weight; null: no bound."
     )
     mask: CorrectionLevel = Field(
         default="token",
-        description="Level at which tokens are masked: their ratio is out of bounds, and they "
+        description="Level at which ratios are compared with the bounds; tokens out of bounds "
         "don't train.",
     )
-    mask_low: float = Field(default=0.0, ge=0, description="Those below are masked.")
-    mask_high: float = Field(default=5.0, gt=0, description="Those above are masked.")
+    mask_low: float = Field(default=0.0, ge=0, description="Ratio below which tokens are masked.")
+    mask_high: float = Field(default=5.0, gt=0, description="Ratio above which tokens are masked.")
 
 
 class KLConfig(Section):

@@ -20,5 +20,5 @@ class SFTConfig(AlgorithmConfig):
     )
     weighting: Literal["token_mean", "sequence_mean"] = Field(
         default="token_mean",
-        description="What weighs the same within an optimizer step: each token, or each row.",
+        description="Unit that weighs the same within an optimizer step: each token, or each row.",
     )

@@ -21,8 +21,8 @@ class OverlongPenalty(AlgorithmPart):
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
     max_length: int = Field(ge=1, description="Tokens of an answer at which the penalty is whole.")
-    buffer: int = Field(ge=1, description="Tokens before that over which it grows.")
-    factor: float = Field(default=1.0, gt=0, description="The whole penalty.")
+    buffer: int = Field(ge=1, description="Tokens before max_length over which the penalty grows.")
+    factor: float = Field(default=1.0, gt=0, description="Penalty at max_length.")
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongPenalty:
@@ -42,7 +42,12 @@ class StopProperly(AlgorithmPart):
     }
 
     kind: Literal["stop_properly"] = "stop_properly"
-    coef: float = Field(ge=0, lt=1, description="That share; a negative reward stays as it is.")
+    coef: float = Field(
+        ge=0,
+        lt=1,
+        description="Share of its reward that a cut-off answer keeps; a negative reward stays as "
+        "it is.",
+    )
 
 
 class LengthPenalty(AlgorithmPart):
@@ -62,7 +67,7 @@ class ScaleRewards(AlgorithmPart):
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
 
     kind: Literal["scale"] = "scale"
-    factor: float = Field(gt=0, description="On every reward, those of turns too.")
+    factor: float = Field(gt=0, description="Factor on every reward, those of turns too.")
 
 
 class ClipRewards(AlgorithmPart):
@@ -110,5 +115,5 @@ class ComponentWeights(AlgorithmPart):
 
     kind: Literal["component_weights"] = "component_weights"
     weights: dict[str, float] = Field(
-        min_length=1, description="By name of the part; others count nothing."
+        min_length=1, description="Weight of each part, by its name; others count nothing."
     )

@@ -1,5 +1,4 @@
-"""The weights of a model merged with an adapter, as a view of both: nothing is computed before it
-is read."""
+"""Merge an adapter into a model's weights lazily: a weight is computed when it is read."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from ratchet.models.lora.files import StoredAdapter
 
 @dataclass(frozen=True)
 class _OnDisk:
-    """A `SavableTensor` model whose weights are on disk."""
+    """A `SavableTensor` that is read from disk."""
 
     weights: Weights
     name: str
@@ -30,8 +29,11 @@ class _OnDisk:
 
 
 def with_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
-    """Return weights with the adapter added in float32 or better; each keeps its dtype. Raises
-    ModelError for an adapter of another base."""
+    """Return the weights merged with the adapter.
+
+    They are added in float32 or better, and each weight keeps its dtype. Raises ModelError if the
+    adapter belongs to another base model.
+    """
     stored.check(weights.shapes)
     merged_weights = merge_lazily(
         {name: _OnDisk(weights, name) for name in weights.shapes},
@@ -39,15 +41,15 @@ def with_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
         stored.adapter.lora.scale,
     )
 
-    @lru_cache(maxsize=3)  # a fused matrix of Megatron's takes blocks of three weights by turns
+    @lru_cache(maxsize=3)  # a fused Megatron matrix takes blocks of three weights in turn
     def whole(name: str) -> Tensor:
         return merged_weights[name].to("cpu", weights.dtypes[name], copy=True)
 
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         if not isinstance(merged_weights[name], MergedWeight):
             return weights.read(name, offsets, sizes)
-        # Cut from the whole, whose bits are always the same: a product of another shape may be
-        # rounded otherwise.
+        # Slice the merged weight, whose bits are always the same. Merging only the block could
+        # round differently, because its product has another shape.
         return whole(name)[
             tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         ]

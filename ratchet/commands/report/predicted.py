@@ -1,4 +1,4 @@
-"""A plan's predictions for a run beside the measurements."""
+"""Compare a plan's predictions for a run with the measurements."""
 
 from __future__ import annotations
 
@@ -17,13 +17,16 @@ def predicted(
     times: Mapping[str, NDArray[np.float64]],
     summary: Mapping[str, Any] | None,
 ) -> list[dict[str, Any]]:
-    """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`, which is
-    None while unknown.
+    """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`.
 
-    plan: as in plan.json. times: columns of metrics.jsonl, of which `step`, `time/step_s` and
-    `time/processor_s` are read; NaN where a step has none. summary: as in summary.json, None before
-    the run's end. A step is the median of a stage's without the first, which warms up, as in a
-    probe; only a plan with a probe predicts it.
+    `measured` is None while unknown. The time of a step is the median over a stage's steps without
+    the first, which warms up, as in a probe; only a plan with a probe predicts it.
+
+    Args:
+        plan: as in plan.json.
+        times: columns of metrics.jsonl, of which `step`, `time/step_s` and `time/processor_s` are
+            read; NaN if a step has no value.
+        summary: as in summary.json; None before the run's end.
     """
     lines = [
         line(

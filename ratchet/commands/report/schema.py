@@ -1,5 +1,7 @@
-"""The format of numbers for the page: JSON for small values, arrays as they lie in memory for large
-ones. assets/wire.js reads it."""
+"""Pack a report's data for its page: small values as JSON, large arrays as raw bytes.
+
+assets/wire.js reads the format.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
-ALIGNED = 8  # a typed array of the page begins at a multiple of its item's size
+ALIGNED = 8  # JavaScript's typed arrays must begin at a multiple of their item size
 KINDS = {
     "uint8": "u1",
     "uint16": "u2",
@@ -25,8 +27,8 @@ KINDS = {
 def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
     """Return the header's length (4 bytes, little-endian), the header as JSON, then every array.
 
-    The header is `facts` and, under "arrays", of each array its kind, the offset after the header,
-    and its number of items.
+    The header has the keys of `facts`. Its key "arrays" maps each array's name to its kind, its
+    offset after the header, and its number of items.
     """
     places: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes | memoryview] = []

@@ -1,5 +1,7 @@
-"""The command `ratchet ui DIR`: the page of the runs in a directory, updated while they train. It
-serves this machine alone."""
+"""Serve `ratchet ui DIR`: a page of the runs in a directory, updated while they train.
+
+Only this machine can reach it.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ from ratchet.web.guard import LOOPBACK, Guard
 from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
-MOST_FOUND = 2000  # rollouts of a search
-MOST_OPENED = 64  # rollouts of a request
+MOST_FOUND = 2000  # maximum number of rollouts that a search returns
+MOST_OPENED = 64  # maximum number of rollouts in a request
 LIMITS = ServerLimits(connections=64, grace_s=1.0)
 HEADERS = {
     b"cache-control": b"no-store",
@@ -38,7 +40,7 @@ Query = Mapping[str, str]
 
 
 class RunReaders:
-    """The runs below a directory, by name, including those that appear later."""
+    """The runs below a directory, by name; `refresh` adds those that appeared since."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
@@ -55,14 +57,14 @@ class RunReaders:
             raise RunDirectoryError(f"there is no run '{name}' in {self.root} (any more)")
         return self._known[name]
 
-    # --- what is asked for
+    # --- answers to requests
 
     def listed(self, query: Query) -> tuple[str, bytes]:
         return JSON, _json({name: run.version() for name, run in self.refresh().items()})
 
     def run(self, query: Query) -> tuple[str, bytes]:
-        """Answer with the steps after `after`, of which there may be more than one answer holds:
-        `has_more`."""
+        """Return the run's facts and the metrics of steps after `after`. `has_more`: more steps
+        than one answer holds."""
         run = self[query["run"]]
         columns, has_more = run.metrics.part(int(query.get("after", -1)))
         return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
@@ -95,8 +97,8 @@ def _json(value: Any) -> bytes:
 
 
 class Pages:
-    """The ASGI application. Answers of `runs` are made one after another in a thread, since readers
-    share state."""
+    """The ASGI application. It answers requests one at a time in a thread, since readers share
+    state."""
 
     def __init__(self, runs: RunReaders) -> None:
         self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
@@ -138,19 +140,19 @@ class Pages:
             return 404, TEXT, b"no such page"
         try:
             return 200, *answer(query)
-        # OSError: a file that just went
+        # OSError: a file was just removed
         except (RatchetError, KeyError, ValueError, OSError) as error:
             return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
 
 
 def pages(root: Path) -> Guard:
     """Return the application over the runs in a directory. Raises RunDirectoryError."""
-    # A page of another site, whose name was made to lead here, could otherwise read the runs.
+    # Otherwise a website whose host name resolves here (DNS rebinding) could read the runs.
     return Guard(Pages(RunReaders(root)), names=LOOPBACK)
 
 
 def bind(port: int) -> socket.socket:
-    """Return a socket of this machine alone; port 0: any that is free. Raises PortBusy."""
+    """Return a socket that only this machine can reach; port 0: any free one. Raises PortBusy."""
     try:
         return socket.create_server((HOST, port))
     except OSError as error:
@@ -161,7 +163,7 @@ def bind(port: int) -> socket.socket:
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
-    """Serve until Ctrl-C. Raises RunDirectoryError where `root` is no directory, PortBusy."""
+    """Serve until Ctrl-C. Raises RunDirectoryError if `root` is no directory, or PortBusy."""
     app, listener = pages(root), bind(port)
     say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
     with suppress(KeyboardInterrupt):

@@ -9,7 +9,11 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A message, and `keys`: where it can be fixed, the likeliest first."""
+    """A conflict between keys.
+
+    Attributes:
+        keys: The keys that can fix it, the likeliest first.
+    """
 
     keys: tuple[Key, ...]
     message: str

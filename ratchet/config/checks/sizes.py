@@ -1,4 +1,4 @@
-"""Checks of numbers that are valid alone and together exceed memory or leave nothing to draw."""
+"""Checks of batch sizes that exceed memory, and of temperatures that a generator would raise."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
-MOST_AT_ONCE = 10**7  # trajectories, each of about a KiB at least
+MOST_AT_ONCE = 10**7  # trajectories in memory; each takes at least about 1 KiB
 
 
 def _size(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

@@ -1,5 +1,7 @@
-"""Checks across keys that no section can check alone. Each names the keys that clash, and the
-smallest fix."""
+"""Check combinations of keys that no section can check alone.
+
+Each conflict names the keys that clash, and the smallest fix.
+"""
 
 from __future__ import annotations
 
@@ -43,7 +45,7 @@ def _one_generator(config: RunConfig) -> Iterator[Conflict]:
             )
 
 
-# --- one stage
+# --- checks of one stage
 
 
 def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -201,8 +203,8 @@ def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check rewards of an algorithm that judges nothing. As a default that rollouts of another
-    stage read, they are fine."""
+    """Check rewards if the algorithm makes no attempts. Those that another stage's rollouts share,
+    as a default, are fine."""
     expected = stage.rewards == own_rewards(stage.environment)
     shared = any(
         other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
@@ -221,7 +223,7 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check evaluation rewards. As a default that another stage reads, they are fine."""
+    """Check that evaluation reads its rewards. A default that another stage reads is fine."""
     elsewhere = stage.evaluation.environment
     readers = [
         one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None
@@ -274,7 +276,7 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check the shape of a preset; that of a model directory is checked when it is read."""
+    """Check that the generator can run the preset; a model directory is checked when read."""
     misfit, shape = (
         getattr(stage.generator, "misfit", None),
         PRESETS.get(config.model.preset or ""),
@@ -294,10 +296,10 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the environment has the rows that the algorithm needs. A custom environment is
-    asked when the stage starts."""
+    checked when the stage starts."""
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
-        # Those that are made of others have what the others have.
+        # An environment composed of others has what its parts have.
         able = [
             kind
             for kind in KINDS["played"]
@@ -320,7 +322,7 @@ def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _may_give(environment: type[Section], source: str) -> bool:
-    """Return True if some keys make the environment offer this source."""
+    """Return True if the environment has this source, under some of its keys at least."""
     gives = getattr(environment, "gives", ())
     return isinstance(gives, property) or source in gives
 
@@ -337,7 +339,7 @@ def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check the agent. As a default that another stage reads, it is fine."""
+    """Check that an agent is used and judged. A default that another stage reads is fine."""
     if stage.agent is None:
         return
     kind = getattr(stage.agent, "kind", "")
@@ -363,7 +365,7 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Yield what conflicts with groups that the generator's workers play."""
+    """Check the keys that groups played by the generator's workers do not support."""
     if not stage.played_by_workers:
         return
     rollouts = stage.rollouts
@@ -401,7 +403,7 @@ def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 
 def _probed(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check probes. As a default that another stage reads, they are fine."""
+    """Check that probes have attempts to look at. A default that another stage reads is fine."""
     if any(
         other.source in ("rollouts", None) and other.sentinels == stage.sentinels
         for other in config.stages

@@ -1,4 +1,4 @@
-"""Choose the linear maps of a model that get an adapter. No torch."""
+"""Choose the linear maps of a model that get an adapter, without importing torch."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     """Return the names of the built-in decoder's linear maps that get an adapter.
 
-    Raises ConfigError for an unknown name, and for maps of experts.
+    Raise ConfigError for an unknown name, and in a model with experts for "all-linear" or, if no
+    layer is dense, for a name of an MLP map.
     """
     dense = len(config.sparse_layers) < config.n_layers
     names = resolve_target_modules(lora, (*ATTENTION, *MLP))
@@ -38,9 +39,9 @@ def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[
     """Return the names in `lora.target_modules`, or all of them for "all-linear".
 
     Args:
-        known: names of the linear maps that the model has.
+        available: names of the linear maps that the model has.
 
-    Raises ConfigError for a name that no map has, and suggests the nearest one.
+    Raise ConfigError for a name that no map has, and suggests the nearest one.
     """
     names = list(dict.fromkeys(available))
     if lora.target_modules == ALL:

@@ -1,4 +1,4 @@
-"""Define decoder shapes by name, for models that start from random weights. No torch."""
+"""Decoder shapes by name, for models with random initial weights. Imports no torch."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ def _experts(count: int, per_token: int, intermediate: int) -> dict[str, Any]:
 
 QWEN3 = {"max_positions": 40960, "rope": {"rope_type": "default", "rope_theta": 1e6}}
 
-# All are Qwen3 or Qwen3-MoE shapes (QK norm, no biases) with tied embeddings. The comments count
-# parameters without the embedding.
+# All presets are Qwen3 or Qwen3-MoE shapes (QK norm, no biases) with tied embeddings. The comments
+# give the number of parameters without the embedding.
 PRESETS: Mapping[str, Mapping[str, Any]] = {
     "tiny": _shape(64, 2, 2, 2, 32, 192),  # 0.1 M
     # 0.2 M, 0.1 M active per token
@@ -50,14 +50,14 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def get_preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
-    """Return the named decoder shape over a vocabulary.
+    """Return the preset `name` with a vocabulary size.
 
     Args:
         name: a key of `PRESETS`.
         vocab_size: size of the tokenizer's vocabulary.
         overrides: values for any other field of `DecoderConfig`.
 
-    Raises ModelError for an unknown name or field, and suggests the nearest one.
+    Raises ModelError, which suggests the nearest name, for an unknown name or field.
     """
     if name not in PRESETS:
         raise ModelError(

@@ -1,10 +1,11 @@
-"""Messages to tokens, and back: prompts, supervised rows with exact trainable spans, and the tokens
-that go between a sampled completion and the next one.
+"""Render messages as tokens, and parse completions as messages.
+
+This covers prompts, supervised rows with exact trainable spans, and the tokens between a sampled
+completion and the next one.
 
 One rule makes training and sampling agree: wherever the assistant starts or stops writing, the text
 is cut before it is tokenized. So the tokens of a supervised row are those of the prompt, then those
-of the answer alone, then the end of turn, exactly as they come about when the answer is sampled; no
-BPE merge reaches over the seam.
+of the answer alone, then the end of turn, exactly as in sampling; no BPE merge crosses a cut.
 """
 
 from __future__ import annotations
@@ -28,22 +29,29 @@ from ratchet.types import Message, Placed, StopReason
 Tools = Sequence[Mapping[str, Any]]
 
 USER = Message("user", "u")
-# A turn with reasoning and one without; templates that rewrite history show it on one of them.
+# A turn with reasoning and one without: a template that rewrites history changes one of them.
 PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant", "a"))
 
 
 class Renderer:
-    """Renders with one template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja
-    text, or None for the tokenizer's own. `variables` go to the template (such as
-    `enable_thinking=False`); `now` is the time it may print (default: see `print_date`);
-    `tool_format` is one of `ratchet.data.chat.tool_calls.FORMATS`, or "auto": told from the
-    template. `processor`: the model's, for messages with images, audio and videos; None: it reads
-    text alone. Tokens that are given hold all that stand for a medium.
+    """A renderer of conversations by one chat template.
 
-    Raises DataError when there is no template, or when it has a syntax error.
+    Token arguments and results hold all tokens of a medium, not its placeholder.
+
+    Args:
+        template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None
+            for the tokenizer's own.
+        processor: the model's, for messages with images, audio and videos; None: the model reads
+            text alone.
+        variables: passed to the template (such as `enable_thinking=False`).
+        now: the time that the template may print (default: see `print_date`).
+        tool_format: one of `ratchet.data.chat.tool_calls.FORMATS`, or "auto": inferred from the
+            template.
+
+    Raise DataError if there is no template, or if it has a syntax error.
     """
 
-    processor: Processor | None = None  # of a renderer that a subclass makes in its own way, too
+    processor: Processor | None = None  # the default of subclasses with an __init__ of their own
 
     def __init__(
         self,
@@ -62,7 +70,7 @@ class Renderer:
         )
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Tokens of the conversation, up to where the assistant's next turn begins."""
+        """Return the conversation's tokens, up to where the assistant's next turn begins."""
         conversation = self._conversation(messages, tools)
         pieces, _ = conversation.before(len(messages))
         return [token for token, _ in self._with_media(conversation.tokens(pieces), messages)]
@@ -74,11 +82,13 @@ class Renderer:
         *,
         train: Literal["all", "last"],
     ) -> tuple[list[int], list[bool]]:
-        """(tokens, trainable): trainable are the tokens that the assistant wrote, the one that ends
-        its turn included, in every turn or in the last. The row ends there.
+        """Return (tokens, trainable) of a row that ends with the assistant's last turn.
 
-        Raises DataError when the last message is not the assistant's, or when the template rewrites
-        an earlier turn that should train.
+        Trainable are the tokens that the assistant wrote, including the one that ends its turn, in
+        every turn or in the last.
+
+        Raise DataError if the last message is not the assistant's, or if the template rewrites an
+        earlier turn that should train.
         """
         last = len(messages) - 1
         if last < 0 or messages[last].role != "assistant":
@@ -89,7 +99,8 @@ class Renderer:
         conversation = self._conversation(messages, tools)
         pieces, rewritten = conversation.before(last)
         if train == "all" and rewritten:
-            conversation.turn(rewritten[0])  # where the turn itself is at fault, this says why
+            # If the turn itself is at fault, this raises an error that says why.
+            conversation.turn(rewritten[0])
             raise DataError(
                 f"message {rewritten[0]}: the chat template rewrites this turn once others follow "
                 "(as when it drops earlier "
@@ -100,7 +111,7 @@ class Renderer:
         marked = self._with_media(conversation.tokens([*pieces, Piece(answer, last)]), messages)
         tokens = [token for token, _ in marked]
         trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
-        # the template does not end a turn, but the model must
+        # If the template does not end the turn, the model still must.
         if marked[-1][1] != last or tokens[-1] not in self._controls:
             tokens.append(self._eos())
             trainable.append(True)
@@ -117,8 +128,8 @@ class Renderer:
         """Return the tokens to append to a sampled completion so that the model can answer
         `messages`.
 
-        They are the end of its turn if that is not in `sampled` (it stopped at a string, or was
-        cut), the messages, and the header of the next turn. history: the messages before the
+        They are the end of its turn if `sampled` lacks it (sampling stopped at a string, or was
+        cut off), the messages, and the header of the next turn. history: the messages before the
         completion, for templates whose headers depend on them.
         """
         before = [*(history or (USER,)), Message("assistant", SENTINEL)]
@@ -140,8 +151,8 @@ class Renderer:
             token
             for token, _ in self._with_media(conversation.tokens([Piece(follows)], after), messages)
         ]
-        # Without an end of its own, a turn ends where the next header begins: the model has written
-        # that token then.
+        # If the template has no end of turn, the first token of the next header ends the turn; the
+        # model may have sampled it already.
         return added[1:] if ended and not shape.end and added[:1] == [last] else added
 
     def keeps(
@@ -153,12 +164,11 @@ class Renderer:
         said: Message,
         tools: Tools | None = None,
     ) -> bool:
-        """Return True if the conversation `history`, `said`, `messages` shows all of the prompt for
-        `said`, and `said` itself, unchanged.
+        """Return True if the template keeps `said` and its prompt unchanged once `messages` follow.
 
         Then `extend` gives what the template would. `sampled` is the completion that `said` was
-        read from. The spacing of a call's JSON does not count: the tokens stay as they were
-        sampled.
+        parsed from, `history` the messages before it. The spacing of a call's JSON does not count:
+        the tokens stay as they were sampled.
         """
         conversation, n = self._conversation([*history, said, *messages], tools), len(history)
         shown, prompt = (
@@ -178,8 +188,11 @@ class Renderer:
     def media(
         self, tokens: Sequence[int] | NDArray[np.int64], messages: Sequence[Message]
     ) -> tuple[Placed, ...]:
-        """The media of `messages`, where they lie in `tokens`, which hold these messages and no
-        others with media. Raises DataError where they are not there."""
+        """Return the media of `messages` with their places in `tokens`.
+
+        `tokens` hold these messages and no others with media. Raise DataError if a medium is not
+        found in them.
+        """
         media = self._media(messages)
         if not media:
             return ()
@@ -205,17 +218,21 @@ class Renderer:
         return tuple(placed)
 
     def stray(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
-        """The first of the sampled tokens that stands for a medium, which a policy can't write;
-        None: there is none."""
+        """Return the first sampled token that stands for a medium, as text; None: there is none.
+
+        Such a token is invalid: a policy can't write media.
+        """
         if self.processor is None:
             return None
         reserved = next((int(token) for token in sampled if token in self.processor.reserved), None)
         return None if reserved is None else self.tokenizer.decode([reserved], skip_special=False)
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
-        """The completion as the message that renders to it: without its end of turn and other
-        special tokens, and with what the prompt had already put into the assistant's mouth. A
-        character that was cut in the middle is left out."""
+        """Return the completion as the message that renders to it.
+
+        The end of turn and other special tokens are left out, and so is a character that was cut in
+        the middle. The beginning of the answer that the prompt already held is added.
+        """
         text = self._text(tokens, stop, skip_special=True)
         return Message("assistant", self._shape.prefill + text.removeprefix(self._shape.lead))
 
@@ -227,11 +244,13 @@ class Renderer:
         tools: Tools = (),
         first: int = 0,
     ) -> tuple[Message, int]:
-        """(the completion as `parse` gives it, but with its tool calls apart; how many calls could
-        not be read). With one that could not there are none, and the message's text is all that was
-        written. Calls are numbered from `first` on.
+        """Return the completion with its tool calls apart, and the number of malformed calls.
 
-        Raises ConfigError where the model's family can't be told: set `tokenizer.tool_format`.
+        If any call is malformed, the message is that of `parse`: it has no calls, and its text is
+        the whole completion. Calls are numbered from `first` on.
+
+        Raise ConfigError if the format of tool calls can't be inferred: set
+        `tokenizer.tool_format`.
         """
         whole = self._text(tokens, stop, skip_special=False)
         parsed = self.tool_format.read(
@@ -246,7 +265,7 @@ class Renderer:
 
     @cached_property
     def tool_format(self) -> ToolFormat:
-        """Return how the model writes tool calls. Raises ConfigError if that can't be told."""
+        """Return the model's format of tool calls. Raise ConfigError if it can't be inferred."""
         return tool_format(self._tool_format, self.template.source, self.tokenizer.special_ids)
 
     def _text(self, tokens: Sequence[int], stop: StopReason | None, *, skip_special: bool) -> str:
@@ -258,24 +277,21 @@ class Renderer:
 
     @cached_property
     def stop_ids(self) -> tuple[int, ...]:
-        """Ids that end the assistant's turn: the tokenizer's EOS ids, and what the template puts at
-        the end of a turn."""
+        """Return the ids that end the assistant's turn: EOS ids, and the template's end of turn."""
         turn_ends = () if self._shape.end_id is None else (self._shape.end_id,)
         return tuple(dict.fromkeys((*self.tokenizer.eos_ids, *turn_ends)))
 
     @cached_property
     def extends_history(self) -> bool:
-        """Return True if a longer conversation keeps every earlier turn as it was written, so that
-        one sequence of tokens can hold it.
+        """Return True if a longer conversation keeps every earlier turn as it was written.
 
-        It is False if the template drops or changes turns once the user answers (earlier reasoning,
-        say).
+        Then one sequence of tokens can hold it. It is False if the template drops or changes turns
+        once the user answers (earlier reasoning, say).
         """
         return not any(self.rewritten_turns([USER, said, USER]) for said in PROBES)
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
-        """Indices of the assistant's messages that the template shows otherwise than they were
-        written."""
+        """Return the indices of assistant messages that the template does not show as written."""
         return self._conversation(messages, tools).before(len(messages))[1]
 
     @cached_property
@@ -307,8 +323,10 @@ class Renderer:
     def _with_media(
         self, marked: list[tuple[int, int | None]], messages: Sequence[Message]
     ) -> list[tuple[int, int | None]]:
-        """Return the tokens with all tokens of each medium in place of its placeholder; they belong
-        to no speaker. Raises DataError if placeholders and media differ in number."""
+        """Return the tokens with each placeholder replaced by its medium's tokens, of turn None.
+
+        Raise DataError if placeholders and media differ in number or kind.
+        """
         media = self._media(messages)
         if self.processor is None:
             return marked

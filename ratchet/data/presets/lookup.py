@@ -1,4 +1,4 @@
-"""All published datasets that have a name here, to learn from or to be measured on."""
+"""Look up presets of published datasets, for training or as benchmarks, by name."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ PUBLISHED = {**PRESETS, **MEDIA_PRESETS, **BENCHMARKS}
 
 
 def find_dataset_preset(name: str) -> Preset:
-    """Raises ConfigError, with the nearest name, for one that is unknown."""
+    """Return a preset. Raise ConfigError, with the nearest name, if its name is unknown."""
     if name not in PUBLISHED:
         near = get_close_matches(name, PUBLISHED, n=1, cutoff=0.4)
         hint = f"did you mean '{near[0]}'? " if near else ""

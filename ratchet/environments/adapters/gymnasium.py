@@ -19,7 +19,7 @@ class GymnasiumConfig(SeededConfig):
 
     id: str = Field(
         min_length=1,
-        description='As for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0".',
+        description='Id for gymnasium.make: "FrozenLake-v1", or "my_pkg.my_mod:Maze-v0".',
     )
     kwargs: dict[str, Any] = Field({}, description="Further arguments of gymnasium.make.")
     actions: tuple[str, ...] = Field(
@@ -30,11 +30,16 @@ class GymnasiumConfig(SeededConfig):
         description="The first message; {observation} and {screen} (what render gives) are filled "
         "in.",
     )
-    reply: str = Field("{observation}", description="The messages after it, likewise.")
+    reply: str = Field(
+        "{observation}",
+        description="The messages after the first; {observation} and {screen} are filled in.",
+    )
     process_random: bool = Field(
         False,
-        description="As above; Gymnasium's own environments have generators of their own, and need "
-        "it not.",
+        description="The environment draws from Python's or numpy's generator of the whole "
+        "process: its calls run one at a time, each with that generator as its own last call left "
+        "it. false: calls run at once, in threads. Gymnasium's own environments have their own "
+        "generators, and don't need it.",
     )
 
     @model_validator(mode="after")

@@ -32,10 +32,11 @@ class ProgramsConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "code"
 
     train: DataFile | None = Field(
-        None, description="A file; null: made-up functions, f: *3 +2 -> def f(x):return x*3+2."
+        None,
+        description="File of tasks; null: made-up functions, f: *3 +2 -> def f(x):return x*3+2.",
     )
-    test: DataFile | None = Field(None, description="Likewise.")
-    operations: int = Field(2, ge=1, le=6, description="Of a made-up function.")
+    test: DataFile | None = Field(None, description="File of the test split.")
+    operations: int = Field(2, ge=1, le=6, description="Operations of a made-up function.")
 
     @model_validator(mode="after")
     def _test_needs_train(self) -> ProgramsConfig:

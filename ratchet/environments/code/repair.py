@@ -27,7 +27,7 @@ class CodeRepairConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
 
     problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="Where tasks come from, with tests as the reward code reads them: {kind: "
+        description="Environment of the tasks, with tests as the reward code reads them: {kind: "
         "programs}."
     )
     judge: CodeConfig = Field(
@@ -37,7 +37,9 @@ class CodeRepairConfig(EnvironmentConfig):
     discount: float = Field(
         1.0, gt=0, le=1, description="Factor on the reward for each try that failed before."
     )
-    error_chars: int = Field(800, gt=0, description="Of an error that is shown: its end.")
+    error_chars: int = Field(
+        800, gt=0, description="Characters of an error that are shown, at its end."
+    )
 
 
 # Maximum number of characters shown of an input, an output or an expected output.

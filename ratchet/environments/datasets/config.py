@@ -35,10 +35,12 @@ class PreferencesConfig(EnvironmentConfig):
     )
 
     train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(None, description="Likewise.")
+    test: DataFile | None = Field(
+        None, description="File of the test split, or an address in an object store."
+    )
     columns: dict[str, str] = Field(
         {},
-        description="What the files call their columns, where not as usual: {chosen: preferred}.",
+        description="Names of columns in the files, where not the usual ones: {chosen: preferred}.",
     )
     separator: str = Field("\n", description="Appended to each step of an answer in steps.")
 
@@ -100,25 +102,28 @@ class DatasetConfig(EnvironmentConfig):
     train: tuple[DataFile, ...] = Field(
         (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
     )
-    test: tuple[DataFile, ...] = Field((), description="Likewise, of the test split.")
+    test: tuple[DataFile, ...] = Field(
+        (), description="Files, patterns, directories or addresses of the test split."
+    )
     hub: str | None = Field(
         None, description="A dataset of the hub, where train is not given; null: the preset's."
     )
     subset: str | None = Field(
         None,
-        description="What the hub calls a configuration of it; null: the preset's, or its own.",
+        description="Configuration of the dataset on the hub; null: the preset's, or the "
+        "dataset's own.",
     )
     revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
     train_split: str | None = Field(
-        None, description="The hub's name of it; null: the preset's, or train. Empty: none."
+        None, description="Training split on the hub; null: the preset's, or train. Empty: none."
     )
     test_split: str | None = Field(
-        None, description="The hub's name of it; null: the preset's. Empty: none."
+        None, description="Test split on the hub; null: the preset's. Empty: none."
     )
     columns: dict[str, str] = Field(
         {},
-        description="What the rows call their columns: {prompt: problem, answer: extra.answer}; "
-        "dots lead into values.",
+        description="Names of columns in the rows: {prompt: problem, answer: extra.answer}; dots "
+        "lead into values.",
     )
     prompt: str | None = Field(
         None,
@@ -130,7 +135,7 @@ class DatasetConfig(EnvironmentConfig):
         "system.",
     )
     answer_after: str | None = Field(
-        None, description="What its column holds before the answer (####); null: the preset's."
+        None, description="Marker before the answer in its column (####); null: the preset's."
     )
     media_root: DataFile | None = Field(
         None,
@@ -138,16 +143,19 @@ class DatasetConfig(EnvironmentConfig):
         "first file lies.",
     )
     media: FileLimits = Field(
-        FileLimits(), description="What images, clips and videos of rows may be."
+        FileLimits(), description="Limits of images, clips and videos of rows."
     )
     keep: tuple[KeepConfig, ...] = Field(
-        (), description="Which rows: those for which all of these hold, and the preset's."
+        (), description="Filters of the rows: all of these hold for a row, and the preset's."
     )
     distinct: bool | None = Field(
         None, description="Keep the first of rows with equal prompts; null: the preset's, or false."
     )
     test_share: float = Field(
-        0.1, ge=0, lt=1, description="Of the rows, where no test split is named; 0: none."
+        0.1,
+        ge=0,
+        lt=1,
+        description="Share of the rows held out, where no test split is named; 0: none.",
     )
     overlap: Literal["refuse", "drop"] = Field(
         "refuse",

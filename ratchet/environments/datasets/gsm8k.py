@@ -33,7 +33,9 @@ class GSM8KConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "numeric_answer"
 
     train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(None, description="Likewise.")
+    test: DataFile | None = Field(
+        None, description="File of the test split, or an address in an object store."
+    )
     split_column: str | None = Field(
         None, min_length=1, description='Column of `train` that holds "train" or "test".'
     )

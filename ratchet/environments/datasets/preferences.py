@@ -1,8 +1,8 @@
-"""Preference data from files: pairs of a better and a worse answer, answers with a label, answers
-in labelled steps.
+"""Read preference data from files: pairs of a better and a worse answer, labelled answers, and
+answers in labelled steps.
 
-A file may mix the formats. What a row does not have is an error where an algorithm asks for it, and
-only there.
+A file may mix the formats. A row that lacks what an algorithm needs is an error only when that
+algorithm reads it.
 """
 
 from __future__ import annotations
@@ -25,20 +25,23 @@ from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Split, Task
 
-GOOD_STEP = 0.5  # a step labelled above this is right
+GOOD_STEP = 0.5  # a step counts as right if its label is above this
 
 
 class Preferences(Rows):
     name = "preferences"
-    # its answers are given; what the policy says, rewards of the recipe's must judge
+    # The labels judge only the file's answers; the policy's need rewards from the recipe.
     judges = False
 
     def __init__(self, config: PreferencesConfig) -> None:
         self.config = config
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Raises DataError naming file and line for a row that can't be used, and for a prompt in
-        both splits."""
+        """Return all tasks of a split.
+
+        Raises DataError with file and line for a row that can't be used, and for a prompt in both
+        splits.
+        """
         return self._tasks[split]
 
     def comparison(self, task: Task) -> Comparison:
@@ -66,8 +69,10 @@ class Preferences(Rows):
         )
 
     def demonstration(self, task: Task) -> Messages:
-        """The chosen answer, or one whose label (in steps: each of them) is good. Raises DataError
-        for a bad one."""
+        """Return the chosen answer, or one that is labelled as good (in all its steps).
+
+        Raises DataError for an answer that is labelled as bad.
+        """
         entry = _entry(task)
         match entry.about:
             case Comparison(chosen=chosen):
@@ -95,8 +100,8 @@ class Preferences(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        """Read when tasks are first asked for: an instance that only plays attempts never reads the
-        file."""
+        """The tasks by split, read on first use: an instance that only plays attempts never reads
+        the file."""
         entries = self._read(self.config.train)
         if self.config.test is None:
             test = [entry for entry in entries if held_out(_key(entry))]
@@ -140,5 +145,5 @@ def _entry(task: Task) -> PreferenceRow:
 
 
 def _key(entry: PreferenceRow) -> str:
-    """The prompt as one text, from which rows that share a prompt fall into the same split."""
+    """Return the prompt as one text, so that rows with the same prompt get the same split."""
     return json.dumps([[message.role, message.content] for message in entry.prompt])

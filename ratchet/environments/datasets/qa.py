@@ -26,7 +26,9 @@ class QAConfig(WithToolsConfig):
     builds: ClassVar[str] = "ratchet.environments.datasets.qa:QA"
 
     train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(None, description="Likewise.")
+    test: DataFile | None = Field(
+        None, description="File of the test split, or an address in an object store."
+    )
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]

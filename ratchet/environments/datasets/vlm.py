@@ -1,5 +1,7 @@
-"""Questions about images, clips and videos: rows of data, as `dataset` reads them, each with a
-medium, judged by what their answers are. Free of torch and of what reads the rows.
+"""Environment of questions about images, audio clips and videos.
+
+The rows are those of `dataset`, each with a medium. The kind of answer chooses the reward. Imports
+neither torch nor the readers of rows.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from pydantic import Field
 
 from ratchet.environments.datasets.config import DatasetConfig
 
-# What judges each kind of answer unless the recipe names rewards.
+# The reward for each kind of answer, unless the recipe names rewards.
 JUDGES: Mapping[str, Mapping[str, Any]] = {
     "text": {"kind": "exact_match", "marked": True, "ignore_case": True},
     "number": {"kind": "numeric_answer"},
@@ -21,14 +23,17 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 
 
 class VLMConfig(DatasetConfig):
-    """Rows with images, clips or videos, and questions about them (docs/multimodal.md). All keys
-    are those of `dataset`."""
+    """Questions about images, audio clips or videos (docs/multimodal.md).
+
+    It has the keys of `dataset`, and `answers`.
+    """
 
     needs_media = True
 
     answers: Literal["text", "number", "choice", "box"] | None = Field(
         None,
-        description="What answers are, and so what judges them; null: as the preset says, or text.",
+        description="Kind of the answers, which chooses the reward; null: as the preset says, or "
+        "text.",
     )
 
     @property

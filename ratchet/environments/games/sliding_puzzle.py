@@ -1,5 +1,8 @@
-"""Sliding puzzle: numbered tiles on a square with one gap; a move slides a neighbouring tile into
-it. Solved when the tiles stand in order and the gap is last."""
+"""A sliding puzzle of numbered tiles on a square with one gap.
+
+A move slides a neighbouring tile into the gap. The puzzle is solved when the tiles stand in order
+and the gap is last.
+"""
 
 from __future__ import annotations
 
@@ -69,7 +72,8 @@ class SlidingPuzzle(BoardGame[Board]):
         for _ in range(rng.randint(self.config.min_shuffle_moves, self.config.shuffle_moves)):
             legal = dict(self._slides(board))
             if shuffle:
-                legal.pop(UNDO[shuffle[-1]])  # else half of the moves would undo each other
+                # No move undoes the previous one, so that the moves do not cancel out.
+                legal.pop(UNDO[shuffle[-1]])
             shuffle.append(rng.choice(list(legal)))
             board = legal[shuffle[-1]]
         if board == self.solved:
@@ -84,7 +88,10 @@ class SlidingPuzzle(BoardGame[Board]):
         return dict(self._slides(state)).get(move)
 
     def _slides(self, board: Board) -> Iterator[tuple[str, Board]]:
-        """A tile that slides up comes from below the gap."""
+        """Yield each legal move and the board after it.
+
+        A tile that slides up comes from below the gap.
+        """
         gap = board.index(0)
         row, column = divmod(gap, self.size)
         for move, (down, right) in OFFSETS.items():
@@ -113,7 +120,7 @@ class SlidingPuzzle(BoardGame[Board]):
         return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
 
     def player(self, task: Task) -> Callable[[Board], str]:
-        """The fewest moves; where that takes too long to find, the shuffle backwards."""
+        """Return a player of the fewest moves, or of the reversed shuffle if A* gives up."""
         start = self.start(task)
         way = shortest_way(
             start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance
@@ -121,7 +128,7 @@ class SlidingPuzzle(BoardGame[Board]):
         return recited(task.answer.split() if way is None else way)
 
     def _distance(self, board: Board) -> int:
-        """Rows and columns that the tiles are away from their places, summed."""
+        """Return the summed Manhattan distance of the tiles from their places."""
         places = (
             (divmod(i, self.size), divmod(tile - 1, self.size))
             for i, tile in enumerate(board)

@@ -23,13 +23,17 @@ from ratchet.types import Message, Split, Task, ToolCall
 class WithToolsConfig(EnvironmentConfig):
     """The keys that all environments with tools share."""
 
-    tools: Tools = Field(min_length=1, description="What the policy may call; each with its kind.")
+    tools: Tools = Field(
+        min_length=1, description="Tools that the policy may call; each with its kind."
+    )
     system: str = Field("", description="A system message before each task; empty: none.")
     max_calling_turns: int = Field(
         8, gt=0, description="Turns with calls; one more ends the attempt without an answer."
     )
-    timeout_s: float = Field(30.0, gt=0, description="Of one call, by the clock.")
-    max_chars: int = Field(4000, gt=0, description="Of one tool's answer; the rest is cut off.")
+    timeout_s: float = Field(30.0, gt=0, description="Wall time of one tool call, in seconds.")
+    max_chars: int = Field(
+        4000, gt=0, description="Characters of one tool's answer; the rest is cut off."
+    )
 
 
 class ToolUseConfig(WithToolsConfig):

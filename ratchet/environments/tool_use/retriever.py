@@ -30,11 +30,11 @@ class SearchConfig(ToolConfig):
 
     corpus: Path = Field(description="JSON Lines with the column `text`, and perhaps `title`.")
     results: int = Field(3, gt=0, description="Passages of one answer.")
-    max_chars: int = Field(1000, gt=0, description="Of one passage.")
+    max_chars: int = Field(1000, gt=0, description="Characters of one passage.")
     embeddings: str | None = Field(
         None,
-        description="Also by meaning: my_pkg.my_mod:function (texts -> [N, d] array), or a model's "
-        "directory.",
+        description="Search by meaning too: my_pkg.my_mod:function (texts -> [N, d] array), or a "
+        "model's directory.",
     )
 
 

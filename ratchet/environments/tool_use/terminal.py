@@ -62,23 +62,31 @@ class TerminalConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.tool_use.terminal:Terminal"
 
     train: DataFile = Field(description="A file, or an address in an object store.")
-    test: DataFile | None = Field(None, description="Likewise.")
+    test: DataFile | None = Field(
+        None, description="File of the test split, or an address in an object store."
+    )
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
         default_factory=local_sandbox,
-        description="Where commands run: local, docker or remote, and its keys.",
+        description="Sandbox of the commands: local, docker or remote, and its keys.",
     )
     isolation: Literal["kernel", "namespaces"] = Field(
-        "namespaces", description="The weakest sandbox that will do."
+        "namespaces", description="Weakest isolation allowed."
     )
     workers: int = Field(2, gt=0, description="Commands that run at once.")
     instructions: str = Field(INSTRUCTIONS, description="Appended to each goal.")
-    commands: int = Field(20, gt=0, description="Of an attempt; it is judged after the last one.")
-    command_timeout_s: float = Field(30.0, gt=0, description="Of one command, of the clock.")
-    check_timeout_s: float = Field(60.0, gt=0, description="Of the check, of the clock.")
-    cpu_s: float = Field(30.0, gt=0, description="Processor time of each process.")
-    memory_mib: int = Field(512, ge=64, description="Of a session.")
+    commands: int = Field(
+        20, gt=0, description="Commands of an attempt; it is judged after the last one."
+    )
+    command_timeout_s: float = Field(
+        30.0, gt=0, description="Wall time of one command, in seconds."
+    )
+    check_timeout_s: float = Field(60.0, gt=0, description="Wall time of the check, in seconds.")
+    cpu_s: float = Field(30.0, gt=0, description="Processor time of each process, in seconds.")
+    memory_mib: int = Field(512, ge=64, description="Memory limit of a session in MiB.")
     shown_characters: int = Field(
-        4000, ge=100, description="Of what a command prints: its beginning and its end."
+        4000,
+        ge=100,
+        description="Characters shown of a command's output: its beginning and its end.",
     )
 
 

@@ -23,11 +23,11 @@ class CountdownConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "countdown"
 
     numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
-    max_number: int = Field(20, ge=2, le=10_000, description="They are drawn from 1 to this.")
+    max_number: int = Field(20, ge=2, le=10_000, description="Numbers are drawn from 1 to this.")
     max_target: int = Field(
         100, ge=2, le=1_000_000, description="The target lies between 1 and this."
     )
-    operators: Operators = Field(("+", "-", "*"), description="What the sample solutions use.")
+    operators: Operators = Field(("+", "-", "*"), description="Operators of the sample solutions.")
     use_all: bool = Field(
         True, description="Each number must be used exactly once; else at most once."
     )

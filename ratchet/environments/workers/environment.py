@@ -1,6 +1,7 @@
-"""An environment whose attempts are played in worker processes, several in each. What computes
-long, blocks or crashes there neither holds up the driver nor takes it along. Tasks, demonstrations
-and pairs come from an instance here.
+"""An environment whose attempts are played in worker processes, several in each.
+
+An attempt that computes long, blocks or crashes neither delays nor ends the driver. Tasks,
+demonstrations and pairs come from an instance in the driver.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 class WorkersConfig(EnvironmentConfig):
-    """Another environment, its attempts played in processes of their own: for one that computes
-    long, blocks or crashes."""
+    """A section that plays another environment's attempts in worker processes.
+
+    Use it for an environment that computes long, blocks or crashes.
+    """
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
@@ -57,15 +60,21 @@ class WorkersConfig(EnvironmentConfig):
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
-    """One that offers what the environment itself offers."""
+    """Return a worker environment with the optional protocols of the environment itself."""
     local = build(config.worker)
     bases = tuple(made for protocol, made in OFFERS.items() if isinstance(local, protocol))
     return type(f"{type(local).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, local)
 
 
 class WorkerEnvironment:
-    """Copies share the processes. An instance has its place in one of them from its first attempt
-    until it is closed."""
+    """An environment that forwards attempts to worker processes.
+
+    Copies share the processes. An instance has a seat in one of them from its first attempt until
+    it is closed.
+
+    Args:
+        here: The instance in the driver.
+    """
 
     def __init__(self, config: WorkersConfig, here: Any) -> None:
         self.config, self.here = config, here
@@ -96,8 +105,11 @@ class WorkerEnvironment:
         return self.here.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        """Raises Lost where the process died and Raised with the traceback of what the environment
-        raised, as does `step`."""
+        """Start an attempt and return its first messages.
+
+        Raises Lost if the process died, and Raised, with the traceback, if the environment raised
+        an exception. So does `step`.
+        """
         self._task, self._said = None, await self._pool.reset(self._instance, task)
         self._task = task
         return self._said["messages"]

@@ -1,4 +1,4 @@
-"""Configuration of agents. It imports neither their code nor the server."""
+"""The recipe sections of agents. This module imports neither their code nor the server."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from ratchet.config.base import Section
 class CommandConfig(Section):
     """A program that plays one attempt.
 
-    It gets the task as JSON on its standard input, and the server in OPENAI_BASE_URL and
-    OPENAI_API_KEY.
+    It reads the task as JSON from its standard input, and the server's address and key from
+    OPENAI_BASE_URL and OPENAI_API_KEY.
     """
 
     builds: ClassVar[str] = "ratchet.experience.openai_proxy.agents:CommandAgent"
@@ -22,5 +22,5 @@ class CommandConfig(Section):
         Field(description="The program and its arguments; no shell reads it.")
     )
     directory: str | None = Field(
-        None, description="Where it starts; null: where the run was started."
+        None, description="Working directory of the program; null: where the run was started."
     )

@@ -12,11 +12,11 @@ from ratchet.types import Failed, Group
 
 log = logging.getLogger(__name__)
 
-WINDOW = 8  # steps over which failures are counted, so that an outage of one step is survived
+WINDOW = 8  # steps over which failures are counted, so that a run survives an outage of one step
 
 
 class Batcher:
-    """The batcher of a stage.
+    """A reader of the source of a stage that returns the groups of each step and counts failures.
 
     Args:
         source: Draws groups.
@@ -42,6 +42,7 @@ class Batcher:
             TrainingError: Too many attempts failed.
         """
         groups = await self.source.draw(self.groups_per_step, version=step)
+        # Replayed groups (`uses` above 0) were counted when they were new.
         outcomes = [
             rows[-1].outcome for group in groups if not group.uses for rows in group.attempts
         ]
@@ -75,8 +76,8 @@ class Batcher:
                 f"{since}: {len(recent)} of {total} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); {_worst(recent)}"
             )
-        # The warning is shown once. Metrics have the counts of every step, and the log has the most
-        # frequent traceback of every step.
+        # The terminal shows one warning. The metrics have the counts of every step, and the log has
+        # its most frequent traceback.
         level = logging.INFO if self._warned else logging.WARNING
         log.log(
             level,
@@ -92,7 +93,7 @@ class Batcher:
 def _worst(failures: Sequence[Failed]) -> str:
     """Describe the most frequent failure, with counts of all kinds.
 
-    It is the most frequent kind, and within it the traceback whose last line is most frequent.
+    It is of the most frequent kind, and its traceback has the most frequent last line of that kind.
     """
     kinds = Counter(failure.kind for failure in failures)
     kind, _ = kinds.most_common(1)[0]

@@ -14,15 +14,15 @@ from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment
 from ratchet.types import Group, Message, Task
 
-MAX_REPEATS = 10_000  # draws without a new prompt after which the pool counts as complete
+MAX_REPEATS = 10_000  # tasks in a row without a new prompt, after which the pool is complete
 
 
 class TaskStream:
-    """The tasks of the "train" split from position 0 on.
+    """A stream of the tasks of the "train" split, from position 0 on.
 
     Args:
-        examples: Train on this many distinct tasks only, reshuffled every epoch.
-        pool_seed: Selects these tasks.
+        examples: Train on this many distinct tasks only, reshuffled every epoch; None: on all.
+        pool_seed: The seed that selects these tasks; None: `seed`.
     """
 
     def __init__(
@@ -48,7 +48,7 @@ class TaskStream:
         self._upcoming = None
 
     def take(self, n: int) -> list[tuple[int, Task]]:
-        """Return the next n (position, task)."""
+        """Return the next n pairs (position, task)."""
         taken = []
         for _ in range(n):
             taken.append((self.position, self._at(self.position)))
@@ -56,17 +56,17 @@ class TaskStream:
         return taken
 
     def observe(self, group: Group) -> None:
-        """Note that attempts at a task have ended. Only subclasses use their results."""
+        """Note the results of a group that has ended. Only subclasses use them."""
 
     def measure(self) -> Mapping[str, float]:
         return {}
 
     def snapshot(self, waiting: Sequence[tuple[int, Task]]) -> dict[str, Any]:
-        """Return the state; `waiting` are the taken tasks that are not finished."""
+        """Return the state; `waiting` has the tasks that were taken and are not finished."""
         return {"position": self.position, "pending": sorted(position for position, _ in waiting)}
 
     def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
-        """Restore the state, and return the waiting tasks by position."""
+        """Restore the state, and return the waiting pairs (position, task)."""
         waiting = []
         for position in state["pending"]:
             self.seek(position)

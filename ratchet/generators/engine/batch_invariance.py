@@ -25,16 +25,16 @@ MAX_COLUMNS = 4096
 
 
 def measure_stable_rows(decoder: Decoder) -> int:
-    """Return the smallest candidate whose multiples agree for every matrix shape of the model.
+    """Return the smallest candidate whose multiples give the same bits for every matrix shape.
 
-    If none agrees, the largest candidate is returned. On accelerators 1 is returned: they choose
+    If none does, the largest candidate is returned. On accelerators 1 is returned: they choose
     kernels in more ways than padding could fix.
     """
     weight = decoder.head_weight
     if weight.device.type != "cpu":
         return 1
     shapes = {
-        (min(p.shape[-2], MAX_COLUMNS), p.shape[-1])  # for stacked experts: the matrix of each
+        (min(p.shape[-2], MAX_COLUMNS), p.shape[-1])  # one expert's matrix if they are stacked
         for name, p in decoder.named_parameters()
         if p.dim() >= 2 and (p is weight or "embed" not in name)
     }

@@ -1,4 +1,4 @@
-"""Helpers for sequences that lie end to end in one forward, padded to a multiple of rows."""
+"""Helpers for packed sequences: one forward, end to end, padded to a multiple of rows."""
 
 from __future__ import annotations
 

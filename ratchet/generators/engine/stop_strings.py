@@ -1,4 +1,4 @@
-"""Stop strings are matched in the decoded text, wherever the tokens' boundaries lie."""
+"""Find stop strings in the decoded text, wherever the tokens' boundaries lie."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class StopStrings:
     def feed(self, token: int) -> bool:
         """Add a token and return True if a stop string is now complete.
 
-        A character of several tokens counts from its last token on. Raises RequestFailed if the
-        tokenizer can't decode.
+        A character of several tokens is matched only after its last token. Raises RequestFailed if
+        the tokenizer can't decode.
         """
         self.window.append(token)
         text = self._decode(self.window)

@@ -25,13 +25,13 @@ class GeneratorWorkersConfig(Section):
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
     worker_runs: Literal["completions", "groups"] = Field(
         "completions",
-        description="What each worker runs. completions: requests of the driver; groups: whole "
-        "groups of attempts, with their environments and rewards, which pays if attempts are short "
-        "and many.",
+        description="Work of each worker. completions: requests of the driver; groups: whole "
+        "groups of attempts, with their environments and rewards, which pays if attempts are "
+        "short and many.",
     )
     recovery: Literal["none", "restart"] = Field(
         "none",
-        description="What happens when a worker dies, or is silent for too long. none: the run "
+        description="Reaction to a worker that dies, or is silent for too long. none: the run "
         "ends; restart: a new one replaces it, and its unanswered requests are drawn again.",
     )
     max_restarts: int = Field(

@@ -1,4 +1,4 @@
-"""The checks of whether a learner can divide a model, before any of its processes starts."""
+"""Checks that a distributed learner can divide a model, before its processes start."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ratchet.models.policy import DecoderPolicy, PolicyModel
 
 
 def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
-    """Raise ModelError or ConfigError if FSDP2 can't divide the model so."""
+    """Raise ModelError or ConfigError if FSDP2 can't divide the model as `section` says."""
     if isinstance(model, DecoderPolicy):
         build_first_shard(section).check(model.shape)
     else:
@@ -18,7 +18,10 @@ def check_dtensor(section: DTensorConfig, model: PolicyModel) -> None:
 
 
 def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
-    """Raise ModelError, ConfigError or MissingDependency if Megatron can't divide the model so."""
+    """Raise ModelError or ConfigError if Megatron can't divide the model as `section` says.
+
+    Raises MissingDependency if Megatron is not installed.
+    """
     require_megatron()
     if not isinstance(model, DecoderPolicy):
         raise ModelError(
@@ -31,11 +34,12 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
 
 
 def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
-    """Raise ConfigError for keys that a model run by transformers does not support.
+    """Raise ConfigError for keys that a transformers model does not support.
 
-    Ranks divide its rows and weights and, by the model's own plan, its matrices.
+    Ranks can divide its rows (data parallel), its weights (FSDP) and, by the model's own plan, its
+    matrices (tensor parallel).
     """
-    # This import takes seconds if no such model has been loaded.
+    # This import takes seconds unless such a model is loaded already.
     from ratchet.models.transformers.policy import TransformersPolicy
 
     for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):

@@ -1,4 +1,4 @@
-"""The fingerprint of the weights that are frozen beside an adapter, if ranks divide them."""
+"""Fingerprint the frozen weights beside an adapter if ranks divide them."""
 
 from __future__ import annotations
 
@@ -16,15 +16,16 @@ def fingerprint_across_ranks(
 ) -> str:
     """Return the fingerprint of the frozen weights, for checkpoints that leave them out.
 
-    All ranks call it at the same time.
+    All ranks must call it together.
 
-    blocks: blocks that this rank speaks for.
+    blocks: blocks that this rank counts.
     names: names of the weights on all ranks.
-    device: where ranks exchange numbers.
+    device: the device on which ranks add up their sums.
     """
     sums = dict.fromkeys(sorted(names), 0)
     for block in blocks:
         sums[block.name] += sum_bits(block.tensor)
+    # Sums count modulo 2^64, and int64 holds them from -2^63 on.
     totals = torch.tensor(
         [(total + 2**63) % 2**64 - 2**63 for total in sums.values()], device=device
     )

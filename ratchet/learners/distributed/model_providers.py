@@ -1,4 +1,4 @@
-"""The protocol of the models' source on the ranks of a distributed learner, for every backend."""
+"""The protocol that loads models on the ranks of a distributed learner, for every backend."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from ratchet.models.policy import PolicyModel
 
 
 class ModelProvider(Protocol):
-    """Loads and copies models on one rank: policy, reference, critic and reward model.
+    """A loader and copier of the models on one rank: policy, reference, critic and reward model.
 
-    The section of a learner names it (`DistributedConfig.provider`). It is created from that
+    The learner's section names its class (`DistributedConfig.provider`). It is created from that
     section, the rank's device and the dtype of weights, once torch's process group exists.
     """
 
     def load(self, origin: ModelSource) -> PolicyModel:
         """Return the rank's part of a model, with its weights.
 
-        No rank ever holds the whole, unless transformers runs it.
+        No rank ever holds the whole model, unless transformers runs it.
         """
         ...
 
@@ -33,5 +33,5 @@ class ModelProvider(Protocol):
         ...
 
     def close(self) -> None:
-        """Release everything that it holds beside torch's process group."""
+        """Release all resources except torch's process group."""
         ...

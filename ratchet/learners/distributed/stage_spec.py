@@ -14,9 +14,10 @@ from ratchet.models.model_source import ModelSource
 class RoleSpec:
     """The specification of a role's learner.
 
-    origin: of its model; None: a copy of the policy, which for "policy" is the policy itself.
-    optimizer: the values of its section; None freezes the role.
+    origin: source of its model; None: a copy of the policy or, for "policy", the policy itself.
+    optimizer: the values of the optimizer's section; None freezes the role.
     scalar: True if it has a scalar head.
+    total_steps, shared_vocab, replays: as in `LocalLearner`.
     adapter: the adapter that it trains in place of its weights.
     """
 

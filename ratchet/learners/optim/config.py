@@ -1,4 +1,4 @@
-"""The sections of optimizers other than AdamW. This module imports no torch."""
+"""Recipe sections of optimizers other than AdamW. Imports no torch."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from ratchet.config.schema import OptimizerConfig
 class MuonConfig(OptimizerConfig):
     """Muon for the matrices of hidden layers, and AdamW for everything else.
 
-    https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982. Both have the same rate and decay.
+    Both use the same learning rate and weight decay.
+    https://kellerjordan.github.io/posts/muon/, arXiv:2502.16982.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.muon:Muon"
@@ -27,9 +28,9 @@ class MuonConfig(OptimizerConfig):
 
 
 class AdamW8bitConfig(OptimizerConfig):
-    """AdamW with moments in 8 bits, by bitsandbytes (arXiv:2110.02861).
+    """AdamW with 8-bit moments, by bitsandbytes (arXiv:2110.02861).
 
-    They take 2 bytes a weight instead of 8.
+    The moments take 2 bytes per weight instead of 8.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw_8bit:AdamW8bit"

@@ -1,7 +1,4 @@
-"""Learning-rate schedules: pure functions of the number of optimizer steps.
-
-Resuming needs no state.
-"""
+"""Compute learning rates as pure functions of the optimizer step, so resuming needs no state."""
 
 from __future__ import annotations
 
@@ -16,13 +13,13 @@ def compute_lr_factor(
 ) -> float:
     """Return the factor on the peak rate for optimizer step `step` (from 0) of `total`.
 
-    It rises linearly to 1 over `warmup` steps, and then depends on the schedule.
+    The factor rises linearly to 1 over `warmup` steps, and then depends on the schedule.
 
     constant: it stays at 1.
     linear: it falls along a straight line to `min_ratio` at `total`.
     cosine: it falls along a half wave to `min_ratio` at `total`.
-    wsd: it stays at 1 until the last `decay` steps, over which it falls along a straight line
-      (warm-up, stable, decay, arXiv:2404.06395; straight as in arXiv:2405.18392).
+    wsd: it stays at 1 until the last `decay` steps, over which it falls along a straight line to
+      `min_ratio` (warm-up, stable, decay, arXiv:2404.06395; straight as in arXiv:2405.18392).
     """
     ramp = min(1.0, (step + 1) / warmup) if warmup else 1.0
     if schedule == "constant":

@@ -12,21 +12,22 @@ from ratchet.learners.optim.schedule import compute_lr_factor
 class StepPolicy:
     """The learning rate of each optimizer step, and the policy for non-finite steps.
 
-    total: optimizer steps of the schedule.
-    max_bad: consecutive non-finite steps after which training stops.
+    Args:
+        total: Optimizer steps of the schedule.
+        max_bad: Consecutive non-finite steps after which training stops.
     """
 
     def __init__(self, config: OptimizerConfig, *, total: int, max_bad: int) -> None:
         self.config = config
         self.total = total
         self.max_bad = max_bad
-        # Steps taken, skipped ones included: the schedule is a function of their number.
+        # Number of steps, skipped ones included. The learning-rate schedule depends on it.
         self.steps_taken = 0
         # Consecutive non-finite steps.
         self.bad_steps = 0
 
     def begin(self) -> dict[str, float]:
-        """Count the next step and return its metrics, with its learning rate."""
+        """Count the next step, and return its metrics: its learning rate and no skips yet."""
         config = self.config
         factor = compute_lr_factor(
             self.steps_taken,

@@ -1,4 +1,4 @@
-"""Import bitsandbytes, which has quantization kernels, on first use: the import takes a second."""
+"""Import bitsandbytes, for its quantization kernels, on first use: that takes a second."""
 
 from __future__ import annotations
 

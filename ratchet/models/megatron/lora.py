@@ -1,4 +1,7 @@
-"""Add LoRA adapters to a rank's stages, with the built-in decoder's initial values and names."""
+"""Add LoRA adapters to a rank's stages.
+
+Their names and initial values are those of the built-in decoder's adapters.
+"""
 
 from __future__ import annotations
 
@@ -38,7 +41,7 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
 def _targets(
     adapted: Iterable[WeightPiece], target_names: Sequence[str]
 ) -> dict[str, list[WeightPiece]]:
-    """Return the pieces of a matrix that an adapter covers, by the name of the canonical map."""
+    """Return the pieces of a matrix that an adapter covers, by Hugging Face module name."""
     targets: dict[str, list[WeightPiece]] = {}
     for piece in adapted:
         name = piece.name.split(".")[-2]

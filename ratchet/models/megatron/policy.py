@@ -1,6 +1,6 @@
 """Define a policy over the Megatron stages that a rank holds.
 
-It has the hidden states of the rank's own tokens, and the logits of its part of the vocabulary.
+It computes hidden states of the rank's own tokens, and logits of its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ratchet.models.weights.hf_weights import SavableTensor, save_shape
 
 
 class PaddedVocabulary(VocabParallelLogits):
-    """A divided vocabulary in which every rank has equally many rows; the last ones are padding."""
+    """A sharded vocabulary with equally many rows on each rank; the last rows are padding."""
 
     def _rows(self, rank: int, size: int) -> range:
         height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
@@ -38,7 +38,7 @@ class PaddedVocabulary(VocabParallelLogits):
 
 
 class MegatronPolicy(DistributedPolicy):
-    """A policy whose decoder Megatron Core runs."""
+    """A policy whose decoder is run by Megatron Core."""
 
     def __init__(
         self,
@@ -49,9 +49,9 @@ class MegatronPolicy(DistributedPolicy):
         recompute: str = "none",
         fp8: Fp8Format | None = None,
     ) -> None:
-        """Build the stages, after `begin`. Weights are uninitialised memory.
+        """Build the stages, with uninitialised weights. Call `init_process_groups` first.
 
-        Raises ModelError if the shape can't be divided so.
+        Raises ModelError if the shape can't be divided by these sizes.
         """
         nn.Module.__init__(self)
         self._shape = shape
@@ -76,7 +76,7 @@ class MegatronPolicy(DistributedPolicy):
         return list_owned_parameters(self.chunks, self.sizes)
 
     def fill(self, read: ReadBlock) -> None:
-        """Load every weight; `read` returns its blocks."""
+        """Load this rank's weights from `read`, which returns one block of a weight."""
         fill_stages(self.chunks, self.sizes, read)
 
     @property
@@ -98,12 +98,13 @@ class MegatronPolicy(DistributedPolicy):
         )
 
     def unpadded(self, feed: PackedInputs, hidden_td: Tensor) -> Tensor:
-        """Return the last stage's output for a `fitted` feed in the order of the tokens [T, d]."""
+        """Return the last stage's output without the padding of `fitted`, in token order [T, d]."""
         return feed.unfold(hidden_td[: len(feed.tokens_U)])
 
     def fitted(self, feed: PackedInputs, tokens: int = 1) -> PackedInputs:
-        """Return the feed padded to at least `tokens` tokens, and to a multiple that the ranks and
-        fp8 need.
+        """Return the feed padded to at least `tokens` tokens.
+
+        Their number is a multiple of what sequence parallelism and fp8 need.
         """
         multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (
             1 if self.fp8 is None else self.fp8.rows

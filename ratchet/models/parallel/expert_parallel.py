@@ -1,6 +1,6 @@
 """Divide a layer's experts over the ranks of an expert-parallel group.
 
-Each rank computes the rows of all ranks that chose its experts.
+Each rank runs its own experts on the rows that all ranks route to them.
 
 N = rows of this rank, sorted by expert, M = rows that it receives, E = experts of the layer, L =
 experts of a rank, R = ranks, d = hidden size.
@@ -21,7 +21,7 @@ from ratchet.models.parallel.collectives import Group
 
 
 class ExpertExchange:
-    """The `exchange` of a `SparseMLP` over ranks. No row is ever dropped.
+    """The `exchange` of a `SparseMLP` whose experts are divided over ranks. It drops no row.
 
     It makes two all-to-alls per layer (arXiv:2006.16668, section 3.2).
     """
@@ -39,6 +39,7 @@ class ExpertExchange:
         x_Md = _AllToAll.apply(x_Nd, sent_R, received_R, self.group)
         order_M = _by_expert(received_RL)
         y_Md = compute(x_Md.index_select(0, order_M), received_RL.sum(0))
+        # The inverse of order_M: outputs go back in the order in which their rows arrived.
         back_M = torch.empty_like(order_M).index_copy_(
             0, order_M, torch.arange(len(order_M), device=order_M.device)
         )
@@ -46,9 +47,9 @@ class ExpertExchange:
 
 
 def _by_expert(received_RL: Tensor) -> Tensor:
-    """Return the order by expert, then by rank, of received rows (int64 [M]).
+    """Return the indices that sort received rows by expert, then by rank (int64 [M]).
 
-    The rows arrived sorted by rank, then by expert.
+    The rows arrive sorted by rank, then by expert.
     """
     experts_RL = torch.arange(received_RL.shape[1], device=received_RL.device).expand_as(
         received_RL
@@ -57,7 +58,7 @@ def _by_expert(received_RL: Tensor) -> Tensor:
 
 
 class _AllToAll(Function):
-    """An all-to-all with gradient: `sent` and `received` are the numbers of rows per rank."""
+    """An all-to-all with a gradient. `sent` and `received` are numbers of rows per rank."""
 
     @staticmethod
     def forward(

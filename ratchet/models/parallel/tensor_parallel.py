@@ -22,15 +22,16 @@ from ratchet.models.parallel.sharding import ShardIndex
 
 
 class TensorParallelComm:
-    """The communication of a decoder whose heads, MLPs and vocabulary are divided over ranks."""
+    """The communication of a decoder whose heads, MLPs and vocabulary are sharded over ranks."""
 
     def __init__(self, group: Group, rows: range, *, sequence: bool) -> None:
         """Create the communication of one rank.
 
         Args:
             rows: this rank's rows of the vocabulary.
-            sequence: sequence parallelism (arXiv:2205.05198). Between the products each rank keeps
-                only some of the tokens, so that norms and their activations are divided too.
+            sequence: sequence parallelism (arXiv:2205.05198). Between tensor-parallel layers each
+                rank keeps only its share of the tokens, so that norms and their activations are
+                sharded too.
         """
         self.group = group
         self.rows = rows
@@ -38,48 +39,53 @@ class TensorParallelComm:
         self.tokens = 0  # number of tokens of the current forward pass
 
     def begin(self, tokens: int) -> None:
+        """Start a forward pass over this many tokens."""
         self.tokens = tokens
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
+        """Return the embeddings, as `leave` does; this rank has the rows `weight_Vd`."""
         here_T = (tokens_T >= self.rows.start) & (tokens_T < self.rows.stop)
         x_Td = F.embedding((tokens_T - self.rows.start).where(here_T, 0), weight_Vd)
         return self.leave(x_Td * here_T[:, None])
 
     def enter(self, x: Tensor) -> Tensor:
+        """Return the input of a tensor-parallel layer: the hidden states of all tokens."""
         return (
             gather(x, self.group)[: self.tokens] if self.sequence else sum_backward(x, self.group)
         )
 
     def leave(self, x: Tensor) -> Tensor:
+        """Return the sum of the ranks' partial outputs; with `sequence`, for this rank's tokens."""
         if not self.sequence:
             return sum_forward(x, self.group)
         missing = -len(x) % self.group.size()
         return scatter_sum(F.pad(x, (0, 0, 0, missing)), self.group)
 
     def finish(self, x: Tensor) -> Tensor:
+        """Return the last hidden states of all tokens, for computation that all ranks repeat."""
         return gather(x, self.group, alike=True)[: self.tokens].clone() if self.sequence else x
 
 
 class VocabParallelLogits:
-    """Logits whose vocabulary is divided over the ranks of a group.
+    """A reader of logits whose vocabulary is sharded over the ranks of a group.
 
     It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only `whole` gathers the
-    logits of all tokens.
+    whole vocabulary.
     """
 
     def __init__(self, group: Group, size: int) -> None:
-        """Create the division; `size` is the vocabulary of all ranks together."""
+        """Create this rank's reader; `size` is the size of the whole vocabulary."""
         self.group, self.size = group, size
         self.rows = self._rows(group.rank(), size)
 
     def _rows(self, rank: int, size: int) -> range:
-        """Return the tokens of a rank among the first `size`."""
+        """Return the token ids below `size` whose logits are on a rank."""
         rows = ShardIndex(rank, self.group.size()).range(self.size)
         return range(min(rows.start, size), min(rows.stop, size))
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
-        # Each rank uses the same normaliser for different tokens, so their gradients for it are
-        # summed.
+        # Each rank subtracts the same normaliser from its part of the vocabulary, so the ranks'
+        # gradients for it are summed.
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
     def first(self, all_nV: Tensor, size: int) -> Tensor:
@@ -124,7 +130,7 @@ class VocabParallelLogits:
         return self.sum((x_nV - top_n[:, None]).exp()).log() + top_n
 
     def _place(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (whether each id is on this rank, its row here or 0)."""
+        """Return (True for each id on this rank, its row here or 0)."""
         row_nK = ids_nK - self.rows.start
         here_nK = (row_nK >= 0) & (row_nK < all_nV.shape[1])
         return here_nK, row_nK.where(here_nK, 0)

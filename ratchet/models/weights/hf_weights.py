@@ -39,8 +39,8 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints c
 def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
     """Yield (Hugging Face name, detached view into a parameter), each weight once.
 
-    A tied head and adapters are left out. The views of a quantized matrix are of its restored
-    numbers.
+    A tied head and adapters are left out. The views of a quantized matrix show its dequantized
+    values.
     """
     layout = list_pieces(decoder)
     for name, weight in decoder.named_weights():
@@ -84,7 +84,7 @@ def _shape(tensor: Tensor) -> str:
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return up to five of the names as text, and how many there are more."""
+    """Return up to five of the names as text, and the number of the others."""
     rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
     return ", ".join(names[:5]) + rest
 
@@ -93,7 +93,7 @@ def summarize_names(names: list[str]) -> str:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raises ModelError if it is absent or is not one."""
+    """Return the JSON object in a file. Raise ModelError if the file is missing or holds none."""
     try:
         content = safe_read.read_json(path)
     except FileNotFoundError:
@@ -219,8 +219,8 @@ def load_decoder(
 ) -> Decoder:
     """Return the decoder of a directory.
 
-    Of a reward model it returns the backbone with a tied head. Raises ModelError if the directory
-    is incomplete, or if the built-in decoder can't represent its model.
+    A reward model without `lm_head` becomes its backbone with a tied head. Raise ModelError if the
+    directory is incomplete, or if the built-in decoder can't represent its model.
     """
     config = read_config(directory)
     files = WeightFiles.find(directory)
@@ -302,7 +302,7 @@ def save_decoder(
     Every file appears whole or not at all.
 
     Args:
-        dtype: of the files; None: the decoder's.
+        dtype: dtype of the files; None: the decoder's.
         max_shard_bytes: largest file, unless a single weight is larger.
         weights: all weights by canonical name; None: the decoder's own.
     """
@@ -342,9 +342,7 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write weights as safetensors files, with an index if there are several, and remove old
-    files.
-    """
+    """Write weights as safetensors files and remove old ones. Several files get an index."""
     shards = _group_by_file(list(weights), dtype, max_shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(files) == 1:

@@ -1,8 +1,8 @@
-"""The columns of a record's Parquet files, one row for each trajectory. docs/records.md explains
-them.
+"""Define the columns of a record's Parquet files, which docs/records.md explains.
 
-The schema is the same in every file of every run: a value that a run does not have is null. Numbers
-come first, so that a reader of curves reads the first part of each file and none of the tokens.
+Each trajectory has one row. The schema is the same in every file of every run: a value that a run
+does not have is null. Numbers come first, so that a reader of curves reads only the first part of
+each file and no tokens.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ TURN = pa.struct([
     pa.field("terminated", pa.bool_()),
     pa.field("cut", pa.bool_()),  # null in files of version 1 that lack it
 ])  # fmt: skip
+# An image or other medium that the model was shown, and the tokens that it takes.
 PLACED = pa.struct([
     pa.field("start", pa.int32()),
     pa.field("span", pa.int32()),
@@ -39,10 +40,10 @@ MESSAGE = pa.struct([
     pa.field("tool_call_id", pa.string()),
 ])  # fmt: skip
 
-# columns that files of version 1 may lack, and what is true of each row of those
+# Columns that files of version 1 may lack, and the value of each row in such files.
 ADDED = {"uses": 0, "media": []}
 
-# One number or word for each trajectory.
+# Each trajectory has one number or string.
 SCALARS = {
     "step": pa.int32(),
     "stage": pa.string(),
@@ -83,7 +84,7 @@ DETAILS = {
     "media": pa.list_(PLACED),
     "extras": pa.string(),
 }
-# One entry for each token, as they were sampled.
+# Lists with an entry for each token, from sampling. (`routes` has a `routes_shape`.)
 SAMPLED = {
     "tokens": pa.list_(pa.int32()),
     "owner": pa.list_(pa.int8()),
@@ -94,8 +95,8 @@ SAMPLED = {
     "routes": pa.list_(pa.int16()),
     "routes_shape": pa.list_(pa.int32()),
 }
-# And what the learner made of them: columns of the batch by the same name, null where the algorithm
-# has no such column.
+# Lists with an entry for each token, from the learner: the batch's columns of the same names, null
+# if the algorithm has no such column.
 LEARNED = {
     name: pa.list_(pa.float32())
     for name in (

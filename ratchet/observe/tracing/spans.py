@@ -1,8 +1,8 @@
-"""The activity of a run: the seconds in which a component generated or trained, and when each part
-began and ended.
+"""The activity of a run: how long its components generated or trained, and when each part began
+and ended.
 
-There is one table for the process, as for waits (`ratchet.observe.stall_report`), since the
-components that work are far from those that report.
+A process has one table, as it has one for waits (`ratchet.observe.stall_report`), because the
+components that work have no reference to those that report.
 """
 
 from __future__ import annotations
@@ -18,8 +18,11 @@ _NOTHING = nullcontext()
 class Activity:
     """The table of activity.
 
-    listener: called with each part that has ended; None: no listener. attempts: likewise for an
-    attempt, as long as there are any attempts_left. clock: returns seconds.
+    Attributes:
+        listener: Called with each part that has ended, if not None.
+        attempts: Called with each attempt that has ended, if not None.
+        attempts_left: Number of further attempts that are reported.
+        clock: Returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:

@@ -14,7 +14,7 @@ from ratchet.types import Task
 
 
 class BoxedConfig(Section):
-    """1 where what stands in the last \\boxed{} is the task's answer."""
+    """A reward of 1 if the content of the last \\boxed{} is the task's answer."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.boxed:Boxed"
 
@@ -24,7 +24,7 @@ class BoxedConfig(Section):
 
 
 class Boxed(FinalAnswer):
-    """The task's answer may itself be boxed, as in the solutions of MATH."""
+    """The reward `boxed`. The task's answer may itself be boxed, as in the solutions of MATH."""
 
     name = "boxed"
     bounds = (0.0, 1.0)
@@ -45,7 +45,7 @@ class Boxed(FinalAnswer):
 
 
 def gold_answer(task: Task) -> str:
-    """The task's own answer, unboxed. Raises DataError where there is none."""
+    """Return the task's answer, unboxed. Raise DataError if there is none."""
     gold = "" if task.answer is None else str(task.answer).strip()
     boxed = last_boxed(gold)
     gold = gold if boxed is None else boxed

@@ -1,4 +1,4 @@
-"""An expression of the given numbers has the target's value; any such expression is right."""
+"""Reward any expression of the given numbers whose value is the target."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ratchet.types import Task
 
 
 class CountdownRewardConfig(Section):
-    """1 where an expression of the given numbers reaches the target."""
+    """A reward of 1 if an expression of the given numbers reaches the target."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.countdown:CountdownReward"
 
@@ -24,8 +24,11 @@ class CountdownRewardConfig(Section):
 
 
 class CountdownReward(AnswerReward):
-    """Judges by the task's `meta`: `numbers`, `target`, and `use_all` (each number exactly once;
-    else at most once)."""
+    """A reward of 1 if the answer's expression has the target's value, else 0 or `partial`.
+
+    The task's `meta` holds `numbers`, `target` and `use_all` (True: use each number exactly once;
+    False: at most once).
+    """
 
     name = "countdown"
     bounds = (0.0, 1.0)
@@ -47,8 +50,10 @@ class CountdownReward(AnswerReward):
 
 
 def final_expression(text: str) -> str:
-    """Return the content of the last <answer>...</answer>, else the last line, without a result
-    that follows it ("= 22")."""
+    """Return the last line of the last <answer>...</answer>, or of the text if it has none.
+
+    A result that follows the expression ("= 22") is cut off.
+    """
     answer = text.rpartition("<answer>")[2].partition("</answer>")[0]
     lines = answer.strip().splitlines()
     return lines[-1].partition("=")[0].strip() if lines else ""

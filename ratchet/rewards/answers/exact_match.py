@@ -1,4 +1,4 @@
-"""The answer's text is the task's answer, character by character."""
+"""A reward for answers that equal the task's answer, character by character."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from ratchet.types import Task
 
 
 class ExactMatchConfig(Section):
-    """1 where the answer's text, stripped, is the task's answer."""
+    """Reward 1 if the answer's text, stripped, equals the task's answer, else 0."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.exact_match:ExactMatch"
 

@@ -1,4 +1,4 @@
-"""An answer consists of tags, as <think>...</think><answer>...</answer>."""
+"""The reward `format`: the answer consists of tags, as <think>...</think><answer>...</answer>."""
 
 from __future__ import annotations
 
@@ -13,8 +13,10 @@ from ratchet.types import Task
 
 
 class FormatConfig(Section):
-    """1 where the answer consists of the tags, each opened and closed once, in order, with text
-    within."""
+    """A reward of 1 if the answer consists of the tags, in order.
+
+    Each must be opened and closed once, with text within.
+    """
 
     builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
 
@@ -54,7 +56,7 @@ class Format(AnswerReward):
 
 
 def _used_once(name: str, found: list[str], texts: list[str]) -> bool:
-    """Opened and closed once, with text and no other tag between."""
+    """True if the tag is opened and closed once, with text and no other tag between."""
     start = f"<{name}>"
     if found.count(start) != 1 or found.count(f"</{name}>") != 1:
         return False

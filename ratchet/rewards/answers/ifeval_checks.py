@@ -1,10 +1,10 @@
-"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), under the ids and arguments of its
+"""The 25 verifiable instructions of IFEval (arXiv:2311.07911), with the ids and arguments of its
 published data.
 
-Written for hostile text: every check takes time linear in the text's length, and words of the data
-are never patterns. Where the published code differs: its sentences come from a trained model (here
-from rules), a text whose language can't be told follows a language instruction there (here it
-doesn't), and a line that is a lone asterisk may be a bullet there (here not).
+The checks are safe for hostile text: each takes time linear in the text's length, and words of the
+data are never used as patterns. They differ from the published code in three ways: rules split
+sentences (there a trained model), a text of unknown language fails a language instruction (there it
+passes), and a line that is a lone asterisk is no bullet (there it may be).
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ Check = Callable[..., bool]
 
 MAX_DETECTED_CHARS = 10_000
 WORD = re.compile(r"\w+")
-CLITIC = r"['’](?:s|m|d|t|re|ve|ll)\b"  # words of their own in the published count: I'm is I and 'm
+# The published code counts clitics as separate words: "I'm" is "I" and "'m".
+CLITIC = r"['’](?:s|m|d|t|re|ve|ll)\b"
 COMPOUND = re.compile(rf"\w+(?:(?!{CLITIC})['’./-]\w+)*|{CLITIC}", re.IGNORECASE)
 CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 SENTENCE_END = re.compile(r"(?<![.!?…])(?>[.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]+")
@@ -39,10 +40,10 @@ def compared(count: int, relation: str, threshold: int) -> bool:
 
 
 def detect_language(text: str) -> str | None:
-    """ISO 639-1 code, as langdetect gives it; None where it can't tell."""
+    """Return the ISO 639-1 code that langdetect gives; None if it can't tell."""
     from langdetect import DetectorFactory, LangDetectException, detect
 
-    DetectorFactory.seed = 0  # it draws at random: one text must have one language
+    DetectorFactory.seed = 0  # unseeded, one text may get several languages
     try:
         return detect(text[:MAX_DETECTED_CHARS])
     except LangDetectException:
@@ -50,8 +51,10 @@ def detect_language(text: str) -> str | None:
 
 
 def sentences(text: str) -> list[str]:
-    """Pieces that end in . ! ? before white space; not after an abbreviation, an initial, or a
-    number that starts a line."""
+    """Return the sentences, each of which ends in . ! ? … before white space, or in 。！？.
+
+    A full stop after an abbreviation, an initial or a number at the start ends no sentence.
+    """
     pieces: list[str] = []
     start = 0
     for end in SENTENCE_END.finditer(text):
@@ -66,8 +69,7 @@ def sentences(text: str) -> list[str]:
 
 
 def _goes_on(text: str, start: int, stop: int) -> bool:
-    """Return True if the full stop at `stop` belongs to the word before it, and ends no
-    sentence."""
+    """Return True if the full stop at `stop` belongs to the word before it and ends nothing."""
     before = text[max(start, stop - 20) : stop].split()
     word = before[-1].strip("\"'“‘([*_") if before else ""
     if word.lower() in ABBREVIATIONS:
@@ -133,8 +135,10 @@ def number_words(text: str, num_words: int, relation: str) -> bool:
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
-    """Count the paragraphs between dividers of three asterisks. None may be empty, but for what
-    precedes the first divider and follows the last."""
+    """Return True if dividers of three asterisks separate this number of paragraphs.
+
+    Only the pieces before the first and after the last divider may be empty; they don't count then.
+    """
     first, *rest = re.split(r"\s?\*\*\*\s?", text)
     inner, last = (rest[:-1], rest[-1:]) if rest else ([], [])
     ends = [piece for piece in (first, *last) if piece.strip()]
@@ -144,7 +148,10 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 def nth_paragraph_first_word(
     text: str, num_paragraphs: int, nth_paragraph: int, first_word: str
 ) -> bool:
-    """Paragraphs are separated by blank lines."""
+    """Return True if the counts match and paragraph `nth_paragraph` starts with `first_word`.
+
+    Blank lines separate paragraphs.
+    """
     pieces = text.split("\n\n")
     count = sum(1 for piece in pieces if piece.strip())
     if not 1 <= nth_paragraph <= count or count != num_paragraphs:
@@ -180,7 +187,7 @@ def constrained_response(text: str) -> bool:
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:
-    """*highlighted* and **highlighted**; the latter only as such."""
+    """Return True if enough sections are *highlighted* or **highlighted**; each counts once."""
     single = [piece for piece in re.findall(r"\*[^\n*]*\*", text) if piece.strip("*").strip()]
     double = [piece for piece in re.findall(r"\*\*[^\n*]*\*\*", text) if piece.strip("*").strip()]
     return len(single) + len(double) >= num_highlights
@@ -202,7 +209,7 @@ def json_format(text: str) -> bool:
 
 
 def title(text: str) -> bool:
-    """<<within double angular brackets>>, on one line."""
+    """Return True if a line holds a title <<in double angular brackets>>."""
     for line in text.split("\n"):
         start, end = line.find("<<"), line.rfind(">>")
         if 0 <= start < end - 2 and line[start : end + 2].lstrip("<").rstrip(">").strip():
@@ -268,12 +275,14 @@ CHECKS: Mapping[str, Check] = {
 
 
 def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
-    """Return True if `text` follows the instruction; an empty text follows none. Raises DataError
-    for an unknown id or arguments."""
+    """Return True if `text` follows the instruction; an empty text follows none.
+
+    Raises DataError for an unknown id or arguments.
+    """
     check = CHECKS.get(instruction)
     if check is None:
         raise DataError(f"the instruction '{instruction}' is none of the 25 of IFEval")
-    # published rows name all, most null
+    # Published rows name the arguments of all instructions, most of them null.
     named = {name: value for name, value in arguments.items() if value is not None}
     try:
         return bool(text.strip()) and check(text, **named)

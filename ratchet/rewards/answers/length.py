@@ -18,11 +18,17 @@ class LengthConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
     unit: Literal["tokens", "words", "characters", "lines"] = Field(
-        "tokens", description="Of the whole completion: tokens."
+        "tokens",
+        description="Unit of length; tokens count the whole completion, other units the last "
+        "message.",
     )
-    at_least: int = Field(0, ge=0, description="Shorter answers earn less.")
-    at_most: int | None = Field(None, ge=0, description="Longer answers earn less; null: no bound.")
-    margin: int = Field(0, ge=0, description="How far outside a bound the reward reaches 0.")
+    at_least: int = Field(0, ge=0, description="Minimum length; shorter answers earn less.")
+    at_most: int | None = Field(
+        None, ge=0, description="Maximum length; longer answers earn less; null: no bound."
+    )
+    margin: int = Field(
+        0, ge=0, description="Distance outside a bound at which the reward reaches 0."
+    )
 
     @model_validator(mode="after")
     def _bounds(self) -> LengthConfig:

@@ -1,4 +1,4 @@
-"""Tool calls that could not be read cost something."""
+"""Penalise tool calls that could not be parsed."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ from ratchet.types import Task, Trajectory
 
 
 class MalformedToolCallsConfig(Section):
-    """Minus the number of tool calls in the attempt that could not be read; `weight` is what each
-    of them costs."""
+    """Minus the number of the attempt's tool calls that could not be parsed; `weight` is the cost
+    of each."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.malformed_calls:MalformedToolCalls"
 
 
-COUNT = "malformed_tool_calls"  # the metric of an attempt to which tools were offered
+COUNT = "malformed_tool_calls"  # a metric of attempts that are offered tools
 
 
 class MalformedToolCalls(PerTrajectory):
-    """Minus their number, over all turns of the attempt. One that was cut off is judged as it
-    stands."""
+    """A reward: minus the number of malformed tool calls in all turns of the attempt. An attempt
+    that was cut off is judged as it stands."""
 
     name = COUNT
 
@@ -30,8 +30,10 @@ class MalformedToolCalls(PerTrajectory):
         self.config = config
 
     def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """Return 0 if no tools were offered. Raises DataError for given text, whose calls were not
-        counted."""
+        """Return minus the number of malformed calls, 0 if no tools were offered.
+
+        Raises DataError for text that was not played as an attempt: its calls were not counted.
+        """
         if not trajectory.metrics:
             raise DataError(
                 "this is text, not an attempt that was played: its tool calls were not counted; "

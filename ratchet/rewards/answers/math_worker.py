@@ -1,7 +1,7 @@
-"""The functions that workers of the reward `math` call: computer algebra on LaTeX by math-verify,
-whose parser evaluates no Python.
+"""Compare LaTeX answers by computer algebra, in the workers of the reward `math`.
 
-Only its LaTeX grammar is used: the other way in which it reads expressions goes through `eval`.
+Only the LaTeX grammar of math-verify is used, which evaluates no Python. Its parser of plain
+expressions calls `eval`.
 """
 
 from __future__ import annotations
@@ -10,21 +10,24 @@ import logging
 
 from math_verify import LatexExtractionConfig, parse, verify
 
-# they report every answer that they can't read, and unused deadlines
+# These loggers report every answer that can't be parsed, and unused deadlines.
 for name in ("math_verify", "latex2sympy2_extended"):
     logging.getLogger(name).setLevel(logging.CRITICAL + 1)
 LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 
 
 def equal(answer: str, gold: str) -> bool:
-    """Return True if two pieces of LaTeX are the same number, expression, set, interval, matrix or
-    equation. Text that can't be read (or takes more memory than there is) equals nothing."""
+    """True if two LaTeX texts are the same number, expression, set, interval, matrix or equation.
+
+    Text that can't be parsed (or needs more memory than there is) equals nothing.
+    """
     try:
         expected, given = read(gold), read(answer)
         return (
             bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=None))
         )
-    # a parser's bug on an answer is no reason to stop; what breaks every answer is caught below
+    # A parser's bug on one answer must not stop the run. The check at the end of this module
+    # catches a parser that fails on every answer.
     except Exception:
         return False
 

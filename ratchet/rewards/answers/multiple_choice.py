@@ -24,7 +24,7 @@ class MultipleChoiceConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.multiple_choice:MultipleChoice"
 
     letters: str = Field(
-        "ABCDEFGHIJ", pattern="^[A-Z]+$", description="What there is to choose from, in order."
+        "ABCDEFGHIJ", pattern="^[A-Z]+$", description="Letters to choose from, in order."
     )
     require_marker: bool = Field(
         False,

@@ -1,4 +1,4 @@
-"""A regular expression of the user's matches the answer."""
+"""A reward for answers that match a user's regular expression."""
 
 from __future__ import annotations
 
@@ -24,18 +24,18 @@ def _compiles(pattern: str) -> str:
 
 
 class RegexConfig(Section):
-    """1 where a regular expression matches the answer."""
+    """The reward is 1 if a regular expression matches the answer, else 0."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.regex:Regex"
 
     pattern: Annotated[str, AfterValidator(_compiles)] = Field(
-        description="Of Python's re; (?i) at its start ignores case."
+        description="Regular expression of Python's re; (?i) at its start ignores case."
     )
     whole: bool = Field(False, description="The whole answer must match, not some part.")
     group: int | str | None = Field(
         None, description="This group of the last match must be the task's answer."
     )
-    invert: bool = Field(False, description="1 where it does not match.")
+    invert: bool = Field(False, description="Reward 1 where the pattern does not match.")
     timeout_s: float = Field(
         2.0, gt=0, description="Processor time of one answer; beyond it the attempt has failed."
     )
@@ -56,8 +56,10 @@ class RegexConfig(Section):
 
 
 class Regex(AnswerReward):
-    """Matched in a process of its own: a pattern that backtracks without end on some answer fails
-    that attempt alone."""
+    """A reward that matches a pattern in a worker process.
+
+    A pattern that backtracks without end on an answer fails that attempt alone.
+    """
 
     name = "regex"
     bounds = (0.0, 1.0)
@@ -72,8 +74,11 @@ class Regex(AnswerReward):
         return self._grade(text, task)
 
     async def _grade(self, text: str, task: Task) -> float:
-        """Raises DataError for a task without the answer that a group is compared with, and where
-        matching takes too long."""
+        """Return 1 for a match and 0 otherwise, or the reverse with `invert`.
+
+        Raise DataError if the task has no answer to compare a group with, or if matching takes too
+        long.
+        """
         group = self.config.group
         if group is not None and task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare group {group!r} with")

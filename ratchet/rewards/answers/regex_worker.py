@@ -1,5 +1,7 @@
-"""The function that workers of the reward `regex` call. It imports nothing else, so that they start
-at once."""
+"""The function that workers of the reward `regex` call.
+
+The module imports nothing of Ratchet, so that workers start at once.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +10,10 @@ from collections import deque
 
 
 def match(pattern: str, text: str, whole: bool, group: int | str | None) -> str | None:
-    """Return the group of the last match, "" if it took no part, and the whole match for group
-    None. None without a match."""
+    """Return the group of the last match, "" if it took no part, or None without a match.
+
+    Without a group, return the whole (first) match.
+    """
     matcher = re.compile(pattern)
     if whole:
         match_found = matcher.fullmatch(text)

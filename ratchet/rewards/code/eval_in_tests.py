@@ -3,7 +3,7 @@
 Such tests run code that the program returned, in the process of their own assertions, where it can
 make all of them pass. They are refused for every program alike, so that no program escapes a reward
 of 0 by returning something that would be evaluated. Evaluation that this analysis misses is stopped
-at run time by `sandbox_program.Judge.guard`.
+at run time by `sandbox_program.AssertionJudge.guard`.
 """
 
 from __future__ import annotations

@@ -1,5 +1,7 @@
-"""A function judged by tests that call it, as HumanEval's do (arXiv:2107.03374), tests and program
-in separate sandboxes."""
+"""Judge a function by tests that call it, such as HumanEval's (arXiv:2107.03374).
+
+Tests and program run in separate sandboxes.
+"""
 
 from __future__ import annotations
 
@@ -20,18 +22,18 @@ from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
 log = logging.getLogger(__name__)
 
-MAX_ROUNDS = 512  # executions in which answers lead to calls that were not foreseen
-# answered calls, in tests that would go on making more of each other's answers
+MAX_ROUNDS = 512  # maximum number of rounds: each runs the program, then the tests
+# maximum number of answered calls whose arguments come from earlier answers
 MAX_FOLLOWING = 5000
-MAX_WALLS = 30  # time by the clock that one program may take in all rounds, as a multiple of one's
-MAX_PLANS = 1024  # tasks whose calls are remembered
+MAX_WALLS = 30  # wall time of a program in all rounds, as a multiple of one execution's limit
+MAX_PLANS = 1024  # maximum number of tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
 
 
 @dataclass(frozen=True)
 class FunctionTask:
-    """HumanEval's columns. `label` names the task in messages."""
+    """A task in HumanEval's columns. `label` names the task in messages."""
 
     prompt: str
     entry_point: str
@@ -41,12 +43,12 @@ class FunctionTask:
 
 @dataclass(frozen=True)
 class CodeVerdict:
-    """The end of the tests of a function.
+    """The verdict of the tests on a function.
 
     Args:
         end: "passed", "wrong", "crashed" or "limit".
-        held, broken: assertions that were reached.
-        call: the call after which the first one broke, as text; "" if none is known.
+        held, broken: how many of the reached assertions held, and how many broke.
+        call: the call after which the first assertion broke, as text; "" if none is known.
     """
 
     end: str
@@ -60,8 +62,9 @@ class Plan:
     """The calls that tests seem to make.
 
     Args:
-        calls: as text.
-        ahead: calls of tests that came to their end before any answer was known; else None.
+        calls: the calls as text.
+        ahead: number of calls, if the tests came to their end before any answer was known; else
+            None.
     """
 
     calls: list[str]
@@ -70,12 +73,12 @@ class Plan:
 
 @dataclass(frozen=True)
 class Explained:
-    """The result of one call, as far as the judged program can be shown.
+    """The result of one call, which may be shown to the policy.
 
     Args:
-        call: as Python writes it; "" if it isn't known.
-        returned: as Python writes it; None if it returned nothing.
-        result: of the process that held this call alone, without its stdout.
+        call: the call in Python syntax; "" if it isn't known.
+        returned: the returned value in Python syntax; None if there is none.
+        result: the result of a process that was given only this call, without its stdout.
     """
 
     call: str
@@ -86,8 +89,8 @@ class Explained:
 def _script(module: str, entry: str, *, compiled: bool) -> str:
     """Return a script that imports `plain_values` and `module` from its text, and calls `entry`.
 
-    Both are compiled here once where the sandbox runs this very Python: 4 ms, as much as the rest
-    of an execution. Nothing is ever read back.
+    compiled: the sandbox runs this very Python, so compile both once here. That saves 4 ms, as much
+    as the rest of an execution takes. No compiled code is ever read back from the sandbox.
     """
     lines = ["import marshal, sys, types"]
     for part in ("plain_values", module):
@@ -103,8 +106,11 @@ def _script(module: str, entry: str, *, compiled: bool) -> str:
 
 
 class FunctionJudge:
-    """Runs the program on the calls that the tests make, then the tests on its answers, until the
-    tests have an end."""
+    """A judge that runs the program on the tests' calls, then the tests on its answers, until the
+    tests end.
+
+    share: the tests go on after an assertion that breaks.
+    """
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
@@ -120,8 +126,10 @@ class FunctionJudge:
         self._endless: set[str] = set()
 
     async def judge(self, text: str, task: FunctionTask) -> CodeVerdict:
-        """Raises DataError where the tests are broken whatever the program, SandboxError where the
-        sandbox is."""
+        """Return the tests' verdict on a program.
+
+        Raises DataError if the tests can judge no program, SandboxError if the sandbox failed.
+        """
         plan = await self._plan(task)
         calls, answers, sure, following = plan.calls, [], 0, 0
         programs = Programs(self.sandbox, MAX_WALLS * self.limits.wall_s)
@@ -131,11 +139,12 @@ class FunctionJudge:
             # Answers that the tests have already used stay, whatever the program says this time.
             answers = answers[:sure] + _lines(result)[sure : len(calls)]
             outcome = await self._try(task, calls, answers)
-            if outcome is None:  # plain values that take the tests for ever, or all the memory
+            # These answers made the tests run out of time or memory.
+            if outcome is None:
                 return CodeVerdict("limit")
             if outcome["end"] == "unknown":
-                # The call after the sure ones follows from their answers, and was answered. Not
-                # asked again, it was drawn.
+                # The call after the sure ones follows from their answers, and was answered. If the
+                # tests don't make it again, they drew it at random.
                 if outcome["sure"] <= sure:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "
@@ -158,8 +167,8 @@ class FunctionJudge:
     def _endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
         """Return the verdict on a program whose answers led to ever more calls.
 
-        Raises DataError where the tests make as many by themselves. Elsewhere it is the program
-        that keeps a loop of the tests going, and a refusal would spare it its 0.
+        Raises DataError if the tests make that many by themselves. Otherwise the program keeps a
+        loop of the tests going, and an error would spare it the reward of 0.
         """
         limit = (
             f"too many calls that follow from each other's answers ({MAX_ROUNDS} rounds, or "
@@ -179,7 +188,7 @@ class FunctionJudge:
         return CodeVerdict("limit")
 
     async def explain(self, text: str, task: FunctionTask, call: str) -> Explained:
-        """Run the program on `call` alone: the one process that holds it never holds a test."""
+        """Run the program on `call` alone, in a process that never sees a test."""
         request = {**_program_columns(task), "text": text, "call": call}
         result = await Programs(self.sandbox).run(self._explain, _json(request), self.limits)
         lines = [_text(line) for line in _lines(result)[:2]]
@@ -190,8 +199,8 @@ class FunctionJudge:
         )
 
     async def _plan(self, task: FunctionTask) -> Plan:
-        """The calls that the tests seem to make. The attempts of a group ask at once, and one of
-        them finds out."""
+        """Return the calls that the tests seem to make, which attempts of a group share: the first
+        one computes them."""
         plan = self._plans.get(task)
         if (
             plan is None
@@ -254,13 +263,12 @@ def _program_columns(task: FunctionTask) -> dict[str, str]:
 
 
 def _lines(result: Result) -> list[str]:
-    """Complete lines only: what was cut off is no answer."""
+    """Return the complete lines of stdout: a line that was cut off is no answer."""
     return [line.decode("utf-8", "replace") for line in result.stdout.split(b"\n")[:-1]]
 
 
 def _text(line: str) -> str:
-    """Return the text that a line of JSON holds; "" where it holds none: the program may have
-    written it."""
+    """Return the text in a line of JSON, or "" if there is none: the program may write anything."""
     try:
         text = json.loads(line)
     except (ValueError, RecursionError):

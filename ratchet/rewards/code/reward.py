@@ -30,8 +30,8 @@ class CodeConfig(Section):
     )
     compare: Literal["tokens", "lines"] = Field(
         "tokens",
-        description="Of an output: what white space separates; or lines, but for spaces at their "
-        "ends.",
+        description="Units of an output that are compared: what white space separates; or lines, "
+        "but for spaces at their ends.",
     )
     tolerance: float | None = Field(
         None,
@@ -42,23 +42,26 @@ class CodeConfig(Section):
         "last", description="Which fenced blocks are the program."
     )
     require_block: bool = Field(
-        False, description="An answer without a fenced block earns 0; else it is the program whole."
+        False,
+        description="An answer without a fenced block earns 0; false: the whole answer is the "
+        "program.",
     )
     timeout_s: float = Field(
         4.0,
         gt=0,
-        description="Processor time of one test, in whole seconds; of the clock, three times it.",
+        description="Processor time of one test, in whole seconds; its wall time may be three "
+        "times that.",
     )
-    memory_mib: int = Field(512, ge=64, description="Address space of the program.")
-    output_kib: int = Field(1024, gt=0, description="What it may print, for one test.")
+    memory_mib: int = Field(512, ge=64, description="Address space of the program, in MiB.")
+    output_kib: int = Field(1024, gt=0, description="Output of the program in one test, in KiB.")
     workers: int = Field(2, gt=0, description="Programs that run at once.")
     isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
         "landlock",
-        description="The weakest sandbox that will do; the strongest that there is is taken.",
+        description="Weakest isolation allowed; the strongest available is used.",
     )
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
         default_factory=local_sandbox,
-        description="Where programs run: local, docker or remote, and its keys.",
+        description="Sandbox of the programs: local, docker or remote, and its keys.",
     )
 
     @model_validator(mode="after")

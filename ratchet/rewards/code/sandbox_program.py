@@ -1,13 +1,12 @@
-"""The program that runs in the sandbox beside the tests of a function. Standard library only, and
-`plain_values`.
+"""Run the tests of a function in the sandbox, on answers that the judged program gave earlier.
 
-It is never in one process with the judged code (`program_runner`). The tests get plain values built
-from text, never the program's objects, so nothing in them can be patched, and an `__eq__` that is
-always true stays where it was written.
+It imports only the standard library and `plain_values`, and never shares a process with the judged
+code (`program_runner`). The tests get plain values built from text, never the program's objects, so
+the program can't patch them, and its `__eq__` that is always true has no effect.
 
-A test calls a stand-in of the function. If the answer to a call is known, it is given; at the first
-call without an answer the tests continue with `Anything`, only to find which calls are likely to
-follow, so that one execution answers them all. No verdict is ever made of such a run.
+The tests call a stand-in for the function, which returns known answers. At the first call without
+an answer the tests continue with `Anything`, only to find which calls are likely to follow, so that
+one execution of the program answers them all. Such a run never leads to a verdict.
 """
 
 from __future__ import annotations
@@ -37,15 +36,18 @@ from ratchet.rewards.code.plain_values import (
     valid,
 )
 
-MAX_CALLS = 5000  # looked ahead
-MAX_COUNTED = 50_000  # beyond these, in the first round: how many the tests make by themselves
-LOOKAHEAD_S = 1.0  # of processor time
-FEWEST_AWAITING = 16  # calls made of answers that are awaited, looked ahead in the first round
+MAX_CALLS = 5000  # maximum number of calls to foresee
+# Maximum number of further calls to count in the first round, which finds how many calls the tests
+# make by themselves.
+MAX_COUNTED = 50_000
+LOOKAHEAD_S = 1.0  # processor time
+# Minimum of the limit on foreseen calls whose arguments contain awaited answers.
+FEWEST_AWAITING = 16
 
 
 def tests() -> NoReturn:
-    """Reads {"prompt", "entry_point", "test", "calls", "answers", "share"}; writes how the tests
-    ended, see `RubricJudge.run`."""
+    """Read {"prompt", "entry_point", "test", "calls", "answers", "share"} from stdin, and write the
+    result of `AssertionJudge.run` to stdout."""
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
     send(channel, json.dumps(AssertionJudge(**request).run()))
@@ -53,24 +55,30 @@ def tests() -> NoReturn:
 
 
 class Stop(BaseException):
-    """Enough was learned of the calls to come."""
+    """A signal to end the look-ahead: enough calls are foreseen, or its time is over."""
 
 
 class Unusable(Exception):
-    """The tests themselves are broken, whatever the program."""
+    """An error for tests that are broken whatever the program does."""
 
 
 class Evaluated(BaseException):
-    """The tests were about to run an answer as code. Not an Exception, which they might catch."""
+    """An error for tests that would run an answer as code.
+
+    It is no Exception, which the tests might catch.
+    """
 
 
 class ProgramError(Exception):
-    """The program gave no value, or an exception that has no built-in name."""
+    """An error for a program that gave no value, or raised an exception without a built-in name."""
 
 
 class CountAsserts(ast.NodeTransformer):
-    """`assert` reports to the judge, which says whether a broken one ends the tests. One that can't
-    break is no test."""
+    """A transformer that makes each `assert` report to the judge.
+
+    The judge decides whether a broken one ends the tests. An `assert` of a true constant is
+    removed, because it tests nothing.
+    """
 
     WRAPPED = (
         "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
@@ -81,7 +89,8 @@ class CountAsserts(ast.NodeTransformer):
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant) and node.test.value:
             return ast.copy_location(ast.Pass(), node)
-        # it is not shown, and what it needs must not be missed by a wrong answer alone
+        # Drop the message: it is never shown, and a fault in it, such as a missing import, would
+        # show only at a wrong answer.
         node.msg = None
         wrapped = ast.parse(self.WRAPPED).body[0]
         assert isinstance(wrapped, ast.Try)
@@ -90,9 +99,14 @@ class CountAsserts(ast.NodeTransformer):
 
 
 class AssertionJudge:
-    """calls: those that the program was asked, as text. answers: to the first of them; where they
-    are fewer, the program ended before it gave the next. share: go on after an assertion that
-    breaks."""
+    """A judge that runs the tests on the program's answers and counts assertions.
+
+    Args:
+        calls: The calls sent to the program, as text.
+        answers: The answers to the first of them. If there are fewer, the program ended before it
+            gave the next one.
+        share: True to continue after a broken assertion.
+    """
 
     def __init__(
         self,
@@ -107,19 +121,27 @@ class AssertionJudge:
         self.calls, self.answers = calls, answers
         self.asked: list[str] = []
         self.sure: int | None = None  # calls before the first without an answer
-        self.unforeseen = 0  # calls after it whose arguments can't be told yet
-        self.stopped = False  # looking ahead came to no end
+        self.unforeseen = 0  # later calls that were counted but not foreseen
+        self.stopped = False  # True if the look-ahead was cut off
         self.at = 0  # the call after which the first assertion broke, or the tests ended
-        self.lost = False
-        self.given = self.heard_text = False  # an answer was given; one that is more than a number
-        self.evaluated = ""  # what the tests were about to do with it
+        self.lost = False  # True if the program ended without an answer
+        # True once the tests got an answer; and once they got one that is more than a number.
+        self.given = self.heard_text = False
+        self.evaluated = ""  # error message if the tests tried to run an answer as code
         self.held = self.broken = 0
         self.programs: list[BaseException] = []  # exceptions that came from the program
 
     def run(self) -> dict[str, Any]:
-        """end: "passed", "wrong" or "crashed" (the program's answer, or what it raised, broke
-        them), "lost" (no answer came), "unknown" (ask the program `calls`, of which the first
-        `sure` are certain) or "unusable" (`why`)."""
+        """Run the tests and return a result, whose "end" is one of these.
+
+        "passed".
+        "wrong": an answer broke the tests.
+        "crashed": an exception of the program broke the tests.
+        "lost": the program ended without an answer.
+        "unknown": run the program on "calls" first, of which the first "sure" are certain. "ahead"
+          is the number of calls if the tests came to their end, else None.
+        "unusable": the tests are broken, see "why".
+        """
         try:
             self._run()
             end, why = ("wrong" if self.broken else "passed"), ""
@@ -150,10 +172,10 @@ class AssertionJudge:
         }
 
     def _run(self) -> None:
-        random.seed(0)  # the tests run more than once, and must ask the same
+        random.seed(0)  # the tests run more than once, and must make the same calls
         namespace: dict[str, Any] = {"__name__": "tests", "_ratchet_judge": self}
         stub = valid(self.prompt) or valid(self.prompt + "\n    pass\n")
-        if stub is not None:  # what the tests use of it: imports, helper functions
+        if stub is not None:  # the tests may use its imports and helper functions
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
         self.guard()
@@ -165,11 +187,11 @@ class AssertionJudge:
         check(self.call)
 
     def guard(self) -> None:
-        """Have the interpreter refuse to run code that an answer may be part of.
+        """Make the interpreter refuse to run code that may contain part of an answer.
 
-        Beside the tests it could make them hold. Once an answer was given that may hold text, only
-        three things are run: code without any name (that of "1 + 1", say, reaches nothing), texts
-        of the tests themselves, and what the library compiles for itself.
+        In the tests' process such code could make them pass. After an answer that may hold text,
+        only three kinds of code run: code without any name (such as that of "1 + 1"), string
+        literals of the tests themselves, and code that the standard library compiles for itself.
         """
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
@@ -187,7 +209,7 @@ class AssertionJudge:
         sys.addaudithook(hook)
 
     def call(self, *arguments: Any, **named: Any) -> Any:
-        """The stand-in of the judged function."""
+        """Stand in for the judged function: return the answer, or look ahead without one."""
         try:
             text = json.dumps([encode(list(arguments)), encode(named)])
         except Unplain as error:
@@ -215,10 +237,10 @@ class AssertionJudge:
         return self._look_ahead(text)
 
     def _look_ahead(self, text: str | None) -> Any:
-        """Note a call that no answer is known to, as far as its arguments can be told.
+        """Record a call without a known answer, or only count it if its arguments are unknown.
 
-        Calls made of awaited answers are foreseen in numbers that double with each round: a loop
-        that only an answer ends would never stop here.
+        Calls whose arguments contain awaited answers are limited, by a number that about doubles
+        with each round: a loop that only an answer ends would never stop here.
         """
         assert self.sure is not None
         ahead = len(self.asked) - self.sure
@@ -238,7 +260,7 @@ class AssertionJudge:
         raise Stop
 
     def _given(self, line: str) -> Any:
-        """Rebuilt from what the program's process wrote, which may be anything."""
+        """Return, or raise, the answer in a line from the program, which may hold anything."""
         before, self.given, self.heard_text = self.heard_text, True, True
         try:
             answer = json.loads(line)
@@ -264,10 +286,10 @@ class AssertionJudge:
     def _own(self, error: BaseException) -> bool:
         """True if the tests are at fault: they lack a name or a module, or are broken source.
 
-        After the first answer such an error may be the answer's doing, so that it is a wrong one:
-        no program may turn its 0 into a failed attempt.
+        After the first answer, the answer may have caused such an error, so it counts as wrong: no
+        program may turn its reward of 0 into a failed attempt.
         """
-        # which `Anything` in place of an answer does not bring about
+        # During look-ahead only these count, because `Anything` does not cause them.
         lacking = NameError | ModuleNotFoundError
         kinds = lacking if self.sure is not None else lacking | SyntaxError | ImportError
         broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
@@ -283,15 +305,16 @@ class AssertionJudge:
         return self._own(error) or not (self.share or self.sure is not None)
 
 
-# audit events
+# Audit events that run or build code.
 RUNNING = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")
+# Events whose first argument is a code object.
 TAKING_CODE = ("exec", "function.__new__")
-# of the library; they check the names that they are given
+# Library files that compile source. They check the names that they put into it.
 COMPILING = ("collections/__init__.py", "dataclasses.py")
 
 
 def compiled_by_library(frame: types.FrameType | None) -> bool:
-    """True if a module is being imported, or a class of the library is made by source."""
+    """Return True if a module is being imported, or the library makes a class from source."""
     if (
         frame is not None
         and frame.f_code.co_filename.startswith("/")
@@ -306,7 +329,7 @@ def compiled_by_library(frame: types.FrameType | None) -> bool:
 
 
 def literals(source: str) -> Iterator[types.CodeType]:
-    """Yield the code that the texts in `source` compile to."""
+    """Yield the code that the string literals in `source` compile to."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
             for mode in ("eval", "exec"):
@@ -315,16 +338,17 @@ def literals(source: str) -> Iterator[types.CodeType]:
 
 
 def nameless(code: types.CodeType) -> bool:
-    """True if `code` uses no variable, attribute or module, so that it only combines constants."""
+    """Return True if `code` has no variable, attribute or module: it only combines constants."""
     return not code.co_names and all(
         nameless(part) for part in code.co_consts if isinstance(part, types.CodeType)
     )
 
 
 def raised(kinds: list[str], arguments: list[Any]) -> Exception:
-    """Return the exception that a program raised, as the nearest built-in class of it.
+    """Return the exception that a program raised, as its nearest built-in class.
 
-    One that ends a loop silently could make `all(map(candidate, ...))` true, and is none of them.
+    An exception that ends a loop silently becomes a ProgramError, because it could make
+    `all(map(candidate, ...))` true.
     """
     classes = [getattr(builtins, kind, None) for kind in kinds]
     nearest = next(

@@ -28,19 +28,22 @@ class ChatJudgeConfig(EndpointConfig):
     placeholders: ClassVar[tuple[str, ...]] = ()
 
     url: Url = Field(description="Base of an OpenAI-compatible API: http://localhost:8000/v1")
-    model: str = Field(min_length=1, description="As the endpoint calls it.")
-    rubric: str = Field("Is the response correct, complete and clear?", description="What counts.")
-    temperature: Temperature = Field(
-        0.0, description="Of the judge; above 0, equal questions are still asked once."
+    model: str = Field(min_length=1, description="Name of the model at the endpoint.")
+    rubric: str = Field(
+        "Is the response correct, complete and clear?", description="Criteria of the judge."
     )
-    max_tokens: int = Field(512, gt=0, description="Of its reply.")
+    temperature: Temperature = Field(
+        0.0, description="Temperature of the judge; above 0, equal questions are still asked once."
+    )
+    max_tokens: int = Field(512, gt=0, description="Tokens of the judge's reply.")
     extra_body: dict[str, Any] = Field(
         {}, description="Further keys of a request: {reasoning_effort: low}."
     )
     max_chars: int = Field(
         20_000,
         gt=1,
-        description="Of a longer answer the judge reads only the beginning and the end.",
+        description="Characters of an answer that the judge reads: of a longer one only the "
+        "beginning and the end.",
     )
     cache: Path | None = Field(None, description="Directory that keeps the replies beyond the run.")
 

@@ -1,5 +1,4 @@
-"""Asking another process over HTTP: JSON out, JSON in, with retries, a pace and a bound on what
-runs at once."""
+"""A client that posts JSON over HTTP, with retries, a rate limit and bounded concurrency."""
 
 from __future__ import annotations
 
@@ -33,12 +32,12 @@ class EndpointConfig(Section):
         pattern=r"^[A-Za-z_]\w*$",
         description="Environment variable that holds the key; null: none is sent.",
     )
-    timeout_s: float = Field(60.0, gt=0, description="Of one try.")
+    timeout_s: float = Field(60.0, gt=0, description="Timeout of one try, in seconds.")
     retries: int = Field(
         5, ge=0, description="Further tries after 429, 5xx, a timeout or a broken connection."
     )
     backoff_s: float = Field(
-        1.0, gt=0, description="Wait before the first retry; it doubles with each."
+        1.0, gt=0, description="Wait before the first retry, in seconds; it doubles with each."
     )
     concurrency: int = Field(16, gt=0, description="Requests under way at once.")
     requests_per_minute: float | None = Field(
@@ -46,14 +45,17 @@ class EndpointConfig(Section):
     )
 
 
-TOO_EARLY_OR_BUSY = (408, 425, 429)  # beside all of 500 and above: worth another try
+# statuses that are retried, like all of 500 and above
+TOO_EARLY_OR_BUSY = (408, 425, 429)
 MAX_WAIT_S = 60.0
 EXCERPT = 200
 
 
 class EndpointError(RatchetError):
-    """An error: nothing usable came back, after all tries. status: with which the endpoint refused;
-    None if it did not."""
+    """An error of an endpoint that refused, or gave nothing usable in any try.
+
+    status: the HTTP status of the refusal; None if all tries failed.
+    """
 
     def __init__(self, message: str, status: int | None = None) -> None:
         super().__init__(message)
@@ -61,22 +63,27 @@ class EndpointError(RatchetError):
 
 
 class Pace:
-    """Starts at most so many requests a minute, evenly: a burst at the start of each minute would
-    be refused by many."""
+    """A rate limit that spaces requests evenly.
+
+    Many servers would refuse a burst at the start of each minute.
+    """
 
     def __init__(self, per_minute: float | None) -> None:
         self.interval_s = 60.0 / per_minute if per_minute else 0.0
         self._next = 0.0
 
     def wait_s(self, now: float) -> float:
-        """Seconds until the request may start that asks at `now`; the turn is taken."""
+        """Reserve the next start and return the seconds from `now` until then."""
         start = max(now, self._next)
         self._next = start + self.interval_s
         return start - now
 
 
 class _Again(Exception):
-    """A try failed in a way that may pass. after_s: what the server asks for."""
+    """A failure worth a retry.
+
+    after_s: the server's Retry-After, in seconds.
+    """
 
     def __init__(self, why: str, after_s: float = 0.0) -> None:
         super().__init__(why)
@@ -84,12 +91,17 @@ class _Again(Exception):
 
 
 class Endpoint:
-    """One address. A client is made for each request: rewards live longer than the event loops that
-    they are called from, and what is asked takes far longer than a connection."""
+    """A client of one URL.
+
+    Each request opens its own connection, because a reward outlives the event loops that call it.
+    Connecting takes far less time than a request.
+    """
 
     def __init__(self, url: str, config: EndpointConfig) -> None:
-        """Raises ConfigError where the named environment variable is not set, MissingDependency
-        without httpx."""
+        """Raise ConfigError if the key's environment variable is not set.
+
+        Raises MissingDependency without httpx.
+        """
         try:
             import httpx
         except ImportError:
@@ -98,13 +110,13 @@ class Endpoint:
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
             self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"
-        # Reading the certificates takes 20 ms: once.
+        # Reading the certificates takes 20 ms, so it is done once.
         self._verify = httpx.create_ssl_context() if url.startswith("https") else False
         self._pace = Pace(config.requests_per_minute)
         self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def post(self, body: Any) -> Any:
-        """The JSON that the endpoint answers. Raises EndpointError."""
+        """Post `body` as JSON and return the JSON response. Raises EndpointError."""
         content, tries = (
             json.dumps(body, ensure_ascii=True).encode("ascii"),
             self.config.retries + 1,
@@ -123,8 +135,8 @@ class Endpoint:
         async with self._turn():
             await asyncio.sleep(self._pace.wait_s(time.monotonic()))
             try:
-                # httpx counts from one packet to the next: a server that dribbles would never be
-                # late
+                # The timeout of httpx restarts with each packet, so a server that trickles bytes
+                # would never time out.
                 async with asyncio.timeout(self.config.timeout_s), self._client() as client:
                     answer = await client.post(self.url, content=content)
             except TimeoutError:
@@ -143,15 +155,14 @@ class Endpoint:
             )
         try:
             return answer.json()
-        except ValueError:  # a page of some proxy, or an answer that was cut
+        except ValueError:  # a proxy's error page, or a truncated response
             raise _Again(f"no JSON: {answer.text[:EXCERPT]!r}") from None
 
     def _client(self) -> Any:
         return self._httpx.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
 
     def _turn(self) -> asyncio.Semaphore:
-        """Return the semaphore of the running loop: a semaphore belongs to the loop that it first
-        waited in."""
+        """Return the running event loop's semaphore; a semaphore can't be shared between loops."""
         loop = asyncio.get_running_loop()
         if self._turns is None or self._turns[0] is not loop:
             self._turns = (loop, asyncio.Semaphore(self.config.concurrency))
@@ -159,7 +170,7 @@ class Endpoint:
 
 
 def _seconds(header: str | None) -> float:
-    """Return the seconds of a Retry-After; 0 if it is absent or a date."""
+    """Return the seconds of a Retry-After header; 0 if it is absent or a date."""
     try:
         return max(0.0, float(header or 0.0))
     except ValueError:

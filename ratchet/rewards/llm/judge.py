@@ -1,4 +1,4 @@
-"""A language model judges: each answer by a rubric, or answers against each other."""
+"""Rewards by a language model that scores each answer by a rubric, or compares answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, 
 
 
 class JudgeConfig(ChatJudgeConfig):
-    """A language model scores each answer by a rubric; the scale becomes 0 to 1."""
+    """A language model scores each answer by a rubric. Scores are rescaled to 0 to 1."""
 
     builds: ClassVar[str] = "ratchet.rewards.llm.judge:RubricJudge"
     placeholders: ClassVar[tuple[str, ...]] = ("{response}",)
@@ -49,7 +49,7 @@ class JudgeConfig(ChatJudgeConfig):
 
 
 class PairwiseJudgeConfig(ChatJudgeConfig):
-    """A language model compares answers: the share of comparisons that one wins."""
+    """A language model compares answers in pairs. The reward is an answer's win rate."""
 
     builds: ClassVar[str] = "ratchet.rewards.llm.judge:PairwiseJudge"
     placeholders: ClassVar[tuple[str, ...]] = ("{first}", "{second}")
@@ -79,7 +79,7 @@ TIES = ("tie", "c")
 
 
 class RubricJudge(PerTrajectory):
-    """A score by a rubric, from 0 (the low end of the scale) to 1."""
+    """A reward that a judge gives by a rubric, from 0 (the low end of the scale) to 1."""
 
     name = "judge"
     bounds = (0.0, 1.0)
@@ -89,9 +89,12 @@ class RubricJudge(PerTrajectory):
         self._chat = ChatJudge(config)
 
     async def judge(self, trajectory: Trajectory, task: Task) -> float:
-        """Raises EndpointError where the judge can't be asked, DataError where its reply holds no
-        score of the scale."""
-        # also where it was cut off: without an answer there is nothing to judge
+        """Return the judge's score, rescaled to 0 to 1; 0 for an answer that was cut off.
+
+        Raise EndpointError if the judge can't be reached, and DataError if there is no answer or
+        the reply holds no score within the scale.
+        """
+        # A missing answer raises, even if the attempt was cut off.
         answer_text(trajectory)
         if isinstance(trajectory.outcome, Truncated):
             return 0.0
@@ -110,8 +113,10 @@ class RubricJudge(PerTrajectory):
 
 
 def score_in(reply: str, low: float, high: float) -> float:
-    """The last "Score: N" of a reply, or the "score" of its JSON. Raises DataError where there is
-    none in the scale."""
+    """Return the last "Score: N" of a reply, or the "score" of its JSON.
+
+    Raise DataError if there is none, or if it lies outside the scale.
+    """
     scores = SCORE.findall(reply)
     if not scores:
         raise DataError(f"the judge's reply holds no score: {reply[-300:]!r}")
@@ -125,16 +130,18 @@ def score_in(reply: str, low: float, high: float) -> float:
 
 
 class PairwiseJudge:
-    """The share of comparisons that an answer wins (a tie is half a win): against every other
-    attempt of its group, or against the task's answer. An attempt that was cut off earns 0 and is
-    compared with none; one alone earns a half."""
+    """A reward that is the share of comparisons an answer wins; a tie is half a win.
+
+    An answer is compared with every other attempt of its group, or with the task's answer. An
+    attempt that was cut off earns 0 without a comparison; one without a rival earns 0.5.
+    """
 
     def __init__(self, config: PairwiseJudgeConfig) -> None:
         self.config = config
         self._chat = ChatJudge(config)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        """Failed("reward") for an attempt of which one comparison could not be made."""
+        """Return an outcome for each attempt: Failed("reward") if any of its comparisons failed."""
         outcomes: list[Outcome] = [_ended(trajectory, task) for trajectory in trajectories]
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Scored)]
         texts = {i: checked_answer(trajectories[i], self.config.max_chars) for i in rows}
@@ -159,8 +166,10 @@ class PairwiseJudge:
     async def _compared(
         self, one: str, other: str, task: Task, trajectory: Trajectory
     ) -> float | Failed:
-        """1 where `one` is better, 0 where the other is; judges prefer a place, so each has
-        both."""
+        """Return 1 if `one` is better, 0 if `other` is, 0.5 for a tie, or why judging failed.
+
+        Judges prefer one of the two places, so with `both_orders` each answer takes both.
+        """
         if one == other:
             return 0.5
         values = {
@@ -168,7 +177,7 @@ class PairwiseJudge:
             "reference": "" if self.config.against == "answer" else reference_block(task),
             "rubric": self.config.rubric,
         }
-        # Equal pairs are one question, whichever attempt came first in the group.
+        # Sorted, so that two answers make the same (shared) request in either order.
         first, second = sorted((one, other))
         orders = (
             ((first, second), (second, first)) if self.config.both_orders else ((first, second),)
@@ -179,7 +188,7 @@ class PairwiseJudge:
         try:
             replies = await asyncio.gather(*(self._chat.ask(question) for question in questions))
             wins = [verdict_in(reply) for reply in replies]
-        # the episode boundary: whatever a judge does costs the two attempts that it was to compare
+        # Any error of the judge fails only the two attempts that it compares.
         except Exception:
             return Failed("reward", f"pairwise_judge, task '{task.id}':\n{traceback.format_exc()}")
         share = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
@@ -187,8 +196,10 @@ class PairwiseJudge:
 
 
 def verdict_in(reply: str) -> float:
-    """1 where the last verdict of a reply is for A, 0 for B, a half for a tie. Raises DataError
-    where there is none."""
+    """Return 1 if the last verdict of a reply is for A, 0 for B, and 0.5 for a tie.
+
+    Raise DataError if there is none.
+    """
     verdicts = [first or second for first, second in VERDICT.findall(reply)]
     if not verdicts:
         raise DataError(f"the judge's reply holds no verdict: {reply[-300:]!r}")
@@ -197,7 +208,7 @@ def verdict_in(reply: str) -> float:
 
 
 def _ended(trajectory: Trajectory, task: Task) -> Outcome:
-    """Scored for one that is yet to be compared."""
+    """Return the outcome before any comparison: Scored if the attempt is to be compared."""
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
     if not any(message.role == "assistant" for message in trajectory.messages):

@@ -1,8 +1,7 @@
-"""The process of `ratchet.rewards.process_pool.pool`: one function, called with the arguments of
-each line that arrives.
+"""The worker process of a reward pool: calls one function with the arguments in each input line.
 
-Its own clock ends it: a call that takes more processor time than it may is killed by the kernel
-(SIGPROF), inside C code too and even if the process that waits for it is gone.
+If a call exceeds its processor time, the kernel kills the worker (SIGPROF), inside C code too and
+even if the process that waits for the result is gone.
 """
 
 from __future__ import annotations
@@ -18,13 +17,18 @@ from importlib import import_module
 
 
 def main(path: str, cpu_s: float, memory_mib: int) -> None:
-    """Serves until its standard input ends. `path` is "module:function"; arguments and results
-    travel as JSON lines."""
+    """Serve calls, whose arguments and results are JSON lines, until standard input ends.
+
+    Args:
+        path: The function, as "module:function".
+        cpu_s: Limit on the processor time of a call.
+        memory_mib: Limit on the memory of the process.
+    """
     answers = os.fdopen(os.dup(1), "w", encoding="ascii")
-    os.dup2(2, 1)  # whatever a library prints is no answer
+    os.dup2(2, 1)  # libraries' prints go to stderr, not between the results
     module, _, name = path.partition(":")
     function = getattr(import_module(module), name)
-    # from here on it has nothing to write
+    # The process writes no files from here on.
     for limit in (resource.RLIMIT_CORE, resource.RLIMIT_FSIZE):
         with contextlib.suppress(ValueError, OSError):
             resource.setrlimit(limit, (0, 0))
@@ -36,7 +40,7 @@ def main(path: str, cpu_s: float, memory_mib: int) -> None:
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
             answer = {"value": function(*arguments)}
-        except Exception:  # the caller decides what a bug, or memory that ran out, costs
+        except Exception:  # the caller decides what a bug, or exhausted memory, costs
             answer = {"error": traceback.format_exc()[-4000:]}
         signal.setitimer(signal.ITIMER_PROF, 0)
         _send(answers, answer)

@@ -1,6 +1,6 @@
 """Restrict the process to the named paths by Landlock, irrevocably.
 
-Needs no privilege; Linux 5.13 and newer.
+It needs Linux 5.13 or newer, and no privilege.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446
 EXECUTE, WRITE_FILE, READ_FILE, READ_DIR, TRUNCATE = 1 << 0, 1 << 1, 1 << 2, 1 << 3, 1 << 14
 FILE_RIGHTS = EXECUTE | WRITE_FILE | READ_FILE | TRUNCATE
 BASE_RIGHTS = (1 << 13) - 1
-# (ABI version, right): refer, truncate, ioctl on devices
+# (first ABI version with the right, right) of: refer, truncate, ioctl on devices
 NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
@@ -32,9 +32,9 @@ def handled_rights(version: int) -> int:
 
 
 def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bool) -> None:
-    """Restrict this process to the named paths. The caller has set no_new_privs.
+    """Restrict this process to the named paths. The caller must have set no_new_privs.
 
-    Network and signals are restricted as far as this kernel supports.
+    Network and signals are restricted as far as the kernel supports it.
     """
     version = abi()
     handled = handled_rights(version)
@@ -53,7 +53,7 @@ def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bo
 def allow(ruleset: int, path: str, rights: int) -> None:
     try:
         target = os.open(path, os.O_PATH | os.O_CLOEXEC)
-    except OSError:  # a path that this machine lacks, or this user can't reach, needs no right
+    except OSError:  # a path that is missing or unreachable for this user needs no rule
         return
     if not os.path.isdir(path):
         rights &= FILE_RIGHTS

@@ -11,9 +11,9 @@ from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_RE
 
 BOX = "/box"  # the scratch directory; /tmp points to it
 DEVICES = ("null", "zero", "random", "urandom")
-# Debian's awk is a link into the last of them, which holds nothing but links.
+# Debian's awk is a link into /etc/alternatives, which holds only links.
 SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
-# where the new root is put together: always a directory, and never one of its sources
+# Where the new root is assembled: a directory that always exists and is never a source.
 STAGE = "/proc"
 INNER_UID = 1000
 SPACES = syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | syscalls.NEWUTS
@@ -41,12 +41,13 @@ def enter() -> None:
 
 
 def build(sources: list[str]) -> int | None:
-    """Build the root directory, in the first process inside.
+    """Build the root directory. Call it in the first process inside the namespaces.
 
-    Returns a /proc of the new process namespace, or None if a container hides parts of /proc.
+    Returns a descriptor of the new process namespace's /proc, or None if a container hides parts of
+    /proc.
     """
     try:
-        # now: an unprivileged user may mount one only while another is in sight
+        # Mount it before the tmpfs hides /proc: an unprivileged user needs a visible one for that.
         proc = syscalls.detached_proc()
     except OSError:
         proc = None

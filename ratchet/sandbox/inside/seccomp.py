@@ -1,8 +1,8 @@
 """The seccomp filter: system calls that are not allowed here fail with EPERM.
 
-Classic BPF, written by hand without libseccomp. Calls are allowed by name, because new calls of a
-new kernel must not be open by default. Numbers are x86-64's; on another machine `available` is
-False and the sandbox refuses to start.
+The filter is classic BPF, written by hand without libseccomp. Calls are allowed by name, because
+new calls of a new kernel must not be open by default. Numbers are x86-64's; on another machine
+`available` is False and the sandbox refuses to start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .syscalls import MACHINE, SECCOMP, syscall
 LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
 KILL, OK, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 ARCH_X86_64, X32_BIT = 0xC000003E, 0x40000000
-OWN_PID = 0x7E57AB1E
+OWN_PID = 0x7E57AB1E  # placeholder that `program` replaces
 NAMESPACE_FLAGS, CLONE_THREAD = 0x7E020080, 0x10000
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
 WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
@@ -47,20 +47,20 @@ ALWAYS = table("""
     sendto=44 recvfrom=45 shutdown=48 getsockname=51 getpeername=52 getsockopt=55
 """)
 OPENING = table("open=2 openat=257")
-# For a file system where only the scratch directory is writable.
+# Allowed if only the scratch directory of the file system is writable.
 CHANGING = OPENING | table("""
     truncate=76 ftruncate=77 rename=82 mkdir=83 rmdir=84 creat=85 link=86 unlink=87 symlink=88 chmod=90 fchmod=91
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
-# Only inside a separate process namespace. make sets its ids to their current values when it starts
+# Allowed only inside a separate process namespace. make sets its ids to their current values when it starts
 # a command; without capabilities no other values can be set.
 FORKING = table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
 """)
-# `ls -l` and `cp` read these of every file; no file has any here, and only ENOTSUP reports that
-# without an error message.
+# `ls -l` and `cp` read these attributes of every file. No file has any here, and only for ENOTSUP
+# do they print no error message.
 ATTRIBUTES = table(
     "getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196"
 )
@@ -77,7 +77,7 @@ CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = (
 )
 FLOCK = 73
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # descriptors and flags; no owners, leases, pipe sizes
-# F_GETLK, F_SETLK, F_SETLKW, and those of open files
+# F_GETLK, F_SETLK, F_SETLKW, and their variants for open file descriptions
 ASK_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)
 # TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
 IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
@@ -97,16 +97,16 @@ def fails(number: int = errno.EPERM) -> Instruction:
 
 
 def argument(index: int) -> Instruction:
-    """Return the load of the low half of an argument: all checked arguments are 32-bit for the
-    kernel too."""
+    """Return the instruction that loads the low half of an argument. The kernel also reads checked
+    arguments as 32-bit."""
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
 def when(call: int, body: list[Instruction]) -> list[Instruction]:
     """Return the filter that runs `body` if the system call is `call`.
 
-    `body` must return. Its first instruction may load over the number, as nothing after it reads
-    it.
+    `body` must return. Its first instruction may overwrite the loaded number, which nothing after
+    it reads.
     """
     return [(JUMP_EQUAL, 0, len(body), call), *body]
 
@@ -127,10 +127,10 @@ def without(index: int, bits: int, error: int) -> list[Instruction]:
 def locks(forking: bool) -> list[Instruction]:
     """Return the filter of file locks.
 
-    The files of the library are the same in every slot, so that a lock on one is seen by programs
-    beside it. A program of one process, which has no other to lock out, is told that its lock is
-    granted, and gets none. It may ask for the locks of others, as SQLite does before it trusts a
-    shared index; programs beside it hold none.
+    All slots share the files of the library, so programs in other slots would see a lock on one. A
+    single-process program has no other process to lock out: its locking calls succeed and do
+    nothing. It may query the locks of others, as SQLite does before it trusts a shared index;
+    programs in other slots hold none.
     """
     if forking:
         return when(FCNTL, allow_values(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(
@@ -147,13 +147,13 @@ def locks(forking: bool) -> list[Instruction]:
 
 
 def allow_signals_to_self(index: int) -> list[Instruction]:
-    """Return the filter of signals that a program of one process may send: to itself.
+    """Return the filter that lets a single-process program send signals only to itself.
 
-    SIGKILL becomes the filter's own end (SIGSYS), so that a program that died of SIGKILL was killed
-    from outside, by the kernel that ran out of memory for example, and is not to be judged.
+    A program that sends itself SIGKILL is killed by the filter with SIGSYS instead. One that died
+    of SIGKILL was therefore killed from outside (out of memory, for example) and must not be judged.
 
     Args:
-        index: The argument that is the signal.
+        index: The position of the argument that holds the signal.
     """
     to_itself = [argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), fails()]
     return [*to_itself, argument(index), (JUMP_EQUAL, 0, 1, SIGKILL), returns(KILL), returns(OK)]
@@ -183,12 +183,12 @@ def template(level: int, forking: bool) -> bytes:
     code += when(CLONE, without(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only)
     for call in ATTRIBUTES.values():
         code += when(call, [fails(errno.ENOTSUP)])
-    # Its flags lie in memory, which a filter can't read; glibc falls back to clone.
+    # The flags of clone3 lie in memory, which a filter can't read; glibc falls back to clone.
     code += when(CLONE3, [fails(errno.ENOSYS)])
     code += locks(forking) + when(IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY))
     code += when(PRCTL, allow_values(0, PRCTL_COMMANDS))
-    # AF_UNIX, SOCK_STREAM alone (asyncio wakes itself by such a pair): connected for good, so it
-    # leads nowhere.
+    # Only AF_UNIX with SOCK_STREAM, which asyncio uses to wake itself: such a pair stays connected
+    # to itself, so it leads nowhere.
     pair = [
         argument(0),
         (JUMP_EQUAL, 1, 0, 1),
@@ -200,7 +200,8 @@ def template(level: int, forking: bool) -> bytes:
         returns(OK),
     ]
     code += when(SOCKETPAIR, pair)
-    # prlimit reads the caller's own limits: pid 0, no new limit (both halves of the pointer).
+    # prlimit may only read the caller's own limits: pid 0, and a null pointer (both halves) to new
+    # limits.
     zeros = [
         step
         for word in (16, 32, 36)
@@ -214,7 +215,7 @@ def template(level: int, forking: bool) -> bytes:
         code += when(KILL_CALL, allow_signals_to_self(1)) + when(TGKILL, allow_signals_to_self(2))
     if level >= 3:
         allowed |= CHANGING
-    elif level == 2:  # Landlock watches over what is opened, but not over modes and times
+    elif level == 2:  # Landlock checks opened files, but not changes of modes and times
         allowed |= OPENING
     else:
         code += when(OPENING["open"], without(1, WRITING, errno.EACCES)) + when(
@@ -227,7 +228,7 @@ def template(level: int, forking: bool) -> bytes:
 
 
 def install(filters: bytes) -> None:
-    """Install the filter for all threads, irrevocably. The caller has set no_new_privs."""
+    """Install the filter for all threads, irrevocably. The caller must have set no_new_privs."""
     buffer = ctypes.create_string_buffer(filters, len(filters))
     header = struct.pack("HxxxxxxQ", len(filters) // 8, ctypes.addressof(buffer))
     syscall("seccomp", SECCOMP, 1, 1, header)

@@ -1,6 +1,6 @@
-"""The system calls that Python's `os` does not offer, by ctypes.
+"""System calls that Python's `os` does not offer, made with ctypes.
 
-Every failure is an OSError that names the call.
+Every failure raises an OSError that names the call.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS = 1, 4, 38
 CAP_SETGID, CAP_SETUID, CAP_SYS_ADMIN = 6, 7, 21
 CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)
 
-# The calls from 424 on have one number on every architecture.
+# System calls numbered 424 and above have the same number on every architecture.
 FSOPEN, FSCONFIG, FSMOUNT, MOUNT_SETATTR = 430, 431, 432, 442
 MACHINE = platform.machine()
+# Older ones differ: x86_64 has numbers of its own, aarch64 the generic ones.
 PIVOT_ROOT, SECCOMP = (155, 317) if MACHINE == "x86_64" else (41, 277)
 
 
@@ -63,7 +64,7 @@ def unmount(target: str, flags: int = 0) -> None:
 def make_read_only(path: str, *, recursive: bool) -> None:
     """Make a mount read-only; `recursive` includes its submounts, which a remount leaves writable.
 
-    It only adds restrictions, so it works even if some are locked.
+    The call only adds restrictions, so it works even if some of the mount's flags are locked.
     """
     attributes = struct.pack(
         "QQQQ", MOUNT_ATTR_RDONLY | MOUNT_ATTR_NOSUID | MOUNT_ATTR_NODEV, 0, 0, 0
@@ -81,18 +82,21 @@ def make_read_only(path: str, *, recursive: bool) -> None:
 
 
 def pivot_root() -> None:
-    """Make the current directory, a mount point, the root and detach the old one, which holds
-    everything."""
+    """Make the current directory, which must be a mount point, the new root.
+
+    The old root, with everything mounted on it, is detached.
+    """
     syscall("pivot_root", PIVOT_ROOT, b".", b".")
     unmount(".", MNT_DETACH)
     os.chdir("/")
 
 
 def detached_proc() -> int:
-    """Return a descriptor of the process namespace's /proc.
+    """Return a descriptor of a /proc of this process namespace.
 
-    It has no path, so no program can walk to it.
+    It is attached to no path, so no program can walk to it.
     """
+    # 1: FSOPEN_CLOEXEC and FSMOUNT_CLOEXEC, 6: FSCONFIG_CMD_CREATE.
     context = syscall("fsopen proc", FSOPEN, b"proc", 1)
     try:
         syscall("fsconfig proc", FSCONFIG, context, 6, None, None, 0)

@@ -1,5 +1,8 @@
-"""The fork server: it handles one request at a time, forks one process for each, and ends all of
-them before it answers."""
+"""Run the fork server of a sandbox.
+
+It handles one request at a time: it forks a process, and ends all processes of the request before
+it answers.
+"""
 
 from __future__ import annotations
 
@@ -23,15 +26,16 @@ PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
     """Serve requests until the trainer ends.
 
-    The end is seen when the trainer's end of `control` closes, or by `boss`, a pidfd of the trainer
-    (a process that the trainer forked may hold a copy of its end of the socket).
-
     Args:
-        proc: Descriptor of a private /proc, to count processes; None if there is none.
+        control: Socket of requests. It is at its end when the trainer has ended, unless a process
+            that the trainer forked holds a copy of the other end.
+        boss: A pidfd of the trainer, which reports its end in any case.
+        proc: Descriptor of a private /proc, to measure memory and set process ids; None if there
+            is none.
     """
     channel = socket.socket(fileno=control)
     gc.collect()
-    # Otherwise every child's first collection copies the pages of all imported modules.
+    # Without this, the first garbage collection of each child copies the pages of all modules.
     gc.freeze()
     poll = select.poll()
     poll.register(channel, select.POLLIN)
@@ -60,7 +64,7 @@ def execute(
     files: list[int],
     proc: int | None,
 ) -> dict[str, Any]:
-    inside = place.level >= 3
+    inside = place.level >= 3  # in namespaces, with a private root directory
     if request.forking and proc is None:
         close(files)
         return {
@@ -97,10 +101,9 @@ def execute(
 
 
 def open_last_pid(proc: int | None) -> int | None:
-    """Open the file that sets the next process id, so that every program has id 2 whatever ran
-    before.
+    """Open the file that sets the next process id, so that every program gets id 2.
 
-    Returns None if there is no private /proc, or its kernel lacks the file.
+    Returns None if there is no private /proc, or the kernel lacks the file.
     """
     if proc is None:
         return None
@@ -113,7 +116,7 @@ def open_last_pid(proc: int | None) -> int | None:
 def watch(
     channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float
 ) -> str:
-    """Wait for the child. Returns why it must be stopped, or "" if it has ended."""
+    """Wait for the child. Return the reason to stop it, or "" if it has ended."""
     poll = select.poll()
     for file in (handle, channel.fileno(), boss):
         poll.register(file, select.POLLIN)
@@ -137,8 +140,10 @@ def watch(
 
 
 def leave() -> NoReturn:
-    """Exit because the trainer ended. The process namespace or their death signal ends the
-    children."""
+    """Exit because the trainer ended.
+
+    The end of the process namespace, or the death signal of the children, ends the children.
+    """
     os._exit(0)
 
 
@@ -159,7 +164,7 @@ def resident_kib(proc: int) -> int:
     total = 0
     for name in os.listdir(proc):
         if name.isdecimal() and name != "1":
-            with contextlib.suppress(OSError):  # it has ended
+            with contextlib.suppress(OSError):  # the process has ended
                 file = os.open(f"{name}/statm", os.O_RDONLY, dir_fd=proc)
                 total += int(os.read(file, 200).split()[1])
                 os.close(file)
@@ -172,6 +177,6 @@ def close(files: list[int]) -> None:
 
 
 def be_quiet() -> None:
-    """Ignore a terminal's Ctrl-C and hang-up, which the trainer handles."""
+    """Ignore SIGINT, SIGTERM and SIGHUP, which the trainer handles."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
