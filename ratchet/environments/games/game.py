@@ -1,4 +1,4 @@
-"""The base classes of games for one player, who moves by a word or a letter, and wins or loses.
+"""The base classes of games of one player: each move is a word or a letter; a game is won or lost.
 `sliding_puzzle.py` is a short example.
 
 A task's `meta` holds the whole start of its game, and its `seed` determines all later chance: the
@@ -123,7 +123,7 @@ class Game(Procedural, Generic[State]):
     # --- the protocol
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a whole game of the best player, who may lose it in games with luck."""
+        """Return a whole game of the best player; in games with luck it may be lost."""
         state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
