@@ -72,10 +72,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _mutants(root: Path, file: str) -> list[Mutant]:
-    found = find((root / file).read_text(encoding="utf-8"), file)
-    return [
-        mutant for mutant in found if mutant.function in FUNCTIONS.get(file, (mutant.function,))
-    ]
+    """Return the mutants of a file, or only those of its `FUNCTIONS` if there are any."""
+    mutants = find((root / file).read_text(encoding="utf-8"), file)
+    functions = FUNCTIONS.get(file, ())
+    absent = set(functions) - {mutant.function for mutant in mutants}
+    if absent:
+        raise SystemExit(f"{file} has no function {', '.join(sorted(absent))}. Mend FUNCTIONS")
+    return [mutant for mutant in mutants if not functions or mutant.function in functions]
 
 
 def _options() -> argparse.ArgumentParser:

@@ -11,9 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, Protocol, runtime_checkable
 
-import numpy as np
-from numpy.typing import NDArray
-
 from ratchet.types import (
     Comparison,
     Completion,
@@ -29,6 +26,8 @@ from ratchet.types import (
 )
 
 if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
     from torch import Tensor
 
     from ratchet.batch import Batch

@@ -1,7 +1,8 @@
 """The data that flows through Ratchet, from a task to a trained-on trajectory.
 
-This module imports no torch, because environments, rewards and configuration import it. The packed
-tensor form of a list of groups is `ratchet.batch.Batch`.
+Configuration imports this module through environments and rewards, so it imports neither torch nor
+numpy, which would delay every command. The packed tensor form of a list of groups is
+`ratchet.batch.Batch`.
 
 All training data are Groups: a supervised row is a group of one trajectory, a preference pair a
 group of two (chosen first), a GRPO prompt a group of n attempts. L = tokens of one trajectory.
@@ -14,12 +15,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import IntEnum, StrEnum
 from numbers import Real
-from typing import Any, Literal, NamedTuple
-
-import numpy as np
-from numpy.typing import NDArray
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from ratchet.sampling import Sampling as Sampling
+
+if TYPE_CHECKING:
+    import numpy as np
+    from numpy.typing import NDArray
 
 Role = Literal["system", "user", "assistant", "tool"]
 Split = Literal["train", "test"]
@@ -359,6 +361,8 @@ class Trajectory:
 
         Trainable tokens are owned by the policy, all others by the prompt.
         """
+        import numpy as np
+
         mask = np.asarray(trainable, dtype=np.bool_)
         return cls(
             tokens=np.asarray(tokens, dtype=np.int64),

@@ -62,7 +62,7 @@ class Steps:
 async def train(
     options: argparse.Namespace,
     policy: rt.Policy,
-    arena: rt.EnvSetup,
+    setup: rt.EnvSetup,
     algorithm: Section,
     *,
     groups: int,
@@ -71,7 +71,7 @@ async def train(
 ) -> Steps:
     """The path that `ratchet train` takes, with `groups` a step. prepare: is given the run before
     its first step."""
-    plan = rt.StageSpec(
+    spec = rt.StageSpec(
         "bench",
         options.warmup + options.steps,
         groups,
@@ -81,7 +81,7 @@ async def train(
         rt.EvaluationConfig(tasks=0),
         seed=options.seed,
     )
-    run = rt.make_run(policy, arena, rt.build(algorithm), plan)
+    run = rt.make_run(policy, setup, rt.build(algorithm), spec)
     steps, marks = Steps(), [time.perf_counter()]
 
     def mark(step: int, numbers: Mapping[str, float | None]) -> None:

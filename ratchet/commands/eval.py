@@ -172,12 +172,12 @@ def _settle(found: EvalResults, target: str, out: Path | None, console: Console)
 def _evaluate_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
-    arena, plan = where(config, evaluation)
-    plan = replace(plan, sampling=target.policy.with_stop_ids(plan.sampling))
+    setup, spec = where(config, evaluation)
+    spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
-        return _scores(target, algorithm, plan, arena)
-    evaluator = make_evaluator(target.policy, arena, plan)
+        return _scores(target, algorithm, spec, setup)
+    evaluator = make_evaluator(target.policy, setup, spec)
     if evaluator is None:
         raise ConfigError(NOTHING)
     by = type(target.policy.generator).__name__
@@ -199,8 +199,8 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
     config = None if evaluation.recipe is None else load_config(evaluation.recipe)
     if config is None and evaluation.on is None:
         raise ConfigError("an endpoint says nothing about tasks: add --on KIND, or --recipe RECIPE")
-    arena, plan = where(config, evaluation)
-    rollouts = plan.rollouts
+    setup, spec = where(config, evaluation)
+    rollouts = spec.rollouts
     section = EndpointConfig(
         api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s
     )  # pyright: ignore[reportCallIssue]
@@ -211,21 +211,21 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         rollouts.max_turns,
         rollouts.attempt_timeout_s,
     )
-    tasks = list_held_out_tasks(arena, plan)
+    tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         raise ConfigError(NOTHING)
     manager = RolloutManager(
         player,
-        arena.copies(),
-        arena.eval_reward or arena.reward,
+        setup.copies(),
+        setup.eval_reward or setup.reward,
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,
     )
-    settings = plan.evaluation
+    settings = spec.evaluation
     evaluator = Evaluator(
         manager,
         tasks,
-        make_eval_sampling(plan),
+        make_eval_sampling(spec),
         settings.samples,
         greedy=settings.greedy,
         pass_threshold=settings.pass_threshold,
@@ -244,40 +244,40 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
     """Return the environment setup and the spec of the recipe's last stage, changed by
     `evaluation`."""
     if config is None:
-        plan = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
+        spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
-        plan = build_stage_spec(config, len(config.stages) - 1)
+        spec = build_stage_spec(config, len(config.stages) - 1)
     if evaluation.on is not None:
         section = measured_on(evaluation.on, evaluation.words)
-        arena = build_eval_env_setup(section)
+        setup = build_eval_env_setup(section)
         # A dataset is finite. By default all of it counts: part of it would be another benchmark.
         if isinstance(section, DatasetConfig):
-            plan = replace(
-                plan, evaluation=plan.evaluation.model_copy(update={"tasks": sys.maxsize})
+            spec = replace(
+                spec, evaluation=spec.evaluation.model_copy(update={"tasks": sys.maxsize})
             )
     else:
         assert config is not None, "one of the two says what the tasks are"
-        arena = build_env_setup(config.stages[-1])
-        arena = arena.evaluation or arena
+        setup = build_env_setup(config.stages[-1])
+        setup = setup.evaluation or setup
     if evaluation.on is None and evaluation.words:
         raise ConfigError(
             f"'{evaluation.words[0]}' is a key of what --on names: add --on KIND, or change the "
             "recipe"
         )
-    if not arena.judges:
+    if not setup.judges:
         raise ConfigError(
             "nothing judges answers here: name an environment with a reward of its own, or a "
             "recipe with one"
         )
     asked = {
-        "tasks": evaluation.tasks or plan.evaluation.tasks,
+        "tasks": evaluation.tasks or spec.evaluation.tasks,
         "samples": evaluation.samples,
         "greedy": evaluation.greedy,
         "pass_threshold": evaluation.pass_threshold,
-        "temperature": plan.evaluation.temperature
+        "temperature": spec.evaluation.temperature
         if evaluation.temperature is None
         else evaluation.temperature,
-        "max_new_tokens": evaluation.max_new_tokens or plan.evaluation.max_new_tokens,
+        "max_new_tokens": evaluation.max_new_tokens or spec.evaluation.max_new_tokens,
     }
     if evaluation.temperature == 0 and evaluation.samples:
         raise ConfigError(
@@ -286,8 +286,8 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
         )
     if not evaluation.greedy and not evaluation.samples:
         raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
-    return arena, replace(
-        plan, evaluation=plan.evaluation.model_copy(update=asked), seed=evaluation.seed
+    return setup, replace(
+        spec, evaluation=spec.evaluation.model_copy(update=asked), seed=evaluation.seed
     )
 
 
@@ -330,7 +330,7 @@ async def _measured(policy: Policy, evaluation: Coroutine[Any, Any, Found]) -> F
         await policy.close()
 
 
-def _scores(target: Target, algorithm: Algorithm, plan: StageSpec, arena: EnvSetup) -> ScoreLoss:
+def _scores(target: Target, algorithm: Algorithm, spec: StageSpec, setup: EnvSetup) -> ScoreLoss:
     model = target.policy.model
     head = load_head(target.model, model.hidden_size)
     if head is None:
@@ -340,7 +340,7 @@ def _scores(target: Target, algorithm: Algorithm, plan: StageSpec, arena: EnvSet
         )
     # The local learner fits whatever learner the run used: this process has the whole model.
     scorer = build(LocalConfig(), model, head=head.to(next(model.parameters()).device))
-    evaluator = make_score_evaluator(target.policy, arena, algorithm, plan, scorer)
+    evaluator = make_score_evaluator(target.policy, setup, algorithm, spec, scorer)
     if evaluator is None:
         raise ConfigError(NOTHING)
     return asyncio.run(_measured(target.policy, evaluator.run()))

@@ -19,7 +19,6 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
-from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
 from ratchet.learners.export import export_saved
@@ -186,18 +185,11 @@ def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path)
 
 def _generator(stage: StageConfig, kind: str | None) -> Section:
     """Return the section of the generator to run in this process."""
-    trained_with = stage.generator
     if kind is None:
-        return (
-            trained_with.worker
-            if isinstance(trained_with, GeneratorWorkersConfig)
-            else trained_with
-        )
-    return (
-        trained_with
-        if getattr(trained_with, "kind", None) == kind
-        else section_from_words("generator", kind)
-    )
+        return stage.sampling_generator
+    if getattr(stage.generator, "kind", None) == kind:
+        return stage.generator
+    return section_from_words("generator", kind)
 
 
 def require_config(target: Target) -> RunConfig:

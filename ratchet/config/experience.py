@@ -234,15 +234,13 @@ class CurriculumConfig(Section):
                 "prefer=even without difficulty prefers nothing: set one of them, or remove "
                 "curriculum"
             )
-        unread = [
-            key for key in ("start_share", "full_by_step") if not ordered and key in self.changed
-        ]
-        unread += [
-            key for key in ("explore", "memory", "success") if not weighed and key in self.changed
-        ]
-        if unread:
-            missing = "difficulty" if unread[0] in ("start_share", "full_by_step") else "prefer"
-            raise ValueError(f"{unread[0]} is read with {missing} alone: set that, or remove it")
+        for reader, is_set, keys in (
+            ("difficulty", ordered, ("start_share", "full_by_step")),
+            ("prefer", weighed, ("explore", "memory", "success")),
+        ):
+            unread = [key for key in keys if not is_set and key in self.changed]
+            if unread:
+                raise ValueError(f"{unread[0]} is read with {reader} alone: set that, or remove it")
         return self
 
 

@@ -411,6 +411,11 @@ class StageConfig(Section):
         )
 
     @property
+    def sampling_generator(self) -> Any:
+        """Return the section of the generator that samples, also if worker processes hold it."""
+        return getattr(self.generator, "worker", self.generator)
+
+    @property
     def attempts(self) -> int:
         """Return the number of trajectories in a group."""
         return int(getattr(self.algorithm, "group_size", 1))

@@ -20,8 +20,6 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-import numpy as np
-
 from ratchet.data.files import expand, open_binary, reading
 from ratchet.data.jsonl import (
     MAX_ROW_BYTES,
@@ -99,6 +97,8 @@ class _IndexedFile:
     unit = "line"
 
     def __init__(self, path: str | Path) -> None:
+        import numpy as np
+
         self.path = path
         with open_binary(path) as file, reading(path):
             starts = np.fromiter(self._starts(file), dtype=np.dtype((np.int64, 2)))

@@ -51,9 +51,9 @@ from ratchet.weight_sync.factory import SyncEndpoints
 
 def make_run(
     policy: Policy,
-    arena: EnvSetup,
+    setup: EnvSetup,
     algorithm: Algorithm,
-    plan: StageSpec,
+    spec: StageSpec,
     *,
     ledger: PromptLedger | None = None,
     **run_fields: Any,
@@ -62,57 +62,57 @@ def make_run(
 
     Args:
         policy: The model to train, with its generator.
-        arena: The environment and its rewards.
+        setup: The environment and its rewards.
         algorithm: The algorithm.
-        plan: The settings of the stage.
+        spec: The settings of the stage.
         ledger: Records the outcome of each group; None keeps the source's own ledger.
         run_fields: Further fields of `StageRun`, such as observers.
     """
-    first = policy.generator.version if plan.first_step is None else plan.first_step
-    last_step = first + plan.steps
-    plan = replace(plan, sampling=policy.with_stop_ids(plan.sampling))
-    check_routers(policy.model, policy.generator, algorithm, plan.learner)
+    first = policy.generator.version if spec.first_step is None else spec.first_step
+    last_step = first + spec.steps
+    spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
+    check_routers(policy.model, policy.generator, algorithm, spec.learner)
     roles = make_roles(
         policy.model,
         policy.tokenizer,
         algorithm,
-        section=plan.learner,
-        optimizer=plan.optimizer,
-        steps=plan.steps,
+        section=spec.learner,
+        optimizer=spec.optimizer,
+        steps=spec.steps,
         ranks=policy.ranks,
-        spec=plan.algorithm,
-        adapter=plan.adapter,
+        spec=spec.algorithm,
+        adapter=spec.adapter,
     )
     metrics = MetricsManager()
-    weight_sync = _make_weight_sync(policy, roles["policy"], plan, metrics)
+    weight_sync = _make_weight_sync(policy, roles["policy"], spec, metrics)
     max_context = get_max_row_length(policy.model, roles)
-    if plan.colocated:
+    if spec.colocated:
         roles, generator, weight_sync = colocate(roles, policy.generator, weight_sync)
         policy = replace(policy, generator=generator)
-    wrapped = _wrap_generator(policy, plan.rollouts)
-    manager = _make_group_player(policy, wrapped, arena, algorithm, plan, max_context)
-    source = SOURCES[algorithm.source](policy, arena, algorithm, plan, manager)
+    wrapped = _wrap_generator(policy, spec.rollouts)
+    manager = _make_group_player(policy, wrapped, setup, algorithm, spec, max_context)
+    source = SOURCES[algorithm.source](policy, setup, algorithm, spec, manager)
     source.ledger = ledger or source.ledger
     scheduled = source
     if isinstance(source, RolloutSource):
         is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
-        scheduled = _schedule(source, wrapped, arena, plan, is_informative, last_step=last_step)
+        scheduled = _schedule(source, wrapped, setup, spec, is_informative, last_step=last_step)
     ends = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
-    environment = arena.environment
-    evaluator = make_stage_evaluator(policy, arena, algorithm, plan, roles["policy"])
-    probes = _make_probes(policy, arena, plan)
+    environment = setup.environment
+    evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles["policy"])
+    probes = _make_probes(policy, setup, spec)
     return StageRun(
-        name=plan.name,
+        name=spec.name,
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(
             scheduled,
-            groups_per_step=plan.batch_size,
-            max_failed_share=plan.rollouts.max_failed_share,
+            groups_per_step=spec.batch_size,
+            max_failed_share=spec.rollouts.max_failed_share,
         ),
         weight_sync=weight_sync,
         metrics=metrics,
-        parity=ParityGate(ends, plan.parity),
+        parity=ParityGate(ends, spec.parity),
         probes=probes,
         first_step=first,
         last_step=last_step,
@@ -123,47 +123,47 @@ def make_run(
         ),
         evaluator=evaluator,
         environment_numbers=environment.measure if isinstance(environment, HasMetrics) else None,
-        evaluate_every=plan.evaluation.every,
-        patience=EarlyStopping.from_config(plan.evaluation),
-        trainable=_count_trainable(policy.model, plan.adapter),
+        evaluate_every=spec.evaluation.every,
+        patience=EarlyStopping.from_config(spec.evaluation),
+        trainable=_count_trainable(policy.model, spec.adapter),
         **run_fields,
     )
 
 
 def _make_weight_sync(
-    policy: Policy, learner: Learner, plan: StageSpec, metrics: MetricsManager
+    policy: Policy, learner: Learner, spec: StageSpec, metrics: MetricsManager
 ) -> WeightSync:
     """Return the weight sync from the learner, or its ranks, to the generator."""
     endpoints = SyncEndpoints(
         policy.ranks or learner,
         policy.generator,
-        directory=plan.directory,
+        directory=spec.directory,
         one_host=policy.one_host,
-        adapter=plan.adapter,
+        adapter=spec.adapter,
     )
     return make_recovering_weight_sync(
-        plan.weight_sync or resolve("weight_sync", {}), endpoints, metrics
+        spec.weight_sync or resolve("weight_sync", {}), endpoints, metrics
     )
 
 
 def _make_group_player(
     policy: Policy,
     wrapped: Policy,
-    arena: EnvSetup,
+    setup: EnvSetup,
     algorithm: Algorithm,
-    plan: StageSpec,
+    spec: StageSpec,
     max_context: int,
 ) -> GroupPlayer:
     """Return the manager of the stage's rollouts, in this process or in the generator workers."""
     needs_reward = algorithm.reads_reward
-    if plan.played is not None:
+    if spec.played is not None:
         assert isinstance(policy.generator, GeneratorPool), "only generator workers can play groups"
-        return RemoteRolloutManager(policy.generator, (plan.played, max_context, needs_reward))
+        return RemoteRolloutManager(policy.generator, (spec.played, max_context, needs_reward))
     return make_manager(
         wrapped,
-        arena,
-        arena.reward,
-        plan.rollouts,
+        setup,
+        setup.reward,
+        spec.rollouts,
         max_context=max_context,
         needs_reward=needs_reward,
     )
@@ -172,8 +172,8 @@ def _make_group_player(
 def _schedule(
     rollouts: RolloutSource,
     wrapped: Policy,
-    arena: EnvSetup,
-    plan: StageSpec,
+    setup: EnvSetup,
+    spec: StageSpec,
     is_informative: Callable[[Group], bool],
     *,
     last_step: int,
@@ -184,12 +184,12 @@ def _schedule(
         rollouts: The source of groups.
         wrapped: The policy with the generator that attempts call. A generator that reads the
             learner's tensors must be idle while the learner changes them.
-        arena: The environment.
-        plan: The settings of the stage.
+        setup: The environment.
+        spec: The settings of the stage.
         is_informative: True for groups with a learning signal.
         last_step: The step at which the stage ends.
     """
-    settings = plan.rollouts
+    settings = spec.rollouts
     source = rollouts
     if isinstance(wrapped.generator, AbortableGenerator):
         source = TailBatching(
@@ -198,10 +198,10 @@ def _schedule(
     if isinstance(wrapped.generator, ResumableGenerator):
         source = PrefetchingSource(
             rollouts,
-            _make_scheduler(settings, plan.batch_size, last_step),
+            _make_scheduler(settings, spec.batch_size, last_step),
             wrapped.generator,
             rests=wrapped.ranks is None and getattr(wrapped.generator, "shares_weights", False),
-            replayable=arena.environment.replayable and arena.agent is None,
+            replayable=setup.environment.replayable and setup.agent is None,
             teaches=is_informative if settings.dynamic_sampling else None,
             tries=settings.max_replaced,
         )
@@ -210,7 +210,7 @@ def _schedule(
             source,
             settings.replay,
             ledger=rollouts.ledger,
-            seed=derive_seed(plan.seed, plan.name, "replay"),
+            seed=derive_seed(spec.seed, spec.name, "replay"),
         )
     return source
 
@@ -257,16 +257,16 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
     }
 
 
-def _make_probes(policy: Policy, arena: EnvSetup, plan: StageSpec) -> RewardHackingProbes | None:
-    if arena.second is None and arena.canaries is None:
+def _make_probes(policy: Policy, setup: EnvSetup, spec: StageSpec) -> RewardHackingProbes | None:
+    if setup.second is None and setup.canaries is None:
         return None
     probes = RewardHackingProbes(
-        plan.sentinels.every, plan.sentinels.sample, arena.second, sampling=plan.sampling
+        spec.sentinels.every, spec.sentinels.sample, setup.second, sampling=spec.sampling
     )
-    if arena.canaries is not None:
-        setup = EnvSetup(arena.canaries, reward=arena.reward)
-        probes.manager = make_manager(policy, setup, arena.reward, plan.rollouts)
+    if setup.canaries is not None:
+        canary_setup = EnvSetup(setup.canaries, reward=setup.reward)
+        probes.manager = make_manager(policy, canary_setup, setup.reward, spec.rollouts)
         probes.canaries = tuple(
-            itertools.islice(arena.canaries.tasks("test", seed=plan.seed), probes.sample)
+            itertools.islice(setup.canaries.tasks("test", seed=spec.seed), probes.sample)
         )
     return probes

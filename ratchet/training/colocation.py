@@ -97,18 +97,18 @@ class ColocatedLearner(LearnerWrapper):
     Weights are read, saved and loaded wherever they are, without waiting.
     """
 
-    def __init__(self, inner: Learner, turns: AcceleratorLock) -> None:
+    def __init__(self, inner: Learner, lock: AcceleratorLock) -> None:
         super().__init__(inner)
-        self.turns = turns
+        self.lock = lock
 
     async def score(
         self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        async with self.turns.hold(LEARNERS):
+        async with self.lock.hold(LEARNERS):
             return await super().score(batch, wanted, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        async with self.turns.hold(LEARNERS):
+        async with self.lock.hold(LEARNERS):
             return await super().update(mini, terms)
 
 
@@ -118,9 +118,9 @@ class ColocatedGenerator:
     `ColocatedWeightSync` holds it during weight syncs.
     """
 
-    def __init__(self, inner: Generator, turns: AcceleratorLock) -> None:
+    def __init__(self, inner: Generator, lock: AcceleratorLock) -> None:
         self.inner = inner
-        self.turns = turns
+        self.lock = lock
 
     @property
     def version(self) -> int:
@@ -133,7 +133,7 @@ class ColocatedGenerator:
     async def generate(
         self, tokens: Any, sampling: Sampling, media: Sequence[Placed] = ()
     ) -> Completion:
-        async with self.turns.hold(GENERATOR):
+        async with self.lock.hold(GENERATOR):
             return await self.inner.generate(tokens, sampling, media)
 
     def abort(self) -> None:
@@ -167,17 +167,17 @@ class ColocatedWeightSync:
     Implements `WeightSync` and `WeightAudit`.
     """
 
-    def __init__(self, inner: WeightSync, turns: AcceleratorLock) -> None:
+    def __init__(self, inner: WeightSync, lock: AcceleratorLock) -> None:
         self.inner = inner
-        self.turns = turns
+        self.lock = lock
 
     async def push(self, version: int) -> None:
-        async with self.turns.hold(GENERATOR):
+        async with self.lock.hold(GENERATOR):
             await self.inner.push(version)
 
     async def audit(self) -> Sequence[str] | None:
         """Return the names of weights that differ, or None if the weight sync can't tell."""
-        async with self.turns.hold(GENERATOR):
+        async with self.lock.hold(GENERATOR):
             return await self.inner.audit() if isinstance(self.inner, WeightAudit) else None
 
     async def close(self) -> None:
@@ -186,7 +186,7 @@ class ColocatedWeightSync:
         The policy's weights are then where they were before the stage.
         """
         await self.inner.close()
-        async with self.turns.hold(LEARNERS):
+        async with self.lock.hold(LEARNERS):
             pass
 
 
@@ -198,9 +198,9 @@ def colocate(
     Raises:
         ConfigError: One of them can't be offloaded.
     """
-    turns = AcceleratorLock({LEARNERS: list(learners.values()), GENERATOR: [generator]})
+    lock = AcceleratorLock({LEARNERS: list(learners.values()), GENERATOR: [generator]})
     return (
-        {name: ColocatedLearner(learner, turns) for name, learner in learners.items()},
-        ColocatedGenerator(generator, turns),
-        ColocatedWeightSync(weight_sync, turns),
+        {name: ColocatedLearner(learner, lock) for name, learner in learners.items()},
+        ColocatedGenerator(generator, lock),
+        ColocatedWeightSync(weight_sync, lock),
     )

@@ -19,48 +19,48 @@ from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling, Task
 
 
-def list_held_out_tasks(arena: EnvSetup, plan: StageSpec) -> list[Task]:
+def list_held_out_tasks(setup: EnvSetup, spec: StageSpec) -> list[Task]:
     """Return the tasks that the stage is evaluated on."""
-    count = plan.evaluation.tasks
+    count = spec.evaluation.tasks
     return (
-        list(itertools.islice(arena.environment.tasks("test", seed=plan.seed), count))
+        list(itertools.islice(setup.environment.tasks("test", seed=spec.seed), count))
         if count
         else []
     )
 
 
-def make_evaluator(policy: Policy, arena: EnvSetup, plan: StageSpec) -> Evaluator | None:
+def make_evaluator(policy: Policy, setup: EnvSetup, spec: StageSpec) -> Evaluator | None:
     """Return the evaluator of the policy's answers, or None without held-out tasks."""
-    settings = plan.evaluation
-    tasks = list_held_out_tasks(arena, plan)
+    settings = spec.evaluation
+    tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         return None
-    manager = make_manager(policy, arena, arena.eval_reward or arena.reward, plan.rollouts)
+    manager = make_manager(policy, setup, setup.eval_reward or setup.reward, spec.rollouts)
     return Evaluator(
         manager,
         tasks,
-        make_eval_sampling(plan),
+        make_eval_sampling(spec),
         samples=settings.samples,
         greedy=settings.greedy,
         pass_threshold=settings.pass_threshold,
     )
 
 
-def make_eval_sampling(plan: StageSpec) -> Sampling:
+def make_eval_sampling(spec: StageSpec) -> Sampling:
     """Return the sampling parameters of the sampled evaluation attempts."""
-    settings = plan.evaluation
+    settings = spec.evaluation
     return replace(
-        plan.sampling,
-        temperature=plan.sampling.temperature
+        spec.sampling,
+        temperature=spec.sampling.temperature
         if settings.temperature is None
         else settings.temperature,
-        max_new_tokens=settings.max_new_tokens or plan.sampling.max_new_tokens,
-        seed=derive_seed(plan.seed, "evaluation"),
+        max_new_tokens=settings.max_new_tokens or spec.sampling.max_new_tokens,
+        seed=derive_seed(spec.seed, "evaluation"),
     )
 
 
 def make_pair_evaluator(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
 ) -> PairEvaluator | None:
     """Return the evaluator that compares the two answers of each pair, as they have no rewards.
 
@@ -69,10 +69,10 @@ def make_pair_evaluator(
     Raises:
         ConfigError: The environment has no pairs.
     """
-    tasks = list_held_out_tasks(arena, plan)
+    tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         return None
-    pairs = make_pairs(policy, arena, algorithm, plan)
+    pairs = make_pairs(policy, setup, algorithm, spec)
     try:
         pairs.pair(tasks[0])
     except DataError as error:
@@ -84,28 +84,28 @@ def make_pair_evaluator(
 
 
 def make_score_evaluator(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
 ) -> ScoreEvaluator | None:
     """Return the evaluator of a scoring model, which measures its loss on held-out rows.
 
     Returns None without held-out tasks.
     """
-    tasks = list_held_out_tasks(arena, plan)
+    tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         return None
     source = SOURCES[algorithm.source](
-        policy, arena, algorithm, plan, make_manager(policy, arena, None, plan.rollouts)
+        policy, setup, algorithm, spec, make_manager(policy, setup, None, spec.rollouts)
     )
     return ScoreEvaluator(learner, source, tasks, algorithm)
 
 
 def make_stage_evaluator(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, learner: Learner
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
 ) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
     """Return the stage's evaluator of scores, pairs or answers; None without held-out tasks."""
-    arena = arena.evaluation or arena
+    setup = setup.evaluation or setup
     if SCALARS & algorithm.required_outputs("policy"):
-        return make_score_evaluator(policy, arena, algorithm, plan, learner)
-    if not arena.judges:
-        return make_pair_evaluator(policy, arena, algorithm, plan, learner)
-    return make_evaluator(policy, arena, plan)
+        return make_score_evaluator(policy, setup, algorithm, spec, learner)
+    if not setup.judges:
+        return make_pair_evaluator(policy, setup, algorithm, spec, learner)
+    return make_evaluator(policy, setup, spec)

@@ -305,7 +305,7 @@ def build_run(
         run_fields: Further fields of `StageRun`.
     """
     stage = config.stages[index]
-    plan = replace(
+    spec = replace(
         build_stage_spec(config, index),
         directory=directory,
         adapter=build_adapter(config, index, directory),
@@ -314,7 +314,7 @@ def build_run(
         policy,
         build_env_setup(stage),
         build(stage.algorithm),
-        plan,
+        spec,
         save_every=stage.checkpoint.every,
         **run_fields,
     )

@@ -103,7 +103,7 @@ def get_generator_resources(
 
 
 def start_generators(
-    router: GeneratorPool,
+    pool: GeneratorPool,
     section: GeneratorWorkersConfig,
     executor: Executor,
     origin: ModelSource,
@@ -129,35 +129,35 @@ def start_generators(
             raise
         return group
 
-    router.start(start)
+    pool.start(start)
 
 
 def make_recovering_weight_sync(
-    section: Section, between: SyncEndpoints, metrics: MetricsManager
+    section: Section, endpoints: SyncEndpoints, metrics: MetricsManager
 ) -> WeightSync:
-    """Create the weight sync between learner and generator, local or remote.
+    """Create the weight sync endpoints learner and generator, local or remote.
 
     Restarts of workers are counted in `metrics`.
     """
-    router = between.generator
-    if not isinstance(router, GeneratorPool):
-        return make_weight_sync(section, between)
-    receivers = router.receivers
-    between = replace(between, receivers=receivers, receivers_count=receivers.size)
+    pool = endpoints.generator
+    if not isinstance(pool, GeneratorPool):
+        return make_weight_sync(section, endpoints)
+    receivers = pool.receivers
+    endpoints = replace(endpoints, receivers=receivers, receivers_count=receivers.size)
 
     # Workers that are restarted get the weights that the others already have.
     async def catch_up(receivers: PoolReceivers) -> None:
         weight_sync = make_weight_sync(
-            section, replace(between, receivers=receivers, receivers_count=receivers.size)
+            section, replace(endpoints, receivers=receivers, receivers_count=receivers.size)
         )
         try:
-            await weight_sync.push(router.version)
+            await weight_sync.push(pool.version)
         finally:
             await weight_sync.close()
 
-    router.catch_up = catch_up
-    router.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
-    return RecoveringWeightSync(make_weight_sync(section, between), router)
+    pool.catch_up = catch_up
+    pool.on_restart = lambda: metrics.add("generator", {"restarts": 1.0}, merge="sum")
+    return RecoveringWeightSync(make_weight_sync(section, endpoints), pool)
 
 
 class RecoveringWeightSync:
@@ -166,9 +166,9 @@ class RecoveringWeightSync:
     A push that loses a worker starts again with its replacement, or raises the worker's error.
     """
 
-    def __init__(self, weight_sync: WeightSync, router: GeneratorPool) -> None:
+    def __init__(self, weight_sync: WeightSync, pool: GeneratorPool) -> None:
         self.weight_sync = weight_sync
-        self.router = router
+        self.pool = pool
 
     async def push(self, version: int) -> None:
         """Send the weights.
@@ -177,14 +177,14 @@ class RecoveringWeightSync:
             WeightSyncError: The push failed and no worker was replaced.
             WorkerDied: A worker was lost and is not replaced.
         """
-        async with self.router.push_lock:
-            await self.router.rebuild()
+        async with self.pool.push_lock:
+            await self.pool.rebuild()
             while True:
                 try:
                     await self.weight_sync.push(version)
                     return
                 except WeightSyncError:
-                    if not await self.router.rebuild():
+                    if not await self.pool.rebuild():
                         raise
 
     async def audit(self) -> Sequence[str] | None:

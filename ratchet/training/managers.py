@@ -16,7 +16,7 @@ from ratchet.training.stage import EnvSetup, Policy
 
 def make_manager(
     policy: Policy,
-    arena: EnvSetup,
+    setup: EnvSetup,
     reward: Reward | None,
     rollouts: RolloutsConfig,
     *,
@@ -27,7 +27,7 @@ def make_manager(
 
     Args:
         policy: The policy that generates.
-        arena: The environment, with its agent if it has one.
+        setup: The environment, with its agent if it has one.
         reward: The reward that judges attempts; None takes the environment's own.
         rollouts: The limits and the number of retries.
         max_context: Maximum tokens of an attempt; None takes the model's `max_positions`.
@@ -39,19 +39,19 @@ def make_manager(
     player = make_player(
         policy.generator,
         policy.renderer,
-        arena.agent,
+        setup.agent,
         rollouts,
         max_context or policy.model.max_positions,
     )
     return make_manager_with_player(
-        player, policy.renderer, arena, reward, rollouts, needs_reward=needs_reward
+        player, policy.renderer, setup, reward, rollouts, needs_reward=needs_reward
     )
 
 
 def make_manager_with_player(
     player: AttemptPlayer,
     renderer: Renderer,
-    arena: EnvSetup,
+    setup: EnvSetup,
     reward: Reward | None,
     rollouts: RolloutsConfig,
     *,
@@ -59,11 +59,11 @@ def make_manager_with_player(
 ) -> RolloutManager:
     """Like `make_manager`, for an existing player."""
     # Raise the ConfigError of an unknown tool-call format now, not in the first attempt.
-    if isinstance(arena.environment, HasTools):
+    if isinstance(setup.environment, HasTools):
         _ = renderer.tool_format
     return RolloutManager(
         player,
-        arena.copies(),
+        setup.copies(),
         reward,
         needs_reward=needs_reward,
         judge_timeout_s=rollouts.attempt_timeout_s,

@@ -41,12 +41,12 @@ class GroupRank(GeneratorRank):
         print_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
-        arena = EnvSetup(
+        setup = EnvSetup(
             build(resolve("environment", stage.environment)), reward=build_reward(rewards)
         )
         player = make_player(self.generator, renderer, None, stage.rollouts, max_context)
         self.manager = make_manager_with_player(
-            player, renderer, arena, arena.reward, stage.rollouts, needs_reward=needs_reward
+            player, renderer, setup, setup.reward, stage.rollouts, needs_reward=needs_reward
         )
 
     async def play(

@@ -22,16 +22,16 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 
 
-def _make_stream(arena: EnvSetup, plan: StageSpec) -> TaskStream:
+def _make_stream(setup: EnvSetup, spec: StageSpec) -> TaskStream:
     """Return the tasks of a stage, in the stage's own order.
 
-    `plan.examples` selects by the run's seed alone, so every stage gets the same examples.
+    `spec.examples` selects by the run's seed alone, so every stage gets the same examples.
     """
-    order = derive_seed(plan.seed, plan.name, "tasks")
-    limits: dict[str, Any] = {"seed": order, "examples": plan.examples, "pool_seed": plan.seed}
-    if plan.curriculum is None:
-        return TaskStream(arena.environment, **limits)
-    return Curriculum(arena.environment, plan.curriculum, per_step=plan.batch_size, **limits)
+    order = derive_seed(spec.seed, spec.name, "tasks")
+    limits: dict[str, Any] = {"seed": order, "examples": spec.examples, "pool_seed": spec.seed}
+    if spec.curriculum is None:
+        return TaskStream(setup.environment, **limits)
+    return Curriculum(setup.environment, spec.curriculum, per_step=spec.batch_size, **limits)
 
 
 def _make_writer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
@@ -41,54 +41,54 @@ def _make_writer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
 
 
 def _rows(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return SupervisedSource(
-        _make_stream(arena, plan), plan.name, _make_writer(policy, algorithm), train=algorithm.turns
+        _make_stream(setup, spec), spec.name, _make_writer(policy, algorithm), train=algorithm.turns
     )
 
 
 def make_pairs(
     policy: Policy,
-    arena: EnvSetup,
+    setup: EnvSetup,
     algorithm: Algorithm,
-    plan: StageSpec,
+    spec: StageSpec,
     manager: GroupPlayer | None = None,
 ) -> PairSource:
     """Return the source of preference pairs. `manager` is unused: pairs need no rollouts."""
-    return PairSource(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+    return PairSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
 
 
 def _labelled(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return LabelledSource(
-        _make_stream(arena, plan),
-        plan.name,
+        _make_stream(setup, spec),
+        spec.name,
         _make_writer(policy, algorithm),
         reference_rows=algorithm.reference_rows,
     )
 
 
 def _steps(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return SteppedSource(_make_stream(arena, plan), plan.name, _make_writer(policy, algorithm))
+    return SteppedSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
 
 
 def _rollouts(
-    policy: Policy, arena: EnvSetup, algorithm: Algorithm, plan: StageSpec, manager: GroupPlayer
+    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return RolloutSource(
-        _make_stream(arena, plan),
-        plan.name,
+        _make_stream(setup, spec),
+        spec.name,
         manager,
-        sampling=replace(plan.sampling, routes=algorithm.replays),
-        seed=derive_seed(plan.seed, plan.name, "rollouts"),
+        sampling=replace(spec.sampling, routes=algorithm.replays),
+        seed=derive_seed(spec.seed, spec.name, "rollouts"),
         group_size=algorithm.group_size,
         greedy_baseline=algorithm.greedy_baseline,
-        redundant_attempts=plan.rollouts.redundant_attempts,
-        redundant_groups=plan.rollouts.redundant_groups,
+        redundant_attempts=spec.rollouts.redundant_attempts,
+        redundant_groups=spec.rollouts.redundant_groups,
     )
 
 

@@ -80,112 +80,114 @@ class SyncEndpoints:
         return is_one_process and getattr(self.generator, "shares_weights", False)
 
 
-def make_weight_sync(section: Section, between: SyncEndpoints) -> WeightSync:
+def make_weight_sync(section: Section, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that a recipe's weight_sync section describes."""
-    return build(section, between)
+    return build(section, endpoints)
 
 
-def auto(config: AutoWeightSyncConfig, between: SyncEndpoints) -> WeightSync:
+def auto(config: AutoWeightSyncConfig, endpoints: SyncEndpoints) -> WeightSync:
     """Create the weight sync that fits the two ends.
 
     It is `shared` if they use the same tensors, shared memory on one host, else collective.
     """
-    if between.shares_weights:
-        return SharedWeightSync(between.generator)
-    if between.one_host:
+    if endpoints.shares_weights:
+        return SharedWeightSync(endpoints.generator)
+    if endpoints.one_host:
         return shared_memory(
-            SharedMemoryWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
+            SharedMemoryWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), endpoints
         )
     return collective(
-        CollectiveWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), between
+        CollectiveWeightSyncConfig(dtype=config.dtype, timeout_s=config.timeout_s), endpoints
     )
 
 
-def shared(config: SharedWeightSyncConfig, between: SyncEndpoints) -> SharedWeightSync:
+def shared(config: SharedWeightSyncConfig, endpoints: SyncEndpoints) -> SharedWeightSync:
     """Create the weight sync of a generator that reads the learner's own tensors.
 
     Raises ConfigError if the generator has its own weights, which this sync would never update.
     """
-    if not between.shares_weights:
+    if not endpoints.shares_weights:
         raise ConfigError(
             "weight_sync.kind=shared is for a generator that reads the learner's own tensors. Set "
             "weight_sync.kind=auto."
         )
-    return SharedWeightSync(between.generator)
+    return SharedWeightSync(endpoints.generator)
 
 
 def shared_memory(
-    config: SharedMemoryWeightSyncConfig, between: SyncEndpoints
+    config: SharedMemoryWeightSyncConfig, endpoints: SyncEndpoints
 ) -> SharedMemoryWeightSync:
     """Create the weight sync that uses shared memory."""
     from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
     return SharedMemoryWeightSync(
-        between.outlets,
-        between.intakes,
-        run=between.run,
-        **_options(config, between),
+        endpoints.outlets,
+        endpoints.intakes,
+        run=endpoints.run,
+        **_options(config, endpoints),
     )
 
 
-def cuda_ipc(config: CudaIpcWeightSyncConfig, between: SyncEndpoints) -> CudaIpcWeightSync:
+def cuda_ipc(config: CudaIpcWeightSyncConfig, endpoints: SyncEndpoints) -> CudaIpcWeightSync:
     """Create the weight sync that uses CUDA IPC."""
     from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 
-    return CudaIpcWeightSync(between.outlets, between.intakes, **_options(config, between))
+    return CudaIpcWeightSync(endpoints.outlets, endpoints.intakes, **_options(config, endpoints))
 
 
-def collective(config: CollectiveWeightSyncConfig, between: SyncEndpoints) -> CollectiveWeightSync:
+def collective(
+    config: CollectiveWeightSyncConfig, endpoints: SyncEndpoints
+) -> CollectiveWeightSync:
     """Create the weight sync that uses collective operations."""
     from ratchet.weight_sync.collective import CollectiveWeightSync
 
     return CollectiveWeightSync(
-        between.outlets,
-        between.intakes,
-        receivers_count=between.receivers_count,
-        host=config.host or ("127.0.0.1" if between.one_host else socket.gethostname()),
+        endpoints.outlets,
+        endpoints.intakes,
+        receivers_count=endpoints.receivers_count,
+        host=config.host or ("127.0.0.1" if endpoints.one_host else socket.gethostname()),
         backend=config.backend,
         bucket_mib=config.bucket_mib,
-        **_options(config, between),
+        **_options(config, endpoints),
     )
 
 
-def files(config: FilesWeightSyncConfig, between: SyncEndpoints) -> FilesWeightSync:
+def files(config: FilesWeightSyncConfig, endpoints: SyncEndpoints) -> FilesWeightSync:
     """Create the weight sync that uses files."""
     from ratchet.weight_sync.files import FilesWeightSync
 
     return FilesWeightSync(
-        between.outlets,
-        between.intakes,
-        directory=_directory(config.directory, between),
-        **_options(config, between),
+        endpoints.outlets,
+        endpoints.intakes,
+        directory=_directory(config.directory, endpoints),
+        **_options(config, endpoints),
     )
 
 
 def delta(
-    config: DeltaWeightSyncConfig, between: SyncEndpoints
+    config: DeltaWeightSyncConfig, endpoints: SyncEndpoints
 ) -> FilesWeightSync | SharedMemoryWeightSync:
     """Create the weight sync that sends only changes to receivers of the last version."""
-    ends = (between.outlets, between.intakes)
+    ends = (endpoints.outlets, endpoints.intakes)
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
         return SharedMemoryWeightSync(
-            *ends, run=between.run, changes_only=True, **_options(config, between)
+            *ends, run=endpoints.run, changes_only=True, **_options(config, endpoints)
         )
     from ratchet.weight_sync.files import FilesWeightSync
 
-    directory = _directory(config.directory, between)
+    directory = _directory(config.directory, endpoints)
     return FilesWeightSync(
-        *ends, directory=directory, changes_only=True, **_options(config, between)
+        *ends, directory=directory, changes_only=True, **_options(config, endpoints)
     )
 
 
-def _options(config: PushSection, between: SyncEndpoints) -> dict[str, Any]:
+def _options(config: PushSection, endpoints: SyncEndpoints) -> dict[str, Any]:
     """Return the arguments that all transports take."""
-    return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": between.adapter}
+    return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": endpoints.adapter}
 
 
-def _directory(chosen: str | None, between: SyncEndpoints) -> Path:
+def _directory(chosen: str | None, endpoints: SyncEndpoints) -> Path:
     """Return the chosen directory for weight files; by default one inside the run's directory."""
-    return Path(chosen) if chosen is not None else between.directory / "weight_sync"
+    return Path(chosen) if chosen is not None else endpoints.directory / "weight_sync"

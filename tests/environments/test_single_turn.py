@@ -123,7 +123,7 @@ def test_an_episode_is_one_answer_long():
     assert (step.done, step.messages, step.reward) == (True, (), None)
 
 
-def test_environments_and_rewards_come_without_torch():
+def test_environments_and_rewards_import_no_torch():
     modules = ["toy.arithmetic", "toy.sorting", "toy.countdown", "datasets.gsm8k", "base"]
     imports = (
         "".join(f"import ratchet.environments.{m}\n" for m in modules)

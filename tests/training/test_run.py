@@ -39,10 +39,10 @@ def run_of(algorithm: Algorithm, groups: list[Group]) -> StageRun:
         "tokenizer": {"kind": "bytes"},
         "stages": [STAGE],
     })  # fmt: skip
-    arena = EnvSetup(build(resolve("environment", SORTING)))
+    setup = EnvSetup(build(resolve("environment", SORTING)))
     invented = ParityConfig(first_steps=0, every=0)
-    plan = StageSpec("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
-    run = make_run(build_policy(config), arena, algorithm, plan)
+    spec = StageSpec("a", len(groups), 1, evaluation=EvaluationConfig(tasks=0), parity=invented)
+    run = make_run(build_policy(config), setup, algorithm, spec)
     run.batcher = Batcher(FakeSource(groups), groups_per_step=1)
     return run
 

@@ -88,8 +88,8 @@ def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Co
 
 
 def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    worker: Any = getattr(stage.generator, "worker", stage.generator)
-    max_rank = getattr(worker, "lora_rank", None)
+    generator = stage.sampling_generator
+    max_rank = getattr(generator, "lora_rank", None)
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         yield clash(
             f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the largest "

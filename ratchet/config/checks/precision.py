@@ -52,7 +52,7 @@ def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 
 
 def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    generator: Any = getattr(stage.generator, "worker", stage.generator)
+    generator = stage.sampling_generator
     quantisation = getattr(generator, "quantise", None)
     if quantisation is None:
         return

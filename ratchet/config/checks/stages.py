@@ -286,9 +286,9 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
     if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
-        held = getattr(stage.generator, "worker", stage.generator)
+        kind = getattr(stage.sampling_generator, "kind", "")
         yield clash(
-            f"generator {getattr(held, 'kind', '')} can't run this model: {reason}",
+            f"generator {kind} can't run this model: {reason}",
             "generator",
             "model",
         )

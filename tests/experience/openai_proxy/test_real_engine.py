@@ -193,12 +193,12 @@ def test_a_few_steps_of_grpo_by_the_agent(learned):
         # so that there is something to learn
         return float(trajectory.extras["result"] == "It is 7.") + 0.1 * (len(seen) % 3)
 
-    arena = EnvSetup(Sums(), reward=FakeReward(judge), agent=solve)
+    setup = EnvSetup(Sums(), reward=FakeReward(judge), agent=solve)
     sampling = Sampling(temperature=1.0, max_new_tokens=100)
     first = policy.generator.version
     before = [parameter.detach().clone() for parameter in policy.model.parameters()]
     algorithm = build(resolve("algorithm", {"kind": "grpo", "group_size": 3}))
-    run = make_run(policy, arena, algorithm, plan("grpo", 2, sampling=sampling))
+    run = make_run(policy, setup, algorithm, plan("grpo", 2, sampling=sampling))
     assert isinstance(run.managers[0].player, AgentPlayer)
     assert isinstance(run.batcher.source, RolloutSource)
     asyncio.run(train(run))
