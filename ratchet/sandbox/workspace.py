@@ -45,7 +45,7 @@ class Workspace:
         self._closed = False
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        """Run a command; see `AgentSession.run`.
+        """Run a command; see `Session.run`.
 
         A command that leaves more than CARRIED_KIB of files ends with Reason.OUTPUT, and is undone.
         """
