@@ -255,11 +255,11 @@ def test_closing_in_the_middle_is_no_verdict_and_leaves_no_process() -> None:
     sandbox = LocalSandbox(slots=2)
 
     async def main() -> list[BaseException | Result]:
-        idle = len(descendants(os.getpid()))
+        idle = len(descendants(os.getpid()).keys() - before.keys())
         running = [
             asyncio.ensure_future(sandbox.run("while True: pass", b"", FOR_EVER)) for _ in range(2)
         ]
-        while len(descendants(os.getpid())) < 2 * idle - 1:
+        while len(descendants(os.getpid()).keys() - before.keys()) < 2 * idle - 1:
             await asyncio.sleep(0.001)
         await asyncio.to_thread(sandbox.close)
         return await asyncio.gather(*running, return_exceptions=True)
