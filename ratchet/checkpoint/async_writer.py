@@ -1,4 +1,5 @@
-"""Write a checkpoint in the background, from a copy in main memory, while training continues."""
+"""Run a task in the background: writing a checkpoint, from a copy in main memory, while training
+continues."""
 
 from __future__ import annotations
 
@@ -10,26 +11,26 @@ from concurrent.futures import Future
 class BackgroundTask:
     """A runner of one background task at a time.
 
-    The process does not wait for a task at its end: a caller that begins a task must settle it,
-    unless the process is to end at once.
+    The thread is a daemon, so the process can end without waiting for the task. A caller that needs
+    the task completed must call `settle`.
     """
 
     def __init__(self) -> None:
-        self._work: Future[None] | None = None
+        self._future: Future[None] | None = None
 
     @property
     def ended(self) -> bool:
-        """True if a task has finished but is not settled: `settle` does not wait."""
-        return self._work is not None and self._work.done()
+        """True if a task has finished but is not settled, so that `settle` does not wait."""
+        return self._future is not None and self._future.done()
 
     @property
     def busy(self) -> bool:
         """True if a task is running."""
-        return self._work is not None and not self._work.done()
+        return self._future is not None and not self._future.done()
 
     def begin(self, work: Callable[[], object]) -> None:
         """Start a task in a thread. The previous task must be settled."""
-        assert self._work is None, "what was begun before is settled first"
+        assert self._future is None, "settle the previous task first"
         future: Future[None] = Future()
 
         def run() -> None:
@@ -40,14 +41,14 @@ class BackgroundTask:
             else:
                 future.set_result(None)
 
-        self._work = future
+        self._future = future
         threading.Thread(target=run, name="checkpoint", daemon=True).start()
 
     def settle(self) -> bool:
         """Wait for the task, and raise its exception, once. Return True if there was a task."""
-        work = self._work
-        self._work = None
-        if work is None:
+        future = self._future
+        self._future = None
+        if future is None:
             return False
-        work.result()
+        future.result()
         return True

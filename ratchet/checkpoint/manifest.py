@@ -24,8 +24,8 @@ MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 # The allowed formats. None of them executes code when it is read, unlike pickle (.pt, .bin, .pkl).
 SUFFIXES = {".json", ".safetensors", ".jinja", ".txt"}
-# An exception: Megatron's dist_checkpointing writes these, partly pickles, into folders of this
-# name. Only a Megatron learner reads them.
+# The exception: in folders of this name, Megatron's dist_checkpointing writes files with these
+# suffixes, and some of them are pickles. Only a Megatron learner reads them.
 MEGATRON = "megatron"
 MEGATRON_SUFFIXES = {".distcp", ".pt", ""}
 
@@ -46,8 +46,8 @@ def write_manifest(directory: Path, step: int, meta: Mapping[str, Any]) -> None:
         path = directory / name
         files[name] = {"size": path.stat().st_size, "sha256": hash_file(path)}
     body = {"format": FORMAT, "step": step, "files": files, "meta": dict(meta)}
-    # NaN is allowed, as Python reads back the `NaN` that it writes: an accuracy that could not be
-    # measured must not stop a save.
+    # NaN is allowed, because an accuracy that could not be measured must not prevent saving. Python
+    # reads back the `NaN` that it writes.
     (directory / MANIFEST).write_text(seal(body), encoding="utf-8")
 
 
@@ -78,14 +78,14 @@ def list_files(directory: Path) -> list[str]:
     return names
 
 
-def check_format(where: Path | str, name: str) -> None:
-    """Raise CheckpointError if the file's format could execute code when read."""
+def check_format(location: Path | str, name: str) -> None:
+    """Raise CheckpointError unless the file has an allowed format, which never executes code."""
     path = PurePosixPath(name)
     if path.suffix not in SUFFIXES and not (
         path.parent.name == MEGATRON and path.suffix in MEGATRON_SUFFIXES
     ):
         raise CheckpointError(
-            f"{where}: '{name}' is of none of the allowed formats {', '.join(sorted(SUFFIXES))}"
+            f"{location}: '{name}' has none of the allowed formats {', '.join(sorted(SUFFIXES))}"
         )
 
 
@@ -113,8 +113,9 @@ def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
 
 
 def _read_manifest(directory: Path) -> bytes:
-    """Return the manifest's bytes. Raises CheckpointError if it is absent, too large or no plain
-    file.
+    """Return the manifest's bytes.
+
+    Raises CheckpointError if it is absent, too large or no plain file.
     """
     path = directory / MANIFEST
     if not os.path.lexists(path):
@@ -125,20 +126,24 @@ def _read_manifest(directory: Path) -> bytes:
     return path.read_bytes()
 
 
-def read_body(where: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
+def read_body(location: Path | str, manifest: bytes, step: int) -> dict[str, Any]:
     """Return the body of a step's manifest.
 
-    Raises CheckpointError if it was changed, or is of another step or format; KeyError or TypeError
-    if it is malformed.
+    Raises CheckpointError if it was changed or has another step or format; KeyError or TypeError if
+    it is malformed.
     """
-    body = unseal(where, MANIFEST, manifest)
+    body = unseal(location, MANIFEST, manifest)
     if body["format"] != FORMAT:
-        raise CheckpointError(f"{where} has format {body['format']!r}; this version reads {FORMAT}")
+        raise CheckpointError(
+            f"{location} has format {body['format']!r}; this version reads {FORMAT}"
+        )
     if body["step"] != step:
-        raise CheckpointError(f"{where} says it is of step {body['step']!r}")
+        raise CheckpointError(f"{location} has a manifest of step {body['step']!r}")
     for name in body["files"]:
         if not stays_inside(name):
-            raise CheckpointError(f"{where}: the manifest lists '{name}', which could lead outside")
+            raise CheckpointError(
+                f"{location}: the manifest lists '{name}', which could lead outside"
+            )
     return body
 
 
@@ -147,7 +152,7 @@ def seal(body: Mapping[str, Any]) -> str:
     return json.dumps({"body": body, "sha256": hash_body(body)}, indent=1)
 
 
-def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
+def unseal(location: Path | str, name: str, content: bytes) -> dict[str, Any]:
     """Return the body of sealed JSON.
 
     Raises CheckpointError if it was changed or is not JSON; KeyError or TypeError if it has no body
@@ -156,29 +161,29 @@ def unseal(where: Path | str, name: str, content: bytes) -> dict[str, Any]:
     try:
         sealed = parse_json(content)
     except ValueError as error:
-        raise CheckpointError(f"{where}/{name} is not JSON: {error}") from error
+        raise CheckpointError(f"{location}/{name} is not JSON: {error}") from error
     if sealed["sha256"] != hash_body(sealed["body"]):
-        raise CheckpointError(f"{where}/{name} was changed: its own checksum does not match")
+        raise CheckpointError(f"{location}/{name} was changed: its own checksum does not match")
     return sealed["body"]
 
 
 def _check_files(
-    directory: Path, listed: Mapping[str, Mapping[str, Any]], *, contents: bool
+    directory: Path, listed_files: Mapping[str, Mapping[str, Any]], *, contents: bool
 ) -> None:
     """Raise CheckpointError if a directory's files differ from those listed in its manifest."""
     present = set(list_files(directory)) - {MANIFEST}
-    if missing := sorted(set(listed) - present):
+    if missing := sorted(set(listed_files) - present):
         raise CheckpointError(f"{directory} lacks {', '.join(missing)}")
-    if extra := sorted(present - set(listed)):
+    if unlisted := sorted(present - set(listed_files)):
         raise CheckpointError(
-            f"{directory} holds what its manifest does not list: {', '.join(extra)}"
+            f"{directory} holds files that its manifest does not list: {', '.join(unlisted)}"
         )
-    for name, facts in listed.items():
+    for name, expected in listed_files.items():
         path = directory / name
         size = path.stat().st_size
-        if size != facts["size"]:
-            raise CheckpointError(f"{path} has {size} bytes instead of {facts['size']}")
-        if contents and hash_file(path) != facts["sha256"]:
+        if size != expected["size"]:
+            raise CheckpointError(f"{path} has {size} bytes instead of {expected['size']}")
+        if contents and hash_file(path) != expected["sha256"]:
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
 
 

@@ -28,8 +28,9 @@ from ratchet.errors import CheckpointError
 from ratchet.utils import failpoints, safe_read
 
 TAG = "$"
-# The dtypes that every version of safetensors supports. Other tensors are stored as bytes.
-NATIVE = {
+# The dtypes that every version of safetensors supports. Tensors of other dtypes are stored as
+# bytes.
+NATIVE_DTYPES = {
     torch.float64,
     torch.float32,
     torch.float16,
@@ -45,24 +46,24 @@ NATIVE = {
 
 Write = Callable[[Path], None]  # writes files below the given root
 
-_writes: list[Write] | None = None  # the deferred writes; None outside of `defer_writes`
+_deferred_writes: list[Write] | None = None  # None outside of `defer_writes`
 
 
 @contextmanager
 def defer_writes() -> Iterator[list[Write]]:
     """Make `save_state` only copy its state to main memory inside the block, and write no file yet.
 
-    Each `save_state` adds a function to the yielded list. The caller runs these functions later,
-    for example in another thread while the original tensors change, and passes them the root. The
-    directories passed to `save_state` are relative to that root.
+    Each `save_state` adds a function to the yielded list, which writes the files when it is called
+    with a root directory. The caller does so later, for example in another thread while the
+    original tensors change. The directories passed to `save_state` are relative to that root.
     """
-    global _writes
-    assert _writes is None, "one at a time"
-    _writes = []
+    global _deferred_writes
+    assert _deferred_writes is None, "defer_writes can't be nested"
+    _deferred_writes = []
     try:
-        yield _writes
+        yield _deferred_writes
     finally:
-        _writes = None
+        _deferred_writes = None
 
 
 def save_state(directory: Path, state: Any, name: str = "state") -> None:
@@ -77,10 +78,10 @@ def save_state(directory: Path, state: Any, name: str = "state") -> None:
     """
     tensors: dict[str, Tensor] = {}
     structure = _encode(state, tensors, place="state")
-    if _writes is None:
+    if _deferred_writes is None:
         _write(directory, name, structure, tensors)
     else:
-        _writes.append(lambda root: _write(root / directory, name, structure, tensors))
+        _deferred_writes.append(lambda root: _write(root / directory, name, structure, tensors))
 
 
 def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Tensor]) -> None:
@@ -91,7 +92,7 @@ def _write(directory: Path, name: str, structure: Any, tensors: Mapping[str, Ten
             json.dumps(structure, allow_nan=False), encoding="utf-8"
         )
         failpoints.point("checkpoint.between_files")
-        save_file(_without_shared_memory(tensors), directory / f"{name}.safetensors")
+        save_file(_unshare_memory(tensors), directory / f"{name}.safetensors")
     except (OSError, SafetensorError) as error:  # safetensors reports a full disk as its own error
         raise CheckpointError(f"'{name}' can't be written to {directory}: {error}") from error
 
@@ -104,8 +105,8 @@ def load_state(directory: Path, name: str = "state") -> Any:
     try:
         structure = safe_read.read_json(directory / f"{name}.json")
         safe_read.require_file(directory / f"{name}.safetensors")
-        # Loaded tensors are views of the file, which may be deleted while they are in use. Hence
-        # the copies.
+        # Loaded tensors are views of the file. They are copied, because the file may be deleted
+        # while they are in use.
         tensors = {
             key: tensor.clone()
             for key, tensor in load_file(directory / f"{name}.safetensors").items()
@@ -146,7 +147,8 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
     cuda: Sequence[Tensor] = state.get("cuda", [])
     if len(cuda) > torch.cuda.device_count():
         raise CheckpointError(
-            f"the checkpoint is of {len(cuda)} CUDA devices, here are {torch.cuda.device_count()}"
+            f"the checkpoint has the state of {len(cuda)} CUDA devices, and this machine has "
+            f"{torch.cuda.device_count()}"
         )
     random.setstate(state["python"])
     np.random.set_state(state["numpy"])
@@ -155,7 +157,7 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
         torch.cuda.set_rng_state_all(list(cuda))
 
 
-# --- to JSON
+# --- encoding to JSON
 
 
 def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
@@ -196,18 +198,22 @@ def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: st
 def _encode_tensor(value: Tensor, tensors: dict[str, Tensor]) -> dict[str, Any]:
     name = f"t{len(tensors)}"
     # Conjugate and negative views are lazy: their memory holds the values of the original tensor.
-    plain = (
-        value.detach().resolve_conj().resolve_neg().to("cpu", copy=_writes is not None).contiguous()
+    cpu_tensor = (
+        value.detach()
+        .resolve_conj()
+        .resolve_neg()
+        .to("cpu", copy=_deferred_writes is not None)
+        .contiguous()
     )
-    if plain.dtype in NATIVE:
-        tensors[name] = plain
+    if cpu_tensor.dtype in NATIVE_DTYPES:
+        tensors[name] = cpu_tensor
         return {TAG: "tensor", "name": name}
-    tensors[name] = plain.reshape(-1).view(torch.uint8)
+    tensors[name] = cpu_tensor.reshape(-1).view(torch.uint8)
     return {
         TAG: "bytes",
         "name": name,
-        "dtype": str(plain.dtype).removeprefix("torch."),
-        "shape": list(plain.shape),
+        "dtype": str(cpu_tensor.dtype).removeprefix("torch."),
+        "shape": list(cpu_tensor.shape),
     }
 
 
@@ -224,22 +230,22 @@ def _encode_array(
     return {TAG: tag, "name": name, "dtype": value.dtype.str, "shape": list(value.shape)}
 
 
-def _without_shared_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _unshare_memory(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the tensors, with clones of those that share memory (views, tied weights).
 
     safetensors refuses to save tensors that share memory.
     """
     storages: set[int] = set()
-    separate = {}
+    unshared = {}
     for name, tensor in tensors.items():
         storage = tensor.untyped_storage()
-        shared = storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages
+        shares_memory = storage.nbytes() != tensor.nbytes or storage.data_ptr() in storages
         storages.add(storage.data_ptr())
-        separate[name] = tensor.clone() if shared else tensor
-    return separate
+        unshared[name] = tensor.clone() if shares_memory else tensor
+    return unshared
 
 
-# --- from JSON
+# --- decoding from JSON
 
 
 def _decode(value: Any, tensors: Mapping[str, Tensor]) -> Any:

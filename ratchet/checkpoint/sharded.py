@@ -1,8 +1,8 @@
 """Save and read sharded tensors: `rank-N.safetensors` with an index in `rank-N.json`.
 
-A checkpoint can be read with another number of ranks. Each rank requests its own blocks by name,
-offset and size. A block is assembled from the files that hold parts of it, so no rank has to read a
-whole tensor to get a block of it. Reading the files can't execute code.
+A checkpoint can be read with another number of ranks (resharding). Each rank requests its blocks by
+name, offset and size. A block is assembled from the files that hold parts of it, so no rank has to
+read a whole tensor to get a block of it. Reading the files can't execute code.
 """
 
 from __future__ import annotations
@@ -79,14 +79,14 @@ class BlockSpan(Protocol):
     def sizes(self) -> tuple[int, ...]: ...
 
 
-P = TypeVar("P", bound=BlockSpan)
-# (block, start, end) -> the block's values between start and end. Both are positions in the whole
-# tensor, not in the block.
-Cut = Callable[[P, Sequence[int], Sequence[int]], Tensor]
+Part = TypeVar("Part", bound=BlockSpan)
+# (part, starts, ends) -> the part's values between starts and ends. Both are positions in the whole
+# tensor, not in the part.
+Cut = Callable[[Part, Sequence[int], Sequence[int]], Tensor]
 
 
 def assemble_block(
-    parts: Iterable[P], offsets: Sequence[int], sizes: Sequence[int], cut: Cut[P]
+    parts: Iterable[Part], offsets: Sequence[int], sizes: Sequence[int], cut: Cut[Part]
 ) -> tuple[Tensor | None, int]:
     """Assemble a block of a tensor from the parts that overlap it.
 
@@ -101,7 +101,7 @@ def assemble_block(
     """
     block: Tensor | None = None
     missing = torch.Size(sizes).numel()
-    seen: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
+    used_spans: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for part in parts:
         # The overlap of the requested block and this part is [starts, ends) in the whole tensor.
         starts = [max(a, b) for a, b in zip(offsets, part.offsets, strict=True)]
@@ -109,12 +109,12 @@ def assemble_block(
             min(a + n, b + m)
             for a, n, b, m in zip(offsets, sizes, part.offsets, part.sizes, strict=True)
         ]
-        # Ranks may hold the same block, so a place that was seen before is skipped.
-        if (part.offsets, part.sizes) in seen or any(
+        # Ranks may hold copies of the same block. Only the first copy is used.
+        if (part.offsets, part.sizes) in used_spans or any(
             a >= b for a, b in zip(starts, ends, strict=True)
         ):
             continue
-        seen.add((part.offsets, part.sizes))
+        used_spans.add((part.offsets, part.sizes))
         piece = cut(part, starts, ends)
         if block is None:
             block = piece.new_empty(tuple(sizes))
@@ -143,8 +143,7 @@ class BlockFiles:
         )
         if not files:
             raise CheckpointError(
-                f"{directory} holds no blocks of a learner: it was saved by a learner of another "
-                "kind"
+                f"{directory} holds no sharded weights: it was saved by a learner of another kind"
             )
         try:
             for path in files:
@@ -154,8 +153,8 @@ class BlockFiles:
                         {**self.numbers.get(key, {}), **value} if isinstance(value, dict) else value
                     )
                 for i, entry in enumerate(content["blocks"]):
-                    extent = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
-                    stored_block = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *extent)
+                    geometry = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
+                    stored_block = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *geometry)
                     self.stored.setdefault(entry["name"], []).append(stored_block)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the index of {directory} can't be read: {error!r}") from error
@@ -163,7 +162,7 @@ class BlockFiles:
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each whole tensor, by name."""
-        return {name: places[0].shape for name, places in self.stored.items()}
+        return {name: blocks[0].shape for name, blocks in self.stored.items()}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a tensor on the CPU, assembled from all files that hold parts of it.
@@ -173,8 +172,7 @@ class BlockFiles:
         block, missing = assemble_block(self.stored.get(name, ()), offsets, sizes, _slice)
         if missing or block is None:
             raise CheckpointError(
-                f"{self.directory} lacks {missing or 'all'} numbers of '{name}': a file of it is "
-                "missing"
+                f"{self.directory} lacks {missing or 'all'} elements of '{name}': a file is missing"
             )
         return block
 

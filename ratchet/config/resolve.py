@@ -20,7 +20,7 @@ from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, cor
 from ratchet.config.base import Section
 from ratchet.config.registry import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
-from ratchet.utils.terminal_text import encodable, shorten_text
+from ratchet.utils.terminal_text import escape_surrogates, shorten_text
 
 # Keys that every section of a slot has, whatever its kind.
 PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -312,14 +312,16 @@ class Slot:
         if not isinstance(value, Mapping):
             kind = value if isinstance(value, str) else next(iter(KINDS[self.name]))
             # pydantic writes messages as UTF-8, which can't encode half a surrogate pair
-            example = f"{{kind: {encodable(kind)}}}"
+            example = f"{{kind: {escape_surrogates(kind)}}}"
             raise PydanticCustomError(
                 "no_section", "must be a section with its kind, as {example}", {"example": example}
             )
         try:
             return resolve(self.name, value)
         except ConfigError as error:
-            reason = PydanticCustomError("kind", "{reason}", {"reason": encodable(str(error))})
+            reason = PydanticCustomError(
+                "kind", "{reason}", {"reason": escape_surrogates(str(error))}
+            )
             raise ValidationError.from_exception_data(
                 self.name, [InitErrorDetails(type=reason, loc=("kind",), input=value.get("kind"))]
             ) from error

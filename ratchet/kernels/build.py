@@ -19,8 +19,8 @@ HERE = Path(__file__).parent
 SOURCES = HERE / "kernels.c", HERE / "decoding.c"
 HEADER = HERE / "rows.h"
 COMPILERS = ("cc", "gcc", "clang")
-# Sums may be split into SIMD lanes. No flag may assume finite numbers, because a NaN from broken
-# weights must reach the outputs.
+# -fassociative-math lets the compiler split a sum into SIMD lanes. No flag may assume finite
+# numbers, because a NaN from broken weights must reach the outputs.
 FLAGS = (
     *(
         "-O3",
@@ -32,7 +32,7 @@ FLAGS = (
     ),
     *("-fopenmp", "-shared", "-fPIC"),
 )
-LIMIT_S = 60.0  # maximum time of the compiler
+COMPILER_TIMEOUT_S = 60.0
 
 
 @cache
@@ -42,7 +42,7 @@ def load_library() -> ctypes.CDLL:
     if compiler is None:
         raise OSError("no C compiler is on the PATH")
     directory = get_cache_dir("kernels")
-    key = _key(compiler)
+    key = _make_cache_key(compiler)
     path = next(filter(_is_complete, directory.glob(f"{key}-*.so")), None) or _compile(
         compiler, directory, key
     )
@@ -54,10 +54,10 @@ def _is_complete(path: Path) -> bool:
 
     After a power loss a file may lack part of its content, and loading it would kill the process.
     """
-    return path.stem.endswith(_digest(path))
+    return path.stem.endswith(_hash_file(path))
 
 
-def _digest(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     """Return a digest of the file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()[:24]
 
@@ -73,18 +73,23 @@ def _compile(compiler: str, directory: Path, key: str) -> Path:
     command = [compiler, *FLAGS, *map(str, SOURCES), "-o", str(draft), "-lm"]
     try:
         result = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=LIMIT_S, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=COMPILER_TIMEOUT_S,
+            check=False,
         )
         if result.returncode:
             raise OSError(f"{compiler} failed: {result.stderr.strip()[-500:]}")
-        return draft.replace(directory / f"{key}-{_digest(draft)}.so")
+        return draft.replace(directory / f"{key}-{_hash_file(draft)}.so")
     except subprocess.TimeoutExpired as error:
-        raise OSError(f"{compiler} took more than {LIMIT_S:g} s") from error
+        raise OSError(f"{compiler} took more than {COMPILER_TIMEOUT_S:g} s") from error
     finally:
         draft.unlink(missing_ok=True)
 
 
-def _key(compiler: str) -> str:
+def _make_cache_key(compiler: str) -> str:
     """Return a digest of the sources, the flags, the compiler and the processor."""
     compiler_path = Path(compiler).resolve()
     sources = [path.read_bytes() for path in (*SOURCES, HEADER)]
@@ -92,12 +97,12 @@ def _key(compiler: str) -> str:
         *sources,
         " ".join(FLAGS).encode(),
         f"{compiler_path} {compiler_path.stat().st_mtime_ns}".encode(),
-        processor(),
+        describe_processor(),
     ]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:24]
 
 
-def processor() -> bytes:
+def describe_processor() -> bytes:
     """Return Linux's description of the first processor.
 
     It is empty on other systems, where machines do not share the cache.

@@ -2,9 +2,10 @@
 
 Each makes a single pass over memory, and matrix products use the faster of oneDNN and MKL.
 PyTorch's own operations make several passes, and the interpreter takes some ten microseconds for
-each, which is most of a decoding step of a small model. Callers check `is_supported` first. The
-PyTorch code for every other dtype and device stands beside each call (`ratchet.models.ops`;
-`attention`, `scheduler` of `ratchet.generators.engine`). Gradients are first-order only.
+each of them, which is most of a decoding step of a small model. Gradients are first-order only.
+
+Callers check `is_supported` first, and compute with PyTorch for other dtypes and devices
+(`ratchet.models.ops`; `attention`, `scheduler` of `ratchet.generators.engine`).
 
 T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of a slot in tokens, C
 = D / 2, D = head_dim, d = inputs, o = outputs, F = size of the gated layer.
@@ -13,7 +14,7 @@ T = tokens, N = requests, H = query heads, K = key/value heads, L = capacity of 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from typing import Any
 
@@ -22,14 +23,15 @@ from torch import Tensor, nn
 from torch.autograd import Function
 from torch.autograd.profiler import record_function
 
-from ratchet.kernels.build import load_library, processor
+from ratchet.kernels.build import describe_processor, load_library
 
-# The same as PARTS in kernels.c and WIDEST in rows.h.
+# These values are the same as PARTS in kernels.c and MAX_HEAD_DIM in rows.h.
 PARTS = 8
-WIDEST_HEAD = 512
-# Minimum size (elements) of a matrix for which oneDNN beats MKL on AMD's processors.
-WIDE = 2**17
+MAX_HEAD_DIM = 512
+# Minimum size (elements) of a matrix for which oneDNN is faster than MKL on AMD's processors.
+ONEDNN_MIN_SIZE = 2**17
 
+# Types of the C arguments: a pointer, an int64 and a float.
 P, N, X = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 SIGNATURES = {
     "norm": (P, P, P, P, N, N, X),
@@ -42,7 +44,7 @@ SIGNATURES = {
     "step": (P, N, P, P, P, P, P, P, P, ctypes.c_int, N, N, N, N, N, N, N, X),
     "step_scratch": (N, N, N, N, N),
 }
-PLAIN = (Tensor, nn.Parameter)
+PLAIN_TYPES = (Tensor, nn.Parameter)
 
 _library: Any = None
 _onednn = False
@@ -60,9 +62,11 @@ def set_enabled(enabled: bool) -> None:
             function = getattr(compiled, name)
             function.argtypes = types
             function.restype = N if name == "step_scratch" else None
-    # MKL's best kernels are for Intel's processors. The choice is by vendor, not by a measurement,
-    # because a repeated run must have the same bits.
-    _onednn = enabled and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in processor()
+    # MKL's best kernels are for Intel's processors. The choice depends on the vendor and not on a
+    # measurement, because a repeated run must have the same bits.
+    _onednn = (
+        enabled and torch.backends.mkldnn.is_available() and b"AuthenticAMD" in describe_processor()
+    )
     _library = compiled
 
 
@@ -77,15 +81,15 @@ def is_supported(*tensors: Tensor) -> bool:
         return False
     # A loop, because a generator expression takes as long as a small operation.
     for t in tensors:
-        if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN:
+        if t.dtype is not torch.float32 or not t.is_cpu or type(t) not in PLAIN_TYPES:
             return False
     return True
 
 
 def has_layout(x: Tensor, *shape: int) -> bool:
-    """True if the tensor has the layout that the C code assumes.
+    """True if the tensor is contiguous and has this shape.
 
-    Otherwise the C code would read beyond its end.
+    The C code assumes it, and would read beyond the tensor's end otherwise.
     """
     return x.shape == shape and x.is_contiguous()
 
@@ -134,8 +138,8 @@ class _RMSNorm(Function):
 
 # --- Queries, keys and values from their fused product.
 
-Heads = tuple[Tensor, Tensor, Tensor]
-Norms = tuple[Tensor | None, Tensor | None]
+Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
+Norms = tuple[Tensor | None, Tensor | None]  # weights of the queries' and of the keys' norm
 
 
 def heads(
@@ -159,6 +163,7 @@ def _rotate(
 ) -> tuple[Tensor, Tensor]:
     """Return the queries and keys, normalised and with rotary positions.
 
+    sizes: number of query heads and of key/value heads.
     r: buffer for the norms' factors, as in `_normalise`, or None.
     """
     n_tokens, _, size = qkv.shape
@@ -193,14 +198,14 @@ class _Heads(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         qkv, q_norm, k_norm, cos, sin, r = ctx.saved_tensors
-        q, k, v = map(_token_rows, grads)
+        q, k, v = map(_make_rows_contiguous, grads)
         size = q.shape[2]
         grad = q.new_empty(ctx.shape)
         grad_norms = None if q_norm is None else q.new_empty(2, size)
         parts = None if q_norm is None else q.new_empty(PARTS, 2, size)
-        strided = (x for grad_out in (q, k, v) for x in (grad_out.data_ptr(), grad_out.stride(0)))
-        rest = map(_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, parts))
-        _library.heads_backward(*strided, *rest, len(q), q.shape[1], k.shape[1], size)
+        addresses = map(_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, parts))
+        sizes = len(q), q.shape[1], k.shape[1], size
+        _library.heads_backward(*_addresses_and_strides(q, k, v), *addresses, *sizes)
         return (
             grad,
             *((None, None) if grad_norms is None else grad_norms.unbind()),
@@ -254,26 +259,31 @@ def decode(
     """Store a key and a value for each of the first N slots, and return the attention's output.
 
     A slot's queries attend to all positions up to its new one. The output is [N, H, D], without
-    gradient, and the bits of a row do not depend on other rows.
+    gradient. The bits of a row do not depend on other rows (batch invariance).
 
     keys, values: the KV cache, [N or more, K, L, D].
     positions_N: where each slot's key and value are stored, int64.
     """
-    q, k, v = map(_token_rows, (q_NHD, k_NKD, v_NKD))
+    q, k, v = map(_make_rows_contiguous, (q_NHD, k_NKD, v_NKD))
     out = q.new_empty(q.shape)
     capacity = keys.shape[2]
     size = q.shape[2]
-    strided = (x for each in (q, k, v) for x in (each.data_ptr(), each.stride(0)))
     sizes = len(q), q.shape[1], k.shape[1], capacity, size, size**-0.5
     _library.decode(
-        keys.data_ptr(), values.data_ptr(), *strided, positions_N.data_ptr(), out.data_ptr(), *sizes
+        keys.data_ptr(),
+        values.data_ptr(),
+        *_addresses_and_strides(q, k, v),
+        positions_N.data_ptr(),
+        out.data_ptr(),
+        *sizes,
     )
     return out
 
 
 # --- A decoding step as a whole.
 
-# Name of the step in a profile. Its FLOP follow, which a profiler can't count in a C call.
+# Name of the step in a profile. The number of FLOP is appended, because a profiler can't count FLOP
+# in a C call.
 STEP = "ratchet::step, FLOP of its products: "
 
 
@@ -281,37 +291,39 @@ def step(
     layers: Sequence[Sequence[Tensor | None]],
     x_Nd: Tensor,
     norm_d: Tensor,
-    tables: tuple[Tensor, Tensor],
-    places: tuple[Tensor, Tensor],
+    rotary_tables: tuple[Tensor, Tensor],
+    positions_and_slots: tuple[Tensor, Tensor],
     sizes: Sequence[int],
     eps: float,
 ) -> None:
     """Run all layers and the final norm on embeddings x, in place.
 
     Each token's key and value are stored in the KV cache. The bits of a row do not depend on other
-    rows. There is no gradient.
+    rows (batch invariance). There is no gradient.
 
     layers: the tensors of each layer, in the order of `Layer` in decoding.c.
-    tables: cosines [N, 1, D] and sines [N, 1, C].
-    places: positions and slots, int64 [N] both.
+    rotary_tables: cosines [N, 1, D] and sines [N, 1, C].
+    positions_and_slots: where each token is stored in the KV cache, int64 [N] both.
     sizes: d, H, K, L, D and F.
     """
-    d, n_heads, n_kv_heads, _, size, gated = sizes
-    count = len(x_Nd)
-    cos, sin = tables
-    positions_N, slots_N = places
+    d, n_heads, n_kv_heads, _, size, gated_size = sizes
+    n_rows = len(x_Nd)
+    cos, sin = rotary_tables
+    positions_N, slots_N = positions_and_slots
     layouts = (x_Nd, d), (positions_N,), (slots_N,), (cos, 1, size), (sin, 1, size // 2)
-    assert all(has_layout(tensor, count, *shape) for tensor, *shape in layouts)
+    assert all(has_layout(tensor, n_rows, *shape) for tensor, *shape in layouts)
     assert is_supported(x_Nd, norm_d, cos, sin)
     assert positions_N.dtype is slots_N.dtype is torch.int64
     threads = torch.get_num_threads()
-    scratch = x_Nd.new_empty(threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated))
+    scratch = x_Nd.new_empty(
+        threads, _library.step_scratch(d, n_heads, n_kv_heads, size, gated_size)
+    )
     addresses = [_address(tensor) for layer in layers for tensor in layer]
     tensors = map(_address, (x_Nd, norm_d, cos, sin, positions_N, slots_N, scratch))
-    flop = 2 * count * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated)
+    flop = 2 * n_rows * len(layers) * d * (2 * (n_heads + n_kv_heads) * size + 3 * gated_size)
     with record_function(f"{STEP}{flop}") if torch.autograd._profiler_enabled() else nullcontext():
         _library.step(
-            (P * len(addresses))(*addresses), len(layers), *tensors, threads, count, *sizes, eps
+            (P * len(addresses))(*addresses), len(layers), *tensors, threads, n_rows, *sizes, eps
         )
 
 
@@ -321,11 +333,14 @@ def step(
 def prefers_onednn(x_Td: Tensor, weight_od: Tensor) -> bool:
     """True if oneDNN should compute the product.
 
-    The choice depends on the size of the matrix and not on the number of rows, because the bits of
-    a row must not depend on how many there are.
+    The choice depends on the size of the weight and not on the number of rows, because the bits of
+    a row must not depend on the number of rows.
     """
     return (
-        _onednn and weight_od.numel() >= WIDE and x_Td.dim() == 2 and is_supported(x_Td, weight_od)
+        _onednn
+        and weight_od.numel() >= ONEDNN_MIN_SIZE
+        and x_Td.dim() == 2
+        and is_supported(x_Td, weight_od)
     )
 
 
@@ -351,10 +366,10 @@ class _Product(Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight = ctx.needs_input_grad
-        grad_x = _onednn_product(grads[0], weight.t()) if for_x else None
+        needs_grad_x, needs_grad_weight = ctx.needs_input_grad
+        grad_x = _onednn_product(grads[0], weight.t()) if needs_grad_x else None
         # MKL is as fast for the gradient of the weights.
-        grad_weight = grads[0].t() @ x if for_weight else None
+        grad_weight = grads[0].t() @ x if needs_grad_weight else None
         return grad_x, grad_weight
 
 
@@ -362,6 +377,13 @@ def _address(x: Tensor | None) -> int | None:
     return None if x is None else x.data_ptr()
 
 
-def _token_rows(x: Tensor) -> Tensor:
-    """Return [T, heads, D] with each token's elements contiguous."""
+def _make_rows_contiguous(x: Tensor) -> Tensor:
+    """Return x, [T, heads, D], copied unless the elements of each token are contiguous."""
     return x if x.stride(2) == 1 and x.stride(1) == x.shape[2] else x.contiguous()
+
+
+def _addresses_and_strides(*tensors: Tensor) -> Iterator[int]:
+    """Yield each tensor's address and the distance between its tokens (elements)."""
+    for x in tensors:
+        yield x.data_ptr()
+        yield x.stride(0)

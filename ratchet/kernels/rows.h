@@ -1,4 +1,4 @@
-/* What the sources of this directory share: single rows.
+/* Functions on single rows, for the other C files of this directory.
 
    D = head_dim or hidden size, C = D / 2.
 */
@@ -10,13 +10,13 @@
 
 typedef int64_t i64;
 
-#define WIDEST 512    /* head_dim */
-#define STRETCH 256   /* tokens whose scores exist at a time */
-#define LINE 16       /* entries that memory hands over at a time */
+#define MAX_HEAD_DIM 512   /* the largest supported head_dim */
+#define CHUNK_TOKENS 256   /* tokens whose attention scores are in memory at the same time */
+#define CACHE_LINE 16         /* floats of a cache line */
 
-static inline float exponential(float x) {
-    /* Cephes' expf, without branches so that loops of it become vectors. NaN stays NaN. Off by 2e-6 of itself at most, at its
-       ends: compilers may put the two parts of ln 2 together. */
+static inline float exp_approx(float x) {
+    /* exp(x) as in Cephes' expf, without branches, so that the compiler can vectorise loops over it. NaN stays NaN. The relative
+       error is at most 2e-6, near the ends of the range, because compilers may merge the two parts of ln 2. */
     x = x > 88.3762626647949f ? 88.3762626647949f : x;
     x = x < -87.3365447504019f ? -87.3365447504019f : x;
     float n = rintf(x * 1.44269504088896341f);
@@ -38,9 +38,10 @@ static inline float inverse_rms(const float *x, i64 D, float eps) {
     return 1.0f / sqrtf(sum / D + eps);
 }
 
-static inline float silu(float x) { return x / (1.0f + exponential(-x)); }
+static inline float silu(float x) { return x / (1.0f + exp_approx(-x)); }
 
-static inline void turn(const float *x, const float *cos, const float *sin, float *y, i64 C, float direction) {
+/* Applies rotary position embeddings to one head; direction -1 inverts it. */
+static inline void rotate(const float *x, const float *cos, const float *sin, float *y, i64 C, float direction) {
     for (i64 i = 0; i < C; i++) {
         float a = x[i], b = x[i + C], s = direction * sin[i];
         y[i] = a * cos[i] - b * s;
@@ -48,46 +49,47 @@ static inline void turn(const float *x, const float *cos, const float *sin, floa
     }
 }
 
-/* Asks for a row that is needed soon: what is stored of a slot is too short for the processor to guess where the next lies. */
-static inline void fetch(const float *row, i64 D) {
-    for (i64 i = 0; i < D; i += LINE) __builtin_prefetch(row + i, 0, 2);
+/* Prefetches a row that is needed soon. The rows of a slot are too few for the processor to guess the address of the next slot. */
+static inline void prefetch_row(const float *row, i64 D) {
+    for (i64 i = 0; i < D; i += CACHE_LINE) __builtin_prefetch(row + i, 0, 2);
 }
 
-/* ahead: from here to the keys and values of the next head, 0 where there is none, or they were asked for. */
+/* Attention of one query over `length` tokens, with an online softmax over chunks of tokens.
+   next_offset: distance from these keys and values to those that are needed next, which are prefetched; 0 prefetches nothing. */
 static inline void attend(const float *restrict q, const float *restrict keys, const float *restrict values, float *restrict out,
-                          i64 length, i64 D, float scale, i64 ahead) {
-    float weights[STRETCH], sum[WIDEST] = {0}, total = 0, highest = -INFINITY;
-    for (i64 first = 0; first < length; first += STRETCH) {
-        i64 n = length - first < STRETCH ? length - first : STRETCH;
-        float above = highest;
+                          i64 length, i64 D, float scale, i64 next_offset) {
+    float weights[CHUNK_TOKENS], sum[MAX_HEAD_DIM] = {0}, total = 0, highest = -INFINITY;
+    for (i64 first = 0; first < length; first += CHUNK_TOKENS) {
+        i64 n = length - first < CHUNK_TOKENS ? length - first : CHUNK_TOKENS;
+        float new_highest = highest;
         for (i64 j = 0; j < n; j++) {
             const float *k = keys + (first + j) * D;
             float score = 0;
-            if (ahead) fetch(k + ahead, D);
+            if (next_offset) prefetch_row(k + next_offset, D);
             for (i64 i = 0; i < D; i++) score += q[i] * k[i];
             weights[j] = score * scale;
         }
-        for (i64 j = 0; j < n; j++) above = weights[j] > above ? weights[j] : above;
-        float shrink = first ? exponential(highest - above) : 0;
-        float added = 0;
-        for (i64 j = 0; j < n; j++) added += weights[j] = exponential(weights[j] - above);
+        for (i64 j = 0; j < n; j++) new_highest = weights[j] > new_highest ? weights[j] : new_highest;
+        float shrink = first ? exp_approx(highest - new_highest) : 0;
+        float chunk_total = 0;
+        for (i64 j = 0; j < n; j++) chunk_total += weights[j] = exp_approx(weights[j] - new_highest);
         for (i64 i = 0; i < D; i++) sum[i] *= shrink;
         for (i64 j = 0; j < n; j++) {
             const float *v = values + (first + j) * D;
-            if (ahead) fetch(v + ahead, D);
+            if (next_offset) prefetch_row(v + next_offset, D);
             for (i64 i = 0; i < D; i++) sum[i] += weights[j] * v[i];
         }
-        total = total * shrink + added;
-        highest = above;
+        total = total * shrink + chunk_total;
+        highest = new_highest;
     }
     for (i64 i = 0; i < D; i++) out[i] = sum[i] / total;
 }
 
-/* With the loops of the usual sizes laid out. */
-static inline void attend_to(const float *q, const float *keys, const float *values, float *out, i64 length, i64 D, float scale,
-                             i64 ahead) {
-    if (D == 32) attend(q, keys, values, out, length, 32, scale, ahead);
-    else if (D == 64) attend(q, keys, values, out, length, 64, scale, ahead);
-    else if (D == 128) attend(q, keys, values, out, length, 128, scale, ahead);
-    else attend(q, keys, values, out, length, D, scale, ahead);
+/* `attend`, compiled separately for each usual head_dim so that its loops are unrolled. */
+static inline void attend_unrolled(const float *q, const float *keys, const float *values, float *out, i64 length, i64 D,
+                                   float scale, i64 next_offset) {
+    if (D == 32) attend(q, keys, values, out, length, 32, scale, next_offset);
+    else if (D == 64) attend(q, keys, values, out, length, 64, scale, next_offset);
+    else if (D == 128) attend(q, keys, values, out, length, 128, scale, next_offset);
+    else attend(q, keys, values, out, length, D, scale, next_offset);
 }

@@ -88,7 +88,7 @@ def _compiled_heads(qkv: Tensor, norms: cpu.Norms, cos: Tensor, sin: Tensor) -> 
     """Return True if the compiled kernel supports these inputs."""
     rows, _, size = qkv.shape
     q, k = norms
-    if size > cpu.WIDEST_HEAD or not cpu.is_supported(qkv, cos, sin):
+    if size > cpu.MAX_HEAD_DIM or not cpu.is_supported(qkv, cos, sin):
         return False
     if (
         q is not None

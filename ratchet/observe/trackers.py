@@ -33,7 +33,7 @@ from ratchet.observe.config import (
 )
 from ratchet.observe.sinks import Metrics, Sink, get_histograms
 from ratchet.observe.write_files import replace_text
-from ratchet.utils.terminal_text import encodable
+from ratchet.utils.terminal_text import escape_surrogates
 
 log = logging.getLogger(__name__)
 
@@ -83,7 +83,7 @@ def finite(metrics: Metrics) -> dict[str, float]:
 
     Names can come from data, and so contain lone surrogates.
     """
-    return {encodable(name): value for name, value in metrics.items() if value is not None}
+    return {escape_surrogates(name): value for name, value in metrics.items() if value is not None}
 
 
 def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
@@ -254,7 +254,7 @@ class PrometheusSink:
     def __init__(self, config: PrometheusConfig, run: Tracked) -> None:
         self._prometheus = package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
-        self._run, self._textfile, self._server = encodable(run.name), config.textfile, None
+        self._run, self._textfile, self._server = escape_surrogates(run.name), config.textfile, None
         self._step = self._prometheus.Gauge(
             "ratchet_step", "Steps done", ["run"], registry=self._registry
         ).labels(self._run)
@@ -275,7 +275,7 @@ class PrometheusSink:
         names = (*LOOPBACK, address) if address in LOOPBACK else None
         listener = socket.create_server((address, port), family=family)
         limits = ServerLimits(connections=16, grace_s=1.0)
-        return ServerThread(Guard(self._answer, names=names), listener, limits=limits)
+        return ServerThread(Guard(self._answer, hosts=names), listener, limits=limits)
 
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Answer every path with the page of metrics.

@@ -14,23 +14,23 @@ from ratchet.utils import failpoints
 
 @contextmanager
 def atomic_path(path: Path) -> Iterator[Path]:
-    """Yield a temporary path to write to, in the directory of `path`.
+    """Yield the path of a draft, in the directory of `path`.
 
-    The written file replaces `path` if the block ends without an error.
+    The block writes the draft. It replaces `path` if the block ends without an error.
     """
-    temporary = path.with_name(f".{path.name}.partial")
+    draft = path.with_name(f".{path.name}.partial")
     try:
-        yield temporary
-        with temporary.open("rb+") as written:
-            os.fsync(written.fileno())
+        yield draft
+        with draft.open("rb+") as file:
+            os.fsync(file.fileno())
         failpoints.point("file.drafted")
-        temporary.replace(path)
+        draft.replace(path)
         failpoints.point("file.replaced")
     finally:
-        temporary.unlink(missing_ok=True)
+        draft.unlink(missing_ok=True)
 
 
 def write_json(path: Path, content: Mapping[str, Any]) -> None:
     """Write `content` to `path` as indented JSON with sorted keys, atomically."""
-    with atomic_path(path) as temporary:
-        temporary.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    with atomic_path(path) as draft:
+        draft.write_text(json.dumps(content, indent=2, sort_keys=True) + "\n", encoding="utf-8")

@@ -10,23 +10,23 @@ from collections.abc import Mapping
 
 from ratchet.errors import ConfigError
 
-_offered: Mapping[str, str] = {}
+_environment: Mapping[str, str] = {}
 
 
 def offer(environment: Mapping[str, str]) -> None:
-    """Set the variables that `get_credential` reads; they replace those of an earlier call."""
-    global _offered
-    _offered = environment
+    """Set the variables that `get_credential` reads, and drop those of an earlier call."""
+    global _environment
+    _environment = environment
 
 
 def get_offered() -> Mapping[str, str]:
     """Return a copy of the variables, for a child process that resolves the same recipe."""
-    return dict(_offered)
+    return dict(_environment)
 
 
 def get_credential(variable: str) -> str:
     """Return the value of a variable. Raises ConfigError if it is missing or empty."""
-    value = _offered.get(variable, "")
+    value = _environment.get(variable, "")
     if not value:
         raise ConfigError(
             f"the environment variable {variable} is not set: export it before the run (your own "

@@ -20,7 +20,7 @@ from contextlib import contextmanager
 
 
 class InjectedFault(RuntimeError):
-    """The error raised by the action `raise`; no code expects it."""
+    """The error that the action `raise` raises. No code of the library handles it."""
 
 
 def _kill(name: str) -> None:
@@ -44,7 +44,7 @@ def _raise(name: str) -> None:
     raise InjectedFault(f"injected at failpoint '{name}'")
 
 
-def _enospc(name: str) -> None:
+def _raise_disk_full(name: str) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), name)
 
 
@@ -54,7 +54,7 @@ ACTIONS: dict[str, Callable[[str], None]] = {
     "terminate": _terminate,
     "hang_up": _hang_up,
     "raise": _raise,
-    "enospc": _enospc,
+    "enospc": _raise_disk_full,
 }
 
 _listener: Callable[[str], None] | None = None
@@ -72,25 +72,26 @@ def arm(spec: str) -> None:
     Points are not registered anywhere, so a name that no code passes has no effect.
 
     Args:
-        spec: `name[:n]:action`, several separated by commas. n: the passage that triggers the
-            action, from 1 (the default). action: kill (SIGKILL), interrupt (SIGINT), terminate
-            (SIGTERM), hang_up (SIGHUP), raise (InjectedFault) or enospc (OSError).
+        spec: `name[:n]:action`, several separated by commas. The action runs when the process
+            passes the point for the n-th time; n is 1 by default. Actions are kill (SIGKILL),
+            interrupt (SIGINT), terminate (SIGTERM), hang_up (SIGHUP), raise (InjectedFault) and
+            enospc (OSError).
 
     Raises ValueError for a malformed spec.
     """
     global _listener
     plan: dict[tuple[str, int], Callable[[str], None]] = {}
     for item in filter(None, (part.strip() for part in spec.split(","))):
-        name, passage, action = _parse(item)
+        name, passage, action = _parse_item(item)
         plan[name, passage] = ACTIONS[action]
     passages: Counter[str] = Counter()
 
-    def hit(name: str) -> None:
+    def count_and_act(name: str) -> None:
         passages[name] += 1
         if action := plan.get((name, passages[name])):
             action(name)
 
-    _listener = hit if plan else None
+    _listener = count_and_act if plan else None
 
 
 def disarm() -> None:
@@ -107,15 +108,15 @@ def record() -> Iterator[list[str]]:
     """
     global _listener
     passed: list[str] = []
-    before = _listener
+    previous_listener = _listener
     _listener = passed.append
     try:
         yield passed
     finally:
-        _listener = before
+        _listener = previous_listener
 
 
-def _parse(item: str) -> tuple[str, int, str]:
+def _parse_item(item: str) -> tuple[str, int, str]:
     head, _, action = item.rpartition(":")
     name, _, passage = head.partition(":")
     passage = passage or "1"

@@ -27,8 +27,8 @@ from ratchet.utils.safe_read import read_json
 
 log = logging.getLogger(__name__)
 
-# The package of the extra `stores` that fsspec needs for each scheme. These stores have buckets,
-# not directories.
+# The package that fsspec needs for each scheme; the extra `stores` installs it. These stores have
+# buckets and no directories.
 PACKAGES = {
     "s3": "s3fs",
     "s3a": "s3fs",
@@ -39,7 +39,7 @@ PACKAGES = {
 }
 ATTEMPTS = 3
 PAUSE_S = 1.0  # pause before the second attempt; it doubles before each further one
-FETCHED = ".fetched.json"  # size and version of each file in a fetched directory
+FETCHED_INDEX = ".fetched.json"  # size and version of each file in a fetched directory
 
 Result = TypeVar("Result")
 
@@ -81,16 +81,14 @@ def get_cache_dir(kind: str) -> Path:
 
 def explain_bad_address(address: str) -> str | None:
     """Return why the text of an address can't name a model or a run; None if it can."""
-    scheme, _, rest = address.partition("://")
+    scheme, _, path = address.partition("://")
     if "::" in address:
         return "it chains several stores: name the one that holds the files"
     if scheme in ("http", "https"):
-        return (
-            "a web server lists no directory: name a store, or a copy of the files on this machine"
-        )
-    if not rest.strip("/"):
+        return "a web server can't list a directory: name a store, or a local copy of the files"
+    if not path.strip("/"):
         return f"it names no place: write {scheme}://bucket/name"
-    if any(sign in rest for sign in "*?[]#\\") or ".." in rest.split("/"):
+    if any(character in path for character in "*?[]#\\") or ".." in path.split("/"):
         return "it is a pattern or leads upwards: write a plain address"
     # `registry` adds the schemes that other packages have registered.
     from fsspec import available_protocols, registry
@@ -141,27 +139,29 @@ class StoredFile:
 class Store:
     """The files below an address; names are relative to it.
 
-    Methods raise OSError: FileNotFoundError for a missing file, and another for a name that could
-    lead outside the address.
+    Methods raise FileNotFoundError for a missing file, and another OSError for a failed operation
+    or for a name that could lead outside the address.
     """
 
     def __init__(self, address: str) -> None:
         self.address = address.rstrip("/")
-        self._system, root = open_filesystem(self.address)
+        self._filesystem, root = open_filesystem(self.address)
         self._root = root.rstrip("/")
-        self._buckets = self.address.partition("://")[0] in {*PACKAGES, "hf"}
+        self._has_buckets = self.address.partition("://")[0] in {*PACKAGES, "hf"}
 
     def entries(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files below a directory by name; {} if there are none."""
 
         def find() -> dict[str, StoredFile]:
-            self._system.invalidate_cache()
+            self._filesystem.invalidate_cache()
             try:
-                files = self._system.find(self._at(below) if below else self._root, detail=True)
+                files = self._filesystem.find(
+                    self._get_path(below) if below else self._root, detail=True
+                )
             except FileNotFoundError:
                 return {}
             return {
-                self._name(path): _entry(info)
+                self._get_name(path): _parse_info(info)
                 for path, info in files.items()
                 if info["type"] == "file"
             }
@@ -172,7 +172,7 @@ class Store:
         """Return the content of a small file. Raises OSError above `max_bytes`."""
 
         def read() -> bytes:
-            with self._system.open(self._at(name), "rb") as file:
+            with self._filesystem.open(self._get_path(name), "rb") as file:
                 content = file.read(max_bytes + 1)
             if len(content) > max_bytes:
                 raise OSError(f"it has more than {max_bytes} bytes")
@@ -182,12 +182,14 @@ class Store:
 
     def write(self, name: str, content: bytes) -> None:
         """Write a whole file."""
-        self._place(name, len(content), lambda path: self._system.pipe_file(path, content))
+        self._write_checked(
+            name, len(content), lambda path: self._filesystem.pipe_file(path, content)
+        )
 
     def put(self, source: Path, name: str) -> None:
         """Upload a file; it is complete when this returns."""
-        self._place(
-            name, source.stat().st_size, lambda path: self._system.put_file(str(source), path)
+        self._write_checked(
+            name, source.stat().st_size, lambda path: self._filesystem.put_file(str(source), path)
         )
 
     def get(self, name: str, target: Path) -> None:
@@ -196,7 +198,8 @@ class Store:
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             self._retry(
-                f"fetching {name}", lambda: self._system.get_file(self._at(name), str(draft))
+                f"fetching {name}",
+                lambda: self._filesystem.get_file(self._get_path(name), str(draft)),
             )
             draft.replace(target)
         finally:
@@ -207,51 +210,55 @@ class Store:
 
         def remove() -> None:
             try:
-                self._system.rm_file(self._at(name))
+                self._filesystem.rm_file(self._get_path(name))
             except FileNotFoundError:
                 return
 
         self._retry(f"removing {name}", remove)
 
-    def _place(self, name: str, size: int, send: Callable[[str], object]) -> None:
-        """Send a file of `size` bytes to the store and check its size there.
+    def _write_checked(self, name: str, size: int, upload: Callable[[str], object]) -> None:
+        """Write a file of `size` bytes with `upload(path)` and check its size in the store.
 
-        A file system that writes in place gets the file under a temporary name first: a
+        A file system that writes in place gets the file under a temporary name first, because a
         half-written file must not replace a whole one.
         """
-        path = self._at(name)
-        draft = f"{path}.partial" if getattr(self._system, "local_file", False) else path
+        path = self._get_path(name)
+        draft = f"{path}.partial" if getattr(self._filesystem, "local_file", False) else path
 
-        def place() -> None:
-            if not self._buckets:
-                self._system.makedirs(path.rpartition("/")[0], exist_ok=True)
-            send(draft)
-            self._system.invalidate_cache()
-            if (there := self._system.info(draft)["size"]) < size:
-                raise OSError(f"{there} of {size} bytes arrived")
+        def write() -> None:
+            if not self._has_buckets:
+                self._filesystem.makedirs(path.rpartition("/")[0], exist_ok=True)
+            upload(draft)
+            self._filesystem.invalidate_cache()
+            if (stored_size := self._filesystem.info(draft)["size"]) < size:
+                raise OSError(f"{stored_size} of {size} bytes arrived")
             if draft != path:
-                self._system.mv(draft, path)
+                self._filesystem.mv(draft, path)
 
-        self._retry(f"writing {name}", place)
+        self._retry(f"writing {name}", write)
 
-    def _at(self, name: str) -> str:
+    def _get_path(self, name: str) -> str:
         if not stays_inside(name):
             raise OSError(f"{self.address}: '{name}' could lead outside")
         return f"{self._root}/{name}"
 
-    def _name(self, path: str) -> str:
+    def _get_name(self, path: str) -> str:
         name = path.removeprefix(self._root).lstrip("/")
         return name or PurePosixPath(path).name  # empty if the address itself is a file
 
-    def _retry(self, what: str, do: Callable[[], Result]) -> Result:
+    def _retry(self, action: str, operation: Callable[[], Result]) -> Result:
+        """Return the result of an operation, tried up to ATTEMPTS times.
+
+        action: description of the operation, for messages.
+        """
         for attempt in range(ATTEMPTS):
             try:
-                return do()
+                return operation()
             except (FileNotFoundError, PermissionError) as error:
-                raise type(error)(f"{self.address}: {what}: {error}") from error
-            # A store's client raises exceptions of its own types, and none may end a run.
+                raise type(error)(f"{self.address}: {action}: {error}") from error
+            # A store's client raises exceptions of its own types. None of them may end a run.
             except Exception as error:
-                reason = f"{self.address}: {what}: {type(error).__name__}: {error}"
+                reason = f"{self.address}: {action}: {type(error).__name__}: {error}"
                 if attempt == ATTEMPTS - 1:
                     raise OSError(reason) from error
                 pause_s = PAUSE_S * 2**attempt
@@ -260,9 +267,9 @@ class Store:
         raise AssertionError("the last attempt returns or raises")
 
 
-def _entry(info: Mapping[str, Any]) -> StoredFile:
-    facts = json.dumps(info, sort_keys=True, default=str)
-    return StoredFile(int(info["size"]), hashlib.sha256(facts.encode()).hexdigest())
+def _parse_info(info: Mapping[str, Any]) -> StoredFile:
+    info_json = json.dumps(info, sort_keys=True, default=str)
+    return StoredFile(int(info["size"]), hashlib.sha256(info_json.encode()).hexdigest())
 
 
 def stays_inside(name: str) -> bool:
@@ -296,43 +303,44 @@ def fetch_directory(address: str, patterns: Sequence[str] = ("*",), *, deep: boo
         patterns: file names to fetch.
         deep: True also fetches the files of subdirectories.
 
-    Raises OSError; DataError and MissingDependency for an address that can't be read here.
+    Raises OSError if fetching fails; DataError or MissingDependency if the address can't be read on
+    this machine.
     """
     store = Store(address)
     target = get_cached_path("directories", address)
     with lock_cache_dir(target):
-        fetched = _read_fetched(target)
-        listed = store.entries()
-        for name, entry in sorted(listed.items()):
+        fetched_files = _read_fetched_index(target)
+        stored_files = store.entries()
+        for name, file in sorted(stored_files.items()):
             if not any(fnmatch(name, pattern) for pattern in patterns) or not (
                 deep or "/" not in name
             ):
                 continue
-            path, facts = target / name, [entry.size, entry.version]
+            path, size_and_version = target / name, [file.size, file.version]
             if (
-                fetched.get(name) != facts
+                fetched_files.get(name) != size_and_version
                 or not path.is_file()
-                or path.stat().st_size != entry.size
+                or path.stat().st_size != file.size
             ):
                 store.get(name, path)
-                if (size := path.stat().st_size) != entry.size:
+                if (size := path.stat().st_size) != file.size:
                     path.unlink()
                     raise OSError(
-                        f"{address}/{name} came with {size} bytes instead of {entry.size}: try "
-                        "again"
+                        f"{address}/{name} came with {size} bytes instead of {file.size}: try again"
                     )
-                fetched[name] = facts
-        for name in fetched.keys() - listed.keys():
+                fetched_files[name] = size_and_version
+        for name in fetched_files.keys() - stored_files.keys():
             (target / name).unlink(missing_ok=True)
-            del fetched[name]
-        (target / FETCHED).write_text(json.dumps(fetched), encoding="utf-8")
+            del fetched_files[name]
+        (target / FETCHED_INDEX).write_text(json.dumps(fetched_files), encoding="utf-8")
     return target
 
 
-def _read_fetched(target: Path) -> dict[str, Any]:
+def _read_fetched_index(target: Path) -> dict[str, Any]:
+    """Return [size, version] of each fetched file by name; {} if the index can't be read."""
     try:
-        fetched = read_json(target / FETCHED)
-        return {name: facts for name, facts in fetched.items() if stays_inside(name)}
+        index = read_json(target / FETCHED_INDEX)
+        return {name: entry for name, entry in index.items() if stays_inside(name)}
     except (OSError, ValueError, AttributeError):
         return {}
 
@@ -340,7 +348,7 @@ def _read_fetched(target: Path) -> dict[str, Any]:
 def put_directory(source: Path, address: str, *, last: str) -> None:
     """Upload all files of a directory. Raises OSError, DataError or MissingDependency.
 
-    last: the file to send last. Readers treat a directory without it as incomplete.
+    last: name of the file to upload last. Readers treat a directory without it as incomplete.
     """
     store = Store(address)
     names = sorted(
@@ -350,6 +358,6 @@ def put_directory(source: Path, address: str, *, last: str) -> None:
         store.put(source / name, name)
 
 
-def forget_cached(directory: Path) -> None:
+def remove_cached_copy(directory: Path) -> None:
     """Remove the cached copy of an address, given its path from `get_cached_path`."""
     shutil.rmtree(directory.parent, ignore_errors=True)

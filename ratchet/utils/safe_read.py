@@ -18,15 +18,17 @@ from typing import Any, BinaryIO, NoReturn
 
 MAX_JSON_BYTES = 256 << 20  # the largest published tokenizer.json has 33 MiB
 MAX_TEXT_BYTES = 4 << 20  # a chat template; the longest published one has 20 KiB
-# JSON may hold MAX_CONTAINERS objects and arrays, and one more for every CHARS_A_CONTAINER
-# characters: a small one takes 3 to 8 characters, and 20 to 30 times as many bytes of memory.
+# JSON may hold MAX_CONTAINERS objects and arrays, and one more for every CHARS_PER_CONTAINER
+# characters. The bound is needed because a small object or array takes 3 to 8 characters of text,
+# and 20 to 30 times as many bytes of memory.
 MAX_CONTAINERS = 1 << 20
-CHARS_A_CONTAINER = 16
+CHARS_PER_CONTAINER = 16
 # Levels of objects and arrays. Code that walks a value recursively breaks on a few hundred.
 MAX_DEPTH = 100
-# It also matches an unterminated string: to retry at each of its quotation marks is quadratic.
+# An unterminated string matches too. Otherwise the search would begin again at each quotation mark
+# in it, which takes quadratic time.
 _STRING = re.compile(r'"(?:[^"\\]++|\\.?)*+"?', re.DOTALL)
-KINDS = (
+FILE_KINDS = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
     (stat.S_ISSOCK, "a socket"),
@@ -38,13 +40,13 @@ KINDS = (
 def open_file(path: str | Path) -> BinaryIO:
     """Open a plain file for reading; links are followed.
 
-    A pipe or a device, which may never end, is refused unread. Raises OSError, whose `strerror`
-    says what the path is if it is no plain file.
+    A pipe or a device, which may never end, is refused unread. Raises OSError; if the path is no
+    plain file, its `strerror` says what it is instead.
     """
     try:
         _require_plain(path, os.stat(path).st_mode)
     except ValueError as error:  # for example a null character
-        raise OSError(errno.EINVAL, f"it is no name of a file ({error})", str(path)) from None
+        raise OSError(errno.EINVAL, f"it can't name a file ({error})", str(path)) from None
     # A pipe may have replaced the file since: without O_NONBLOCK, `open` would wait for a writer.
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
     try:
@@ -56,13 +58,13 @@ def open_file(path: str | Path) -> BinaryIO:
 
 
 def require_file(path: str | Path) -> None:
-    """Raise OSError, as `open_file` does, for a path that is no readable plain file."""
+    """Raise the OSError of `open_file` if the path is no readable plain file."""
     open_file(path).close()
 
 
 def _require_plain(path: str | Path, mode: int) -> None:
     if not stat.S_ISREG(mode):
-        kind = next((name for is_kind, name in KINDS if is_kind(mode)), "no file")
+        kind = next((name for is_kind, name in FILE_KINDS if is_kind(mode)), "no file")
         number = errno.EISDIR if stat.S_ISDIR(mode) else errno.EINVAL
         raise OSError(number, f"it is {kind}, and must be a plain file", str(path))
 
@@ -123,43 +125,43 @@ def parse_json(
 ) -> Any:
     """Parse JSON. Raises ValueError; for malformed JSON its subclass JSONDecodeError.
 
-    Also refused are more than MAX_DEPTH levels, objects and arrays that take far more memory than
-    their text, and a whole number with more digits than Python reads (4,300).
+    It also refuses more than MAX_DEPTH levels, objects and arrays that take far more memory than
+    their text, and an integer with more digits than Python reads (4,300).
     """
     if isinstance(text, bytes):
         text = decode_utf8(text)
-    _refuse_crowd(text)
+    _check_container_count(text)
     try:
         value = json.loads(text, object_pairs_hook=object_pairs_hook, parse_constant=parse_constant)
     except RecursionError:
-        _refuse_depth()
+        _raise_too_deep()
     # Counting brackets is quick, and rules out deep nesting in most texts.
     if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
-        _refuse_depth()
+        _raise_too_deep()
     return value
 
 
-def _refuse_crowd(text: str) -> None:
-    """Raise ValueError for more objects and arrays than real data of this length holds."""
-    limit = MAX_CONTAINERS + len(text) // CHARS_A_CONTAINER
+def _check_container_count(text: str) -> None:
+    """Raise ValueError if the text holds more objects and arrays than real data of its length."""
+    limit = MAX_CONTAINERS + len(text) // CHARS_PER_CONTAINER
     if text.count("[") + text.count("{") <= limit:
         return
     without_strings = _STRING.sub("", text)  # strings may hold formulas, full of brackets
     if without_strings.count("[") + without_strings.count("{") > limit:
         raise ValueError(
-            f"it holds more than {limit:,} objects and arrays in {len(text):,} characters, which "
-            "take far more memory than that"
+            f"it holds more than {limit:,} objects and arrays in {len(text):,} characters; they "
+            "would take far more memory than the text"
         )
 
 
-def _refuse_depth() -> NoReturn:
+def _raise_too_deep() -> NoReturn:
     raise ValueError(f"nested more than {MAX_DEPTH} deep")
 
 
 def is_deeper(value: object, depth: int) -> bool:
     """Return True if dicts and lists are nested more than `depth` deep.
 
-    It walks level by level, without recursion.
+    The value is walked level by level, without recursion.
     """
     level: list[Any] = [value]
     for _ in range(depth + 1):

@@ -1,8 +1,8 @@
 """Create temporary folders, which a later process removes if their owner was killed.
 
-A folder holds a file that its owner has locked. The kernel releases the lock however the owner
-ends; unlike a process id, a lock can't be mistaken for another owner's. A folder without that file
-is never touched.
+The owner is the process that created the folder. The folder holds a file that its owner has locked,
+and the kernel releases the lock however the owner ends. (A process id would not do, because a later
+process may get the same one.) A folder without that file is never touched.
 """
 
 from __future__ import annotations
@@ -17,32 +17,35 @@ from pathlib import Path
 
 SHARED_MEMORY = Path("/dev/shm")
 PREFIX = "ratchet-"
-OWNER = ".owner"
+OWNER_FILE = ".owner"
 
-_swept: set[Path] = set()  # parents that this process has swept
+_swept_parents: set[Path] = set()  # directories in which this process has called `_sweep`
 
 
 class TemporaryFolder:
-    """A folder `PARENT/ratchet-WHAT-RANDOM`, removed by `close` or at the end of a `with` block.
+    """A folder `PARENT/ratchet-PURPOSE-RANDOM`, removed by `close` or at the end of a `with` block.
 
-    If the process is killed, a later process that creates a folder in the same parent, or trains,
-    removes it. The attribute `path` is the folder's path.
+    If the process is killed, the folder is removed by a later process that trains, or that creates
+    a folder in the same parent. The attribute `path` is the folder's path.
     """
 
-    def __init__(self, what: str, parent: str | Path | None = None) -> None:
+    def __init__(self, purpose: str, parent: str | Path | None = None) -> None:
         """Create the folder in `parent` (default: the folder for temporary files).
 
         Raises OSError if `parent` can't be written.
         """
-        place = Path(parent or tempfile.gettempdir())
-        _sweep_once(place)
-        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{what}-", dir=place))
-        # Also without `close`: when this object is collected, and at the interpreter's end.
-        self._end = weakref.finalize(self, _remove, self.path, _lock(self.path), os.getpid())
+        parent_dir = Path(parent or tempfile.gettempdir())
+        _sweep_once(parent_dir)
+        self.path = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{purpose}-", dir=parent_dir))
+        # Without `close` the folder is removed when this object is garbage-collected, or when the
+        # interpreter ends.
+        self._finalizer = weakref.finalize(
+            self, _remove, self.path, _lock_folder(self.path), os.getpid()
+        )
 
     def close(self) -> None:
         """Remove the folder and its contents. Later calls do nothing."""
-        self._end()
+        self._finalizer()
 
     def __enter__(self) -> Path:
         return self.path
@@ -59,19 +62,19 @@ def _remove(folder: Path, lock: int | None, owner: int) -> None:
         os.close(lock)
 
 
-def _lock(folder: Path) -> int | None:
+def _lock_folder(folder: Path) -> int | None:
     """Lock a folder and return the descriptor that holds the lock; None if locking fails.
 
     Child programs do not inherit the descriptor.
     """
-    draft = folder / f"{OWNER}-"
+    draft = folder / f"{OWNER_FILE}-"
     descriptor = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError:  # a disk without locks; its folders are never swept
         os.close(descriptor)
         return None
-    draft.rename(folder / OWNER)  # renamed after locking, so it is never seen unlocked
+    draft.rename(folder / OWNER_FILE)  # renamed after locking, so it is never seen unlocked
     return descriptor
 
 
@@ -86,8 +89,8 @@ def sweep() -> list[Path]:
 
 
 def _sweep_once(parent: Path) -> None:
-    if parent not in _swept:
-        _swept.add(parent)
+    if parent not in _swept_parents:
+        _swept_parents.add(parent)
         _sweep(parent)
 
 
@@ -100,7 +103,7 @@ def _remove_if_orphaned(folder: Path) -> bool:
     with suppress(OSError):
         if folder.is_symlink() or folder.stat().st_uid != os.geteuid():
             return False
-        descriptor = os.open(folder / OWNER, os.O_RDWR | os.O_NOFOLLOW)
+        descriptor = os.open(folder / OWNER_FILE, os.O_RDWR | os.O_NOFOLLOW)
         try:
             # Raises BlockingIOError while the owner is alive.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)

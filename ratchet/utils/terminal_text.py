@@ -17,16 +17,16 @@ def escape_controls(text: str) -> str:
     line and paragraph separators, direction marks (Unicode TR9), invisible characters that make
     different texts look alike, and halves of surrogate pairs.
     """
-    return text if text.isascii() and text.isprintable() else text.translate(_CODES)
+    return text if text.isascii() and text.isprintable() else text.translate(_ESCAPES)
 
 
-def encodable(text: str) -> str:
-    """Return `text` with halves of surrogate pairs, which UTF-8 can't encode, as codes."""
+def escape_surrogates(text: str) -> str:
+    """Return `text` with halves of surrogate pairs replaced by codes: UTF-8 can't encode them."""
     return text.encode("utf-8", "backslashreplace").decode()
 
 
 def shorten_text(text: str, limit: int) -> str:
-    """Return `text` cut to `limit` characters, ending in "..." if something is left out."""
+    """Return `text` cut to `limit` characters. A cut text ends in "..."."""
     return text if len(text) <= limit else f"{text[: limit - 4]} ..."
 
 
@@ -49,7 +49,7 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
     from rich.console import Console, ConsoleRenderable, RenderHook
     from rich.segment import Segment
 
-    class Escaped:
+    class EscapedRenderable:
         def __init__(self, inner: ConsoleRenderable) -> None:
             self.inner = inner
 
@@ -61,27 +61,27 @@ def make_console(file: IO[str] | None = None, *, soft_wrap: bool = False) -> Con
                     else Segment(escape_controls(segment.text), segment.style)
                 )
 
-    class Escape(RenderHook):
+    class EscapeHook(RenderHook):
         def process_renderables(
             self, renderables: list[ConsoleRenderable]
         ) -> list[ConsoleRenderable]:
-            return [Escaped(each) for each in renderables]
+            return [EscapedRenderable(renderable) for renderable in renderables]
 
     console = Console(file=file, soft_wrap=soft_wrap)
-    console.push_render_hook(Escape())
+    console.push_render_hook(EscapeHook())
     return console
 
 
-class _Codes(dict[int, str | int]):
+class _EscapeTable(dict[int, str | int]):
     """A table for `str.translate` that computes its entries on demand."""
 
     def __missing__(self, point: int) -> str | int:
-        code = _code(point) if _is_hidden(point) else point
-        self[point] = code
-        return code
+        escaped = _format_escape(point) if _is_control(point) else point
+        self[point] = escaped
+        return escaped
 
 
-def _is_hidden(point: int) -> bool:
+def _is_control(point: int) -> bool:
     return (
         (point < 32 and point not in (9, 10))
         or 0x7F <= point <= 0x9F
@@ -96,7 +96,7 @@ def _is_hidden(point: int) -> bool:
     )
 
 
-def _code(point: int) -> str:
+def _format_escape(point: int) -> str:
     return (
         f"\\x{point:02x}"
         if point < 256
@@ -106,4 +106,4 @@ def _code(point: int) -> str:
     )
 
 
-_CODES = _Codes()
+_ESCAPES = _EscapeTable()

@@ -13,8 +13,8 @@ from functools import partial
 from itertools import chain
 from typing import TypeVar
 
-P = TypeVar("P")
-T = TypeVar("T")
+Piece = TypeVar("Piece")
+Result = TypeVar("Result")
 
 
 class ThreadPool:
@@ -22,32 +22,37 @@ class ThreadPool:
 
     def __init__(self, size: int) -> None:
         self.size = size
-        self._others = ThreadPoolExecutor(size - 1, thread_name_prefix="crew") if size > 1 else None
+        # The calling thread runs one job itself.
+        self._executor = (
+            ThreadPoolExecutor(size - 1, thread_name_prefix="crew") if size > 1 else None
+        )
 
-    def run(self, jobs: Sequence[Callable[[], T]]) -> list[T]:
+    def run(self, jobs: Sequence[Callable[[], Result]]) -> list[Result]:
         """Run the jobs and return their results in order.
 
-        PyTorch's threads for one operation are divided evenly among the running jobs. PyTorch modes
-        that belong to a thread (no_grad, inference_mode, autocast) must be entered by each job.
+        PyTorch's threads for one operation are divided evenly among the running jobs. Each job must
+        enter PyTorch's per-thread modes itself (no_grad, inference_mode, autocast).
 
         If jobs fail, raise the first failed job's exception after all jobs have ended.
         """
-        if self._others is None or len(jobs) < 2:
+        if self._executor is None or len(jobs) < 2:
             return [job() for job in jobs]
         import torch
 
         threads = torch.get_num_threads()
-        share = max(1, threads // self.size)
-        futures = [self._others.submit(_run_limited, share, job) for job in jobs[1:]]
+        threads_per_job = max(1, threads // self.size)
+        futures = [self._executor.submit(_run_limited, threads_per_job, job) for job in jobs[1:]]
         try:
-            first = _run_limited(share, jobs[0])
+            first_result = _run_limited(threads_per_job, jobs[0])
         finally:
             wait(futures)
             torch.set_num_threads(threads)
-        return [first, *(future.result() for future in futures)]
+        return [first_result, *(future.result() for future in futures)]
 
-    def each(self, work: Callable[[P], T], pieces: Sequence[P], sizes: Sequence[int]) -> list[T]:
-        """Return the result of `work` for each piece, in order. Exceptions are raised as by `run`.
+    def each(
+        self, work: Callable[[Piece], Result], pieces: Sequence[Piece], sizes: Sequence[int]
+    ) -> list[Result]:
+        """Return the result of `work` for each piece, in order. Exceptions are handled as in `run`.
 
         Args:
             sizes: Sizes of the pieces; each thread gets pieces of about the same total size.
@@ -58,11 +63,11 @@ class ThreadPool:
         return [results[i] for i in range(len(pieces))]
 
 
-def _map(work: Callable[[P], T], pieces: Sequence[P]) -> list[T]:
+def _map(work: Callable[[Piece], Result], pieces: Sequence[Piece]) -> list[Result]:
     return [work(piece) for piece in pieces]
 
 
-def _run_limited(threads: int, job: Callable[[], T]) -> T:
+def _run_limited(threads: int, job: Callable[[], Result]) -> Result:
     import torch
 
     torch.set_num_threads(threads)  # applies to the calling thread
@@ -78,7 +83,7 @@ def balance_by_size(sizes: Sequence[int], workers: int) -> list[list[int]]:
     loads = [0] * workers
     shares: list[list[int]] = [[] for _ in range(workers)]
     for piece in sorted(range(len(sizes)), key=lambda i: -sizes[i]):
-        least = loads.index(min(loads))
-        loads[least] += sizes[piece]
-        shares[least].append(piece)
+        lightest = loads.index(min(loads))
+        loads[lightest] += sizes[piece]
+        shares[lightest].append(piece)
     return [sorted(pieces) for pieces in shares]

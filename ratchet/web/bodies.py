@@ -1,7 +1,7 @@
 """Limit the size and duration of request bodies.
 
-A body counts until its request is answered, not only while it is read, because requests that wait
-for a slow answer hold memory too.
+The bytes of a body count until its request is answered, not only while it is read, because a
+request that waits for a slow answer holds memory too.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ Receive = Callable[[], Awaitable[Message]]
 
 
 class BodyRefused(Exception):
-    """Raised for a body that exceeds a limit, and is not read to its end.
+    """The error for a body that exceeds a limit. The rest of the body is not read.
 
-    status: HTTP status of the answer.
+    status: HTTP status of the response.
+    code: short name of the reason.
     """
 
     def __init__(self, status: int, message: str, code: str) -> None:
@@ -30,39 +31,39 @@ class BodyRefused(Exception):
         self.status, self.code = status, code
 
 
-class BodyReader:
-    """A counter of the body bytes of unanswered requests, by key and in total."""
+class BodyLimiter:
+    """A counter of the body bytes of unanswered requests, by API key and in total."""
 
     def __init__(self, limits: ServerLimits = ServerLimits()) -> None:
-        self.limits, self.held = limits, Counter[bytes]()
+        self.limits, self.bytes_by_key = limits, Counter[bytes]()
 
     def begin(self, key: bytes, receive: Receive) -> Body:
-        """Return the body of a new request with this key (b"" for none)."""
+        """Return the body of a new request with this API key (b"" for none)."""
         return Body(self, key, receive)
 
 
 class Body:
-    """The ASGI `receive` of one request. Call `release` once the request is answered.
+    """The ASGI `receive` callable of one request, with limits.
 
     A call raises BodyRefused if the body is too large or too slow, or if unanswered requests hold
-    too many bytes.
+    too many bytes. Call `release` once the request is answered.
     """
 
-    def __init__(self, bodies: BodyReader, key: bytes, receive: Receive) -> None:
-        self.bodies, self.key, self.size = bodies, key, 0
+    def __init__(self, limiter: BodyLimiter, key: bytes, receive: Receive) -> None:
+        self.limiter, self.key, self.size = limiter, key, 0
         self._receive, self._has_more = receive, True
-        self._deadline = asyncio.get_running_loop().time() + bodies.limits.body_s
+        self._deadline = asyncio.get_running_loop().time() + limiter.limits.body_s
 
     async def __call__(self) -> Message:
         if not self._has_more:
-            return await self._receive()  # waits for the client to leave
-        limits = self.bodies.limits
+            return await self._receive()  # waits for the client to disconnect
+        limits = self.limiter.limits
         try:
             async with asyncio.timeout_at(self._deadline):
                 message = await self._receive()
         except TimeoutError:
-            late = f"the body was not here after {limits.body_s:g} s"
-            raise BodyRefused(408, late, "body_too_slow") from None
+            reason = f"the body did not arrive within {limits.body_s:g} s"
+            raise BodyRefused(408, reason, "body_too_slow") from None
         self._has_more = message.get("more_body", False)
         self._count(len(message.get("body", b"")))
         return message
@@ -73,21 +74,18 @@ class Body:
         self._has_more = False
 
     def _count(self, size: int) -> None:
-        limits, held = self.bodies.limits, self.bodies.held
+        limits, bytes_by_key = self.limiter.limits, self.limiter.bytes_by_key
         self.size += size
-        held[self.key] += size
+        bytes_by_key[self.key] += size
         if size <= 0:
-            held += Counter()  # drops keys that hold nothing
+            bytes_by_key += Counter()  # drops keys whose count is zero
             return
         if self.size > limits.body_bytes:
             reason = f"the body has more than {limits.body_bytes} bytes"
             raise BodyRefused(413, reason, "body_too_large")
-        if held[self.key] > limits.key_bytes:
-            reason = (
-                "requests of this key that wait for an answer have more than "
-                f"{limits.key_bytes} bytes"
-            )
+        if bytes_by_key[self.key] > limits.key_bytes:
+            reason = f"unanswered requests with this key hold more than {limits.key_bytes} bytes"
             raise BodyRefused(429, f"{reason}: ask again later", "busy")
-        if held.total() > limits.bodies_bytes:
-            reason = f"requests that wait for an answer have more than {limits.bodies_bytes} bytes"
+        if bytes_by_key.total() > limits.bodies_bytes:
+            reason = f"unanswered requests hold more than {limits.bodies_bytes} bytes"
             raise BodyRefused(503, f"{reason}: ask again later", "busy")

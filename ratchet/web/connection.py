@@ -1,8 +1,8 @@
 """Limits of one connection and of all connections together.
 
 A connection that keeps the server waiting has a deadline, and is the first to be closed when there
-are too many. HTTP is handled by uvicorn (its protocol on h11), which has no deadline for a
-request's head or for a client that does not read, and does not bound the number of connections.
+are too many. HTTP is handled by uvicorn with its h11 protocol. Uvicorn has no deadline for a
+request's head or for a client that does not read, and it does not bound the number of connections.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class ServerLimits:
 
 
 class Connections:
-    """The open connections of one server, and those that keep it waiting.
+    """The open connections of one server, and those that wait for their client.
 
     A connection waits for its client while its next request is incomplete. At `limit` connections,
     a new one replaces the one that has waited longest. If no connection waits, because every
@@ -62,19 +62,19 @@ class Connections:
         self.has_room = asyncio.Event()
         self.has_room.set()
 
-    def wait(self, connection: GuardedProtocol) -> None:
-        """Note that the server now waits for this connection's client."""
+    def mark_waiting(self, connection: GuardedProtocol) -> None:
+        """Record that this connection now waits for its client."""
         self.open.add(connection)
         self.waiting.pop(connection, None)
         self.waiting[connection] = None
         self._update()
 
-    def answer(self, connection: GuardedProtocol) -> None:
-        """Note that this connection's request is complete and being answered."""
+    def mark_answering(self, connection: GuardedProtocol) -> None:
+        """Record that this connection's request is complete and being answered."""
         self.waiting.pop(connection, None)
         self._update()
 
-    def leave(self, connection: GuardedProtocol) -> None:
+    def remove(self, connection: GuardedProtocol) -> None:
         """Forget a closed connection."""
         self.open.discard(connection)
         self.waiting.pop(connection, None)
@@ -89,7 +89,7 @@ class Connections:
         """Drop the longest-waiting connection, if any waits."""
         if self.waiting:
             connection = next(iter(self.waiting))
-            self.leave(connection)
+            self.remove(connection)
             connection.drop("there are too many connections")
 
     def _update(self) -> None:
@@ -99,10 +99,11 @@ class Connections:
             self.has_room.clear()
 
 
-class Framed(h11.Connection):
-    """An h11 connection that refuses requests whose end a proxy may see elsewhere (RFC 9112, 6.1).
+class StrictConnection(h11.Connection):
+    """An h11 connection that refuses requests of ambiguous length (RFC 9112, 6.1).
 
-    Bytes that one of the two reads as the rest of a body would be another request to the other.
+    This prevents request smuggling: a proxy could see the body end elsewhere, and take for the rest
+    of a body what this server takes for the next request.
     """
 
     def next_event(self) -> Any:
@@ -112,12 +113,14 @@ class Framed(h11.Connection):
             if b"transfer-encoding" in names and (
                 b"content-length" in names or event.http_version < b"1.1"
             ):
-                raise h11.RemoteProtocolError("a body of two lengths, or chunked in HTTP/1.0")
+                raise h11.RemoteProtocolError(
+                    "the body has both a length and chunks, or is chunked in HTTP/1.0"
+                )
         return event
 
 
 class GuardedProtocol(H11Protocol):
-    """A connection of uvicorn with the deadlines of `limits`."""
+    """Uvicorn's protocol for one connection, with the deadlines of `limits`."""
 
     def __init__(
         self,
@@ -128,42 +131,42 @@ class GuardedProtocol(H11Protocol):
     ) -> None:
         super().__init__(config, state, {}, asyncio.get_running_loop())
         self.logger: Any = QuietLogger(self.logger, {})
-        self.conn = Framed(h11.SERVER, limits.head_bytes)
+        self.conn = StrictConnection(h11.SERVER, limits.head_bytes)
         self._connections = connections
         self._limits = limits
         self._deadline: asyncio.TimerHandle | None = None
         self._write_deadline: asyncio.TimerHandle | None = None
-        self._unsent = 0
+        self._unsent_bytes = 0
 
     def connection_made(self, transport: Any) -> None:
         super().connection_made(transport)
-        self._wait(self._limits.head_s)
+        self._wait_for_client(self._limits.head_s)
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._cancel_deadline()
         self._unset_keepalive_if_required()
         self.resume_writing()
-        self._connections.leave(self)
+        self._connections.remove(self)
         super().connection_lost(exc)
 
     def handle_events(self) -> None:
-        cycle = self.cycle
+        previous_cycle = self.cycle
         super().handle_events()
         if self.cycle is None or self.cycle.response_complete:
             return
         if not self.cycle.more_body:
             self._cancel_deadline()
-            self._connections.answer(self)
-        elif self.cycle is not cycle:
-            # An application that reads the body refuses a late one itself. This later deadline is
-            # for an application that does not read it.
-            self._wait(2 * self._limits.body_s)
+            self._connections.mark_answering(self)
+        elif self.cycle is not previous_cycle:
+            # An application that reads the body refuses a late one itself (`Body`). This later
+            # deadline is for an application that does not read it.
+            self._wait_for_client(2 * self._limits.body_s)
 
     def on_response_complete(self) -> None:
         super().on_response_complete()
-        # If one packet held several requests, the next may have begun by now.
+        # False if one packet held several requests, and the next one has begun by now.
         if self.cycle.response_complete:
-            self._wait(self._limits.head_s)
+            self._wait_for_client(self._limits.head_s)
 
     def send_400_response(self, msg: str) -> None:
         # End the request for the application too.
@@ -193,25 +196,25 @@ class GuardedProtocol(H11Protocol):
         with suppress(h11.LocalProtocolError):
             super().shutdown()
 
-    def drop(self, why: str) -> None:
+    def drop(self, reason: str) -> None:
         """Close the connection at once; unsent data is lost."""
-        log.debug("a connection from %s is closed: %s", self.client, why)
+        log.debug("a connection from %s is closed: %s", self.client, reason)
         self.transport.abort()
 
-    def _wait(self, seconds: float) -> None:
-        self._connections.wait(self)
-        self._arm(seconds)
+    def _wait_for_client(self, seconds: float) -> None:
+        self._connections.mark_waiting(self)
+        self._set_deadline(seconds)
 
-    def _arm(self, seconds: float) -> None:
+    def _set_deadline(self, seconds: float) -> None:
         self._cancel_deadline()
-        self._unsent = self.transport.get_write_buffer_size()
+        self._unsent_bytes = self.transport.get_write_buffer_size()
         self._deadline = self.loop.call_later(seconds, self._expire)
 
     def _expire(self) -> None:
-        unsent = self.transport.get_write_buffer_size()
-        if 0 < unsent < self._unsent:
+        unsent_bytes = self.transport.get_write_buffer_size()
+        if 0 < unsent_bytes < self._unsent_bytes:
             # The client is still reading the end of the last response.
-            self._arm(self._limits.head_s)
+            self._set_deadline(self._limits.head_s)
         else:
             self.drop("its request did not come")
 

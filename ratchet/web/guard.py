@@ -9,19 +9,19 @@ import secrets
 from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
-from ratchet.web.bodies import RETRY_S, BodyReader, BodyRefused, Message
+from ratchet.web.bodies import RETRY_S, BodyLimiter, BodyRefused, Message
 from ratchet.web.connection import ServerLimits
 
 log = logging.getLogger(__name__)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-PAGES = ("http://", "https://")  # schemes of an allowed Origin
+ORIGIN_SCHEMES = ("http://", "https://")  # allowed in an Origin header
 HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([\w.-]+))(?::[0-9]*)?", re.ASCII)
 # Maximum bytes of a response body that are sent at once: each piece has its own write deadline.
-PIECE = 2**18
+MAX_PIECE_BYTES = 2**18
 
 # (status, message, code) -> (content type, body)
-Form = Callable[[int, str, str], tuple[str, bytes]]
+ErrorFormatter = Callable[[int, str, str], tuple[str, bytes]]
 
 
 def format_plain_error(status: int, message: str, code: str) -> tuple[str, bytes]:
@@ -37,10 +37,10 @@ class Guard:
 
     Args:
         app: the application.
-        names: hosts allowed in the Host and Origin of a request; None: any. A server without a key
-            needs them: otherwise a page of another site could send requests through the user's
-            browser (DNS rebinding, or a simple POST).
-        form: turns an error into a content type and a body.
+        hosts: hosts allowed in the Host and Origin headers of a request; None: any. A server
+            without an API key needs them: otherwise a page of another site could send requests
+            through the user's browser (DNS rebinding, or a simple POST).
+        format_error: turns an error into a content type and a body.
         limits: limits of request bodies.
     """
 
@@ -48,11 +48,12 @@ class Guard:
         self,
         app: Any,
         *,
-        names: Collection[str] | None = None,
-        form: Form = format_plain_error,
+        hosts: Collection[str] | None = None,
+        format_error: ErrorFormatter = format_plain_error,
         limits: ServerLimits = ServerLimits(),
     ) -> None:
-        self.app, self.names, self.form, self.bodies = app, names, form, BodyReader(limits)
+        self.app, self.hosts, self.format_error = app, hosts, format_error
+        self.bodies = BodyLimiter(limits)
 
     async def __call__(self, scope: Message, receive: Any, send: Any) -> None:
         has_begun = False
@@ -65,7 +66,7 @@ class Guard:
 
         async def refuse(status: int, message: str, code: str) -> None:
             if not has_begun:
-                content_type, body = self.form(status, message, code)
+                content_type, body = self.format_error(status, message, code)
                 headers = [
                     (b"content-type", content_type.encode()),
                     (b"content-length", str(len(body)).encode()),
@@ -75,51 +76,54 @@ class Guard:
                 await send({"type": "http.response.start", "status": status, "headers": headers})
                 await send({"type": "http.response.body", "body": body})
 
-        if self.names is not None and (reason := explain_refusal(scope["headers"], self.names)):
+        if self.hosts is not None and (reason := explain_refusal(scope["headers"], self.hosts)):
             await refuse(403, reason, "forbidden_host")
             return
-        body = self.bodies.begin(bearer_key(scope["headers"]), receive)
+        body = self.bodies.begin(get_bearer_key(scope["headers"]), receive)
         try:
             await self.app(scope, body, send_in_pieces)
         except asyncio.CancelledError:
             await refuse(503, "the server is stopping", "stopping")
         except BodyRefused as error:
             await refuse(error.status, str(error), error.code)
-        # This is the boundary of a request: a failed one must not end the server.
+        # This is the boundary of a request: one that fails must not end the server.
         except Exception:
             error_id = secrets.token_hex(4)
-            log.exception("request %s, %s %s, broke", error_id, scope["method"], scope["path"])
+            log.exception("request %s failed: %s %s", error_id, scope["method"], scope["path"])
             await refuse(
                 500,
-                f"this is a fault of the server; its log has the reason under {error_id}",
+                f"the server failed; its log has the reason under {error_id}",
                 "internal_error",
             )
         finally:
             body.release()
 
 
-def bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
+def get_bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the bearer key in the first Authorization header; b"" if there is none."""
     value = next((value for name, value in headers if name == b"authorization"), b"")
     parts = value.split()
     return parts[1] if len(parts) == 2 and parts[0].lower() == b"bearer" else b""
 
 
-def explain_refusal(headers: Iterable[tuple[bytes, bytes]], names: Collection[str]) -> str:
-    """Return the reason to refuse a request's Host or Origin; "" if both are among `names`."""
+def explain_refusal(headers: Iterable[tuple[bytes, bytes]], hosts: Collection[str]) -> str:
+    """Return the reason to refuse a request's Host or Origin; "" if both are among `hosts`."""
     values = [(name, value.decode("latin-1")) for name, value in headers]
-    hosts = [value for name, value in values if name == b"host"]
-    for host in hosts or [""]:
-        if _parse_host(host) not in names:
+    request_hosts = [value for name, value in values if name == b"host"]
+    for host in request_hosts or [""]:
+        if _parse_host(host) not in hosts:
             return (
-                f"the request names the host '{host:.80}', and this server answers to "
-                f"{', '.join(names)} alone"
+                f"the request names the host '{host:.80}', and this server only answers to "
+                f"{', '.join(hosts)}"
             )
     for origin in (value for name, value in values if name == b"origin"):
-        if not origin.startswith(PAGES) or _parse_host(origin.partition("//")[2]) not in names:
+        if (
+            not origin.startswith(ORIGIN_SCHEMES)
+            or _parse_host(origin.partition("//")[2]) not in hosts
+        ):
             return (
-                f"the request comes from a page of '{origin:.80}', and without a key only local "
-                "pages are answered"
+                f"the request comes from a page of '{origin:.80}', and a server without an API key "
+                "only answers local pages"
             )
     return ""
 
@@ -131,15 +135,16 @@ def _parse_host(address: str) -> str:
 
 
 def _split_body(message: Message) -> Iterable[Message]:
+    """Return the message, or several with pieces of its body if that is long."""
     body = message.get("body", b"")
-    if len(body) <= PIECE:
+    if len(body) <= MAX_PIECE_BYTES:
         return (message,)
-    starts = range(0, len(body), PIECE)
+    starts = range(0, len(body), MAX_PIECE_BYTES)
     last = starts[-1]
     return (
         {
             **message,
-            "body": body[start : start + PIECE],
+            "body": body[start : start + MAX_PIECE_BYTES],
             "more_body": start != last or message.get("more_body", False),
         }
         for start in starts

@@ -21,8 +21,8 @@ log = logging.getLogger(__name__)
 
 BACKLOG = 2048
 RETRY_S = 0.1  # pause after the system refused a descriptor
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-LEAST = 8  # minimum number of connections, however few descriptors there are
+OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+MIN_CONNECTIONS = 8  # however few descriptors there are
 
 
 class Server:
@@ -44,11 +44,11 @@ class Server:
         access_log: bool = False,
     ) -> None:
         self.limits = limits
-        self.accepted = 0
-        self.refused = 0
+        self.n_accepted = 0
+        self.n_refused = 0  # connections that the system failed to accept
         self._listener = listener
         self._state = ServerState()
-        self._stopping = asyncio.Event()
+        self._stop_event = asyncio.Event()
         self._connections = Connections(min(limits.connections, count_free_descriptors() // 2))
         logs: dict[str, Any] = (
             {"log_level": "info"} if access_log else {"log_config": None, "access_log": False}
@@ -71,21 +71,21 @@ class Server:
 
     def stop(self) -> None:
         """End `run` after the responses in progress. Call it in the server's event loop."""
-        self._stopping.set()
+        self._stop_event.set()
 
     async def run(self) -> None:
         """Accept connections until `stop`, then close the socket and all connections."""
         self._config.load()
         self._listener.setblocking(False)
         self._listener.listen(BACKLOG)
-        accepting = asyncio.ensure_future(self._accept())
-        stopping = asyncio.ensure_future(self._stopping.wait())
+        accept_task = asyncio.ensure_future(self._accept())
+        stop_task = asyncio.ensure_future(self._stop_event.wait())
         try:
-            await asyncio.wait({accepting, stopping}, return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait({accept_task, stop_task}, return_when=asyncio.FIRST_COMPLETED)
         finally:
-            # An exception of `_accept` is raised below, so that no server stays up that accepts
-            # nothing.
-            results = await _cancel(accepting, stopping)
+            # An exception of `_accept` is raised below: a server that accepts no more connections
+            # must not keep running.
+            results = await _cancel(accept_task, stop_task)
             self._listener.close()
             await self._close()
         if isinstance(results[0], Exception):
@@ -98,17 +98,17 @@ class Server:
             try:
                 connection, _ = await loop.sock_accept(self._listener)
             except OSError as error:
-                self.refused += 1
-                if error.errno in NO_DESCRIPTOR:
+                self.n_refused += 1
+                if error.errno in OUT_OF_DESCRIPTORS:
                     self._connections.drop_oldest()
                     await asyncio.sleep(RETRY_S)
                 continue
-            self.accepted += 1
+            self.n_accepted += 1
             self._connections.make_room()
             with suppress(OSError):
-                await loop.connect_accepted_socket(self._protocol, connection)
+                await loop.connect_accepted_socket(self._make_protocol, connection)
 
-    def _protocol(self) -> GuardedProtocol:
+    def _make_protocol(self) -> GuardedProtocol:
         return GuardedProtocol(self._config, self._state, self._connections, self.limits)
 
     async def _close(self) -> None:
@@ -147,15 +147,18 @@ class ServerThread:
 
 
 def count_free_descriptors() -> int:
-    """Return how many file descriptors this process may still open, at least twice `LEAST`."""
+    """Return the number of file descriptors that this process may still open.
+
+    The minimum is twice `MIN_CONNECTIONS`.
+    """
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit == resource.RLIM_INFINITY:
         return 2**20
     try:
-        used = len(os.listdir("/proc/self/fd"))
+        n_open = len(os.listdir("/proc/self/fd"))
     except OSError:
-        used = 64
-    return max(limit - used, 2 * LEAST)
+        n_open = 64
+    return max(limit - n_open, 2 * MIN_CONNECTIONS)
 
 
 async def _cancel(*tasks: asyncio.Future[Any]) -> list[Any]:

@@ -125,7 +125,7 @@ def test_what_arrives_short_is_an_error(monkeypatch):
         ("s3://", "names no place"),
         ("s3://bucket/*", "a pattern or leads upwards"),
         ("s3://bucket/../other", "a pattern or leads upwards"),
-        ("https://host/run", "a web server lists no directory"),
+        ("https://host/run", "a web server can't list a directory"),
     ],
 )
 def test_what_is_no_place_for_a_run_is_said(address, why):

@@ -149,7 +149,7 @@ def test_a_client_that_does_not_read_is_dropped() -> None:
         async with serving(app, replace(LONG, write_s=0.1)) as server:
             _, writer = await connect(server, GET.replace(b"/ ", b"/large "))
             writer.transport.pause_reading()  # type: ignore[attr-defined]
-            while not server.accepted:
+            while not server.n_accepted:
                 await asyncio.sleep(0)
             async with asyncio.timeout(30):
                 while server._connections.open:
@@ -318,7 +318,7 @@ def test_bodies_count_until_their_requests_are_answered() -> None:
                 )
                 for key in "ab"
             ]
-            while guard.bodies.held.total() < 16:
+            while guard.bodies.bytes_by_key.total() < 16:
                 await asyncio.sleep(0)
             asked = [
                 await ask(server, post(size, authorization=authorization))
@@ -332,7 +332,7 @@ def test_bodies_count_until_their_requests_are_answered() -> None:
             assert [b"retry-after: 5" in answer for answer in asked] == [True, False, True, False]
             app.release.set()
             await asyncio.gather(*held)
-            assert not guard.bodies.held
+            assert not guard.bodies.bytes_by_key
             return [*asked, await ask(server, post(8))]
 
     statuses = [answer.split()[1] for answer in asyncio.run(scene())]
@@ -365,7 +365,7 @@ from ratchet.web.server import Server
 resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
 
 async def app(scope, receive, send):
-    body = f"{server.accepted} {server.refused}".encode()
+    body = f"{server.n_accepted} {server.n_refused}".encode()
     await send({"type": "http.response.start", "status": 200, "headers": [(b"content-length", b"%d" % len(body))]})
     await send({"type": "http.response.body", "body": body})
 

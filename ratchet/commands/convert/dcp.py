@@ -113,7 +113,7 @@ class DcpFiles:
         """
         block, missing = assemble_block(self.tensors.get(key, ()), offsets, sizes, self._cut)
         if missing or block is None:
-            raise CheckpointError(f"{self.directory} lacks {missing} numbers of '{key}'")
+            raise CheckpointError(f"{self.directory} lacks {missing} elements of '{key}'")
         return block
 
     def _cut(self, chunk: Chunk, starts: Sequence[int], ends: Sequence[int]) -> Tensor:

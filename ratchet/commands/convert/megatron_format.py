@@ -88,7 +88,7 @@ class MegatronFiles:
         """Return a block of a weight. Raises CheckpointError if a file is missing or damaged."""
         block, missing = assemble_block(self.rows[name], offsets, sizes, self._cut)
         assert block is not None, f"no block of '{name}' is empty"
-        assert not missing, f"the map lacks {missing} numbers of '{name}'"
+        assert not missing, f"the map lacks {missing} elements of '{name}'"
         return block
 
     def parameter(self, name: str) -> Tensor:

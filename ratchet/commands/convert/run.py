@@ -9,10 +9,10 @@ from ratchet.errors import CheckpointError, ConfigError
 from ratchet.runs.resolve import check_address, fetch_weights
 from ratchet.utils.object_store import (
     Store,
-    forget_cached,
     get_cached_path,
     is_address,
     put_directory,
+    remove_cached_copy,
 )
 
 LAST = "config.json"  # sent last: without it, a directory is not taken for a model
@@ -60,7 +60,7 @@ def convert_places(
         raise CheckpointError(
             f"{error}; what was converted lies in {output}: the same command tries again"
         ) from error
-    forget_cached(output)
+    remove_cached_copy(output)
     say(f"{output.name} is at {target}")
 
 

@@ -20,7 +20,7 @@ from ratchet.errors import RunDirectoryError
 from ratchet.experience.sources.prompt_ledger import Event
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file, read_json
-from ratchet.utils.terminal_text import encodable
+from ratchet.utils.terminal_text import escape_surrogates
 
 MOST_ALARMS = 100  # maximum number of alarms of a run that the page shows
 DEPTH = 2  # levels of subdirectories that are searched for runs
@@ -169,7 +169,7 @@ def find_runs(root: Path) -> list[RunReader]:
         below = [child for path in paths for child in _directories(path, seen)]
         runs += [path for path in below if _is_run(path)]
         paths = [path for path in below if path not in runs]
-    return [RunReader(path, encodable(path.relative_to(root).as_posix())) for path in runs]
+    return [RunReader(path, escape_surrogates(path.relative_to(root).as_posix())) for path in runs]
 
 
 def _is_run(path: Path) -> bool:

@@ -148,7 +148,7 @@ class Pages:
 def pages(root: Path) -> Guard:
     """Return the application over the runs in a directory. Raises RunDirectoryError."""
     # Otherwise a website whose host name resolves here (DNS rebinding) could read the runs.
-    return Guard(Pages(RunReaders(root)), names=LOOPBACK)
+    return Guard(Pages(RunReaders(root)), hosts=LOOPBACK)
 
 
 def bind(port: int) -> socket.socket:

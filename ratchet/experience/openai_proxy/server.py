@@ -24,7 +24,7 @@ from ratchet.experience.openai_proxy import schema
 from ratchet.experience.openai_proxy.schema import ApiError
 from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
 from ratchet.web.connection import ServerLimits
-from ratchet.web.guard import Guard, bearer_key
+from ratchet.web.guard import Guard, get_bearer_key
 from ratchet.web.server import Server
 
 # grace_s: how long the server waits for responses in flight after the last attempt.
@@ -100,10 +100,10 @@ def make_chat_app(
         limits: Limits of connections and bodies.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, names=names, form=_error_body, limits=limits)
+    app.add_middleware(Guard, hosts=names, format_error=_error_body, limits=limits)
 
     def find_session(request: Request) -> ChatHandler:
-        session = find(bearer_key(request.headers.raw).decode(errors="replace"))
+        session = find(get_bearer_key(request.headers.raw).decode(errors="replace"))
         if session is None:
             raise ApiError(
                 401, "the API key is wrong, or its attempt is over", code="invalid_api_key"

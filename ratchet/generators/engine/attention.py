@@ -49,7 +49,7 @@ class DecodeAttention:
         self.compiled = (
             inside
             and is_plain
-            and cache.config.head_dim <= cpu.WIDEST_HEAD
+            and cache.config.head_dim <= cpu.MAX_HEAD_DIM
             and cpu.is_supported(cache.keys[0])
         )
         if self.compiled:

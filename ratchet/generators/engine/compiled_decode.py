@@ -37,7 +37,7 @@ class CompiledDecoder:
             sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
         )
         self._possible = (
-            len(dense) == len(blocks) and small and decoder.config.head_dim <= cpu.WIDEST_HEAD
+            len(dense) == len(blocks) and small and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
         )
 
     def layers(self) -> Layers | None:

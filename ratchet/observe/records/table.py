@@ -41,7 +41,7 @@ from ratchet.types import (
     Truncated,
     Unjudged,
 )
-from ratchet.utils.terminal_text import encodable
+from ratchet.utils.terminal_text import escape_surrogates
 
 OUTCOMES: Mapping[type, str] = {
     Scored: "scored",
@@ -443,4 +443,4 @@ def _array(values: Any, kind: pa.DataType) -> pa.Array:
     try:
         return pa.array(values, kind)
     except UnicodeEncodeError:  # half of a surrogate pair, which a model may write
-        return pa.array([text and encodable(text) for text in values], kind)
+        return pa.array([text and escape_surrogates(text) for text in values], kind)

@@ -81,5 +81,5 @@ def test_numbers_that_no_file_has_are_missed(tmp_path):
     write_index(
         tmp_path, write_chunks(tmp_path / "__0_0.distcp", [Shard("a", (4,), (0,), torch.zeros(3))])
     )
-    with pytest.raises(CheckpointError, match="lacks 1 numbers of 'a'"):
+    with pytest.raises(CheckpointError, match="lacks 1 elements of 'a'"):
         DcpFiles(tmp_path).block("a", (0,), (4,))

@@ -642,7 +642,7 @@ def test_its_section_is_judged_as_the_environments_own():
 
 
 def test_the_credentials_of_the_run_are_there_too(monkeypatch):
-    monkeypatch.setattr(credentials, "_offered", {"KEY": "secret"})
+    monkeypatch.setattr(credentials, "_environment", {"KEY": "secret"})
 
     async def play():
         environment = made()
