@@ -21,33 +21,39 @@ def inspect(
     keys: Annotated[
         list[str] | None,
         typer.Argument(
-            help="Overrides of the recipe; of data, keys of `dataset`: columns={prompt: question}"
+            help="Overrides of the recipe; for data, keys of `dataset`: columns={prompt: question}"
         ),
     ] = None,
     rows: Annotated[int, typer.Option(min=0, help="Rows to show.")] = 3,
-    sample: Annotated[int, typer.Option(min=1, help="Rows whose lengths are summed up.")] = 256,
+    sample: Annotated[int, typer.Option(min=1, help="Rows in the statistics of lengths.")] = 256,
     test: Annotated[
         bool,
-        typer.Option("--test", help="Of the test split, in its order; else of the training split."),
+        typer.Option("--test", help="Show the test split, in its order, not the training split."),
     ] = False,
-    stage: Annotated[str | None, typer.Option(help="Of the recipe; default: its first.")] = None,
+    stage: Annotated[
+        str | None, typer.Option(help="Stage of the recipe; default: the first one.")
+    ] = None,
     tokenizer: Annotated[
         str | None,
         typer.Option(
-            metavar="DIR_OR_HUB_ID", help="Another than the recipe's; of data, bytes unless set."
+            metavar="DIR_OR_HUB_ID",
+            help="Tokenizer; default: the recipe's, or the byte tokenizer for data.",
         ),
     ] = None,
     template: Annotated[
-        str | None, typer.Option(help="plain, turns, chatml, or a .jinja file.")
+        str | None, typer.Option(help="Chat template: plain, turns, chatml, or a .jinja file.")
     ] = None,
     json: Annotated[
-        bool, typer.Option("--json", help="One object: rows with ids and spans, and lengths.")
+        bool,
+        typer.Option(
+            "--json", help="Print one JSON object: rows with token ids and spans, and lengths."
+        ),
     ] = False,
 ) -> None:
     """Show rows as the model will see them, which of their tokens train, and how long they are."""
     from ratchet.commands.inspect_data import inspect as inspect_data
 
-    look = {"stage": stage, "tokenizer": tokenizer, "template": template, "as_json": json}
+    options = {"stage": stage, "tokenizer": tokenizer, "template": template, "as_json": json}
     inspect_data(
-        target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **look
+        target, keys or [], rows=rows, sample=sample, split="test" if test else "train", **options
     )

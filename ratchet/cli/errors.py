@@ -1,4 +1,4 @@
-"""The end of a failed command: the message that is printed for an error, and the exit status."""
+"""Errors of commands: the message that is printed for one, and the exit status."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ import typer
 from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
-WRONG_INPUT = 2  # a recipe, data or a model is wrong, or too large for this machine
+# Exit statuses. The first means that a recipe, data or a model is wrong, or too large for this
+# machine.
+WRONG_INPUT = 2
 FAILED = 1
 MAX_CHARS = 10_000  # longest message that is printed
 PACKAGE = Path(__file__).parents[1]
@@ -36,45 +38,45 @@ def prepare_streams() -> None:
 def say(text: object) -> None:
     """Print text with its control characters escaped.
 
-    Without that, text of a model or a file could control the terminal.
+    Otherwise the text of a model or a file could control the terminal.
     """
     typer.echo(escape_controls(str(text)))
 
 
-def sentence(error: BaseException) -> tuple[str, int] | None:
+def explain_error(error: BaseException) -> tuple[str, int] | None:
     """Return the message to print for an error, and the exit status.
 
-    Return None for any other error: it is a bug, and its traceback should be shown.
+    Return None for an error that is a bug: its traceback should be shown.
     """
     if isinstance(error, RatchetError):
         status = WRONG_INPUT if isinstance(error, ConfigError | DataError | ModelError) else FAILED
         return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
     if isinstance(error, RecursionError):
         return (
-            f"an input is nested too deeply ({_place(error)}): nest it less, or say so to the "
-            "authors",
+            f"an input is nested too deeply ({_locate(error)}): nest it less, or report this as a "
+            "bug",
             WRONG_INPUT,
         )
     if type(error).__name__ == "OutOfMemoryError":  # torch's, which isn't imported here
         return (
-            f"the accelerator has not enough memory ({_place(error)}): "
+            f"the accelerator has not enough memory ({_locate(error)}): "
             f"{get_first_line(str(error))}",
             WRONG_INPUT,
         )
     if isinstance(error, MemoryError) or any(words in str(error) for words in SHORT_OF_MEMORY):
         return (
-            f"there is not enough memory ({_place(error)}): free some, raise `ulimit -v`, or "
-            "choose less",
+            f"there is not enough memory ({_locate(error)}): free some, raise `ulimit -v`, or use "
+            "a smaller model or batch",
             WRONG_INPUT,
         )
     return None
 
 
-def _place(error: BaseException) -> str:
-    """Return file and line of the innermost traceback frame below PACKAGE.
+def _locate(error: BaseException) -> str:
+    """Return the file and line of the innermost traceback frame in Ratchet's own code.
 
-    The message contains it, so that a bug can be located without the traceback. Without such a
-    frame, return the name of the error's type.
+    With it, a bug can be located without the traceback. If there is no such frame, the name of the
+    error's type is returned.
     """
     frames = [
         frame
@@ -88,13 +90,14 @@ def _place(error: BaseException) -> str:
     )
 
 
-def end(error: BaseException) -> None:
+def exit_with_error(error: BaseException) -> None:
     """Print the message of an error and exit with its status.
 
-    An error for which `sentence` returns None is raised again.
+    An error for which `explain_error` returns None is raised again.
     """
-    message_and_status = sentence(error)
-    if message_and_status is None:
+    explanation = explain_error(error)
+    if explanation is None:
         raise error
-    typer.echo(escape_controls(message_and_status[0]), err=True)
-    sys.exit(message_and_status[1])
+    message, status = explanation
+    typer.echo(escape_controls(message), err=True)
+    sys.exit(status)

@@ -18,20 +18,26 @@ EvalTarget = Annotated[
         "or results of an evaluation."
     ),
 ]
-ApiModel = Annotated[str | None, typer.Option(help="Of an API: the model's name there.")]
+ApiModel = Annotated[str | None, typer.Option(help="For an API: the model's name there.")]
 ApiKeyEnv = Annotated[
-    str | None, typer.Option(help="Of an API: environment variable that holds the key.")
+    str | None, typer.Option(help="For an API: environment variable that holds the API key.")
 ]
-ApiConcurrency = Annotated[int, typer.Option(min=1, help="Of an API: requests under way at once.")]
-ApiTimeout = Annotated[float, typer.Option(min=0.01, help="Of an API: seconds for one answer.")]
+ApiConcurrency = Annotated[int, typer.Option(min=1, help="For an API: concurrent requests.")]
+ApiTimeout = Annotated[
+    float, typer.Option(min=0.01, help="For an API: time limit of a request, in seconds.")
+]
 ApiBody = Annotated[
-    str, typer.Option(help="Of an API: further keys of a request, in JSON; null removes one.")
+    str,
+    typer.Option(help="For an API: further keys of each request, as JSON; null removes a key."),
 ]
 
 
 def evaluate(
     target: EvalTarget,
-    keys: Annotated[list[str] | None, typer.Argument(help="Keys of --on: path=test.jsonl")] = None,
+    keys: Annotated[
+        list[str] | None,
+        typer.Argument(help="Keys of the environment that --on names: path=test.jsonl"),
+    ] = None,
     on: Annotated[
         str | None,
         typer.Option(
@@ -40,42 +46,53 @@ def evaluate(
         ),
     ] = None,
     recipe: Annotated[
-        Path | None, typer.Option(help="Whose environment to evaluate on; default: the run's own.")
+        Path | None,
+        typer.Option(help="Recipe with the environment to evaluate on; default: the run's recipe."),
     ] = None,
     against: Annotated[
         str | None,
         typer.Option(
             metavar="TARGET",
-            help="Another, evaluated alike: which of the two is better, prompt by prompt.",
+            help="Second target, evaluated in the same way and compared with the first, prompt by "
+            "prompt.",
         ),
     ] = None,
     step: Annotated[
         int | None,
-        typer.Option(min=1, help="Of a checkpoint of the run; default: its trained model."),
+        typer.Option(
+            min=1, help="Evaluate the run's checkpoint of this step; default: its trained model."
+        ),
     ] = None,
     tasks: Annotated[
-        int | None, typer.Option(min=1, help="Held-out tasks; default: the recipe's.")
+        int | None,
+        typer.Option(min=1, help="Number of held-out tasks; default: the recipe's."),
     ] = None,
     samples: Annotated[
-        int, typer.Option(min=0, help="Sampled attempts a task, beside the greedy one.")
+        int, typer.Option(min=0, help="Sampled attempts per task, beside the greedy one.")
     ] = 4,
-    greedy: Annotated[bool, typer.Option(help="One attempt a task at temperature 0.")] = True,
+    greedy: Annotated[
+        bool, typer.Option(help="Also make one attempt per task at temperature 0.")
+    ] = True,
     pass_threshold: Annotated[
-        float, typer.Option(help="Reward from which on a sampled attempt counts as passed.")
+        float, typer.Option(help="Minimum reward of a sampled attempt that counts as passed.")
     ] = 1.0,
     temperature: Annotated[
-        float | None, typer.Option(help="Of the sampled attempts; default: the recipe's.")
+        float | None,
+        typer.Option(help="Temperature of the sampled attempts; default: the recipe's."),
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Of one answer; default: the recipe's, or 2048.")
+        int | None,
+        typer.Option(min=1, help="Maximum tokens of an answer; default: the recipe's, or 2048."),
     ] = None,
-    seed: Annotated[int, typer.Option(help="Of the sampled attempts.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampled attempts.")] = 0,
     generator: Annotated[
-        str | None, typer.Option(help="engine, vllm or hf; default: the run's own.")
+        str | None, typer.Option(help="engine, vllm or hf; default: the run's kind.")
     ] = None,
     out: Annotated[
         Path | None,
-        typer.Option(help="Where results go; default: evals/, numbered, of the run or here."),
+        typer.Option(
+            help="Directory for the results; default: a new one in evals/ of the run, or here."
+        ),
     ] = None,
     model: ApiModel = None,
     api_key_env: ApiKeyEnv = None,
@@ -90,7 +107,7 @@ def evaluate(
     evaluation = Evaluation(
         recipe=recipe,
         on=on,
-        words=keys or [],
+        overrides=keys or [],
         tasks=tasks,
         samples=samples,
         greedy=greedy,
@@ -100,16 +117,16 @@ def evaluate(
         seed=seed,
         generator=generator,
         step=step,
-        asked=EndpointSettings(model, api_key_env, concurrency, timeout_s, _object(body)),
+        endpoint=EndpointSettings(model, api_key_env, concurrency, timeout_s, _parse_body(body)),
     )
     evaluate_target(target, evaluation, against=against, out=out)
 
 
-def _object(text: str) -> dict[str, Any]:
+def _parse_body(text: str) -> dict[str, Any]:
     try:
         body = parse_json(text)
     except ValueError as error:
-        raise ConfigError(f"--body is no JSON: {error}") from None
+        raise ConfigError(f"--body is not JSON: {error}") from None
     if not isinstance(body, dict):
         raise ConfigError(
             f'--body must be an object, such as {{"reasoning_effort": "low"}}, not {text:.80}'

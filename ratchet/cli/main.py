@@ -14,7 +14,7 @@ from typing import Annotated, Literal
 import typer
 
 from ratchet.cli.data import data
-from ratchet.cli.errors import end, prepare_streams, say
+from ratchet.cli.errors import exit_with_error, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.recorded import explain, replay, report, status, ui
 from ratchet.cli.runs import Json, runs
@@ -33,7 +33,7 @@ IMPORT_PATH = re.compile(r"[A-Za-z_][\w.]*:[A-Za-z_]\w*")
 Target = Annotated[
     str,
     typer.Argument(
-        help="A run, or a Hugging Face model directory; also by address (s3://bucket/run)."
+        help="A run or a Hugging Face model directory, or its address (s3://bucket/run)."
     ),
 ]
 
@@ -47,31 +47,32 @@ def train(
     run_dir: Annotated[
         str | None,
         typer.Option(
-            help="Where the run goes, or s3://bucket/run; default: runs/<name>, numbered."
+            help="Directory of the run, or s3://bucket/run; default: runs/<name>-<number>."
         ),
     ] = None,
     resume: Annotated[
         str | None, typer.Option(help="Continue the run in this directory, or at this address.")
     ] = None,
     changed_data: Annotated[
-        bool, typer.Option("--changed-data", help="With --resume: go on though data have changed.")
+        bool,
+        typer.Option("--changed-data", help="With --resume: continue even if data have changed."),
     ] = False,
     profile: Annotated[
         int | None,
         typer.Option(
             min=1,
             metavar="N",
-            help="Profile N steps, after a few: a trace and a table in profile/.",
+            help="Profile N steps after a warm-up: writes a trace and a table to profile/.",
         ),
     ] = None,
     try_s: Annotated[
         float | None,
         typer.Option(
-            "--try", min=0, metavar="SECONDS", help="Only try it: each stage ends after so long."
+            "--try", min=0, metavar="SECONDS", help="Only try the recipe: limit each stage's time."
         ),
     ] = None,
 ) -> None:
-    """Train by a recipe, or continue an interrupted run."""
+    """Train with a recipe, or continue an interrupted run."""
     # Set before torch is imported, because torch's tracer would print progress notes.
     if profile is not None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
@@ -80,11 +81,11 @@ def train(
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
     if try_s is not None and resume is not None:
-        raise ConfigError("--try is about a run that begins: remove it, or --resume")
+        raise ConfigError("--try is only for a new run: remove it, or --resume")
     if changed_data and resume is None:
         raise ConfigError(
-            "--changed-data is about a run that goes on: give --resume RUN_DIRECTORY, or leave it "
-            "out"
+            "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
+            "remove it"
         )
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
@@ -102,13 +103,13 @@ def check(
     target: Annotated[
         str,
         typer.Argument(
-            help="A recipe (YAML), or the path of an algorithm, an environment or a reward"
+            help="A recipe (YAML), or the import path of an algorithm, an environment or a reward"
         ),
     ],
     overrides: Overrides = None,
 ) -> None:
     """Validate a recipe and show its batch arithmetic, or check a class of your own
-    (my_pkg.my_mod:Thing)."""
+    (my_pkg.my_mod:MyClass)."""
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.check_command import check_named
 
@@ -124,7 +125,10 @@ def check(
 @app.command(name="explain-algorithm")
 def explain_algorithm(
     kind: Annotated[
-        str, typer.Argument(help="A built-in name (grpo), or the path of a class (my_pkg.mod:C).")
+        str,
+        typer.Argument(
+            help="A built-in name (grpo), or the import path of a class (my_pkg.mod:MyConfig)."
+        ),
     ],
     overrides: Annotated[
         list[str] | None, typer.Argument(help="Keys of the algorithm: group_size=16 kl.coef=0.04")
@@ -143,7 +147,7 @@ def plan(
     probe: Annotated[
         float | None,
         typer.Option(
-            min=1, metavar="SECONDS", help="Train each stage for so long, to know what it takes."
+            min=1, metavar="SECONDS", help="Train each stage for this time and measure its steps."
         ),
     ] = None,
     cluster: Annotated[
@@ -154,11 +158,14 @@ def plan(
     ] = None,
     run_dir: Annotated[
         str | None,
-        typer.Option(help="Keep the plan there: the run's report then says what became of it."),
+        typer.Option(
+            help="Save the plan in this run directory; the run's report then compares it with what "
+            "was measured."
+        ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Predict memory and time of a recipe, before anything is spent."""
+    """Predict memory and time of a recipe before training."""
     from ratchet.commands.plan.show import show_plan
     from ratchet.config.loader import load_config
     from ratchet.runs.resolve import resolve_run_dir
@@ -176,7 +183,8 @@ app.command(name="eval")(evaluate)
 def chat(
     target: Target,
     prompt: Annotated[
-        list[str] | None, typer.Option(help="Ask this and stop; may be given several times.")
+        list[str] | None,
+        typer.Option(help="A question to answer before exiting; may be given several times."),
     ] = None,
     temperature: Annotated[float, typer.Option(help="0 is greedy.")] = 0.0,
     max_new_tokens: Annotated[int, typer.Option(min=1)] = 256,
@@ -198,17 +206,19 @@ def chat(
 @app.command()
 def serve(
     target: Target,
-    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0: any free port.")] = 8000,
     host: Annotated[
-        str, typer.Option(help="Another than this machine's own needs --api-key.")
+        str,
+        typer.Option(help="Address to listen on. One that other machines reach needs --api-key."),
     ] = "127.0.0.1",
     api_key: Annotated[
-        str, typer.Option(envvar="RATCHET_API_KEY", help="That requests must bring; default: none.")
+        str,
+        typer.Option(envvar="RATCHET_API_KEY", help="Key that requests must send; default: none."),
     ] = "",
-    temperature: Annotated[float, typer.Option(help="Where a request doesn't say.")] = 1.0,
-    max_new_tokens: Annotated[
-        int, typer.Option(min=1, help="At most, whatever a request says.")
-    ] = 1024,
+    temperature: Annotated[
+        float, typer.Option(help="Temperature of requests that set none.")
+    ] = 1.0,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum for every request.")] = 1024,
 ) -> None:
     """Serve a trained model behind the OpenAI chat API; it is called `policy`."""
     from ratchet.commands.serve import serve as serve_model
@@ -229,17 +239,20 @@ def score(
     file: Annotated[
         str,
         typer.Argument(
-            help="JSON lines: prompt, response, answer; or what the reward reads beside response."
+            help="JSON lines: prompt, response, answer; or response and the columns that the "
+            "reward reads."
         ),
     ],
     keys: Annotated[
         list[str] | None, typer.Argument(help="Keys of the reward: timeout_s=5")
     ] = None,
     reward: Annotated[
-        str, typer.Option(help="A kind of reward, or the path of yours: my_pkg.my_mod:thing")
+        str,
+        typer.Option(help="A kind of reward, or the import path of yours: my_pkg.my_mod:my_reward"),
     ] = "",
     json: Annotated[
-        bool, typer.Option("--json", help="A line of JSON for each row, in place of the summary.")
+        bool,
+        typer.Option("--json", help="Print a line of JSON for each row instead of the summary."),
     ] = False,
     workers: Annotated[
         int | None,
@@ -252,8 +265,8 @@ def score(
 
     if not reward:
         raise ConfigError(
-            "--reward is missing: give a kind (exact_match, math, code, ...) or the path of your "
-            "own"
+            "--reward is missing: give a kind (exact_match, math, code, ...) or the import path of "
+            "your own"
         )
     score_file(
         file if object_store.is_address(file) else Path(file),
@@ -275,7 +288,7 @@ def convert(
     target: Annotated[
         str,
         typer.Argument(
-            metavar="DST", help="A new directory, there as soon as it is complete; or an address."
+            metavar="DST", help="A new directory, which appears once it is complete; or an address."
         ),
     ],
     to: Annotated[
@@ -288,7 +301,7 @@ def convert(
     config: Annotated[
         str | None,
         typer.Option(
-            help="A Hugging Face directory with config.json and tokenizer, where SRC has none."
+            help="A Hugging Face directory with config.json and tokenizer, if SRC has none."
         ),
     ] = None,
     verify: Annotated[
@@ -316,11 +329,11 @@ app.command()(explain)
 @app.command()
 def new(
     kind: Annotated[
-        Literal["recipe", "environment", "reward"], typer.Argument(help="What to begin.")
+        Literal["recipe", "environment", "reward"], typer.Argument(help="What to create.")
     ],
-    name: Annotated[str, typer.Argument(help="Of it, and of its file.")],
+    name: Annotated[str, typer.Argument(help="Its name, and that of its file.")],
 ) -> None:
-    """Begin a recipe, an environment or a reward of your own from small files that work."""
+    """Create a recipe, an environment or a reward of your own, as small files that work."""
     from ratchet.commands.new import scaffold
 
     files, command = scaffold(kind, name)
@@ -334,7 +347,7 @@ def import_config(
     ],
     peer: Annotated[
         Literal["trl", "verl", "nemo-rl", "roll"] | None,
-        typer.Option("--from", help="Whose it is; default: told from its keys."),
+        typer.Option("--from", help="The library it is for; default: detected from its keys."),
     ] = None,
     out: Annotated[
         Path | None, typer.Option(help="The recipe to write; default: it is printed.")
@@ -375,7 +388,7 @@ def main() -> None:
         object_store.configure_cache(os.environ)
         app()
     except Exception as error:
-        end(error)  # raises an error again that has no message for the user
+        exit_with_error(error)  # raises an error again if it is a bug
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ from ratchet.cli.runs import Json
 
 Steps = Annotated[
     list[int],
-    typer.Option("--step", min=1, help="As in metrics.jsonl; may be given several times."),
+    typer.Option("--step", min=1, help="Step in metrics.jsonl; may be given several times."),
 ]
 Run = Annotated[str, typer.Argument(metavar="RUN", help="A run directory, or an address.")]
 
@@ -28,13 +28,13 @@ def replay(
         typer.Option(
             "--set",
             metavar="KEY=VALUE",
-            help="Beside it: what another algorithm or optimizer makes of the step.",
+            help="Also compute the step with another algorithm or optimizer, and compare.",
         ),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Compute recorded steps again. Exit status 0 if they are bit-equal, 1 with the differences if
-    not."""
+    """Compute recorded steps again. The exit status is 0 if they are equal bit for bit; otherwise
+    it is 1, and the differences are printed."""
     from ratchet.commands.replay.command import replay_steps
     from ratchet.runs.resolve import fetch_run_for_replay
 
@@ -45,9 +45,11 @@ def replay(
 
 def explain(
     run: Run,
-    step: Annotated[int, typer.Option(min=1, help="As in metrics.jsonl.")],
-    role: Annotated[str, typer.Option(help="Whose weights: policy, or critic.")] = "policy",
-    top: Annotated[int, typer.Option(min=1, help="Groups and tokens that are shown.")] = 10,
+    step: Annotated[int, typer.Option(min=1, help="Step in metrics.jsonl.")],
+    role: Annotated[
+        str, typer.Option(help="The model whose weights moved: policy or critic.")
+    ] = "policy",
+    top: Annotated[int, typer.Option(min=1, help="Number of groups and tokens to show.")] = 10,
     json: Json = False,
 ) -> None:
     """Show which groups, tags and tokens of a recorded step moved the weights."""
@@ -69,7 +71,7 @@ def report(
     ] = None,
     rollouts: Annotated[
         int,
-        typer.Option(min=0, help="Of each run, so many have their texts and tokens in the file."),
+        typer.Option(min=0, help="Rollouts of each run whose texts and tokens the file contains."),
     ] = 256,
 ) -> None:
     """Write the curves, rollouts, token and time breakdown and differences of runs as one HTML
@@ -81,10 +83,10 @@ def report(
 
 def ui(
     directory: Annotated[
-        str, typer.Argument(help="A run, the directory that runs are in, or the address of a run.")
+        str, typer.Argument(help="A run, a directory that contains runs, or the address of a run.")
     ] = "runs",
     port: Annotated[
-        int, typer.Option(min=0, max=65535, help="Of this machine; 0: any that is free.")
+        int, typer.Option(min=0, max=65535, help="Port on this machine; 0: any free port.")
     ] = 8421,
 ) -> None:
     """Show runs in the browser while they train. Only this machine can connect; Ctrl-C ends it."""
@@ -95,9 +97,9 @@ def ui(
 
 
 def status(
-    run: Annotated[str, typer.Argument(help="The directory of a run that is under way.")],
+    run: Annotated[str, typer.Argument(help="The directory of a run that is training.")],
 ) -> None:
-    """Show which component of a running training waits for which, and since when."""
+    """Show which component of a training run waits for which other one, and since when."""
     from ratchet.runs.live_status import query_status
     from ratchet.runs.resolve import require_local_run
 

@@ -8,7 +8,7 @@ import typer
 
 from ratchet.errors import ConfigError
 
-Json = Annotated[bool, typer.Option("--json", help="As JSON.")]
+Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 runs = typer.Typer(
     help="List runs, compare them, remove what they no longer need.", no_args_is_help=True
 )
@@ -46,15 +46,15 @@ def prune_runs(
     keep: Annotated[
         int,
         typer.Option(
-            min=1, help="Newest checkpoints of each run that stay, beside protected ones."
+            min=1, help="Number of newest checkpoints to keep per run, beside protected ones."
         ),
     ] = 1,
     yes: Annotated[
-        bool, typer.Option("--yes", help="Remove them; else they are only named.")
+        bool, typer.Option("--yes", help="Remove the checkpoints; without it they are only listed.")
     ] = False,
 ) -> None:
     """Remove old checkpoints."""
     from ratchet.commands.runs import prune_runs as prune
     from ratchet.runs.resolve import require_local_run
 
-    prune(require_local_run(place), keep=keep, really=yes)
+    prune(require_local_run(place), keep=keep, confirmed=yes)

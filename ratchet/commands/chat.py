@@ -43,7 +43,7 @@ def chat_with(
                         replace(sampling, seed=derive_seed(seed, turn)),
                     )
                 )
-            # The tokenizer may not know a character, for example: let the user try again.
+            # For example, the tokenizer may not know a character. The user may try again.
             except DataError as error:
                 console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
                 continue

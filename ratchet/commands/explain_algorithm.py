@@ -36,15 +36,18 @@ def explain_algorithm(kind: str, overrides: Sequence[str] = ()) -> str:
     section = _complete_section(kind, overrides)
     algorithm = build(section)
     if not isinstance(section, AlgorithmConfig) or not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"algorithm={kind} builds no Algorithm. Name one of `ratchet check`'s.")
+        raise ConfigError(
+            f"algorithm={kind} builds no Algorithm. Give a built-in name, or the import path of an "
+            "AlgorithmConfig."
+        )
     title = " ".join((type(section).__doc__ or "").split())
     blocks = [
         "\n".join(textwrap.wrap(f"{kind}: {title}", WIDTH)),
-        _block("Learns from", [_data(algorithm)]),
-        _block("Scored before the update, without gradient", _passes(algorithm)),
-        _block("Advantage, in this order", _advantage(algorithm)),
-        _block("Loss, minimised", _terms(algorithm)),
-        _block("Keys", _keys(section)),
+        _block("Learns from", [_describe_data(algorithm)]),
+        _block("Scored before the update, without gradient", _list_passes(algorithm)),
+        _block("Advantage, in this order", _list_advantage_steps(algorithm)),
+        _block("Loss, minimised", _list_terms(algorithm)),
+        _block("Keys", _list_keys(section)),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -79,7 +82,7 @@ def _indent(entry: str) -> str:
     return " " * (2 + len(entry) - len(entry.lstrip()))
 
 
-def _data(algorithm: Algorithm) -> str:
+def _describe_data(algorithm: Algorithm) -> str:
     if algorithm.source != "rollouts":
         return f"{algorithm.source}; micro-batches never split a {algorithm.unit}"
     attempts = f"{algorithm.group_size} sampled attempts at each prompt"
@@ -87,17 +90,17 @@ def _data(algorithm: Algorithm) -> str:
     return f"rollouts: {attempts}{greedy}; optimizer steps a batch: {algorithm.updates_per_batch}"
 
 
-def _passes(algorithm: Algorithm) -> list[str]:
+def _list_passes(algorithm: Algorithm) -> list[str]:
     return [f"{item.produces}: {item.output} of the {item.role}" for item in algorithm.passes]
 
 
-def _advantage(algorithm: Algorithm) -> list[str]:
+def _list_advantage_steps(algorithm: Algorithm) -> list[str]:
     if algorithm.advantage is no_advantage:
         return []
     return [_describe(function, options) for function, options in _unfold(algorithm.advantage)]
 
 
-def _terms(algorithm: Algorithm) -> list[str]:
+def _list_terms(algorithm: Algorithm) -> list[str]:
     entries = []
     for role, terms in algorithm.losses.items():
         for term in terms:
@@ -130,16 +133,16 @@ def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], 
 def _describe(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
     """Return a function's name, its options and the beginning of its docstring.
 
-    These are the first two paragraphs, or only the first one if that already cites a source.
+    The beginning is the first two paragraphs, or only the first one if it cites a source.
     """
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
-    shown = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
-    text = " ".join(" ".join(shown[:2]).split())
+    quoted = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
+    text = " ".join(" ".join(quoted[:2]).split())
     return f"{function.__name__}({arguments}): {text}"
 
 
-def _keys(section: Section) -> list[str]:
+def _list_keys(section: Section) -> list[str]:
     entries = []
     for name, field in type(section).model_fields.items():
         value = getattr(section, name)

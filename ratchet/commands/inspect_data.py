@@ -1,6 +1,6 @@
 """The command `ratchet data inspect`: show data rows as the model sees them.
 
-Rows are shown after the chat template, with the trained tokens highlighted.
+The chat template is applied to the rows, and the trained tokens are highlighted.
 """
 
 from __future__ import annotations
@@ -49,7 +49,8 @@ from ratchet.training.from_config import get_chat_template, load_policy_processo
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import escape_controls, make_console
 
-ROLES = {
+# The token sequences of a row, by kind of data.
+PARTS = {
     "pairs": ("chosen", "rejected"),
     "labelled": ("answer",),
     "steps": ("answer",),
@@ -59,7 +60,7 @@ QUANTILES = {"least": 0.0, "median": 0.5, "p95": 0.95, "most": 1.0}
 
 
 @dataclass(frozen=True)
-class Shown:
+class TokenSequence:
     """A token sequence of a task, with the tokens that train."""
 
     task: Task
@@ -89,21 +90,21 @@ class Shown:
 
 
 @dataclass(frozen=True)
-class Inspected:
-    """The data to show, and how a run would render it."""
+class DataSetup:
+    """The data to show, and the renderer of a run on them."""
 
     environment: Environment
     renderer: Renderer
     # The kind of data that the algorithm learns from (see `StageConfig.source`). With None it is
     # detected for each row.
-    learns: str | None
+    data_kind: str | None
     turns: str  # the turns of a demonstration that train: "last" or "all"
     seed: int
 
 
 def inspect(
     target: str,
-    words: Sequence[str],
+    overrides: Sequence[str],
     *,
     rows: int,
     sample: int,
@@ -118,45 +119,51 @@ def inspect(
     Raises ConfigError or DataError if the recipe or the data can't be used.
     """
     data = (
-        _inspect_recipe(target, words, stage)
+        _setup_recipe(target, overrides, stage)
         if target.endswith((".yaml", ".yml"))
-        else _inspect_file(target, words)
+        else _setup_file(target, overrides)
     )
     if tokenizer is not None or template is not None:
-        loaded = data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
-        data = Inspected(
-            data.environment, Renderer(loaded, template), data.learns, data.turns, data.seed
+        chosen_tokenizer = (
+            data.renderer.tokenizer if tokenizer is None else load_tokenizer(tokenizer)
         )
-    tasks = islice(_once(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
-    shown = [sequence for task in tasks for sequence in _render_task(data, task)]
-    printed_ids = list(dict.fromkeys(sequence.task.id for sequence in shown))[:rows]
-    printed = [sequence for sequence in shown if sequence.task.id in printed_ids]
+        data = DataSetup(
+            data.environment,
+            Renderer(chosen_tokenizer, template),
+            data.data_kind,
+            data.turns,
+            data.seed,
+        )
+    tasks = islice(_first_epoch(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
+    sequences = [sequence for task in tasks for sequence in _render_task(data, task)]
+    printed_ids = list(dict.fromkeys(sequence.task.id for sequence in sequences))[:rows]
+    printed_sequences = [sequence for sequence in sequences if sequence.task.id in printed_ids]
     if as_json:
         report = {
-            "rows": [sequence.as_json(data.renderer) for sequence in printed],
-            "lengths": lengths(shown),
+            "rows": [sequence.as_json(data.renderer) for sequence in printed_sequences],
+            "lengths": summarise_lengths(sequences),
         }
         sys.stdout.write(json.dumps(report) + "\n")
     else:
-        _print_report(make_console(), printed, shown, data.renderer)
+        _print_report(make_console(), printed_sequences, sequences, data.renderer)
 
 
-def _once(tasks: Iterator[Task]) -> Iterator[Task]:
-    """Yield the tasks of the first pass over the data."""
-    seen: set[str] = set()
+def _first_epoch(tasks: Iterator[Task]) -> Iterator[Task]:
+    """Yield the tasks of the first epoch: those before a task repeats."""
+    seen_ids: set[str] = set()
     for task in tasks:
-        if task.id in seen:
+        if task.id in seen_ids:
             return
-        seen.add(task.id)
+        seen_ids.add(task.id)
         yield task
 
 
 # --- loading the data
 
 
-def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Inspected:
+def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> DataSetup:
     """Return the data of a recipe's stage, by default of its first one."""
-    config = load_config(recipe, words)
+    config = load_config(recipe, overrides)
     stage_config = _select_stage(config, stage)
     tokenizer = build(config.tokenizer, config.model.path)
     # Only a local model directory is used: showing rows must not download a model.
@@ -171,7 +178,7 @@ def _inspect_recipe(recipe: str, words: Sequence[str], stage: str | None) -> Ins
     )
     algorithm = build(stage_config.algorithm)
     turns = getattr(algorithm, "turns", "all")
-    return Inspected(
+    return DataSetup(
         build(stage_config.environment), renderer, stage_config.source, turns, config.seed
     )
 
@@ -180,66 +187,68 @@ def _select_stage(config: RunConfig, name: str | None) -> StageConfig:
     """Return the stage called `name`, or the first stage for None."""
     if name is None:
         return config.stages[0]
-    chosen = next((stage for stage in config.stages if stage.name == name), None)
-    if chosen is None:
+    stage = next((stage for stage in config.stages if stage.name == name), None)
+    if stage is None:
         raise ConfigError(
             f"there is no stage '{name}': there are "
             f"{', '.join(stage.name for stage in config.stages)}"
         )
-    return chosen
+    return stage
 
 
-def _inspect_file(target: str, words: Sequence[str]) -> Inspected:
+def _setup_file(target: str, overrides: Sequence[str]) -> DataSetup:
     """Return the data of a file, a directory, an address or a preset.
 
     Args:
         target: The file, directory or address, or the name of the preset.
-        words: `key=value` settings of the environment `dataset`.
+        overrides: `key=value` settings of the environment `dataset`.
     """
     key = "preset" if target in PUBLISHED and not Path(target).exists() else "train"
-    section = section_from_words("environment", "dataset", [f"{key}={json.dumps(target)}", *words])
+    section = section_from_words(
+        "environment", "dataset", [f"{key}={json.dumps(target)}", *overrides]
+    )
     environment: Environment = build(section)
     # The template "turns" can't render tools.
     template = "chatml" if isinstance(environment, HasTools) else "turns"
-    return Inspected(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
+    return DataSetup(environment, Renderer(byte_tokenizer(), template), None, "all", 0)
 
 
 # --- rendering tasks as tokens
 
 
-def _render_task(data: Inspected, task: Task) -> list[Shown]:
+def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
     """Return the token sequences of a task: those that train, or the prompt alone for rollouts."""
-    learns = data.learns or _detect_learns(data.environment, task)
-    if learns not in ROLES:
+    data_kind = data.data_kind or _detect_data_kind(data.environment, task)
+    if data_kind not in PARTS:
         tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
         tokens = data.renderer.prompt(task.messages, tools or None)
-        return [Shown(task, "prompt", tokens, [False] * len(tokens))]
-    (group,) = asyncio.run(_build_source(data, learns).make([(task.id, task)], version=0))
+        return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
+    (group,) = asyncio.run(_build_source(data, data_kind).make([(task.id, task)], version=0))
     return [
         _from_trajectory(task, part, row)
-        for part, row in zip(ROLES[learns], group.trajectories, strict=True)
+        for part, row in zip(PARTS[data_kind], group.trajectories, strict=True)
     ]
 
 
-def _from_trajectory(task: Task, part: str, row: Trajectory) -> Shown:
-    return Shown(task, part, row.tokens.tolist(), row.trainable.tolist())
+def _from_trajectory(task: Task, part: str, row: Trajectory) -> TokenSequence:
+    return TokenSequence(task, part, row.tokens.tolist(), row.trainable.tolist())
 
 
-def _build_source(data: Inspected, learns: str) -> StreamSource:
+def _build_source(data: DataSetup, data_kind: str) -> StreamSource:
     """Return the source that renders this kind of data, with no limit on the context."""
     stream = TaskStream(data.environment, seed=data.seed)
     writer = TextRenderer(data.renderer, max_context=sys.maxsize)
-    if learns == "rows":
+    if data_kind == "rows":
         return SupervisedSource(
             stream, "inspect", writer, train="last" if data.turns == "last" else "all"
         )
-    if learns == "labelled":
+    if data_kind == "labelled":
         return LabelledSource(stream, "inspect", writer, reference_rows=False)
-    return (PairSource if learns == "pairs" else SteppedSource)(stream, "inspect", writer)
+    return (PairSource if data_kind == "pairs" else SteppedSource)(stream, "inspect", writer)
 
 
-def _detect_learns(environment: Environment, task: Task) -> str:
-    """Return the kind of data that a row offers to learn from, when no algorithm names one.
+def _detect_data_kind(environment: Environment, task: Task) -> str:
+    """Return the kind of data that can be learned from a row, when no algorithm names one.
 
     The values are those of `StageConfig.source`.
     """
@@ -248,13 +257,13 @@ def _detect_learns(environment: Environment, task: Task) -> str:
         ("labelled", HasLabelledAnswers, "judged"),
         ("steps", HasStepLabels, "steps"),
     )
-    for learns, protocol, method in kinds:
+    for data_kind, protocol, method in kinds:
         if isinstance(environment, protocol):
             try:
                 getattr(environment, method)(task)
             except DataError:
                 continue
-            return learns
+            return data_kind
     try:
         environment.demonstration(task)
     except DataError:
@@ -265,15 +274,15 @@ def _detect_learns(environment: Environment, task: Task) -> str:
 # --- output
 
 
-def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
+def summarise_lengths(all_sequences: Sequence[TokenSequence]) -> dict[str, dict[str, float]]:
     """Return length statistics of each part.
 
     They are the number of sequences, quantiles of their token counts, the sum of tokens and the
     share of tokens that train.
     """
     summary: dict[str, dict[str, float]] = {}
-    for part in dict.fromkeys(sequence.part for sequence in shown):
-        sequences = [sequence for sequence in shown if sequence.part == part]
+    for part in dict.fromkeys(sequence.part for sequence in all_sequences):
+        sequences = [sequence for sequence in all_sequences if sequence.part == part]
         token_counts = [len(sequence.tokens) for sequence in sequences]
         quantiles = {
             name: float(np.quantile(token_counts, q, method="nearest"))
@@ -290,24 +299,29 @@ def lengths(shown: Sequence[Shown]) -> dict[str, dict[str, float]]:
 
 
 def _print_report(
-    console: Console, printed: Sequence[Shown], shown: Sequence[Shown], renderer: Renderer
+    console: Console,
+    printed_sequences: Sequence[TokenSequence],
+    sequences: Sequence[TokenSequence],
+    renderer: Renderer,
 ) -> None:
-    """Print the sequences `printed`, and a table of the lengths of all sequences `shown`."""
-    for sequence in printed:
+    """Print `printed_sequences`, and a table of the lengths of all `sequences`."""
+    for sequence in printed_sequences:
         n_trainable = sum(sequence.trainable)
         token_summary = f"{len(sequence.tokens)} tokens, {n_trainable} of them train"
         console.rule(
             f"{escape(sequence.task.id)} · {sequence.part} · {token_summary}", align="left"
         )
-        console.print(_coloured(sequence, renderer, marks=not console.is_terminal), soft_wrap=True)
-    if any(sum(sequence.trainable) for sequence in printed):
         console.print(
-            "[bold green]green[/]: what trains"
+            _colour_tokens(sequence, renderer, add_brackets=not console.is_terminal), soft_wrap=True
+        )
+    if any(sum(sequence.trainable) for sequence in printed_sequences):
+        console.print(
+            "[bold green]green[/]: tokens that train"
             if console.is_terminal
-            else "between ⟦ and ⟧: what trains"
+            else "between ⟦ and ⟧: tokens that train"
         )
     table = Table("", "rows", *QUANTILES, "trainable", title="tokens a row")
-    for part, numbers in lengths(shown).items():
+    for part, numbers in summarise_lengths(sequences).items():
         share = f"{100 * numbers['trainable_share']:.1f} %"
         table.add_row(
             part, f"{numbers['count']:.0f}", *(f"{numbers[name]:.0f}" for name in QUANTILES), share
@@ -315,10 +329,10 @@ def _print_report(
     console.print(table)
 
 
-def _coloured(sequence: Shown, renderer: Renderer, *, marks: bool) -> Text:
+def _colour_tokens(sequence: TokenSequence, renderer: Renderer, *, add_brackets: bool) -> Text:
     """Return the sequence's text with trained tokens in green.
 
-    marks: also put brackets around trained tokens, for output without colours.
+    add_brackets: also put brackets around trained tokens, for output without colours.
     """
     text = Text()
     for trains, start, end in sequence.spans():
@@ -328,6 +342,7 @@ def _coloured(sequence: Shown, renderer: Renderer, *, marks: bool) -> Text:
             renderer.tokenizer.decode(sequence.tokens[start:end], skip_special=False)
         )
         text.append(
-            f"⟦{decoded}⟧" if trains and marks else decoded, style="bold green" if trains else "dim"
+            f"⟦{decoded}⟧" if trains and add_brackets else decoded,
+            style="bold green" if trains else "dim",
         )
     return text

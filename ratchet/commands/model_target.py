@@ -79,8 +79,8 @@ def open_target(
         RunDirectoryError: The run has no finished model yet, or `step` is set and `path` is no run.
         CheckpointError: The checkpoint is missing or damaged.
     """
-    if step is None and (found := parse_checkpoint_path(path)) is not None:
-        path, step = found
+    if step is None and (run_and_step := parse_checkpoint_path(path)) is not None:
+        path, step = run_and_step
     run_recipe = path / "config.yaml"
     if step is not None:
         return _open_step(path, step, recipe, generator)
@@ -101,19 +101,25 @@ def open_target(
         )
     if not (path / MODEL).is_dir():
         steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
-        saved = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""
+        hint = f", or name a step of a checkpoint (--step {steps[-1]})" if steps else ""
         raise RunDirectoryError(
-            f"{path} has no finished model yet: go on with `ratchet train --resume {path}`{saved}"
+            f"{path} has no finished model yet: continue it with `ratchet train --resume {path}`"
+            f"{hint}"
         )
     config = load_config(run_recipe)
-    policy = _policy(config, path / MODEL, generator)
+    policy = _load_run_policy(config, path / MODEL, generator)
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
 
 
-def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
-    """Load the policy into this process, even if the run trained in several."""
+def _load_run_policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
+    """Load a run's policy into this process, even if the run trained in several processes.
+
+    Args:
+        model: Directory of the weights.
+        generator: Kind of the generator; None: the run's.
+    """
     stages = tuple(
-        stage.model_copy(update={"generator": _generator(stage, generator)})
+        stage.model_copy(update={"generator": _select_generator(stage, generator)})
         for stage in config.stages
     )
     settings = {
@@ -126,19 +132,20 @@ def _policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
 
 
 def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
+    """Open the checkpoint of a run's step, exported to a temporary model directory."""
     directory = RunDirectory(path)
     if not directory.used:
         raise RunDirectoryError(
-            f"{path} holds no run (no config.yaml), so no step of it: leave out --step for a model "
-            "directory"
+            f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
+            "model directory"
         )
-    whole = load_config(directory.config)
+    full_config = load_config(directory.config)
     checkpoint = CheckpointStore(directory.checkpoints).load(step)
     index = len(checkpoint.meta["summaries"])
-    config = whole.model_copy(update={"stages": whole.stages[: index + 1]})
+    config = full_config.model_copy(update={"stages": full_config.stages[: index + 1]})
     exported = TemporaryFolder("step")
     _export(config, checkpoint, path, exported.path)
-    policy = _policy(config, exported.path, generator)
+    policy = _load_run_policy(config, exported.path, generator)
     return Target(
         exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported
     )
@@ -155,16 +162,16 @@ def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) 
     if isinstance(stage.learner, MegatronConfig):
         raise ConfigError(
             f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only "
-            "Megatron reads: end the run "
+            "Megatron can read: finish the run "
             f"(`ratchet train --resume {run}`), and evaluate its model"
         )
-    begun = resolve_resume_config(config, index, run)
-    alone = tuple(
-        each.model_copy(update={"generator": resolve("generator", {})}) for each in begun.stages
+    resume_config = resolve_resume_config(config, index, run)
+    stages = tuple(
+        other.model_copy(update={"generator": resolve("generator", {})})
+        for other in resume_config.stages
     )
-    policy = build_policy(
-        freeze(begun.model_copy(update={"device": "cpu", "kernels": "auto", "stages": alone}))
-    )
+    settings = {"device": "cpu", "kernels": "auto", "stages": stages}
+    policy = build_policy(freeze(resume_config.model_copy(update=settings)))
     adapter = build_adapter(config, index, run)
     if adapter is not None:
         policy.model.attach(adapter)
@@ -183,8 +190,8 @@ def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path)
     learner.export(target)
 
 
-def _generator(stage: StageConfig, kind: str | None) -> Section:
-    """Return the section of the generator to run in this process."""
+def _select_generator(stage: StageConfig, kind: str | None) -> Section:
+    """Return the section of the generator of this kind (None: the stage's), for this process."""
     if kind is None:
         return stage.sampling_generator
     if getattr(stage.generator, "kind", None) == kind:
@@ -193,9 +200,9 @@ def _generator(stage: StageConfig, kind: str | None) -> Section:
 
 
 def require_config(target: Target) -> RunConfig:
+    """Return the target's recipe. Raises ConfigError if it has none."""
     if target.config is None:
         raise ConfigError(
-            "a model directory says nothing about tasks: add --recipe RECIPE, whose environment to "
-            "evaluate on"
+            "a model directory has no recipe that names tasks: add --recipe RECIPE, or --on KIND"
         )
     return target.config

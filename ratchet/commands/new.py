@@ -11,17 +11,17 @@ from string import Template
 from ratchet.errors import ConfigError
 
 RECIPE = """\
-# Say here what it is for. `ratchet check $name.yaml` shows its batch arithmetic.
+# Describe here what the recipe is for. `ratchet check $name.yaml` shows its batch arithmetic.
 name: $name
-# Random weights; a trained model is {path: Qwen/Qwen3-0.6B}, without the tokenizer below.
+# Random weights. For a trained model write {path: Qwen/Qwen3-0.6B}, and remove the tokenizer below.
 model: {preset: tiny}
 tokenizer: {kind: characters, alphabet: "0123456789="}
-# Your own, by `ratchet new environment`: {kind: "my_module:MyEnvironment"}
+# An environment of your own (`ratchet new environment`) is {kind: "my_module:MyEnvironment"}.
 environment: {kind: sorting, digits: 3}
 sampling: {temperature: 0.7, max_new_tokens: 4}
 evaluation: {tasks: 64}
 stages:
-  # Random weights earn no reward before some supervised steps; a trained model may skip them.
+  # Random weights earn no reward before some supervised steps. A trained model may skip this stage.
   - name: sft
     algorithm: {kind: sft}
     steps: 30
@@ -37,7 +37,7 @@ stages:
 ENVIRONMENT = '''\
 """An environment: guess a number from hints.
 
-A recipe names it `environment: {kind: "$name:$thing", tries: 5}`.
+A recipe names it `environment: {kind: "$name:$symbol", tries: 5}`.
 """
 
 from ratchet.environments.single_turn import Problem, Procedural
@@ -45,68 +45,71 @@ from ratchet.protocols import Step
 from ratchet.types import Message
 
 
-class $thing(Procedural):
+class $symbol(Procedural):
     name = "$name"
 
-    def __init__(self, most: int = 1000, tries: int = 8):  # keys of a recipe
-        self.most, self.tries = most, tries
+    def __init__(self, size: int = 1000, tries: int = 8):  # keys of a recipe
+        self.size, self.tries = size, tries
 
     def sample(self, rng):
-        """Draw one task with `rng` alone: the prompt, the answer for rewards, data for `reset`."""
-        low = rng.randint(1, self.most)
-        secret = rng.randint(low, low + self.most)
-        return Problem(f"from {low} to {low + self.most}", str(secret), {"secret": secret})
+        """Return a task: the prompt, the answer for rewards, and data for `reset`.
+
+        All randomness must come from `rng`.
+        """
+        low = rng.randint(1, self.size)
+        secret = rng.randint(low, low + self.size)
+        return Problem(f"from {low} to {low + self.size}", str(secret), {"secret": secret})
 
     def demonstration(self, task):
         """Return a right answer for supervised training; remove this method if there is none."""
         return (Message("assistant", str(task.answer)),)
 
     async def reset(self, task):
-        """Begin an attempt: set what belongs to it alone."""
-        self.secret, self.left = task.meta["secret"], self.tries
+        """Begin an attempt: set the state of this attempt."""
+        self.secret, self.tries_left = task.meta["secret"], self.tries
         return task.messages
 
     async def step(self, message):
-        """Answer the policy. It may write anything: unreadable text earns 0 and never raises."""
+        """Answer the policy, which may write anything: unreadable text earns 0 and never raises."""
         guess = message.text.strip()
-        self.left -= 1
+        self.tries_left -= 1
         if not (guess.isascii() and guess.isdigit() and len(guess) < 10):
             return Step(reward=0.0, done=True, metrics={"unreadable": 1.0})
         if int(guess) == self.secret:
             return Step(reward=1.0, done=True)
         hint = Message("user", "higher" if int(guess) < self.secret else "lower")
-        return Step((hint,), reward=0.0, done=self.left == 0)
+        return Step((hint,), reward=0.0, done=self.tries_left == 0)
 '''
 
 ENVIRONMENT_TEST = '''\
-from $name import $thing
+from $name import $symbol
 
 from ratchet.testing import check_environment
 
 
 def test_it_keeps_the_contract():
-    """Hold it to the contract; `ratchet check $name:$thing` shows it as a table."""
-    check_environment($thing(), n=5)
+    """Check the contract of environments; `ratchet check $name:$symbol` shows it as a table."""
+    check_environment($symbol(), n=5)
 
 
 def test_tries_are_a_key():
-    check_environment($thing(tries=1), n=5)
+    check_environment($symbol(tries=1), n=5)
 '''
 
 REWARD = '''\
 """A reward: 1 for a right answer, and a little more for a brief one.
 
-A recipe names it `rewards: [{kind: "$name:$thing", limit: 4}]`.
+A recipe names it `rewards: [{kind: "$name:$symbol", limit: 4}]`.
 """
 
 from ratchet.rewards.base import answer_text
 
 
-def $thing(trajectory, task, limit: int = 8):  # parameters after the first two are recipe keys
+def $symbol(trajectory, task, limit: int = 8):  # `limit` is a key of a recipe
     """Return named parts, which sum to the reward and are logged by name.
 
-    An answer may hold anything: never run it, and return 0 if it is wrong. Raise only for a broken
-    task.
+    An answer may hold anything: never execute it, and return 0 if it is wrong. Raise an error only
+    for a broken task.
     """
     text = answer_text(trajectory).strip()  # the last message; trajectory.messages has all
     right = float(text == str(task.answer))
@@ -114,7 +117,7 @@ def $thing(trajectory, task, limit: int = 8):  # parameters after the first two 
 '''
 
 REWARD_TEST = '''\
-from $name import $thing
+from $name import $symbol
 
 from ratchet.rewards.base import as_reward
 from ratchet.testing import check_reward
@@ -124,47 +127,48 @@ TASK = Task("task/0", (Message("user", "2+3="),), answer="5")
 
 
 def test_it_keeps_the_contract():
-    """What every reward must do; `ratchet check $name:$thing` shows it as a table."""
-    check_reward(as_reward($thing), TASK, good="5", bad="6")
+    """Check the contract of rewards; `ratchet check $name:$symbol` shows it as a table."""
+    check_reward(as_reward($symbol), TASK, good="5", bad="6")
 '''
 
 
-def _module(name: str) -> str:
-    """Return the name as a name of a Python module: MyMaze and my-maze become my_maze.
+def _make_module_name(name: str) -> str:
+    """Return a name in the form of a Python module's: MyMaze and my-maze become my_maze.
 
     Raises ConfigError if the result is no valid module name.
     """
     module = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).replace("-", "_").lower()
     if not module.isidentifier() or keyword.iskeyword(module):
         raise ConfigError(
-            f"'{name}' can't name a file of Python: use letters, digits and _, say "
+            f"'{name}' can't name a Python file: use letters, digits and _, for example "
             f"my_{re.sub(r'[^a-z0-9]+', '_', module)}"
         )
     return module
 
 
-def _recipe(name: str) -> tuple[Mapping[str, str], str]:
+def _make_recipe(name: str) -> tuple[Mapping[str, str], str]:
     """Return the text of a recipe by file name, and the next command."""
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise ConfigError(f"'{name}' can't name a recipe: use letters, digits and _ . + -")
     return {f"{name}.yaml": _fill(RECIPE, name=name)}, f"ratchet train {name}.yaml"
 
 
-def _environment(name: str) -> tuple[Mapping[str, str], str]:
+def _make_environment(name: str) -> tuple[Mapping[str, str], str]:
     """Return an environment and its test as text by file name, and the next command."""
-    module = _module(name)
-    names = {"name": module, "thing": "".join(word.capitalize() for word in module.split("_"))}
+    module = _make_module_name(name)
+    class_name = "".join(word.capitalize() for word in module.split("_"))
+    names = {"name": module, "symbol": class_name}
     files = {
         f"{module}.py": _fill(ENVIRONMENT, **names),
         f"test_{module}.py": _fill(ENVIRONMENT_TEST, **names),
     }
-    return files, f"ratchet check {module}:{names['thing']}"
+    return files, f"ratchet check {module}:{class_name}"
 
 
-def _reward(name: str) -> tuple[Mapping[str, str], str]:
+def _make_reward(name: str) -> tuple[Mapping[str, str], str]:
     """Return a reward and its test as text by file name, and the next command."""
-    module = _module(name)
-    names = {"name": module, "thing": module}
+    module = _make_module_name(name)
+    names = {"name": module, "symbol": module}
     files = {
         f"{module}.py": _fill(REWARD, **names),
         f"test_{module}.py": _fill(REWARD_TEST, **names),
@@ -179,9 +183,9 @@ def _fill(text: str, **names: str) -> str:
 
 # Each function returns the texts of its files by file name, and the command to run next.
 KINDS: Mapping[str, Callable[[str], tuple[Mapping[str, str], str]]] = {
-    "recipe": _recipe,
-    "environment": _environment,
-    "reward": _reward,
+    "recipe": _make_recipe,
+    "environment": _make_environment,
+    "reward": _make_reward,
 }
 
 
@@ -194,9 +198,7 @@ def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path]
     texts = {directory / file: text for file, text in files.items()}
     for path in texts:
         if path.exists():
-            raise ConfigError(
-                f"{path} is there already, and is not overwritten: choose another name"
-            )
+            raise ConfigError(f"{path} exists already, and is not overwritten: choose another name")
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
     return list(texts), command

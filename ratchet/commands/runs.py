@@ -45,7 +45,7 @@ class RunRow:
     checkpoints: int
 
 
-def runs_in(place: Path) -> list[RunDirectory]:
+def find_runs(place: Path) -> list[RunDirectory]:
     """Return `place` itself if it is a run, else the runs directly in it.
 
     Raises RunDirectoryError if there is none.
@@ -64,6 +64,7 @@ def runs_in(place: Path) -> list[RunDirectory]:
 
 
 def describe_run(run: RunDirectory) -> RunRow:
+    """Return the row of a run, read from its files."""
     rows = read_jsonl(run.metrics)
     accuracies = [
         value
@@ -84,17 +85,17 @@ def describe_run(run: RunDirectory) -> RunRow:
         steps=sum(stage["steps"] for stage in run.read_config()["stages"]),
         seconds=seconds,
         accuracy=accuracies[-1] if accuracies else None,
-        checkpoints=_size(run.checkpoints),
+        checkpoints=_measure_bytes(run.checkpoints),
     )
 
 
-def rows_in(place: str | Path) -> list[RunRow]:
+def make_rows(place: str | Path) -> list[RunRow]:
     """Return the rows of the runs in a directory or at an address.
 
     Raises RunDirectoryError if there is none.
     """
     if not isinstance(place, str) or not is_address(place):
-        return [describe_run(run) for run in runs_in(Path(place))]
+        return [describe_run(run) for run in find_runs(Path(place))]
     rows = []
     for address, checkpoints in list_runs_at(place):
         row = describe_run(
@@ -115,7 +116,7 @@ def rows_in(place: str | Path) -> list[RunRow]:
 
 
 def list_runs(place: str | Path, *, as_json: bool) -> None:
-    rows = rows_in(place)
+    rows = make_rows(place)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
@@ -139,17 +140,17 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
 
     Compare the keys of the recipe, the first step with different metrics, and the last metrics.
     """
-    runs = [_one(path) for path in paths]
-    called = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
-    lines = [
-        {**names, **_compared(runs[0], other)}
-        for names, other in zip(called, runs[1:], strict=True)
+    runs = [_open_run(path) for path in paths]
+    path_pairs = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
+    comparisons = [
+        {**pair, **_compare_pair(runs[0], run)}
+        for pair, run in zip(path_pairs, runs[1:], strict=True)
     ]
     if as_json:
-        print_json(lines)
+        print_json(comparisons)
         return
     console = make_console(soft_wrap=True)
-    for comparison in lines:
+    for comparison in comparisons:
         console.print(
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
@@ -163,30 +164,35 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
 
 
-WATCHED = ("eval/accuracy", "rollout/reward", "policy/loss")
+COMPARED_METRICS = ("eval/accuracy", "rollout/reward", "policy/loss")
 
 
-def _compared(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
-    first, second = (
-        {row.pop("step"): _timeless(row) for row in read_jsonl(run.metrics)} for run in (a, b)
+def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
+    first_rows, second_rows = (
+        {row.pop("step"): _drop_timings(row) for row in read_jsonl(run.metrics)} for run in (a, b)
     )
-    shared = sorted(first.keys() & second.keys())
-    different = next((step for step in shared if first[step] != second[step]), None)
+    shared_steps = sorted(first_rows.keys() & second_rows.keys())
+    different_step = next(
+        (step for step in shared_steps if first_rows[step] != second_rows[step]), None
+    )
     return {
         "recipe": list_config_differences(a.read_config(), b.read_config()),
-        "first_different_step": different,
-        "last": {name: (_last(first, name), _last(second, name)) for name in WATCHED},
+        "first_different_step": different_step,
+        "last": {
+            name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name))
+            for name in COMPARED_METRICS
+        },
     }
 
 
-def _timeless(row: dict[str, Any]) -> dict[str, Any]:
+def _drop_timings(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row without times and system metrics, which differ between any two runs."""
     return {
         name: value for name, value in row.items() if "time/" not in name and "system/" not in name
     }
 
 
-def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
+def _get_last_value(rows: dict[int, dict[str, Any]], name: str) -> float | None:
     values = [
         v
         for step in sorted(rows)
@@ -196,41 +202,42 @@ def _last(rows: dict[int, dict[str, Any]], name: str) -> float | None:
     return values[-1] if values else None
 
 
-def prune_runs(place: Path, *, keep: int, really: bool) -> None:
+def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
     """Remove all but the newest `keep` checkpoints of each run that is not running.
 
     Checkpoints that the recipe protects with `keep_best` and `keep_every` stay.
 
     Args:
-        really: False only prints what would be removed.
+        confirmed: False only prints what would be removed.
     """
     console = make_console(soft_wrap=True)
-    freed = 0
-    for run in runs_in(place):
+    freed_bytes = 0
+    for run in find_runs(place):
         if run.held:
-            console.print(f"{run.path} is under way and stays as it is", markup=False)
+            console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
         policies = [stage["checkpoint"] for stage in run.read_config()["stages"]]
-        best, every = (
+        keep_best, keep_every = (
             max(policy[key] for policy in policies) for key in ("keep_best", "keep_every")
         )
-        store = CheckpointStore(run.checkpoints, keep, keep_best=best, keep_every=every)
+        store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
         for checkpoint in store.surplus():
-            size = _size(checkpoint.path)
-            freed += size
-            verb = "removed" if really else "would remove"
+            size = _measure_bytes(checkpoint.path)
+            freed_bytes += size
+            verb = "removed" if confirmed else "would remove"
             console.print(
                 f"{verb} {checkpoint.path} ({size / 2**20:,.1f} MiB)", markup=False, highlight=False
             )
-        if really:
+        if confirmed:
             with run.locked():
                 store.tidy()
     console.print(
-        f"{freed / 2**20:,.1f} MiB" + ("" if really or not freed else "; add --yes to remove them")
+        f"{freed_bytes / 2**20:,.1f} MiB"
+        + ("" if confirmed or not freed_bytes else "; add --yes to remove them")
     )
 
 
-def _one(path: str | Path) -> RunDirectory:
+def _open_run(path: str | Path) -> RunDirectory:
     run = RunDirectory(fetch_run_record(path))
     if not run.used:
         raise RunDirectoryError(
@@ -239,7 +246,7 @@ def _one(path: str | Path) -> RunDirectory:
     return run
 
 
-def _size(path: Path) -> int:
+def _measure_bytes(path: Path) -> int:
     return (
         sum(file.stat().st_size for file in path.rglob("*") if file.is_file())
         if path.is_dir()

@@ -29,15 +29,19 @@ from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils.terminal_text import make_console
 
 # Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
-AHEAD = 64
-WORST = 5
+ROWS_PER_WORKER = 64
+MAX_WORST_ROWS = 5  # rows in the summary's table of the worst
 ROLES = ("system", "user", "assistant", "tool")
-SPENT = ("response", "messages")  # columns of the trajectory, left out of the task's meta
+# Columns that become the trajectory, and are left out of the task's `meta`.
+TRAJECTORY_COLUMNS = ("response", "messages")
 
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a row. `seconds`: time to judge it, without waiting for a free worker."""
+    """The result of a row.
+
+    seconds: time to judge the row, without the wait for a free worker.
+    """
 
     line: int
     id: str
@@ -49,7 +53,7 @@ class Score:
         return getattr(self.outcome, "reward", None)
 
     @property
-    def end(self) -> str:
+    def outcome_name(self) -> str:
         return type(self.outcome).__name__.lower()
 
     @property
@@ -69,7 +73,7 @@ class Score:
                 "id": self.id,
                 "reward": self.reward,
                 "parts": parts,
-                "outcome": self.end,
+                "outcome": self.outcome_name,
                 "seconds": round(self.seconds, 6),
                 "detail": self.detail,
             }
@@ -77,25 +81,28 @@ class Score:
 
 
 def score_file(
-    path: str | Path, kind: str, words: Sequence[str], *, as_json: bool, workers: int
+    path: str | Path, kind: str, overrides: Sequence[str], *, as_json: bool, workers: int
 ) -> None:
-    """Write a line of JSON for each row to stdout, or a summary. A bad row fails alone.
+    """Write a line of JSON for each row to stdout, or a summary. A bad row fails only itself.
 
     Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
     can't be read.
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
-            f"{path} is a directory: give a file of rows (a run directory holds no answers' texts)"
+            f"{path} is a directory: give a file of rows (a run directory has no texts of answers)"
         )
-    reward = composed([reward_section(kind, words, workers)])
+    reward = composed([reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
 
 
-def reward_section(kind: str, words: Sequence[str], workers: int) -> Section:
-    """Return the section of a reward. `workers` is the default of its key `workers`, if any."""
+def reward_section(kind: str, overrides: Sequence[str], workers: int) -> Section:
+    """Return the config section of a reward.
+
+    If the section has a key `workers` that `overrides` does not set, it is set to `workers`.
+    """
     try:
-        section = section_from_words("rewards", kind, words)
+        section = section_from_words("rewards", kind, overrides)
     except ConfigError as error:
         raise ConfigError(f"reward {kind}: {error}") from error
     uses_default = (
@@ -119,14 +126,14 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
 async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
     """Yield scores in row order, judging `workers` rows at once.
 
-    At most AHEAD * workers rows are in memory.
+    At most ROWS_PER_WORKER * workers rows are in memory.
     """
     free_workers = asyncio.Semaphore(workers)
     pending: deque[asyncio.Task[Score]] = deque()
     try:
         for line, values in each_line(path):
             pending.append(asyncio.create_task(_score(path, line, values, reward, free_workers)))
-            while len(pending) >= AHEAD * workers or (pending and pending[0].done()):
+            while len(pending) >= ROWS_PER_WORKER * workers or (pending and pending[0].done()):
                 yield await pending.popleft()
             await asyncio.sleep(0)  # lets the started tasks run while the file is read
         while pending:
@@ -154,7 +161,7 @@ async def _score(
         start = time.perf_counter()
         try:
             (outcome,) = await reward.score([trajectory], task)
-        # A reward may be user code: its bug must fail one row, not the rest.
+        # A reward may be user code: its bug must fail one row only.
         except Exception:
             outcome = Failed("reward", traceback.format_exc())
         return Score(line, task.id, outcome, time.perf_counter() - start)
@@ -165,9 +172,11 @@ async def _score(
 
 def make_attempt(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
     """Return the task and the answered conversation as text, without tokens. Raises DataError."""
-    messages = _messages(values, "messages") if "messages" in values else _prompted(values)
+    messages = (
+        _parse_messages(values, "messages") if "messages" in values else _make_messages(values)
+    )
     if not messages or messages[-1].role != "assistant":
-        raise DataError("column 'messages' must end with what the assistant said")
+        raise DataError("column 'messages' must end with a message of the assistant")
     task_id = next(
         (values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name
     )
@@ -177,37 +186,37 @@ def make_attempt(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory
         messages=messages[:-1],
         answer=values.get("answer"),
         tag=tag if isinstance(tag, str) else "",
-        meta={key: value for key, value in values.items() if key not in SPENT},
+        meta={key: value for key, value in values.items() if key not in TRAJECTORY_COLUMNS},
     )
     return task, Trajectory.supervised([], [], messages=messages)
 
 
-def _prompted(values: Mapping[str, Any]) -> tuple[Message, ...]:
+def _make_messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
     response = values.get("response")
     if not isinstance(response, str):
-        has = ", ".join(values) or "no columns"
+        columns = ", ".join(values) or "no columns"
         problem = (
-            f"column 'response' is {_kind(response)}, must be a string"
+            f"column 'response' is {_name_type(response)}, must be a string"
             if "response" in values
             else "no column 'response'"
         )
-        raise DataError(f"{problem} (nor 'messages'); the row has {has}")
+        raise DataError(f"{problem} (nor 'messages'); the row has {columns}")
     prompt = values.get("prompt")
     if prompt is None:
         prompt_messages: tuple[Message, ...] = ()
     elif isinstance(prompt, str):
         prompt_messages = (Message("user", prompt),)
     else:
-        prompt_messages = _messages(values, "prompt")
+        prompt_messages = _parse_messages(values, "prompt")
     return (*prompt_messages, Message("assistant", response))
 
 
-def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+def _parse_messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     messages: list[Message] = []
     value = values[column]
     if not isinstance(value, list):
         raise DataError(
-            f"column '{column}' is {_kind(value)}, must be an array of {{role, content}}"
+            f"column '{column}' is {_name_type(value)}, must be an array of {{role, content}}"
         )
     for index, message in enumerate(value):
         role, content = (
@@ -223,7 +232,7 @@ def _messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     return tuple(messages)
 
 
-def _kind(value: Any) -> str:
+def _name_type(value: Any) -> str:
     return "null" if value is None else TYPE_NAMES[type(value)]
 
 
@@ -234,33 +243,37 @@ def _kind(value: Any) -> str:
 class Summary:
     """A running summary of rows, in constant memory."""
 
-    ends: Counter[str] = field(default_factory=Counter)
-    # sum of each part of the reward, and the number of rows with that part
+    outcome_counts: Counter[str] = field(default_factory=Counter)
+    # Sum of each part of the reward, and the number of rows with that part.
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
     seconds: float = 0.0
-    failed: list[Score] = field(default_factory=list)  # the first WORST rows without a reward
-    # heap of the WORST rows with the lowest rewards, the highest of them on top
+    failed: list[Score] = field(
+        default_factory=list
+    )  # the first MAX_WORST_ROWS rows without a reward
+    # Heap of the MAX_WORST_ROWS rows with the lowest rewards; on top is the highest of them.
     lowest: list[tuple[float, int, Score]] = field(default_factory=list)
 
     def add(self, score: Score) -> None:
-        self.ends[score.end] += 1
+        self.outcome_counts[score.outcome_name] += 1
         self.seconds += score.seconds
         if score.reward is None:
-            self.failed = [*self.failed, score][:WORST]
+            self.failed = [*self.failed, score][:MAX_WORST_ROWS]
             return
         for name, value in {"reward": score.reward, **getattr(score.outcome, "parts", {})}.items():
             total, count = self.sums.get(name, (0.0, 0))
             self.sums[name] = (total + value, count + 1)
         entry = (-score.reward, -score.line, score)
-        if len(self.lowest) < WORST:
+        if len(self.lowest) < MAX_WORST_ROWS:
             heappush(self.lowest, entry)
         else:
             heappushpop(self.lowest, entry)
 
     def show(self, console: Console) -> None:
-        rows = self.ends.total()
-        table = Table("rows", *self.ends, "seconds a row")
-        table.add_row(str(rows), *map(str, self.ends.values()), f"{self.seconds / rows:.3g}")
+        rows = self.outcome_counts.total()
+        table = Table("rows", *self.outcome_counts, "seconds a row")
+        table.add_row(
+            str(rows), *map(str, self.outcome_counts.values()), f"{self.seconds / rows:.3g}"
+        )
         console.print(table)
         if self.sums:
             means = Table("mean of", "", "rows")
@@ -271,5 +284,7 @@ class Summary:
         for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
             last_line = score.detail.strip().rpartition("\n")[2]
             reward = "-" if score.reward is None else f"{score.reward:.4g}"
-            worst.add_row(str(score.line), escape(score.id), score.end, reward, escape(last_line))
+            worst.add_row(
+                str(score.line), escape(score.id), score.outcome_name, reward, escape(last_line)
+            )
         console.print(worst)

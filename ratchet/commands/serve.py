@@ -23,11 +23,11 @@ from ratchet.web.guard import LOOPBACK
 from ratchet.web.server import Server
 
 # Sampling parameters that a client may set here, but an agent in a training run may not.
-FREE = ("temperature", "top_p")
+CLIENT_PARAMETERS = ("temperature", "top_p")
 
 
 @dataclass(frozen=True)
-class Served:
+class ServedModel:
     """A model that answers each request independently.
 
     sampling: defaults for requests. A request without a seed gets a random one.
@@ -38,11 +38,13 @@ class Served:
 
     async def answer(self, request: ChatRequest) -> AgentAnswer:
         """Answer a request. Raises ApiError."""
-        asked: dict[str, Any] = {
-            name: value for name in FREE if (value := getattr(request, name)) is not None
+        parameters: dict[str, Any] = {
+            name: value
+            for name in CLIENT_PARAMETERS
+            if (value := getattr(request, name)) is not None
         }
         seed = secrets.randbits(32) if request.seed is None else request.seed
-        sampling = self.policy.with_stop_ids(apply_sampling(self.sampling, seed=seed, **asked))
+        sampling = self.policy.with_stop_ids(apply_sampling(self.sampling, seed=seed, **parameters))
         session = AgentSession(
             self.policy.generator,
             self.policy.renderer,
@@ -50,7 +52,7 @@ class Served:
             max_context=self.policy.model.max_positions,
             max_turns=1,
         )
-        return await session.answer(request.model_copy(update=dict.fromkeys(FREE)))
+        return await session.answer(request.model_copy(update=dict.fromkeys(CLIENT_PARAMETERS)))
 
     def deliver(self, answer: AgentAnswer) -> None:
         """Do nothing: answers are not kept."""
@@ -64,7 +66,8 @@ def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(
-            f"--host {host} lets others in: give --api-key too, or leave --host at 127.0.0.1"
+            f"--host {host} can be reached from other machines: give --api-key too, or leave "
+            "--host at 127.0.0.1"
         )
     try:
         listener = socket.create_server(
@@ -78,26 +81,26 @@ def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -
 
 
 async def _serve(target: Path, listener: socket.socket, key: str, sampling: Sampling) -> None:
-    # Open it inside the event loop, because a generator may keep tasks there.
+    # The target is opened inside the event loop, because a generator may keep tasks there.
     policy = open_target(target).policy
-    served = Served(policy, sampling)
-    names = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
+    model = ServedModel(policy, sampling)
+    hosts = None if key else tuple(dict.fromkeys((*LOOPBACK, listener.getsockname()[0])))
     app = make_chat_app(
-        lambda given: (
-            served if not key or hmac.compare_digest(given.encode(), key.encode()) else None
+        lambda request_key: (
+            model if not key or hmac.compare_digest(request_key.encode(), key.encode()) else None
         ),
-        names=names,
+        names=hosts,
     )
     server, signals = Server(app, listener, access_log=True), list[int]()
 
-    def end(number: int) -> None:
+    def stop(number: int) -> None:
         signals.append(number)
         server.stop()
 
     for number in STOPPING:
-        # `nohup` ignores SIGHUP so that the server outlives its terminal: don't handle it then.
+        # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. It stays so.
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, end, number)
+            asyncio.get_running_loop().add_signal_handler(number, stop, number)
     try:
         await server.run()
     finally:

@@ -127,5 +127,5 @@ def test_a_base_of_another_shape_is_refused(files):
 def test_the_model_of_a_run_has_its_adapter_already(files):
     (files / "config.yaml").touch()
     shutil.copytree(files / "base", files / "model")
-    with pytest.raises(ConfigError, match="which its model/ has already: name the base"):
+    with pytest.raises(ConfigError, match="which is merged in its model/ already: name the base"):
         convert(files, files / "merged", "hf", adapter=files / "adapter")

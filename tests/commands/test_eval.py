@@ -223,7 +223,7 @@ def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
 
 
 def test_keys_belong_to_an_environment_that_is_named(run: Path):
-    with pytest.raises(ConfigError, match="'digits=4' is a key of what --on names"):
+    with pytest.raises(ConfigError, match="'digits=4' is a key of the environment that --on names"):
         evaluate_target(str(run), Evaluation(words=["digits=4"]))
 
 
@@ -232,7 +232,7 @@ def test_mistakes_with_an_api(tmp_path: Path):
         evaluate_target("http://localhost:1/v1", Evaluation(on="sorting"))
     with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
         evaluate_target("http://localhost:1/v1", Evaluation(asked=EndpointSettings(model="m")))
-    with pytest.raises(ConfigError, match="--generator vllm is of models that run here"):
+    with pytest.raises(ConfigError, match="--generator vllm is only for models that run here"):
         evaluate_target(
             "http://localhost:1/v1",
             Evaluation(on="sorting", generator="vllm", asked=EndpointSettings(model="m")),

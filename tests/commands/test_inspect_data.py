@@ -11,7 +11,7 @@ import pytest
 from rich.console import Console
 
 from ratchet.cli.main import main
-from ratchet.commands.inspect_data import Shown, _coloured, inspect
+from ratchet.commands.inspect_data import TokenSequence, _colour_tokens, inspect
 from ratchet.data import jsonl
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
@@ -111,14 +111,14 @@ def test_what_trains_is_coloured_and_commands_to_the_terminal_are_not_passed_on(
     tokens, trainable = renderer.supervised(
         [Message("user", "a\x1b]0;x\x07"), Message("assistant", "b\tc")], train="all"
     )
-    shown = Shown(Task("t", ()), "row", tokens, trainable)
+    shown = TokenSequence(Task("t", ()), "row", tokens, trainable)
     console = Console(file=io.StringIO(), force_terminal=True, color_system="standard", width=200)
-    console.print(_coloured(shown, renderer, marks=False))
+    console.print(_colour_tokens(shown, renderer, add_brackets=False))
     said = console.file.getvalue()
     assert "\x1b[1;32mb" in said
     assert "\\x1b]0;x\\x07" in said
     assert "⟦" not in said
-    assert "⟦b\tc<eos>⟧" in _coloured(shown, renderer, marks=True).plain
+    assert "⟦b\tc<eos>⟧" in _colour_tokens(shown, renderer, add_brackets=True).plain
 
 
 def run_command(monkeypatch, capsys, *words):

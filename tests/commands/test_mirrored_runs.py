@@ -390,7 +390,7 @@ def test_a_conversion_that_did_not_arrive_is_sent_again(whole, capsys):
 
     with (
         telling(told),
-        pytest.raises(CheckpointError, match="reset by peer; what was converted lies in"),
+        pytest.raises(CheckpointError, match="reset by peer; the converted model is in"),
     ):
         command("convert", whole, address)
     with pytest.raises(ModelError, match="holds no model"):

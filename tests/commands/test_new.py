@@ -58,7 +58,7 @@ def test_nothing_is_overwritten(here: Path, kind: str) -> None:
     files[-1].write_text("precious")
     for other in files[:-1]:  # of several, one that is there is enough
         other.unlink()
-    with pytest.raises(ConfigError, match=rf"{files[-1].name} is there already"):
+    with pytest.raises(ConfigError, match=rf"{files[-1].name} exists already"):
         scaffold(kind, "mine")
     assert os.listdir(here) == [files[-1].name]
     assert files[-1].read_text() == "precious"

@@ -6,7 +6,7 @@ import shutil
 import pytest
 import yaml
 
-from ratchet.commands.replay.engine import Recorded, Replay
+from ratchet.commands.replay.engine import RecordedSource, Replay
 from ratchet.errors import DataError
 from ratchet.observe.records.reader import Record
 from ratchet.testing.tiny_vlm import write_tiny_vlm
@@ -43,15 +43,15 @@ def test_a_step_with_images_is_played_again_bit_for_bit(tmp_path):
 
     async def play(step):
         replay = Replay(run)
-        await replay.before(step)
-        return await replay.play()
+        await replay.advance_to(step)
+        return await replay.replay_next()
 
     for step in (1, 2):
         played = asyncio.run(play(step))
         assert played.table.equals(record.step(step).cast(played.table.schema))
         assert played.fingerprints == record.steps[step].fingerprints
     with pytest.raises(DataError, match="the model of the run has no processor for it"):
-        asyncio.run(Recorded(record, None).draw(2, 0))
+        asyncio.run(RecordedSource(record, None).draw(2, 0))
     shutil.rmtree(run / "steps" / "media")
     with pytest.raises(DataError, match=r"media/0.*parquet can't be read"):
         asyncio.run(play(2))

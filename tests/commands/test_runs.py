@@ -9,7 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.runs import describe_run, prune_runs, runs_in
+from ratchet.commands.runs import describe_run, find_runs, prune_runs
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.start import start_run
@@ -75,16 +75,16 @@ def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFix
     def steps() -> list[str]:
         return sorted(path.name[-1] for path in (place / "c" / "checkpoints").glob("step-*"))
 
-    prune_runs(place / "c", keep=2, really=False)
+    prune_runs(place / "c", keep=2, confirmed=False)
     assert steps() == ["1", "2", "3", "4"]
     assert "add --yes" in capsys.readouterr().out
     with RunDirectory(place / "c").locked():
-        prune_runs(place / "c", keep=2, really=True)
+        prune_runs(place / "c", keep=2, confirmed=True)
     assert steps() == ["1", "2", "3", "4"]  # it is under way
-    prune_runs(place / "c", keep=2, really=True)
+    prune_runs(place / "c", keep=2, confirmed=True)
     assert steps() == ["3", "4"]
 
 
 def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no runs"):
-        runs_in(tmp_path)
+        find_runs(tmp_path)

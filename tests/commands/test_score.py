@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ratchet.cli.main import main
 from ratchet.commands.score import (
-    AHEAD,
+    ROWS_PER_WORKER,
     Score,
     Summary,
     make_attempt,
@@ -106,8 +106,11 @@ def test_a_bad_row_costs_itself_alone(score):
         ({"response": 5}, "column 'response' is an integer, must be a string"),
         ({"response": None}, "column 'response' is null"),
         ({"response": "4", "prompt": 7}, "column 'prompt' is an integer, must be an array"),
-        ({"messages": []}, "must end with what the assistant said"),
-        ({"messages": [{"role": "user", "content": "x"}]}, "must end with what the assistant said"),
+        ({"messages": []}, "must end with a message of the assistant"),
+        (
+            {"messages": [{"role": "user", "content": "x"}]},
+            "must end with a message of the assistant",
+        ),
         ({"messages": [{"role": "robot", "content": "x"}]}, "messages[0] must have a role"),
         ({"messages": ["x"]}, "messages[0] must have a role"),
         ({"response": "4"}, "has no answer to compare with"),
@@ -205,7 +208,7 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
     read = []
 
     def lines(path):
-        for line in range(1, 10 * AHEAD):
+        for line in range(1, 10 * ROWS_PER_WORKER):
             read.append(line)
             yield line, {"response": "x", "answer": line}
 
@@ -217,13 +220,13 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
 
     async def stuck():
         waiting = asyncio.ensure_future(anext(scores(tmp_path / "rows.jsonl", Never(), 2)))
-        for _ in range(20 * AHEAD):
+        for _ in range(20 * ROWS_PER_WORKER):
             await asyncio.sleep(0)
         assert not waiting.done()
         waiting.cancel()
 
     asyncio.run(stuck())
-    assert len(read) == 2 * AHEAD
+    assert len(read) == 2 * ROWS_PER_WORKER
 
 
 def test_a_reward_that_raises_costs_its_row(tmp_path):

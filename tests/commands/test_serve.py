@@ -121,7 +121,7 @@ def test_a_signal_ends_it_with_its_status(
     class Signalled(Server):
         async def run(self) -> None:
             os.kill(os.getpid(), number)
-            await self._stopping.wait()
+            await self._stop_event.wait()
             self._listener.close()
 
     def unhandled(number: int, frame: object) -> None:
@@ -202,7 +202,9 @@ async def crowd(port: int, pid: int) -> tuple[int, int, list[int]]:
 
 
 def test_others_are_not_let_in_by_mistake(model: Path) -> None:
-    with pytest.raises(ConfigError, match=r"--host 0\.0\.0\.0 lets others in: give --api-key"):
+    with pytest.raises(
+        ConfigError, match=r"--host 0\.0\.0\.0 can be reached from other machines: give --api-key"
+    ):
         serve(model, host="0.0.0.0", port=0, key="", sampling=Sampling())
     with (
         socket.create_server(("127.0.0.1", 0)) as taken,

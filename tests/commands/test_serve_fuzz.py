@@ -15,8 +15,8 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from ratchet.commands.model_target import open_target
-from ratchet.commands.report.server import pages
-from ratchet.commands.serve import Served
+from ratchet.commands.report.server import make_app
+from ratchet.commands.serve import ServedModel
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.experience.openai_proxy.server import make_chat_app
@@ -114,8 +114,8 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.
     tokenizer.save(path)
     with asyncio.Runner() as runner:
 
-        async def start() -> Served:
-            return Served(open_target(path).policy, Sampling(max_new_tokens=2))
+        async def start() -> ServedModel:
+            return ServedModel(open_target(path).policy, Sampling(max_new_tokens=2))
 
         served = runner.run(start())
         yield runner, make_chat_app(lambda key: served, names=LOOPBACK)
@@ -228,7 +228,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.Run
     path = tmp_path_factory.mktemp("runs")
     make_run(path / "a", steps=2)
     with asyncio.Runner() as runner:
-        yield runner, pages(path)
+        yield runner, make_app(path)
 
 
 @pytest.fixture

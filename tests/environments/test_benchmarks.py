@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 
-from ratchet.commands.eval import measured_on
+from ratchet.commands.eval import make_env_section
 from ratchet.config.resolve import build
 from ratchet.config.schema import own_rewards
 from ratchet.data.presets.benchmarks import ALSO_CALLED, BENCHMARKS, MEASURED_ON
@@ -156,7 +156,7 @@ FORMS: dict[str, tuple[dict[str, Any], str, str, str]] = {
 
 
 def tasks_of(name: str, path: Path, count: int = 10) -> tuple[Any, list[Task]]:
-    section = measured_on(name, [f"test={path}"])
+    section = make_env_section(name, [f"test={path}"])
     return section, list(islice(build(section).tasks("test", seed=0), count))
 
 

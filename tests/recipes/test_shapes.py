@@ -16,7 +16,9 @@ KEYS = ("questions=[colour,shape]", "things=[1,2]")  # as in the recipe
 
 def accuracy(run, place, *words):
     evaluate_target(
-        str(run), Evaluation(on="shapes", words=(*KEYS, *words), tasks=512, samples=0), out=place
+        str(run),
+        Evaluation(on="shapes", overrides=(*KEYS, *words), tasks=512, samples=0),
+        out=place,
     )
     greedy = [attempt.reward for attempt in EvalResults.read(place).first]
     return sum(reward == 1.0 for reward in greedy) / len(greedy)

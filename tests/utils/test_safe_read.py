@@ -8,7 +8,7 @@ import socket
 import hostile
 import pytest
 
-from ratchet.cli.errors import sentence
+from ratchet.cli.errors import explain_error
 from ratchet.errors import DataError, WeightSyncError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import escape_controls, get_first_line, make_console, shorten_text
@@ -33,7 +33,7 @@ def test_a_socket_and_a_name_that_is_none_are_refused(tmp_path):
         server.bind("s")
         with pytest.raises(OSError, match="a socket"):
             safe_read.open_file("s")
-    with pytest.raises(OSError, match="it is no name of a file"):
+    with pytest.raises(OSError, match="can't name a file"):
         safe_read.open_file("a\0b")
 
 
@@ -133,17 +133,17 @@ def test_long_texts_are_cut():
 
 
 def test_each_kind_of_error_has_its_status():
-    assert sentence(DataError("x")) == ("DataError: x", 2)
-    assert sentence(WeightSyncError("x")) == ("WeightSyncError: x", 1)
-    assert len(sentence(DataError("x" * 100_000))[0]) < 12_000
-    assert sentence(ValueError("a bug")) is None
+    assert explain_error(DataError("x")) == ("DataError: x", 2)
+    assert explain_error(WeightSyncError("x")) == ("WeightSyncError: x", 1)
+    assert len(explain_error(DataError("x" * 100_000))[0]) < 12_000
+    assert explain_error(ValueError("a bug")) is None
     for error in (
         MemoryError(),
         ImportError("libx.so: failed to map segment"),
         RuntimeError("can't allocate memory"),
     ):
-        text, status = sentence(error)
+        text, status = explain_error(error)
         assert status == 2
         assert text.startswith("there is not enough memory")
-    text, status = sentence(RecursionError())
+    text, status = explain_error(RecursionError())
     assert (status, "nested too deeply" in text) == (2, True)

@@ -28,7 +28,7 @@ def place(tmp_path, monkeypatch):
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TMPDIR", str(tmp_path))
     monkeypatch.setattr(temp_dirs, "SHARED_MEMORY", tmp_path / "shm")
-    monkeypatch.setattr(temp_dirs, "_swept", set())
+    monkeypatch.setattr(temp_dirs, "_swept_parents", set())
     return tmp_path
 
 
@@ -113,6 +113,6 @@ def test_a_symlinked_owner_file_is_not_followed(place):
     folder = place / "ratchet-other"
     folder.mkdir()
     (place / "file").touch()
-    (folder / temp_dirs.OWNER).symlink_to(place / "file")
+    (folder / temp_dirs.OWNER_FILE).symlink_to(place / "file")
     assert sweep() == []
     assert folder.is_dir()

@@ -349,13 +349,13 @@ def test_the_oldest_goes_first() -> None:
     stubs: Any = [Stub() for _ in range(4)]
     connections = Connections(3)
     for stub in stubs[:3]:
-        connections.wait(stub)
-    connections.answer(stubs[0])
-    connections.wait(stubs[1])  # it was answered, and waits again
+        connections.mark_waiting(stub)
+    connections.mark_answering(stubs[0])
+    connections.mark_waiting(stubs[1])  # it was answered, and waits again
     connections.make_room()
     assert [stub.dropped for stub in stubs] == [False, False, True, False]
-    connections.answer(stubs[1])
-    connections.answer(stubs[3])
+    connections.mark_answering(stubs[1])
+    connections.mark_answering(stubs[3])
     assert connections.has_room.is_set()
 
 

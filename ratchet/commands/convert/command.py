@@ -1,8 +1,8 @@
 """Run `ratchet convert`, which converts the weights of a model from one form into another.
 
 The new directory is written file by file, beside the target and under a hidden name. An interrupted
-conversion continues with the first missing file. A complete one is compared with its source (if
-`verify` is true), and then renamed to the target.
+conversion continues with the first missing file. A complete conversion is compared with its source
+if `verify` is true, and then renamed to the target.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from ratchet.commands.convert.formats import (
     WriteEntry,
     detect_form,
 )
-from ratchet.commands.convert.merge_lora import with_adapter
-from ratchet.commands.convert.verify import TOKENS, sample_logits, why_not
+from ratchet.commands.convert.merge_lora import merge_adapter
+from ratchet.commands.convert.verify import N_TOKENS, explain_missing_logits, sample_logits
 from ratchet.errors import CheckpointError, ConfigError, ModelError
 from ratchet.models.load import copy_companions, find_model
 from ratchet.models.lora.files import StoredAdapter, load_adapter
@@ -38,10 +38,11 @@ from ratchet.utils.atomic_files import write_json
 from ratchet.weight_sync.checksums import checksum
 
 FILE_BYTES = 2**31
-# Largest accepted difference of logits, relative to the largest logit. They come from two
-# implementations in float32.
+# Largest accepted difference of logits, relative to the largest logit. The logits may come from two
+# implementations, both in float32.
 TOLERANCE = 1e-4
-WORK = ".convert"  # directory of a conversion's notes and lock, inside the one that it writes
+# Directory of a conversion's completion markers, plan and lock, inside the output directory.
+WORK = ".convert"
 Say = Callable[[str], None]
 
 
@@ -50,50 +51,50 @@ class StoredModel:
     """A model on disk.
 
     Attributes:
-        beside: The directory of its config.json and tokenizer.
+        companion_dir: The directory of its config.json and tokenizer.
         adapter: An adapter that is merged into its weights when they are read.
     """
 
     directory: Path
     form: str
-    beside: Path
+    companion_dir: Path
     config: Config
     adapter: StoredAdapter | None = None
 
     @property
-    def runner(self) -> str:
+    def logits_form(self) -> str:
         """Return the form whose implementation computes the logits.
 
-        With an adapter it is "hf", because Megatron reads the files itself, which lack the adapter.
+        With an adapter it is "hf": Megatron reads the files itself, and they lack the adapter.
         """
         return self.form if self.adapter is None else "hf"
 
     def open(self) -> Weights:
         weights = READABLE[self.form].open(self.directory, self.config)
-        return weights if self.adapter is None else with_adapter(weights, self.adapter)
+        return weights if self.adapter is None else merge_adapter(weights, self.adapter)
 
 
 @dataclass(frozen=True)
-class File:
-    """A file to write; its note states that it is complete."""
+class OutputFile:
+    """A file to write. Its marker, a JSON file, states that it is complete."""
 
     path: Path
     entries: tuple[WriteEntry, ...]
 
     @property
-    def note(self) -> Path:
+    def marker(self) -> Path:
         return self.path.parent / WORK / f"{self.path.name}.json"
 
     def records(self) -> list[Record] | None:
         """Return the records of the written file; None if it is missing or incomplete."""
         try:
-            note = safe_read.read_json(self.note)
-            return note["records"] if self.path.stat().st_size == note["size"] else None
+            marker = safe_read.read_json(self.marker)
+            return marker["records"] if self.path.stat().st_size == marker["size"] else None
         except (OSError, ValueError, LookupError, TypeError):
             return None
 
-    def forget(self) -> None:
-        self.note.unlink(missing_ok=True)
+    def mark_incomplete(self) -> None:
+        self.marker.unlink(missing_ok=True)
 
 
 def convert(
@@ -118,21 +119,23 @@ def convert(
     Raises ConfigError, CheckpointError or ModelError.
     """
     if to not in FORMS:
-        raise ConfigError(f"--to {to} is no form of weights: there are {', '.join(FORMS)}")
+        raise ConfigError(f"--to {to} is no form of weights: write one of {', '.join(FORMS)}")
     if target.exists() and (not target.is_dir() or any(target.iterdir())):
         raise ConfigError(f"{target} exists: give another place, or delete it first")
-    stored = find_stored(source, config)
+    stored = find_stored_model(source, config)
     if adapter is not None:
-        stored = replace(stored, adapter=_adapter_for(source, adapter))
+        stored = replace(stored, adapter=_load_adapter(source, adapter))
     weights = stored.open()
-    if weights.left_out:
-        say(f"left out: {summarize_names(list(weights.left_out))}")
+    if weights.ignored:
+        say(f"ignored: {summarize_names(list(weights.ignored))}")
     work = target.absolute().with_name(f".{target.name}.partial")
-    files = _plan(FORMS[to].entries(weights, stored.config), work, FORMS[to].file, file_bytes)
-    with _held(work):
-        _settle(work, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)})
+    files = _group_entries(
+        FORMS[to].entries(weights, stored.config), work, FORMS[to].name_file, file_bytes
+    )
+    with _lock(work):
+        _save_plan(work, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)})
         records = _write_files(files, FORMS[to].write, say)
-        copy_companions(stored.beside, work)
+        copy_companions(stored.companion_dir, work)
         FORMS[to].finish(work, records, stored.config)
         if verify:
             converted = StoredModel(work, to, work, stored.config)
@@ -146,34 +149,33 @@ def convert(
     )
 
 
-def find_stored(source: str, config: Path | None = None) -> StoredModel:
+def find_stored_model(source: str, config: Path | None = None) -> StoredModel:
     """Return the model at `source`.
 
     Raises CheckpointError or ModelError if there is none, or it has no config.json.
     """
-    run = (Path(source) / "config.yaml").is_file()
-    directory = find_model(Path(source) / MODEL if run else source)
-    form, beside = detect_form(directory), config or directory
-    if not (beside / "config.json").exists():
+    is_run = (Path(source) / "config.yaml").is_file()
+    directory = find_model(Path(source) / MODEL if is_run else source)
+    form, companion_dir = detect_form(directory), config or directory
+    if not (companion_dir / "config.json").exists():
         raise ModelError(
-            f"{beside} has no config.json: name a Hugging Face directory of this model by --config "
-            "DIRECTORY"
+            f"{companion_dir} has no config.json: name a Hugging Face directory of this model by "
+            "--config DIRECTORY"
         )
-    return StoredModel(directory, form, beside, read_json(beside / "config.json"))
+    return StoredModel(directory, form, companion_dir, read_json(companion_dir / "config.json"))
 
 
-def _adapter_for(source: str, adapter: Path) -> StoredAdapter:
+def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
     if (Path(source) / "config.yaml").is_file() and (Path(source) / ADAPTER).is_dir():
         raise ConfigError(
-            f"{source} trained an adapter, which its {MODEL}/ has already: name the base "
-            "(adapter_config.json says which) or "
-            "leave out --merge-lora"
+            f"{source} trained an adapter, which is merged in its {MODEL}/ already: name the base "
+            "model (adapter_config.json has its name), or remove --merge-lora"
         )
     return load_adapter(adapter)
 
 
 @contextmanager
-def _held(work: Path) -> Iterator[None]:
+def _lock(work: Path) -> Iterator[None]:
     """Lock the work directory for this process."""
     (work / WORK).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(work / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
@@ -189,118 +191,134 @@ def _held(work: Path) -> Iterator[None]:
 
 
 def _fingerprint(stored: StoredModel) -> dict[str, Any]:
+    """Return what identifies a model: its files, config and adapter."""
     files = sorted(path for path in stored.directory.iterdir() if path.is_file())
     sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
-    states = {
+    fingerprint = {
         "directory": str(stored.directory.resolve()),
         "form": stored.form,
         "files": sizes,
         "config": dict(stored.config),
     }
     if stored.adapter is None:
-        return states
+        return fingerprint
     weights = {name: checksum(weight) for name, weight in stored.adapter.weights.items()}
-    return {**states, "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights}}
+    return {
+        **fingerprint,
+        "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights},
+    }
 
 
-def _plan_in(path: Path) -> Any:
+def _read_plan(path: Path) -> Any:
     try:
         return safe_read.read_json(path)
-    except (OSError, ValueError):  # an incomplete file equals no plan
+    except (OSError, ValueError):  # a file that was not written completely
         return None
 
 
-def _settle(work: Path, plan: Mapping[str, Any]) -> None:
+def _save_plan(work: Path, plan: Mapping[str, Any]) -> None:
     """Save the plan, or raise CheckpointError if an interrupted conversion had another one."""
     path = work / WORK / "plan.json"
     if not path.exists():
         write_json(path, plan)
-    elif _plan_in(path) != json.loads(json.dumps(plan)):
+    elif _read_plan(path) != json.loads(json.dumps(plan)):
         raise CheckpointError(
-            f"{work} was begun from another source or adapter, with another --to, or the source "
-            "has changed since: delete it "
-            "to begin anew"
+            f"{work} is of an interrupted conversion with another source, adapter or --to, or the "
+            "source has changed since: delete it to start again"
         )
 
 
-def _plan(
+def _group_entries(
     entries: Iterator[WriteEntry], work: Path, name: Callable[[int, int], str], file_bytes: int
-) -> list[File]:
+) -> list[OutputFile]:
     """Put as many entries into each file as fit into `file_bytes`, in their order."""
-    runs: list[list[WriteEntry]] = []
-    room = 0
+    groups: list[list[WriteEntry]] = []
+    bytes_left = 0
     for entry in entries:
-        if not runs or entry.bytes > room:
-            runs.append([])
-            room = file_bytes
-        runs[-1].append(entry)
-        room -= entry.bytes
-    return [File(work / name(number, len(runs)), tuple(run)) for number, run in enumerate(runs)]
+        if not groups or entry.bytes > bytes_left:
+            groups.append([])
+            bytes_left = file_bytes
+        groups[-1].append(entry)
+        bytes_left -= entry.bytes
+    return [
+        OutputFile(work / name(number, len(groups)), tuple(group))
+        for number, group in enumerate(groups)
+    ]
 
 
 def _write_files(
-    files: Sequence[File], write: Callable[[Path, Sequence[WriteEntry]], list[Record]], say: Say
+    files: Sequence[OutputFile],
+    write: Callable[[Path, Sequence[WriteEntry]], list[Record]],
+    say: Say,
 ) -> list[Record]:
-    written: list[Record] = []
-    there = [file.records() for file in files]
-    if any(there):
+    all_records: list[Record] = []
+    existing_records = [file.records() for file in files]
+    if any(existing_records):
         say(
-            f"going on: {sum(records is not None for records in there)} of {len(files)} files are "
-            "there"
+            f"continuing: {sum(records is not None for records in existing_records)} of "
+            f"{len(files)} files are complete"
         )
-    for file, records in zip(files, there, strict=True):
+    for file, records in zip(files, existing_records, strict=True):
         if records is None:
             records = write(file.path, file.entries)
-            write_json(file.note, {"size": file.path.stat().st_size, "records": records})
-        written += records
-    return written
+            write_json(file.marker, {"size": file.path.stat().st_size, "records": records})
+        all_records += records
+    return all_records
 
 
 def _compare_weights(
-    weights: Weights, made: StoredModel, files: Sequence[File], source: str, say: Say
+    weights: Weights, converted: StoredModel, files: Sequence[OutputFile], source: str, say: Say
 ) -> None:
     """Compare every weight by its checksum.
 
-    The notes of files with a wrong weight are removed, so that the next attempt writes the files
+    The markers of files with a wrong weight are removed, so that the next attempt writes the files
     again.
     """
-    copies = made.open()
-    wrong = [
+    copies = converted.open()
+    wrong_names = [
         name
         for name in weights.shapes
-        if name not in copies.shapes or not _same(weights, copies, name)
+        if name not in copies.shapes or not _is_equal(weights, copies, name)
     ]
-    if not wrong:
+    if not wrong_names:
         say(f"compared: all {len(weights.shapes)} weights have the checksums of the source")
         return
     for file in files:
-        if any(name in wrong for entry in file.entries for name in entry.weights):
-            file.forget()
+        if any(name in wrong_names for entry in file.entries for name in entry.weights):
+            file.mark_incomplete()
     raise CheckpointError(
-        f"{len(wrong)} weights in {made.directory} are not those of {source}: "
-        f"{summarize_names(wrong)}; "
+        f"{len(wrong_names)} weights in {converted.directory} are not those of {source}: "
+        f"{summarize_names(wrong_names)}; "
         "repeat the command, which writes "
         "their files again"
     )
 
 
-def _compare_logits(stored: StoredModel, made: StoredModel, weights: Weights, say: Say) -> None:
-    if reason := why_not(weights, stored.config, (stored.runner, made.runner)):
+def _compare_logits(
+    stored: StoredModel, converted: StoredModel, weights: Weights, say: Say
+) -> None:
+    if reason := explain_missing_logits(
+        weights, stored.config, (stored.logits_form, converted.logits_form)
+    ):
         say(f"logits not compared: {reason}")
         return
-    before, after = (
-        sample_logits(x.runner, x.directory, x.open(), x.config) for x in (stored, made)
+    source_logits, converted_logits = (
+        sample_logits(model.logits_form, model.directory, model.open(), model.config)
+        for model in (stored, converted)
     )
-    largest = float((after - before).abs().max())
-    say(f"logits of {TOKENS} tokens, vocabulary {before.shape[1]}: max difference {largest:.1e}")
-    if largest > TOLERANCE * max(1.0, float(before.abs().max())):
+    largest = float((converted_logits - source_logits).abs().max())
+    say(
+        f"logits of {N_TOKENS} tokens, vocabulary {source_logits.shape[1]}: max difference "
+        f"{largest:.1e}"
+    )
+    if largest > TOLERANCE * max(1.0, float(source_logits.abs().max())):
         raise CheckpointError(
-            f"the logits of {made.directory} differ by up to {largest:.1e}, though its weights are "
-            "the same"
+            f"the logits of {converted.directory} differ by up to {largest:.1e}, although its "
+            "weights are the same"
         )
 
 
-def _same(weights: Weights, copies: Weights, name: str) -> bool:
+def _is_equal(weights: Weights, copies: Weights, name: str) -> bool:
     expected = checksum(weights.whole(name).contiguous())
     try:
         copy = copies.whole(name)

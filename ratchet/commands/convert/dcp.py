@@ -4,8 +4,8 @@ Megatron's dist_checkpointing writes this format too. The tensors are in `*.dist
 `.metadata` says where each chunk of a tensor is.
 
 The index is a pickle. It is unpickled with a list of allowed names, none of which can run code from
-the file. Tensors are read with torch's `weights_only=True`. So nothing in such a directory can be
-executed.
+the file. Tensors are read with torch's `weights_only=True`. So reading a directory can't execute
+code from it.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from ratchet.errors import CheckpointError
 from ratchet.protocols import Shard
 from ratchet.utils.atomic_files import atomic_path
 
-INDEX, NOTHING = ".metadata", "nothing.distcp"
+INDEX, EMPTY_FILE = ".metadata", "nothing.distcp"
 # The names that an index may use, by module: data classes, and the function that returns a tensor
 # layout by its name (`_get_layout`).
-INERT: Mapping[str, frozenset[str]] = {
+ALLOWED_NAMES: Mapping[str, frozenset[str]] = {
     "torch": frozenset(
         {"Size"} | {name for name, value in vars(torch).items() if isinstance(value, torch.dtype)}
     ),
@@ -51,14 +51,21 @@ INERT: Mapping[str, frozenset[str]] = {
 
 # The exceptions for a damaged index: from unpickling if the bytes are corrupt, and from
 # `_read_chunk_index` if the unpickled object is not an index of tensors.
-DAMAGED = (pickle.UnpicklingError, EOFError, AttributeError, TypeError, ValueError, LookupError)
+DAMAGE_ERRORS = (
+    pickle.UnpicklingError,
+    EOFError,
+    AttributeError,
+    TypeError,
+    ValueError,
+    LookupError,
+)
 
 
 class _IndexUnpickler(pickle.Unpickler):
-    """An unpickler that accepts only the names in `INERT`."""
+    """An unpickler that accepts only the names in `ALLOWED_NAMES`."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if name not in INERT.get(module, ()):
+        if name not in ALLOWED_NAMES.get(module, ()):
             raise pickle.UnpicklingError(
                 f"it names {module}.{name}, which no index of tensors needs"
             )
@@ -92,11 +99,11 @@ class DcpFiles:
         try:
             with (directory / INDEX).open("rb") as file:
                 self.tensors = _read_chunk_index(_IndexUnpickler(file).load())
-        except (OSError, *DAMAGED) as error:
+        except (OSError, *DAMAGE_ERRORS) as error:
             raise CheckpointError(
                 f"the index {directory / INDEX} can't be read: {error}"
             ) from error
-        self._last: tuple[Chunk, Tensor] | None = None
+        self._cached_chunk: tuple[Chunk, Tensor] | None = None
 
     def shape(self, key: str) -> tuple[int, ...]:
         return self.tensors[key][0].shape
@@ -107,20 +114,22 @@ class DcpFiles:
     def block(self, key: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of one tensor, on the CPU.
 
-        A chunk is read as a whole. The last one stays in memory until another chunk is read.
+        A chunk is read as a whole, and stays in memory until another chunk is read.
 
         Raises CheckpointError if a part of the block is missing, or a file is damaged.
         """
-        block, missing = assemble_block(self.tensors.get(key, ()), offsets, sizes, self._cut)
+        block, missing = assemble_block(
+            self.tensors.get(key, ()), offsets, sizes, self._slice_chunk
+        )
         if missing or block is None:
             raise CheckpointError(f"{self.directory} lacks {missing} elements of '{key}'")
         return block
 
-    def _cut(self, chunk: Chunk, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+    def _slice_chunk(self, chunk: Chunk, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
         """Return the values of a chunk between two positions in the whole tensor."""
-        if self._last is None or self._last[0] != chunk:
-            self._last = (chunk, self._read(chunk))
-        return self._last[1][
+        if self._cached_chunk is None or self._cached_chunk[0] != chunk:
+            self._cached_chunk = (chunk, self._read(chunk))
+        return self._cached_chunk[1][
             tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, chunk.offsets, strict=True))
         ]
 
@@ -138,7 +147,7 @@ class DcpFiles:
                 f"'{chunk.key}' in {path} is missing or damaged: {error}"
             ) from error
         if not isinstance(tensor, Tensor) or tensor.numel() != torch.Size(chunk.sizes).numel():
-            raise CheckpointError(f"'{chunk.key}' in {path} is not what the index says")
+            raise CheckpointError(f"'{chunk.key}' in {path} does not match the index")
         # The index may list dimensions of size 1 that the stored tensor does not have.
         return tensor.reshape(chunk.sizes)
 
@@ -148,7 +157,7 @@ def _read_chunk_index(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
 
     Files are opened only when a chunk is read, because files of unused keys may have been removed.
     """
-    places = {
+    locations = {
         (position.fqn, position.offset): info for position, info in index.storage_data.items()
     }
     tensors = {
@@ -156,22 +165,24 @@ def _read_chunk_index(index: dcp.Metadata) -> dict[str, tuple[Chunk, ...]]:
         for key, metadata in index.state_dict_metadata.items()
         if isinstance(metadata, dcp.TensorStorageMetadata)
     }
-    return {key: tuple(_locate_chunks(key, metadata, places)) for key, metadata in tensors.items()}
+    return {
+        key: tuple(_locate_chunks(key, metadata, locations)) for key, metadata in tensors.items()
+    }
 
 
 def _locate_chunks(
-    key: str, metadata: dcp.TensorStorageMetadata, places: Mapping[Any, Any]
+    key: str, metadata: dcp.TensorStorageMetadata, locations: Mapping[Any, Any]
 ) -> Iterator[Chunk]:
     """Yield the chunks of one tensor with their locations in files."""
     for chunk in metadata.chunks:
-        info = places[key, chunk.offsets]
-        extent = (
+        info = locations[key, chunk.offsets]
+        shapes_and_dtype = (
             tuple(metadata.size),
             metadata.properties.dtype,
             tuple(chunk.offsets),
             tuple(chunk.sizes),
         )
-        yield Chunk(key, *extent, info.relative_path, info.offset, info.length)
+        yield Chunk(key, *shapes_and_dtype, info.relative_path, info.offset, info.length)
 
 
 # --- writing
@@ -183,7 +194,7 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
     The file is written completely or not at all. One chunk at a time is copied to main memory.
     """
     chunks_written: list[Chunk] = []
-    with atomic_path(path) as temporary, temporary.open("wb") as file:
+    with atomic_path(path) as draft, draft.open("wb") as file:
         for chunk in chunks:
             # Saving a view would save the whole storage behind it, so the chunk is cloned.
             tensor = chunk.tensor.detach().to("cpu").clone(memory_format=torch.contiguous_format)
@@ -211,10 +222,10 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] =
     Args:
         directory: The directory of the files that hold the chunks.
         chunks: The chunks of all files.
-        empty: Keys that readers expect, without a value.
+        empty: Keys without a value that readers expect.
     """
     tensors: dict[str, Any] = {}
-    places: dict[dcp.MetadataIndex, Any] = {}
+    locations: dict[dcp.MetadataIndex, Any] = {}
     for chunk in chunks:
         if chunk.key not in tensors:
             properties = dcp.TensorProperties(dtype=chunk.dtype)
@@ -224,13 +235,13 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] =
         chunks_of_key.append(
             dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         )
-        places[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
+        locations[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
     if empty:
         # All empty keys share one file.
-        torch.save([None], directory / NOTHING)
+        torch.save([None], directory / EMPTY_FILE)
         tensors |= dict.fromkeys(empty, dcp.BytesStorageMetadata())
-        empty_value = _StorageInfo(NOTHING, 0, (directory / NOTHING).stat().st_size)
-        places |= {dcp.MetadataIndex(key): empty_value for key in empty}
+        empty_value = _StorageInfo(EMPTY_FILE, 0, (directory / EMPTY_FILE).stat().st_size)
+        locations |= {dcp.MetadataIndex(key): empty_value for key in empty}
     keys = {key: (key,) for key in tensors}
-    with atomic_path(directory / INDEX) as temporary:
-        temporary.write_bytes(pickle.dumps(dcp.Metadata(tensors, keys, places, dcp.StorageMeta())))
+    with atomic_path(directory / INDEX) as draft:
+        draft.write_bytes(pickle.dumps(dcp.Metadata(tensors, keys, locations, dcp.StorageMeta())))

@@ -40,10 +40,10 @@ from ratchet.utils.atomic_files import atomic_path, write_json
 
 EMBEDDING = "model.embed_tokens.weight"
 # Prefixes of the names of a causal model's weights. A checkpoint may hold other tensors as well.
-BEGINNINGS = ("model.", "lm_head.", "score.")
+WEIGHT_PREFIXES = ("model.", "lm_head.", "score.")
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
 Config = Mapping[str, Any]  # the content of config.json
-Record = Mapping[str, Any]  # JSON facts on a written tensor, for `finish`
+Record = Mapping[str, Any]  # a written tensor's description as JSON values, for `finish`
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class Weights:
     dtypes: Mapping[str, torch.dtype]
     read: ReadBlock
     # Names of ignored weights: constants of old checkpoints, and layers that config.json lacks.
-    left_out: tuple[str, ...] = ()
+    ignored: tuple[str, ...] = ()
 
     def whole(self, name: str) -> Tensor:
         """Read a whole weight."""
@@ -105,8 +105,8 @@ class Form(Readable, Protocol):
         """
         ...
 
-    def file(self, number: int, of: int) -> str:
-        """Return the name of file `number`, counted from 0, out of `of` files."""
+    def name_file(self, number: int, n_files: int) -> str:
+        """Return the name of file `number`, counted from 0, of `n_files` files."""
         ...
 
     def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
@@ -114,7 +114,7 @@ class Form(Readable, Protocol):
         ...
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
-        """Complete the directory, such as by its index, once all files are written."""
+        """Complete the directory once all files are written, for example with an index."""
         ...
 
 
@@ -135,14 +135,14 @@ class HuggingFace:
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         return _yield_whole_weights(weights)
 
-    def file(self, number: int, of: int) -> str:
-        return WEIGHTS if of == 1 else f"model-{number + 1:05}-of-{of:05}.safetensors"
+    def name_file(self, number: int, n_files: int) -> str:
+        return WEIGHTS if n_files == 1 else f"model-{number + 1:05}-of-{n_files:05}.safetensors"
 
     def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
-        with atomic_path(path) as temporary:
+        with atomic_path(path) as draft:
             save_file(
                 {entry.key: entry.make().contiguous() for entry in entries},
-                temporary,
+                draft,
                 metadata={"format": "pt"},
             )
         return [{"key": entry.key, "file": path.name, "bytes": entry.bytes} for entry in entries]
@@ -168,7 +168,8 @@ class Dcp:
         """Return the weights.
 
         A trainer may have saved its model under a name, beside other state: `{"model": ...,
-        "optim": ...}`. The shortest key that ends with the embedding's name shows that prefix.
+        "optim": ...}`. The prefix is taken from the shortest key that ends with the embedding's
+        name.
         """
         files = DcpFiles(directory)
         prefix = min(
@@ -180,7 +181,7 @@ class Dcp:
             key.removeprefix(prefix or ""): key
             for key in files.tensors
             if prefix is None
-            or (key.startswith(prefix) and key.removeprefix(prefix).startswith(BEGINNINGS))
+            or (key.startswith(prefix) and key.removeprefix(prefix).startswith(WEIGHT_PREFIXES))
         }
 
         def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -194,7 +195,7 @@ class Dcp:
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
         return _yield_whole_weights(weights)
 
-    def file(self, number: int, of: int) -> str:
+    def name_file(self, number: int, n_files: int) -> str:
         return f"__{number}_0.distcp"
 
     def write(self, path: Path, entries: Sequence[WriteEntry]) -> list[Record]:
@@ -208,7 +209,7 @@ class Dcp:
         ]
 
     def finish(self, directory: Path, records: Sequence[Record], config: Config) -> None:
-        write_index(directory, (_chunk(record) for record in records))
+        write_index(directory, (_parse_chunk(record) for record in records))
 
 
 class Megatron(Dcp):
@@ -232,12 +233,12 @@ class Megatron(Dcp):
         for parameter, pieces in layout.items():
             shape = (pieces[-1].rows.stop, *pieces[0].shape[1:])
             names = tuple(dict.fromkeys(piece.name for piece in pieces))
-            for spot in megatron_format.written_spots(parameter, dimensions):
+            for location in megatron_format.list_written_locations(parameter, dimensions):
                 yield WriteEntry(
-                    spot.key,
-                    (*spot.of, *shape),
-                    (*spot.index, *(0,) * len(shape)),
-                    (*(1 for _ in spot.of), *shape),
+                    location.key,
+                    (*location.stack_sizes, *shape),
+                    (*location.index, *(0,) * len(shape)),
+                    (*(1 for _ in location.stack_sizes), *shape),
                     weights.dtypes[names[0]],
                     names,
                     lambda pieces=pieces: _join_pieces(weights, pieces),
@@ -248,8 +249,8 @@ class Megatron(Dcp):
         megatron_format.write_format(directory, dimensions)
         write_index(
             directory,
-            (_chunk(record) for record in records),
-            megatron_format.empty_states(dimensions),
+            (_parse_chunk(record) for record in records),
+            megatron_format.list_empty_states(dimensions),
         )
 
 
@@ -265,9 +266,9 @@ class LearnerBlocks:
     def open(self, directory: Path, config: Config) -> Weights:
         blocks = BlockFiles(directory)
         shapes = {
-            name: shape for name, shape in blocks.shapes.items() if name.startswith(BEGINNINGS)
+            name: shape for name, shape in blocks.shapes.items() if name.startswith(WEIGHT_PREFIXES)
         }
-        # Read one number of each weight to learn its dtype.
+        # One element of each weight is read to learn its dtype.
         dtypes = {
             name: blocks.read(name, (0,) * len(shape), (1,) * len(shape)).dtype
             for name, shape in shapes.items()
@@ -315,37 +316,36 @@ def _join_pieces(weights: Weights, pieces: Sequence[WeightPiece]) -> Tensor:
     return blocks[0] if len(blocks) == 1 else torch.cat(blocks)
 
 
-def _chunk(record: Record) -> Chunk:
+def _parse_chunk(record: Record) -> Chunk:
     """Return the chunk that a JSON record describes."""
-    lists = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
-    return Chunk(**{**record, **lists, "dtype": getattr(torch, record["dtype"])})
+    tuples = {key: tuple(value) for key, value in record.items() if isinstance(value, list)}
+    return Chunk(**{**record, **tuples, "dtype": getattr(torch, record["dtype"])})
 
 
 def _select_canonical(weights: Weights, config: Config) -> Weights:
     """Return the weights without those that the model does not use.
 
     These are constants of old checkpoints, multi-token prediction layers (which transformers does
-    not load either), and the copy of the embedding that a tied head is.
+    not load either), and a tied head, which is a copy of the embedding.
 
     Raises ModelError if a tied head differs from the embedding.
     """
-    layers = config.get("num_hidden_layers", 0)
-    left_out = [
+    n_layers = config.get("num_hidden_layers", 0)
+    ignored = [
         name
         for name in weights.shapes
         if name.endswith(IGNORED_SUFFIXES)
-        or ((layer := LAYER.match(name)) and int(layer[1]) >= layers)
+        or ((layer := LAYER.match(name)) and int(layer[1]) >= n_layers)
     ]
-    dropped = set(left_out)
+    dropped = set(ignored)
     if config.get("tie_word_embeddings") and {HEAD, EMBEDDING} <= weights.shapes.keys():
         if not torch.equal(weights.whole(HEAD), weights.whole(EMBEDDING)):
             raise ModelError(
-                f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is "
-                "the same"
+                f"{HEAD} differs from the embedding, but config.json says tie_word_embeddings=true"
             )
         dropped.add(HEAD)
     shapes = {name: shape for name, shape in weights.shapes.items() if name not in dropped}
-    return Weights(shapes, weights.dtypes, weights.read, tuple(left_out))
+    return Weights(shapes, weights.dtypes, weights.read, tuple(ignored))
 
 
 def _check_weights(weights: Weights, expected_shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -1,9 +1,9 @@
 """Convert checkpoints of Megatron-core to canonical weights, and back, without Megatron.
 
 The checkpoints are those of `dist_checkpointing`, format "torch_dist". A checkpoint does not depend
-on how ranks divided the model: its tensors are those of a single rank. The layers of a dense model
-are stacked along the first dimension of a tensor, and experts along a dimension of their own. If
-the layers of a model differ, each has its own tensors.
+on the sharding: its tensors are those of a single rank. The layers of a dense model are stacked
+along the first dimension of a tensor, and experts along a second one. If the layers of a model
+differ, each layer has its own tensors.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from ratchet.models.weights.weight_layout import WeightPiece
 from ratchet.utils.atomic_files import write_json
 
 FORMAT, COMMON = "metadata.json", "common.pt"
-IN_LAYER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
-OF_EXPERT = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
+LAYER_PARAMETER = re.compile(r"decoder\.layers\.(\d+)\.(.+)")
+EXPERT_PARAMETER = re.compile(r"mlp\.experts\.local_experts\.(\d+)\.(.+)")
 # Parameters with a row for each token, to which Megatron may add padding rows.
-ENDS = (*EMBEDDING, *HEAD)
+VOCABULARY_PARAMETERS = (*EMBEDDING, *HEAD)
 
 
 @dataclass(frozen=True)
-class Spot:
-    """The place of a parameter in a checkpoint: `tensor[index]` of the tensor named `key`."""
+class ParameterLocation:
+    """The location of a parameter in a checkpoint: `tensor[index]` of the tensor named `key`."""
 
     key: str
-    index: tuple[int, ...] = ()  # layer and expert, as far as the tensor stacks them
-    of: tuple[int, ...] = ()  # sizes of the dimensions that `index` counts in
+    index: tuple[int, ...] = ()  # layer, expert or both, if the tensor stacks them
+    stack_sizes: tuple[int, ...] = ()  # sizes of the dimensions of `index`
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class MegatronFiles:
 
     Attributes:
         shapes: The shape of each weight, by its name.
-        spots: The place of each Megatron parameter, by its name.
+        locations: The location of each Megatron parameter, by its name.
         rows: The rows of parameters that each weight consists of, by the weight's name.
     """
 
@@ -74,7 +74,7 @@ class MegatronFiles:
         """
         self.files = DcpFiles(directory)
         self.layout: Layout = megatron_layout(dimensions, MegatronShard())
-        self.spots = {name: self._find(name, dimensions) for name in self.layout}
+        self.locations = {name: self._find(name, dimensions) for name in self.layout}
         self.rows: dict[str, list[_Rows]] = {}
         for parameter, pieces in self.layout.items():
             for piece in pieces:
@@ -82,13 +82,13 @@ class MegatronFiles:
         self.shapes = {name: rows[0].piece.shape for name, rows in self.rows.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.files.dtype(self.spots[self.rows[name][0].parameter].key)
+        return self.files.dtype(self.locations[self.rows[name][0].parameter].key)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a weight. Raises CheckpointError if a file is missing or damaged."""
-        block, missing = assemble_block(self.rows[name], offsets, sizes, self._cut)
+        block, missing = assemble_block(self.rows[name], offsets, sizes, self._slice_rows)
         assert block is not None, f"no block of '{name}' is empty"
-        assert not missing, f"the map lacks {missing} elements of '{name}'"
+        assert not missing, f"the layout lacks {missing} elements of '{name}'"
         return block
 
     def parameter(self, name: str) -> Tensor:
@@ -96,65 +96,71 @@ class MegatronFiles:
 
         Raises CheckpointError if a file is missing or damaged.
         """
-        spot, pieces = self.spots[name], self.layout[name]
+        location, pieces = self.locations[name], self.layout[name]
         sizes = (pieces[-1].rows.stop, *pieces[0].shape[1:])
-        return self._read(spot, (0,) * len(sizes), sizes)
+        return self._read(location, (0,) * len(sizes), sizes)
 
-    def _read(self, spot: Spot, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block of the parameter at a place."""
-        stacked_sizes = (1,) * len(spot.index)
-        block = self.files.block(spot.key, (*spot.index, *offsets), (*stacked_sizes, *sizes))
+    def _read(
+        self, location: ParameterLocation, offsets: Sequence[int], sizes: Sequence[int]
+    ) -> Tensor:
+        """Return a block of the parameter at a location."""
+        stacked_sizes = (1,) * len(location.index)
+        block = self.files.block(
+            location.key, (*location.index, *offsets), (*stacked_sizes, *sizes)
+        )
         return block.reshape(tuple(sizes))
 
-    def _cut(self, rows: _Rows, low: Sequence[int], high: Sequence[int]) -> Tensor:
-        """Return the numbers from `low` to `high` of a weight, which lie within `rows`."""
-        # Rows are counted from the start of the weight there, and of the parameter here.
+    def _slice_rows(self, rows: _Rows, starts: Sequence[int], ends: Sequence[int]) -> Tensor:
+        """Return the values from `starts` to `ends` of a weight, which lie within `rows`."""
+        # `starts` counts rows of the weight, and `_read` counts rows of the parameter.
         shift = rows.piece.rows.start - rows.piece.offsets[0]
-        sizes = [b - a for a, b in zip(low, high, strict=True)]
-        return self._read(self.spots[rows.parameter], (low[0] + shift, *low[1:]), sizes)
+        sizes = [b - a for a, b in zip(starts, ends, strict=True)]
+        return self._read(self.locations[rows.parameter], (starts[0] + shift, *starts[1:]), sizes)
 
-    def _find(self, parameter: str, dimensions: Dimensions) -> Spot:
-        """Return the place of a parameter, under whichever name and stacking the checkpoint has it.
+    def _find(self, parameter: str, dimensions: Dimensions) -> ParameterLocation:
+        """Return the location of a parameter, tried under all names and with and without stacking.
 
         Raises CheckpointError if it is missing or has another shape.
         """
-        spots = [
-            spot
-            for name in spellings(parameter)
+        locations = [
+            location
+            for name in list_possible_names(parameter)
             for stacked in (True, False)
-            if (spot := find_spot(name, dimensions, stacked=stacked)).key in self.files.tensors
+            if (location := make_location(name, dimensions, stacked=stacked)).key
+            in self.files.tensors
         ]
-        if not spots:
+        if not locations:
             raise CheckpointError(
-                f"{self.files.directory} lacks '{parameter}': is it of the model that config.json "
-                "describes?"
+                f"{self.files.directory} lacks '{parameter}', which the model in config.json has"
             )
-        spot, pieces = spots[0], self.layout[parameter]
-        rows, shape = pieces[-1].rows.stop, self.files.shape(spot.key)
-        expected = (*spot.of, rows, *pieces[0].shape[1:])
-        padded = parameter in ENDS and shape[0] > rows and shape[1:] == expected[1:]
-        if shape != expected and not padded:
+        location, pieces = locations[0], self.layout[parameter]
+        rows, shape = pieces[-1].rows.stop, self.files.shape(location.key)
+        expected = (*location.stack_sizes, rows, *pieces[0].shape[1:])
+        is_padded = (
+            parameter in VOCABULARY_PARAMETERS and shape[0] > rows and shape[1:] == expected[1:]
+        )
+        if shape != expected and not is_padded:
             raise CheckpointError(
-                f"'{spot.key}' in {self.files.directory} is {shape}, by config.json it is "
-                f"{expected}"
+                f"'{location.key}' in {self.files.directory} has shape {shape}, but by config.json "
+                f"it is {expected}"
             )
-        return spot
+        return location
 
 
-def spellings(parameter: str) -> list[str]:
+def list_possible_names(parameter: str) -> list[str]:
     """Return the names that a parameter may have in a checkpoint.
 
-    The first is its name in Megatron's own layers. A norm that Transformer Engine's layers fuse
-    into the matrix behind it has a second one.
+    The first is its name in Megatron's own layers. Transformer Engine's layers fuse some norms into
+    the matrix that follows them; such a norm has a second name.
     """
-    inside = IN_LAYER.fullmatch(parameter)
-    if inside is None or inside[2] not in FUSED:
+    match = LAYER_PARAMETER.fullmatch(parameter)
+    if match is None or match[2] not in FUSED:
         return [parameter]
-    return [parameter, f"decoder.layers.{inside[1]}.{FUSED[inside[2]]}.layer_norm_weight"]
+    return [parameter, f"decoder.layers.{match[1]}.{FUSED[match[2]]}.layer_norm_weight"]
 
 
-def find_spot(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
-    """Return the place of a parameter.
+def make_location(parameter: str, dimensions: Dimensions, *, stacked: bool) -> ParameterLocation:
+    """Return the location of a parameter.
 
     Args:
         parameter: Its name in a model on a single rank.
@@ -162,39 +168,41 @@ def find_spot(parameter: str, dimensions: Dimensions, *, stacked: bool) -> Spot:
         stacked: True if the layers are stacked along the first dimension of one tensor; False if
             each layer has tensors of its own.
     """
-    inside = IN_LAYER.fullmatch(parameter)
-    if inside is None:
-        return Spot(parameter)
-    layer, rest = int(inside[1]), inside[2]
-    index, of = ((layer,), (dimensions.layers,)) if stacked else ((), ())
-    if expert := OF_EXPERT.fullmatch(rest):
-        index, of = (*index, int(expert[1])), (*of, dimensions.experts)
-        rest = f"mlp.experts.experts.{expert[2]}"
-    return Spot(
-        f"decoder.layers.{rest}" if stacked else f"decoder.layers.{layer}.{rest}", index, of
+    match = LAYER_PARAMETER.fullmatch(parameter)
+    if match is None:
+        return ParameterLocation(parameter)
+    layer, suffix = int(match[1]), match[2]
+    index, stack_sizes = ((layer,), (dimensions.layers,)) if stacked else ((), ())
+    if expert := EXPERT_PARAMETER.fullmatch(suffix):
+        index, stack_sizes = (*index, int(expert[1])), (*stack_sizes, dimensions.experts)
+        suffix = f"mlp.experts.experts.{expert[2]}"
+    return ParameterLocation(
+        f"decoder.layers.{suffix}" if stacked else f"decoder.layers.{layer}.{suffix}",
+        index,
+        stack_sizes,
     )
 
 
 # --- writing
 
 
-def written_spots(parameter: str, dimensions: Dimensions) -> Iterator[Spot]:
-    """Yield the places that a parameter is written to.
+def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[ParameterLocation]:
+    """Yield the locations that a parameter is written to.
 
-    Megatron's own layers and Transformer Engine's can both load the result: a norm, which is small,
-    is written under the names of both.
+    A fused norm is written under both of its names, so that Megatron's own layers and Transformer
+    Engine's can both load the result.
     """
     stacked = not dimensions.experts
-    yield find_spot(parameter, dimensions, stacked=stacked)
-    inside = IN_LAYER.fullmatch(parameter)
-    if inside is None or inside[2] not in FUSED:
+    yield make_location(parameter, dimensions, stacked=stacked)
+    match = LAYER_PARAMETER.fullmatch(parameter)
+    if match is None or match[2] not in FUSED:
         return
-    rules = find_family_table(dimensions).layer(dimensions.sparse(int(inside[1])))
-    if f"{FUSED[inside[2]]}.weight" in rules:
-        yield find_spot(spellings(parameter)[1], dimensions, stacked=stacked)
+    rules = find_family_table(dimensions).layer(dimensions.sparse(int(match[1])))
+    if f"{FUSED[match[2]]}.weight" in rules:
+        yield make_location(list_possible_names(parameter)[1], dimensions, stacked=stacked)
 
 
-def empty_states(dimensions: Dimensions) -> list[str]:
+def list_empty_states(dimensions: Dimensions) -> list[str]:
     """Return the keys of the empty extra states that Megatron's own layers require.
 
     Each matrix of a linear layer has one.
@@ -204,15 +212,16 @@ def empty_states(dimensions: Dimensions) -> list[str]:
         for name in megatron_layout(dimensions, MegatronShard())
         if ".linear_" in name and name.endswith(".weight")
     ]
-    spots = [next(written_spots(name, dimensions)) for name in matrices]
+    locations = [next(list_written_locations(name, dimensions)) for name in matrices]
     return [
-        f"{spot.key.removesuffix('weight')}_extra_state/"
-        f"shard_{_joined(spot.index or (0,))}_{_joined(spot.of or (1,))}"
-        for spot in spots
+        f"{location.key.removesuffix('weight')}_extra_state/"
+        f"shard_{_join_numbers(location.index or (0,))}"
+        f"_{_join_numbers(location.stack_sizes or (1,))}"
+        for location in locations
     ]
 
 
-def _joined(numbers: tuple[int, ...]) -> str:
+def _join_numbers(numbers: tuple[int, ...]) -> str:
     return ".".join(map(str, numbers))
 
 

@@ -15,7 +15,7 @@ from ratchet.models.lora.files import StoredAdapter
 
 
 @dataclass(frozen=True)
-class _OnDisk:
+class _StoredTensor:
     """A `SavableTensor` that is read from disk."""
 
     weights: Weights
@@ -28,15 +28,15 @@ class _OnDisk:
         return self.weights.whole(self.name).to(device, dtype, copy=copy)
 
 
-def with_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
+def merge_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
     """Return the weights merged with the adapter.
 
-    They are added in float32 or better, and each weight keeps its dtype. Raises ModelError if the
-    adapter belongs to another base model.
+    The sums are computed in float32 or better, and each weight keeps its dtype. Raises ModelError
+    if the adapter belongs to another base model.
     """
     stored.check(weights.shapes)
     merged_weights = merge_lazily(
-        {name: _OnDisk(weights, name) for name in weights.shapes},
+        {name: _StoredTensor(weights, name) for name in weights.shapes},
         stored.weights,
         stored.adapter.lora.scale,
     )
@@ -48,8 +48,8 @@ def with_adapter(weights: Weights, stored: StoredAdapter) -> Weights:
     def read(name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         if not isinstance(merged_weights[name], MergedWeight):
             return weights.read(name, offsets, sizes)
-        # Slice the merged weight, whose bits are always the same. Merging only the block could
-        # round differently, because its product has another shape.
+        # The whole weight is merged, so that its bits do not depend on the block. Merging only the
+        # block could round differently, because its matrix product has another shape.
         return whole(name)[
             tuple(slice(start, start + size) for start, size in zip(offsets, sizes, strict=True))
         ]

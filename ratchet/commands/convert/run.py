@@ -15,7 +15,7 @@ from ratchet.utils.object_store import (
     remove_cached_copy,
 )
 
-LAST = "config.json"  # sent last: without it, a directory is not taken for a model
+LAST_FILE = "config.json"  # uploaded last: a directory without it is not taken for a model
 
 
 def convert_places(
@@ -30,51 +30,56 @@ def convert_places(
 ) -> None:
     """Convert a model like `convert`, from and to local paths or addresses.
 
-    The output for an address is built in the cache and stays there until its upload is complete, so
-    the same command can retry.
+    The output for an address is built in the cache, and stays there until its upload is complete.
+    If the upload fails, the same command tries again.
     """
-    away = is_address(target)
-    if away:
+    is_remote = is_address(target)
+    if is_remote:
         check_address(target)
         output = get_cached_path("converted", f"{source}|{to}|{config}|{adapter}|{target}")
-        _expect_room(target, output)
+        _require_free_target(target, output)
     else:
         output = Path(target)
     local_source = str(fetch_weights(source)) if is_address(source) else source
-    if not (away and output.exists()):
+    if not (is_remote and output.exists()):
         output.parent.mkdir(parents=True, exist_ok=True)
         convert(
             local_source,
             output,
             to=to,
-            config=_here(config),
+            config=_get_local_path(config),
             verify=verify,
             say=say,
-            adapter=_here(adapter),
+            adapter=_get_local_path(adapter),
         )
-    if not away:
+    if not is_remote:
         return
     try:
-        put_directory(output, target, last=LAST)
+        put_directory(output, target, last=LAST_FILE)
     except OSError as error:
         raise CheckpointError(
-            f"{error}; what was converted lies in {output}: the same command tries again"
+            f"{error}; the converted model is in {output}: repeat the command to upload it"
         ) from error
     remove_cached_copy(output)
     say(f"{output.name} is at {target}")
 
 
-def _expect_room(target: str, made: Path) -> None:
+def _require_free_target(target: str, output: Path) -> None:
+    """Raise ConfigError if the target holds files other than those of an interrupted upload."""
     try:
         names = Store(target).entries().keys()
     except OSError as error:
         raise ConfigError(f"{target} can't be read: {error}") from error
-    ours = made.exists() and all((made / name).is_file() for name in names) and LAST not in names
-    if names and not ours:
+    is_interrupted_upload = (
+        output.exists()
+        and all((output / name).is_file() for name in names)
+        and LAST_FILE not in names
+    )
+    if names and not is_interrupted_upload:
         raise ConfigError(f"{target} holds files: give another place, or delete them first")
 
 
-def _here(place: str | None) -> Path | None:
+def _get_local_path(place: str | None) -> Path | None:
     if place is None:
         return None
     return fetch_weights(place) if is_address(place) else Path(place)

@@ -1,7 +1,7 @@
 """Compute the logits of a few tokens with a model on disk, to verify a conversion.
 
-Megatron-core itself runs a Megatron checkpoint, and the built-in decoder runs every other form. So
-the check of a conversion to or from Megatron compares two implementations.
+A Megatron checkpoint is run by Megatron-core, and every other form by the built-in decoder. So the
+check of a conversion to or from Megatron compares two implementations.
 """
 
 from __future__ import annotations
@@ -22,39 +22,39 @@ from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
 
-TOKENS = 16  # length of the sequence whose logits are compared
+N_TOKENS = 16  # length of the sequence whose logits are compared
 MEMINFO = Path("/proc/meminfo")
 
 
-def why_not(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
+def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, str]) -> str | None:
     """Return why logits can't be computed on this machine; None if they can.
 
     Args:
         weights: The weights of the model.
         config: The content of its config.json.
-        forms: The forms of the original and of the converted model, as keys of `RUN`.
+        forms: The forms of the original and of the converted model, as keys of `LOGITS_FUNCTIONS`.
     """
-    # All weights are held in float32.
+    # All weights are loaded in float32.
     needed_bytes = 4 * sum(torch.Size(shape).numel() for shape in weights.shapes.values())
     if reason := unsupported_reason(config):
         return f"the built-in decoder can't run this model: {reason}"
     if SCORE in weights.shapes:
-        return "a model with a scalar head has none"
+        return "a model with a scalar head has no logits"
     if "megatron" in forms and (
         find_spec("megatron") is None or find_spec("megatron.core") is None
     ):
         return "megatron-core is not installed: pip install 'ratchet[megatron]'"
     if needed_bytes > _available_bytes():
         return (
-            f"the model takes {needed_bytes / 2**30:.1f} GiB in float32, and there is less memory "
-            "here"
+            f"the model takes {needed_bytes / 2**30:.1f} GiB in float32, and this machine has less "
+            "free memory"
         )
     return None
 
 
 def sample_logits(form: str, directory: Path, weights: Weights, config: Config) -> Tensor:
-    """Return float32 logits [T, V] on the CPU. Models of every form get the same tokens."""
-    return RUN[form](DecoderConfig.from_hf(config), directory, weights, config)
+    """Return float32 logits [T, V] on the CPU. Every model gets the same T = N_TOKENS tokens."""
+    return LOGITS_FUNCTIONS[form](DecoderConfig.from_hf(config), directory, weights, config)
 
 
 def _decoder_logits(
@@ -88,7 +88,7 @@ def _megatron_logits(
 
 
 # The function that computes logits, by the form of the model.
-RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
+LOGITS_FUNCTIONS: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
     "hf": _decoder_logits,
     "dcp": _decoder_logits,
     "learner": _decoder_logits,
@@ -97,19 +97,19 @@ RUN: Mapping[str, Callable[[DecoderConfig, Path, Weights, Config], Tensor]] = {
 
 
 def _logits(policy: PolicyModel) -> Tensor:
-    """Return the logits of TOKENS random tokens, drawn with a fixed seed on the CPU."""
+    """Return the logits of N_TOKENS random tokens, drawn with a fixed seed on the CPU."""
     device = next(policy.parameters()).device
     tokens_T = torch.randint(
-        policy.vocab_size, (TOKENS,), generator=torch.Generator().manual_seed(0)
+        policy.vocab_size, (N_TOKENS,), generator=torch.Generator().manual_seed(0)
     ).to(device)
     with torch.no_grad():
-        hidden_Td = policy.hidden(tokens_T, torch.arange(TOKENS, device=device), [TOKENS])
+        hidden_Td = policy.hidden(tokens_T, torch.arange(N_TOKENS, device=device), [N_TOKENS])
         return policy.logits(hidden_Td).cpu()
 
 
 @contextmanager
 def _single_process_group() -> Iterator[None]:
-    """Provide the process group that Megatron requires, with this process alone in it."""
+    """Provide the process group that Megatron requires. This process is its only rank."""
     dist.init_process_group(
         "gloo" if not torch.cuda.is_available() else None,
         rank=0,

@@ -1,11 +1,9 @@
 """The command `ratchet plan`: estimate a recipe's memory and time before it is run.
 
-Memory is given by phase and role, time by phase. Memory is computed from shapes. After a short run
-of the recipe it is the measured memory, plus an estimate of what grows only in a longer run. Time
-on this machine is measured by that short run (`ratchet.commands.plan.probe`). Time on accelerators
-that this machine lacks is estimated from data sheets (`ratchet.executors.datasheets`).
-
-P = parameters of a model.
+Memory, by phase and role, is computed from shapes. A short run of the recipe (a probe,
+`ratchet.commands.plan.probe`) measures the time on this machine by phase. It also measures the
+memory, to which is added an estimate of what grows only in a longer run. Time on accelerators that
+this machine lacks is estimated from data sheets (`ratchet.executors.datasheets`).
 """
 
 from __future__ import annotations
@@ -37,25 +35,25 @@ from ratchet.types import Task
 
 MIB = 2**20
 # Bytes of a weight, of its gradient and of each optimizer moment: all are float32.
-MASTER = 4
-# Tensors of the logits' size that exist at a time: logits, their softmax and its gradient.
-CHUNKS = 3
+FP32_BYTES = 4
+# Tensors of the logits' size that exist at a time: the logits, their softmax and its gradient.
+LOGITS_TENSORS = 3
 # Bytes of optimizer state per weight. Optimizers that are not listed keep two float32 moments.
-MOMENTS: Mapping[str, float] = {
+OPTIMIZER_BYTES: Mapping[str, float] = {
     "muon": 4,
     "adamw8bit": 2 + 8 / 256,
 }
-TASKS = 64  # number of tasks whose lengths are measured
+N_TASKS = 64  # number of tasks whose lengths are measured
 # Bytes per token that the engine keeps for a running request, beside the KV cache: the token's id
 # and two log-probabilities.
-SLOT = 8 + 4 + 4
+HISTORY_BYTES = 8 + 4 + 4
 # Bytes per row and per token that the record keeps in memory until a file is written.
-RECORDED_ROW, RECORDED_TOKEN = 400, 30
-# Copies of the recorded rows in memory while a file is written: the collected tables, and the one
-# table that they are joined to.
-WRITTEN = 2
+RECORD_BYTES_PER_ROW, RECORD_BYTES_PER_TOKEN = 400, 30
+# Copies of the recorded rows in memory while a file is written: the tables of the steps, and one
+# table into which they are concatenated.
+RECORD_COPIES = 2
 # The label of the memory that a background checkpoint needs for its copy of the state.
-COPY = "copy for checkpoints"
+CHECKPOINT_COPY = "copy for checkpoints"
 
 
 @dataclass(frozen=True)
@@ -63,7 +61,7 @@ class Device:
     """The memory constants of one process."""
 
     kind: str
-    fixed: int  # bytes of an empty process
+    empty_process_bytes: int
     compute_bytes: int = 4  # bytes of a number in matrix products
 
 
@@ -71,17 +69,19 @@ class Device:
 class MemoryPlan:
     """The memory of a stage: bytes by purpose."""
 
-    held: Mapping[str, int]  # during the whole stage
-    phases: Mapping[str, Mapping[str, int]]  # in addition to `held`, by phase
+    resident: Mapping[str, int]  # during the whole stage
+    phases: Mapping[str, Mapping[str, int]]  # in addition to `resident`, by phase
     # True if each phase frees its memory before the next one. Otherwise the phases add up, because
     # the engine keeps its KV cache, and a process keeps the memory that it has freed.
-    by_turns: bool = False
+    phases_take_turns: bool = False
 
     @property
     def peak(self) -> int:
         """The highest number of bytes at any time."""
         sizes = [sum(parts.values()) for parts in self.phases.values()]
-        return sum(self.held.values()) + (max(sizes, default=0) if self.by_turns else sum(sizes))
+        return sum(self.resident.values()) + (
+            max(sizes, default=0) if self.phases_take_turns else sum(sizes)
+        )
 
 
 @dataclass(frozen=True)
@@ -93,7 +93,7 @@ class StagePlan:
     load: Load
     memory: MemoryPlan
     flop: Mapping[str, float]  # upper bound for one step, by phase
-    recorded: int  # maximum number of steps that the record keeps in memory at a time
+    recorded_steps: int  # maximum number of steps that the record keeps in memory at a time
 
 
 @dataclass(frozen=True)
@@ -103,8 +103,8 @@ class Load:
     rows: int  # sequences that are trained on
     prompt: int  # tokens of the longest prompt, in a sample of the tasks
     length: int  # tokens of the longest sequence, in a sample of the tasks
-    attempts: int  # generated at a time in training; 0 if the data are given texts
-    evaluated: int  # attempts that are generated at a time in evaluation
+    attempts: int  # generated at a time in training; 0 if the data have their texts
+    eval_attempts: int  # generated at a time in evaluation
     passes: int  # scoring forwards of each row before the update
     updates: int  # forwards and backwards of each row in the update
 
@@ -127,38 +127,48 @@ class Load:
 def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device) -> StagePlan:
     """Return the plan of stage `index`. Raises DataError if its data can't be read.
 
-    cost: the cost of the model that the run begins with.
+    cost: the cost of the model that the run starts with.
     """
     stage = config.stages[index]
     algorithm: Algorithm = build(stage.algorithm)
     load = measure_load(config, index, algorithm, cost.shape)
     memory = estimate_memory(stage, algorithm, cost, device, load)
-    recorded = recorded_steps(stage, config.record, load)
-    if recorded:
+    n_recorded = count_recorded_steps(stage, config.record, load)
+    if n_recorded:
         recorded_share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
-        bytes_per_step = recorded_share * (load.rows * RECORDED_ROW + load.tokens * RECORDED_TOKEN)
-        memory = replace(
-            memory, held={**memory.held, "record": int(WRITTEN * recorded * bytes_per_step)}
+        bytes_per_step = recorded_share * (
+            load.rows * RECORD_BYTES_PER_ROW + load.tokens * RECORD_BYTES_PER_TOKEN
         )
-    return StagePlan(stage.name, stage.steps, load, memory, load.flop(cost), recorded)
+        memory = replace(
+            memory,
+            resident={
+                **memory.resident,
+                "record": int(RECORD_COPIES * n_recorded * bytes_per_step),
+            },
+        )
+    return StagePlan(stage.name, stage.steps, load, memory, load.flop(cost), n_recorded)
 
 
-def run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
+def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
     """Return the peak bytes of the process over all stages.
 
-    With a probe, this is the peak that it measured, plus what it was too short to see: the largest
+    With a probe, this is the measured peak, plus what the probe was too short to need: the largest
     files of the record, and copies for checkpoints.
     """
     if probe is None:
         return max(plan.memory.peak for plan in plans)
-    copy_bytes = max(plan.memory.held.get(COPY, 0) for plan in plans)
+    copy_bytes = max(plan.memory.resident.get(CHECKPOINT_COPY, 0) for plan in plans)
     stages = list(zip(plans, probe.stages, strict=True))
-    largest_record = max(probed.tables * plan.recorded for plan, probed in stages)
-    probed_record = max(probed.tables * probed.recorded for _, probed in stages)
-    return probe.peak + copy_bytes + int(WRITTEN * max(0.0, largest_record - probed_record))
+    largest_record = max(
+        measured.record_bytes_per_step * plan.recorded_steps for plan, measured in stages
+    )
+    probed_record = max(
+        measured.record_bytes_per_step * measured.recorded_steps for _, measured in stages
+    )
+    return probe.peak + copy_bytes + int(RECORD_COPIES * max(0.0, largest_record - probed_record))
 
 
-def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
+def count_recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
     """Return the maximum number of steps that the record keeps in memory.
 
     The record writes a file when it has MOST_STEPS steps or MOST_TOKENS tokens, and at every
@@ -166,27 +176,26 @@ def recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
     """
     if not record.every:
         return 0
-    recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
-    return min(recorded, MOST_STEPS, -(-MOST_TOKENS // load.tokens))
+    n_recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
+    return min(n_recorded, MOST_STEPS, -(-MOST_TOKENS // load.tokens))
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:
-    """Return the shape of the model that the run begins with.
+    """Return the shape of the model that the run starts with.
 
     Raises ConfigError for an architecture other than Ratchet's own decoder.
     """
     source = config.model
     if source.path is None:
-        assert source.preset is not None, (
-            "the configuration lets neither path nor preset through without the other"
-        )
+        assert source.preset is not None, "a recipe sets either model.path or model.preset"
         vocabulary = build(config.tokenizer, None).vocab_size
         return get_preset(source.preset, vocab_size=vocabulary, **source.overrides)
     try:
         return read_config(find_model(source.path, revision=source.revision))
     except ModelError as error:
         raise ConfigError(
-            f"a plan knows the shapes of Ratchet's own decoder, and not of {source.path}: {error}"
+            f"only models of Ratchet's own decoder can be planned, and {source.path} is none: "
+            f"{error}"
         ) from error
 
 
@@ -198,7 +207,7 @@ def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: Dec
     max_running = getattr(stage.generator, "max_running", 2**30)
     evaluation_attempts = (
         stage.evaluation.tasks * max(1, stage.evaluation.samples)
-        if answers(stage, algorithm)
+        if generates_in_evaluation(stage, algorithm)
         else 0
     )
     return Load(
@@ -206,7 +215,7 @@ def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: Dec
         prompt=prompt,
         length=length,
         attempts=min(max_running, rows) if algorithm.source == "rollouts" else 0,
-        evaluated=min(max_running, evaluation_attempts),
+        eval_attempts=min(max_running, evaluation_attempts),
         passes=len(algorithm.passes),
         updates=stage.epochs * len(algorithm.losses),
     )
@@ -215,7 +224,7 @@ def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: Dec
 def measure_lengths(
     config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
 ) -> tuple[int, int]:
-    """Return (tokens of the longest prompt, tokens of the longest sequence) of TASKS tasks."""
+    """Return (tokens of the longest prompt, tokens of the longest sequence) of N_TASKS tasks."""
     stage = config.stages[index]
     env_setup = build_env_setup(stage)
     tokenizer = build(config.tokenizer, config.model.path)
@@ -224,38 +233,37 @@ def measure_lengths(
         get_chat_template(config),
         tool_format=getattr(config.tokenizer, "tool_format", "auto"),
     )
-    tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(TASKS)]
+    tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(N_TASKS)]
     prompts = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     if algorithm.source == "rollouts":
         length = max(prompts) + stage.sampling.max_new_tokens
     else:
-        length = max(_longest_given_row(env_setup, renderer, task, algorithm) for task in tasks)
+        length = max(_measure_longest_row(env_setup, renderer, task, algorithm) for task in tasks)
     return min(max(prompts), shape.max_positions), min(length, shape.max_positions)
 
 
-def _longest_given_row(
+def _measure_longest_row(
     env_setup: EnvSetup, renderer: Renderer, task: Task, algorithm: Algorithm
 ) -> int:
-    """Return the tokens of the longest row of a task whose texts are given, not generated."""
+    """Return the tokens of a task's longest row, for an algorithm that does not generate."""
     environment = env_setup.environment
     if algorithm.source == "pairs" and isinstance(environment, HasPreferencePairs):
         pair = environment.comparison(task)
-        given_answers = [pair.chosen, pair.rejected]
+        answers = [pair.chosen, pair.rejected]
     elif algorithm.source == "labelled" and isinstance(environment, HasLabelledAnswers):
-        given_answers = [environment.judged(task).messages]
+        answers = [environment.judged(task).messages]
     elif algorithm.source == "steps" and isinstance(environment, HasStepLabels):
         return len(renderer.prompt(task.messages)) + sum(
             len(renderer.tokenizer.encode(text)) for text, _ in environment.steps(task)
         )
     else:
-        given_answers = [environment.demonstration(task)]
+        answers = [environment.demonstration(task)]
     return max(
-        len(renderer.supervised((*task.messages, *answer), train="last")[0])
-        for answer in given_answers
+        len(renderer.supervised((*task.messages, *answer), train="last")[0]) for answer in answers
     )
 
 
-def answers(stage: StageConfig, algorithm: Algorithm) -> bool:
+def generates_in_evaluation(stage: StageConfig, algorithm: Algorithm) -> bool:
     """Return True if the policy generates answers in the stage's evaluations."""
     return bool(stage.eval_rewards) or algorithm.source == "rollouts"
 
@@ -270,11 +278,11 @@ def estimate_memory(
     learner, shape = stage.learner, cost.shape
     n_workers = getattr(learner, "workers", 1)
     n_workers = int(n_workers) if device.kind == "cpu" and n_workers != "auto" else 1
-    n_trained = trained_parameters(stage, algorithm, cost)
+    n_trained = count_trained_parameters(stage, algorithm, cost)
     micro_batch_limit = resolve_micro_batch_tokens(
         getattr(learner, "micro_batch_tokens", "auto"), device.kind
     )
-    # The tokens that one worker gets of a mini-batch. A micro-batch holds at least one sequence.
+    # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
     minibatch_tokens = -(-load.tokens // (n_workers * stage.minibatches))
     micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), load.length)
     activation_bytes = cost.activation_bytes(
@@ -285,33 +293,34 @@ def estimate_memory(
     )
     phases = {
         "update": {
-            "gradients": n_trained * MASTER * n_workers,
+            "gradients": n_trained * FP32_BYTES * n_workers,
             "activations": micro_batch_tokens * activation_bytes * n_workers,
-            "logits": CHUNKS
-            * min(chunk_bytes, micro_batch_tokens * shape.vocab_size * MASTER)
+            "logits": LOGITS_TENSORS
+            * min(chunk_bytes, micro_batch_tokens * shape.vocab_size * FP32_BYTES)
             * n_workers,
         }
     }
-    if rows := max(load.attempts, load.evaluated):
+    if rows := max(load.attempts, load.eval_attempts):
         # The engine's buffers grow by powers of two.
-        token_slots = _power_of_two(rows) * _power_of_two(load.length)
+        token_slots = _round_up_to_power_of_two(rows) * _round_up_to_power_of_two(load.length)
         n_logits = min(rows * shape.vocab_size, CHUNK_ELEMENTS)
         phases["sample"] = {
             "keys and values": token_slots * cost.kv_bytes(device.compute_bytes),
-            "histories": token_slots * SLOT,
-            "logits": CHUNKS * n_logits * MASTER,
+            "histories": token_slots * HISTORY_BYTES,
+            "logits": LOGITS_TENSORS * n_logits * FP32_BYTES,
         }
     return MemoryPlan(
-        {"process": device.fixed, **_role_bytes(stage, algorithm, cost, device)}, phases
+        {"process": device.empty_process_bytes, **_role_bytes(stage, algorithm, cost, device)},
+        phases,
     )
 
 
-def trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
+def count_trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of trained parameters of all roles."""
     return _trained_per_role(stage, cost) * len(algorithm.losses)
 
 
-def frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
+def count_frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of parameters of models that only score."""
     scoring = [name for name in algorithm.roles if name not in algorithm.losses]
     return sum(_role_parameters(stage, algorithm, cost, name) for name in scoring)
@@ -333,23 +342,23 @@ def _role_bytes(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device
 ) -> dict[str, int]:
     """Return the bytes of weights, optimizer state and checkpoint copy, by role and purpose."""
-    bytes_by_purpose = {"policy: weights": cost.parameters * MASTER}
-    if device.compute_bytes != MASTER:
+    bytes_by_purpose = {"policy: weights": cost.parameters * FP32_BYTES}
+    if device.compute_bytes != FP32_BYTES:
         bytes_by_purpose["policy: weights in half precision"] = (
             cost.parameters * device.compute_bytes
         )
     for name in algorithm.roles:
         if n_parameters := _role_parameters(stage, algorithm, cost, name):
-            bytes_by_purpose[f"{name}: weights"] = n_parameters * MASTER
+            bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
             _trained_per_role(stage, cost)
-            * MOMENTS.get(getattr(stage.optimizer, "kind", ""), 2 * MASTER)
+            * OPTIMIZER_BYTES.get(getattr(stage.optimizer, "kind", ""), 2 * FP32_BYTES)
         )
         if stage.optimizer.ema_decay is not None:
-            bytes_by_purpose[f"{name}: average"] = _trained_per_role(stage, cost) * MASTER
+            bytes_by_purpose[f"{name}: average"] = _trained_per_role(stage, cost) * FP32_BYTES
     if stage.checkpoint.background and stage.checkpoint.every:
-        bytes_by_purpose[COPY] = sum(bytes_by_purpose.values())
+        bytes_by_purpose[CHECKPOINT_COPY] = sum(bytes_by_purpose.values())
     return bytes_by_purpose
 
 
@@ -362,6 +371,6 @@ def _trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
     )
 
 
-def _power_of_two(n: int) -> int:
+def _round_up_to_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least `n`."""
     return 1 << max(0, n - 1).bit_length()

@@ -1,4 +1,4 @@
-"""Measure the time of each part of a step, and the memory, by a short run in its own process."""
+"""Measure the time of each part of a step, and the memory, with a short run in its own process."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ MIB = 2**20
 
 
 @dataclass(frozen=True)
-class Probed:
+class StageProbe:
     """The measurement of a stage.
 
     Times are medians over the steps without the first, which is warm-up.
@@ -36,15 +36,15 @@ class Probed:
         steps: The number of steps that ran.
         seconds: The time of a step by part; "rest" is the remaining time.
         processor_s: The processor time of a step over all threads.
-        tables: The bytes that the record kept for each step.
-        recorded: The maximum number of steps that the record kept in memory.
+        record_bytes_per_step: The bytes that the record kept in memory for each step.
+        recorded_steps: The maximum number of steps that the record kept in memory.
     """
 
     steps: int
     seconds: Mapping[str, float]
     processor_s: float
-    tables: float
-    recorded: int
+    record_bytes_per_step: float
+    recorded_steps: int
 
 
 @dataclass(frozen=True)
@@ -56,26 +56,26 @@ class Probe:
         peak: The peak memory of the process in bytes.
     """
 
-    stages: tuple[Probed, ...]
+    stages: tuple[StageProbe, ...]
     peak: int
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:
     """Run all stages of a recipe for a short time and return the measurement.
 
-    As in the real run, the stages follow each other in one process, with the record. Each stage is
+    As in the real run, all stages run in one process and their steps are recorded. Each stage is
     evaluated and saved once.
 
     Args:
         config: The recipe.
-        limit_s: Seconds of training after which a stage begins no further step, except for its
-            first few.
+        limit_s: Seconds of training after which a stage begins no further step. A stage runs a few
+            steps in any case.
 
     Raises:
         RatchetError: If the run fails.
     """
-    with TemporaryFolder("plan") as place:
-        run, output = _train(place, write_text(_shortened(config)), "--try", str(limit_s))
+    with TemporaryFolder("plan") as directory:
+        run, output = _train(directory, write_text(_shorten(config)), "--try", str(limit_s))
         if not run.summary.exists():
             raise RatchetError(
                 f"a probe of {config.name} failed. The run said: {output.strip()[-800:]}"
@@ -84,50 +84,61 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
             [row for row in read_jsonl(run.metrics) if "time/step_s" in row],
             Record(run.steps),
         )
-        stages, ends = [], accumulate(stage.steps for stage in config.stages)
-        for stage, end in zip(config.stages, ends, strict=True):
-            stage_rows = [row for row in rows if end - stage.steps < row["step"] <= end]
-            stages.append(_probed(stage_rows, record, stage.name))
-        return Probe(tuple(stages), _peak(run))
+        stages, last_steps = [], accumulate(stage.steps for stage in config.stages)
+        for stage, last_step in zip(config.stages, last_steps, strict=True):
+            stage_rows = [row for row in rows if last_step - stage.steps < row["step"] <= last_step]
+            stages.append(_measure_stage(stage_rows, record, stage.name))
+        return Probe(tuple(stages), _read_peak(run))
 
 
-def _probed(rows: list[dict[str, Any]], record: Record, stage: str) -> Probed:
+def _measure_stage(rows: list[dict[str, Any]], record: Record, stage: str) -> StageProbe:
+    """Return the measurement of a stage from the metrics of its steps and from the record."""
     steps = rows[1:] or rows
     seconds = {part: median(step.get(f"time/{part}_s", 0.0) for step in steps) for part in PARTS}
-    rest = median(step["time/step_s"] for step in steps) - sum(seconds.values())
+    rest_s = median(step["time/step_s"] for step in steps) - sum(seconds.values())
     processor_s = median(step["time/processor_s"] for step in steps)
-    # A file holds steps of only one stage, because a save at the end of a stage closes the file.
+    # A file holds steps of one stage only, because the checkpoint at a stage's end closes the file.
     files = [
         [facts.step for facts in file.steps]
         for file in record.files
         if file.steps[0].stage == stage
     ]
-    longest = max(files, key=len, default=[])
-    tables = record.table(SCHEMA.names, steps=longest).nbytes / len(longest) if longest else 0.0
-    return Probed(len(rows), {**seconds, "rest": max(0.0, rest)}, processor_s, tables, len(longest))
+    longest_file = max(files, key=len, default=[])
+    record_bytes = (
+        record.table(SCHEMA.names, steps=longest_file).nbytes / len(longest_file)
+        if longest_file
+        else 0.0
+    )
+    return StageProbe(
+        len(rows),
+        {**seconds, "rest": max(0.0, rest_s)},
+        processor_s,
+        record_bytes,
+        len(longest_file),
+    )
 
 
-def _shortened(config: RunConfig) -> dict[str, Any]:
+def _shorten(config: RunConfig) -> dict[str, Any]:
     logging = config.logging.model_copy(update={"sinks": (), "progress": "off"})
-    stages = tuple(_short(stage) for stage in config.stages)
+    stages = tuple(_shorten_stage(stage) for stage in config.stages)
     return plain(config.model_copy(update={"stages": stages, "logging": logging, "run_dir": None}))
 
 
-def _short(stage: StageConfig) -> StageConfig:
-    """Return the stage with evaluation and save only at its end.
+def _shorten_stage(stage: StageConfig) -> StageConfig:
+    """Return the stage with an evaluation and a checkpoint only at its end.
 
-    It evaluates at most as many tasks as the generator runs at a time.
+    The evaluation has at most as many tasks as the generator runs at a time.
     """
     tasks = min(
         stage.evaluation.tasks, getattr(stage.generator, "max_running", stage.evaluation.tasks)
     )
     evaluation = {
         "tasks": tasks,
-        **_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain"),
+        **_get_defaults(EvaluationConfig, "every", "patience", "metric", "min_gain"),
     }
     checkpoint = {
         "every": 0,
-        **_defaults(CheckpointConfig, "limit_s", "keep_best", "metric", "end_with"),
+        **_get_defaults(CheckpointConfig, "limit_s", "keep_best", "metric", "end_with"),
     }
     return stage.model_copy(
         update={
@@ -137,13 +148,15 @@ def _short(stage: StageConfig) -> StageConfig:
     )
 
 
-def _defaults(section: type[EvaluationConfig | CheckpointConfig], *names: str) -> dict[str, Any]:
+def _get_defaults(
+    section: type[EvaluationConfig | CheckpointConfig], *names: str
+) -> dict[str, Any]:
     return {name: section.model_fields[name].default for name in names}
 
 
-def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
+def _train(directory: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
     """Run `ratchet train` and return (its run directory, its output)."""
-    path, run = place / "recipe.yaml", RunDirectory(place / "run")
+    path, run = directory / "recipe.yaml", RunDirectory(directory / "run")
     path.write_text(recipe)
     command = [
         sys.executable,
@@ -165,11 +178,11 @@ def _train(place: Path, recipe: str, *options: str) -> tuple[RunDirectory, str]:
     return run, process.stdout.decode(errors="replace")
 
 
-def _peak(run: RunDirectory) -> int:
+def _read_peak(run: RunDirectory) -> int:
     return int(json.loads(run.summary.read_text())["peak_mib"] * MIB)
 
 
-EMPTY = """
+EMPTY_RECIPE = """
 name: empty
 model: {preset: tiny, overrides: {hidden_size: 32, n_layers: 1}}
 tokenizer: {kind: characters, alphabet: "0123456789="}
@@ -183,10 +196,12 @@ logging: {progress: "off"}
 """
 
 
-def empty_process(config: RunConfig) -> int:
-    """Return the peak bytes of an almost empty run: Python, PyTorch, and what they load."""
-    with TemporaryFolder("plan") as place:
-        run, output = _train(place, f"{EMPTY}threads: {config.threads}\ndevice: {config.device}\n")
+def measure_empty_process(config: RunConfig) -> int:
+    """Return the peak bytes of an almost empty run: Python, PyTorch, and their libraries."""
+    with TemporaryFolder("plan") as directory:
+        run, output = _train(
+            directory, f"{EMPTY_RECIPE}threads: {config.threads}\ndevice: {config.device}\n"
+        )
         if not run.summary.exists():
             raise RatchetError(f"an empty run failed on this machine: {output.strip()[-800:]}")
-        return _peak(run)
+        return _read_peak(run)

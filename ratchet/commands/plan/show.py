@@ -14,13 +14,13 @@ from ratchet.commands.plan.command import (
     Device,
     MemoryPlan,
     StagePlan,
-    frozen_parameters,
+    count_frozen_parameters,
+    count_trained_parameters,
+    estimate_run_peak,
     plan_stage,
     read_shape,
-    run_peak,
-    trained_parameters,
 )
-from ratchet.commands.plan.probe import Probed, empty_process, probe
+from ratchet.commands.plan.probe import StageProbe, measure_empty_process, probe
 from ratchet.config.loader import plain
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
@@ -42,15 +42,22 @@ def show_plan(
     directory: RunDirectory | None,
     as_json: bool,
 ) -> None:
-    """Print the plan of a recipe. directory: the run directory, where the plan is also saved.
+    """Print the plan of a recipe.
+
+    Args:
+        config: The recipe.
+        cluster: Accelerators to plan for, such as "2x8xH100"; None plans for this machine.
+        probe_s: Seconds of training to measure for each stage; None measures nothing.
+        directory: Run directory to save the plan in.
+        as_json: True prints JSON instead of tables.
 
     Raises ConfigError for a recipe that can't be planned or doesn't fit, RatchetError for a failed
     probe.
     """
     if cluster is not None and (probe_s is not None or directory is not None):
         raise ConfigError(
-            "--probe and --run-dir are about this machine, and --cluster plans for another: remove "
-            "it, or them"
+            "--probe and --run-dir plan for this machine, and --cluster for another one: remove "
+            "--cluster, or the other options"
         )
     recipe = plain(config)
     if directory is not None:
@@ -60,21 +67,26 @@ def show_plan(
         DecoderCost(read_shape(config), config.kernels == "compiled"),
         range(len(config.stages)),
     )
-    device = Device(config.device, empty_process(config) if spec is None else 0)
+    device = Device(config.device, measure_empty_process(config) if spec is None else 0)
     plans = [plan_stage(config, index, cost, device) for index in stages]
-    probed = None if probe_s is None else probe(config, limit_s=probe_s)
+    measured = None if probe_s is None else probe(config, limit_s=probe_s)
     clusters = [
-        None if spec is None else on_cluster(config, index, plan, cost, spec)
+        None if spec is None else plan_on_cluster(config, index, plan, cost, spec)
         for index, plan in enumerate(plans)
     ]
     stage_plans = list(
-        zip(plans, [None] * len(plans) if probed is None else probed.stages, clusters, strict=True)
+        zip(
+            plans,
+            [None] * len(plans) if measured is None else measured.stages,
+            clusters,
+            strict=True,
+        )
     )
-    peak = run_peak(plans, probed) if spec is None else None
+    peak = estimate_run_peak(plans, measured) if spec is None else None
     numbers = {
         "name": config.name,
         "peak_bytes": peak,
-        "stages": [_numbers(*each) for each in stage_plans],
+        "stages": [_make_numbers(*stage_plan) for stage_plan in stage_plans],
     }
     if directory is not None:
         directory.path.mkdir(parents=True, exist_ok=True)
@@ -87,124 +99,124 @@ def show_plan(
         f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied "
         "with each token"
     )
-    for plan, tried, divided in stage_plans:
-        _show(console, plan, tried, divided, spec)
+    for plan, stage_probe, cluster_plan in stage_plans:
+        _show_stage(console, plan, stage_probe, cluster_plan, spec)
     if peak is not None:
-        how = (
-            "by shapes alone"
-            if probed is None
-            else f"of which a run of {sum(s.steps for s in probed.stages)} steps had "
-            f"{_mib(probed.peak)}"
+        source = (
+            "computed from shapes"
+            if measured is None
+            else f"of which a probe of {sum(s.steps for s in measured.stages)} steps used "
+            f"{_format_mib(measured.peak)}"
         )
-        console.print(f"\nThe run takes {_mib(peak)} of main memory, {how}.")
+        console.print(f"\nThe run takes {_format_mib(peak)} of main memory, {source}.")
 
 
-def on_cluster(
+def plan_on_cluster(
     config: RunConfig, index: int, plan: StagePlan, cost: DecoderCost, spec: ClusterSpec
 ) -> ClusterPlan:
     stage = config.stages[index]
     algorithm = build(stage.algorithm)
     trained, frozen = (
-        trained_parameters(stage, algorithm, cost),
-        frozen_parameters(stage, algorithm, cost),
+        count_trained_parameters(stage, algorithm, cost),
+        count_frozen_parameters(stage, algorithm, cost),
     )
     return plan_cluster(stage, cost, plan.load, trained, frozen, spec)
 
 
-def _show(
+def _show_stage(
     console: Console,
     stage: StagePlan,
-    probed: Probed | None,
-    divided: ClusterPlan | None,
+    stage_probe: StageProbe | None,
+    cluster_plan: ClusterPlan | None,
     spec: ClusterSpec | None,
 ) -> None:
     load = stage.load
     console.print(
         f"\n[bold]{stage.name}[/bold]: {stage.steps:,} steps of {load.rows:,} sequences, at most "
         f"{load.length:,} tokens each "
-        f"({load.tokens:,} a step); {sum(stage.flop.values()) / 1e12:.3g} TFLOP a step at most"
+        f"({load.tokens:,} per step); {sum(stage.flop.values()) / 1e12:.3g} TFLOP per step at most"
     )
-    if divided is not None and spec is not None:
-        console.print(
-            f"on {spec.count} {spec.kind}, by data sheets and not by measurements, at least:"
-        )
-        console.print(_memory_table(divided.memory, "memory of one accelerator"))
-        console.print(_time_table(divided.seconds, stage.steps))
-        console.print(f"limited by {divided.bound}. In the recipe:\n")
-        console.print(write_text(divided.division.recipe()), markup=False, highlight=False)
+    if cluster_plan is not None and spec is not None:
+        console.print(f"on {spec.count} {spec.kind}, at least (from data sheets, not measured):")
+        console.print(_make_memory_table(cluster_plan.memory, "memory of one accelerator"))
+        console.print(_make_time_table(cluster_plan.seconds, stage.steps))
+        console.print(f"limited by {cluster_plan.bottleneck}. In the recipe:\n")
+        console.print(write_text(cluster_plan.layout.recipe()), markup=False, highlight=False)
         return
-    console.print(_memory_table(stage.memory, "memory of the process, by shapes"))
-    if probed is None:
-        console.print("time: not known before it is tried: add --probe 30")
+    console.print(_make_memory_table(stage.memory, "memory of the process, by shapes"))
+    if stage_probe is None:
+        console.print("time: unknown without a measurement: add --probe 30")
         return
-    console.print(_time_table(probed.seconds, stage.steps))
-    longest = max(probed.seconds, key=lambda part: probed.seconds[part])
+    console.print(_make_time_table(stage_probe.seconds, stage.steps))
+    longest = max(stage_probe.seconds, key=lambda part: stage_probe.seconds[part])
     console.print(
-        f"the median of the first {probed.steps} steps, with {probed.processor_s:.3g} s of "
-        f"processors; limited by {longest}"
+        f"the median of the first {stage_probe.steps} steps, with {stage_probe.processor_s:.3g} s "
+        f"of processor time; limited by {longest}"
     )
 
 
-def _mib(size: int) -> str:
+def _format_mib(size: int) -> str:
     return f"{size / 2**20:,.0f} MiB"
 
 
-def _memory_table(memory: MemoryPlan, title: str) -> Table:
+def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
     table = Table(title=title, title_justify="left")
     table.add_column("when")
     table.add_column("what")
     table.add_column("MiB", justify="right")
-    for when, parts in (("always", memory.held), *memory.phases.items()):
-        for what, size in parts.items():
-            table.add_row(when, what, f"{size / 2**20:,.1f}")
+    for phase, parts in (("always", memory.resident), *memory.phases.items()):
+        for purpose, size in parts.items():
+            table.add_row(phase, purpose, f"{size / 2**20:,.1f}")
     table.add_section()
     table.add_row(
-        "peak", "by turns" if memory.by_turns else "all together", f"{memory.peak / 2**20:,.1f}"
+        "peak",
+        "phases by turns" if memory.phases_take_turns else "phases together",
+        f"{memory.peak / 2**20:,.1f}",
     )
     return table
 
 
-def _time_table(seconds: Mapping[str, float], steps: int) -> Table:
+def _make_time_table(seconds: Mapping[str, float], steps: int) -> Table:
     table = Table(title="time", title_justify="left")
     table.add_column("phase")
     table.add_column("s a step", justify="right")
     table.add_column("share", justify="right")
     total = sum(seconds.values())
-    for phase, taken in seconds.items():
-        table.add_row(phase, f"{taken:.3g}", f"{taken / total:.0%}")
+    for phase, phase_s in seconds.items():
+        table.add_row(phase, f"{phase_s:.3g}", f"{phase_s / total:.0%}")
     table.add_section()
-    table.add_row(f"{steps:,} steps", _duration(total * steps), "")
+    table.add_row(f"{steps:,} steps", _format_duration(total * steps), "")
     return table
 
 
-def _duration(seconds: float) -> str:
+def _format_duration(seconds: float) -> str:
     for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
         if seconds >= 2 * size:
             return f"{seconds / size:.3g} {unit}"
     return f"{seconds:.3g} s"
 
 
-def _numbers(
-    stage: StagePlan, probed: Probed | None, divided: ClusterPlan | None
+def _make_numbers(
+    stage: StagePlan, stage_probe: StageProbe | None, cluster_plan: ClusterPlan | None
 ) -> dict[str, Any]:
-    memory = stage.memory if divided is None else divided.memory
-    seconds: Mapping[str, float] | None = None if probed is None else probed.seconds
-    plain: dict[str, Any] = {
+    memory = stage.memory if cluster_plan is None else cluster_plan.memory
+    seconds: Mapping[str, float] | None = None if stage_probe is None else stage_probe.seconds
+    numbers: dict[str, Any] = {
         "stage": stage.name,
         "steps": stage.steps,
         "tokens": stage.load.tokens,
         "flop": dict(stage.flop),
         "memory": {
-            "held": dict(memory.held),
+            "held": dict(memory.resident),
             **{name: dict(parts) for name, parts in memory.phases.items()},
         },
         "shape_bytes": memory.peak,
     }
-    if probed is not None:
-        plain |= {"probed_steps": probed.steps, "processor_s": probed.processor_s}
-    if divided is not None:
-        seconds = divided.seconds
-        plain |= {"bound": divided.bound, "recipe": divided.division.recipe()}
+    if stage_probe is not None:
+        numbers |= {"probed_steps": stage_probe.steps, "processor_s": stage_probe.processor_s}
+    if cluster_plan is not None:
+        seconds = cluster_plan.seconds
+        numbers |= {"bound": cluster_plan.bottleneck, "recipe": cluster_plan.layout.recipe()}
     if seconds is not None:
-        plain |= {"seconds": dict(seconds), "step_s": sum(seconds.values())}
-    return plain
+        numbers |= {"seconds": dict(seconds), "step_s": sum(seconds.values())}
+    return numbers

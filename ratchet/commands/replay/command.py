@@ -1,5 +1,5 @@
-"""The command `ratchet replay`: compute a step again and report where its result is not bit-equal
-to the run's."""
+"""The command `ratchet replay`: compute a step again, and report where its result differs from the
+run's in any bit."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow as pa
 from rich.console import Console
 from rich.table import Column, Table
 
-from ratchet.commands.replay.engine import Played, Replay, changed_config
+from ratchet.commands.replay.engine import Replay, ReplayedStep, load_changed_config
 from ratchet.observe.metrics import OF_THE_MACHINE
 from ratchet.observe.records.schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
@@ -30,14 +30,14 @@ NOT_EQUAL = 1  # the exit status
 class Difference:
     """A difference between a recorded and a replayed value; None where a value is missing."""
 
-    what: str  # a metric, a column with the place in it, or the weights of a role
+    what: str  # a metric, a column with a position in it, or the weights of a role
     recorded: Any
     replayed: Any
 
     def __str__(self) -> str:
         return (
             f"{self.what}: recorded {self.recorded!r}, replayed "
-            f"{self.replayed!r}{_distance(self.recorded, self.replayed)}"
+            f"{self.replayed!r}{_format_distance(self.recorded, self.replayed)}"
         )
 
 
@@ -45,117 +45,126 @@ class Difference:
 class ReplayVerdict:
     """The comparison of a replayed step with the recorded one."""
 
-    played: Played
-    begun_at: int  # step of the checkpoint that the replay started from; 0: the start of the run
+    replayed: ReplayedStep
+    start_step: int  # step of the checkpoint that the replay started from; 0: the start of the run
     recorded: Mapping[str, float | None]  # metrics
-    compared: int  # number of metrics that were compared
+    n_compared: int  # number of metrics that were compared
     differences: Sequence[Difference]
-    earlier: int | None  # first replayed step before this one after which weights differed
-    changed: Played | None = None  # the step under another recipe
+    diverged_step: int | None  # first replayed step before this one whose weights differ
+    changed: ReplayedStep | None = None  # the step computed with the changed recipe
 
     @property
-    def equal(self) -> bool:
+    def is_equal(self) -> bool:
         return not self.differences
 
 
 def replay_steps(
     path: Path, steps: Sequence[int], *, changes: Sequence[str] = (), as_json: bool = False
 ) -> int:
-    """Print the verdict on each step, in increasing order. Return the exit status: 0 if all were
-    bit-equal, else 1."""
+    """Print the verdict on each step, in increasing order.
+
+    Return the exit status: 0 if all steps are equal bit for bit, else 1.
+    """
     console = make_console()
-    equal = True
+    all_equal = True
 
     async def run() -> None:
-        nonlocal equal
-        async for verdict in verdicts(Replay(path), steps, changes):
-            equal &= verdict.equal
+        nonlocal all_equal
+        async for verdict in compare_steps(Replay(path), steps, changes):
+            all_equal &= verdict.is_equal
             if as_json:
-                console.out(json.dumps(as_plain(verdict)), highlight=False)
+                console.out(json.dumps(to_json(verdict)), highlight=False)
             else:
-                show(verdict, changes, console)
+                print_verdict(verdict, changes, console)
 
     asyncio.run(run())
-    return 0 if equal else NOT_EQUAL
+    return 0 if all_equal else NOT_EQUAL
 
 
-async def verdicts(
+async def compare_steps(
     replay: Replay, steps: Sequence[int], changes: Sequence[str] = ()
 ) -> AsyncIterator[ReplayVerdict]:
-    """Yield one verdict for each step, in increasing order. Raise the errors of `Replay`."""
+    """Yield the verdict on each step, in increasing order. Raises the errors of `Replay`."""
     rows = {row["step"]: row for row in read_jsonl(replay.directory.metrics)}
     for step in sorted(set(steps)):
-        await replay.before(step)
-        earlier, changed = replay.diverged, None
+        await replay.advance_to(step)
+        diverged_step, changed = replay.diverged_step, None
         if changes:
-            config = changed_config(replay, changes)
-            with TemporaryFolder("replay") as states:
-                changed = await replay.play_changed(config, states)
-        played = await replay.play()
+            config = load_changed_config(replay, changes)
+            with TemporaryFolder("replay") as directory:
+                changed = await replay.replay_changed(config, directory)
+        replayed = await replay.replay_next()
         recorded = {name: value for name, value in rows.get(step, {}).items() if name != "step"}
-        unequal = list(differences(replay, played, recorded))
-        compared = sum(name in recorded for name in comparable(played))
-        yield ReplayVerdict(played, replay.begun_at, recorded, compared, unequal, earlier, changed)
+        differences = list(find_differences(replay, replayed, recorded))
+        n_compared = sum(name in recorded for name in list_comparable_metrics(replayed))
+        yield ReplayVerdict(
+            replayed, replay.start_step, recorded, n_compared, differences, diverged_step, changed
+        )
 
 
-def comparable(played: Played) -> list[str]:
-    return [name for name in played.metrics if not name.startswith(OF_THE_MACHINE)]
+def list_comparable_metrics(replayed: ReplayedStep) -> list[str]:
+    """Return the names of the metrics that do not depend on the machine, such as its speed."""
+    return [name for name in replayed.metrics if not name.startswith(OF_THE_MACHINE)]
 
 
-def differences(
-    replay: Replay, played: Played, recorded: Mapping[str, float | None]
+def find_differences(
+    replay: Replay, replayed: ReplayedStep, recorded: Mapping[str, float | None]
 ) -> Iterator[Difference]:
-    """Yield differences in metrics, in the learner's columns, and in the recorded fingerprints of
-    the weights after the step."""
-    for name in comparable(played):
-        value = played.metrics[name]
+    """Yield the differences in metrics, in the learner's columns, and in the fingerprints of the
+    weights after the step."""
+    for name in list_comparable_metrics(replayed):
+        value = replayed.metrics[name]
         if name not in recorded or recorded[name] != value:
             yield Difference(name, recorded.get(name), value)
-    recorded_table, replayed_table = replay.record.step(played.step), played.table
+    recorded_table, replayed_table = replay.record.step(replayed.step), replayed.table
     for name in LEARNED:
         columns = recorded_table.column(name), replayed_table.column(name)
-        place = _first_unequal(*columns)
-        if place is not None:
+        position = _find_first_difference(*columns)
+        if position is not None:
             yield Difference(
-                f"{name} of {_describe_place(recorded_table, place)}",
-                *(_entry(column, place) for column in columns),
+                f"{name} of {_describe_position(recorded_table, position)}",
+                *(_get_value(column, position) for column in columns),
             )
-    for role, fingerprint in replay.record.steps[played.step].fingerprints.items():
-        if played.fingerprints.get(role) != fingerprint:
+    for role, fingerprint in replay.record.steps[replayed.step].fingerprints.items():
+        if replayed.fingerprints.get(role) != fingerprint:
             yield Difference(
-                f"weights of {role} after the step", fingerprint, played.fingerprints.get(role)
+                f"weights of {role} after the step", fingerprint, replayed.fingerprints.get(role)
             )
 
 
-def _first_unequal(recorded: pa.ChunkedArray, replayed: pa.ChunkedArray) -> tuple[int, int] | None:
-    """Return (row, token) of the first difference between two columns of lists; None if there is
-    none. NaN equals NaN."""
+def _find_first_difference(
+    recorded: pa.ChunkedArray, replayed: pa.ChunkedArray
+) -> tuple[int, int] | None:
+    """Return (row, token) of the first difference between two columns of lists.
+
+    Return None if there is none. NaN equals NaN.
+    """
     if recorded.equals(replayed):
         return None
     for row, cells in enumerate(zip(recorded, replayed, strict=True)):
         if cells[0].is_valid != cells[1].is_valid:
             return row, 0
         if cells[0].is_valid:
-            x, y = (np.asarray(cell.values.to_numpy(zero_copy_only=False)) for cell in cells)
-            unequal = np.flatnonzero(~((x == y) | ((x != x) & (y != y))))
+            a, b = (np.asarray(cell.values.to_numpy(zero_copy_only=False)) for cell in cells)
+            unequal = np.flatnonzero(~((a == b) | ((a != a) & (b != b))))
             if len(unequal):
                 return row, int(unequal[0])
     return None
 
 
-def _describe_place(table: pa.Table, place: tuple[int, int]) -> str:
-    row, token = place
+def _describe_position(table: pa.Table, position: tuple[int, int]) -> str:
+    row, token = position
     group, row_in_group = (table.column(name)[row].as_py() for name in ("group", "row"))
     return f"group {group}, row {row_in_group}, token {token}"
 
 
-def _entry(column: pa.ChunkedArray, place: tuple[int, int]) -> Any:
-    row, token = place
+def _get_value(column: pa.ChunkedArray, position: tuple[int, int]) -> Any:
+    row, token = position
     cell = column[row].as_py()
     return None if cell is None else cell[token]
 
 
-def _distance(recorded: Any, replayed: Any) -> str:
+def _format_distance(recorded: Any, replayed: Any) -> str:
     """Return the relative difference of two finite floats as text (absolute if `recorded` is 0)."""
     if not (isinstance(recorded, float) and isinstance(replayed, float)):
         return ""
@@ -168,71 +177,79 @@ def _distance(recorded: Any, replayed: Any) -> str:
 # --- output
 
 
-def as_plain(verdict: ReplayVerdict) -> dict[str, Any]:
+def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
     """Return the verdict in the form that `--json` writes."""
-    played = verdict.played
+    replayed = verdict.replayed
     return {
-        "step": played.step,
-        "stage": played.stage,
-        "from_step": verdict.begun_at,
-        "equal": verdict.equal,
-        "weights_differ_since": verdict.earlier,
-        "compared_metrics": verdict.compared,
+        "step": replayed.step,
+        "stage": replayed.stage,
+        "from_step": verdict.start_step,
+        "equal": verdict.is_equal,
+        "weights_differ_since": verdict.diverged_step,
+        "compared_metrics": verdict.n_compared,
         "differences": [vars(difference) for difference in verdict.differences],
-        "fingerprints": dict(played.fingerprints),
-        "metrics": {name: played.metrics[name] for name in comparable(played)},
+        "fingerprints": dict(replayed.fingerprints),
+        "metrics": {name: replayed.metrics[name] for name in list_comparable_metrics(replayed)},
         "changed": None
         if verdict.changed is None
-        else {name: verdict.changed.metrics[name] for name in comparable(verdict.changed)},
+        else {
+            name: verdict.changed.metrics[name] for name in list_comparable_metrics(verdict.changed)
+        },
     }
 
 
-def show(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> None:
-    played = verdict.played
+def print_verdict(verdict: ReplayVerdict, changes: Sequence[str], console: Console) -> None:
+    replayed = verdict.replayed
     origin = (
-        f"the checkpoint of step {verdict.begun_at}" if verdict.begun_at else "the start of the run"
+        f"the checkpoint of step {verdict.start_step}"
+        if verdict.start_step
+        else "the start of the run"
     )
-    between = played.step - 1 - verdict.begun_at
-    replayed_before = f" and {between} recorded step{'s' * (between != 1)}" if between else ""
+    n_between = replayed.step - 1 - verdict.start_step
+    intermediate_steps = (
+        f" and {n_between} recorded step{'s' * (n_between != 1)}" if n_between else ""
+    )
     lines = [
-        f"step {played.step} ({played.stage}), from {origin}{replayed_before}: "
-        f"{'' if verdict.equal else 'NOT '}bit-equal"
+        f"step {replayed.step} ({replayed.stage}), from {origin}{intermediate_steps}: "
+        f"{'' if verdict.is_equal else 'NOT '}bit-equal"
     ]
-    if verdict.equal:
+    if verdict.is_equal:
         fingerprints = ", ".join(
-            f"{role} {fingerprint[:12]}" for role, fingerprint in played.fingerprints.items()
+            f"{role} {fingerprint[:12]}" for role, fingerprint in replayed.fingerprints.items()
         )
-        tokens = f"{played.batch.n_tokens:,} tokens"
+        tokens = f"{replayed.batch.n_tokens:,} tokens"
         lines.append(
-            f"  {verdict.compared} metrics, the columns of {tokens}, and the weights after it "
-            f"({fingerprints})"
+            f"  {verdict.n_compared} metrics, the columns of {tokens}, and the weights after the "
+            f"step ({fingerprints})"
         )
-    elif verdict.earlier is not None:
-        lines.append(f"  the weights are others since step {verdict.earlier}: replay that one")
+    elif verdict.diverged_step is not None:
+        lines.append(f"  the weights differ since step {verdict.diverged_step}: replay that step")
     lines += [f"  {difference}" for difference in verdict.differences]
-    loss, norm = (played.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
+    loss, norm = (replayed.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
     lines.append(f"  loss {loss!r}, gradient norm {norm!r}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
     if verdict.changed is not None:
-        console.print(_side_by_side(verdict, changes))
+        console.print(_make_change_table(verdict, changes))
 
 
-def _side_by_side(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
-    assert verdict.changed is not None, "there is something to compare"
-    replayed, changed = verdict.played.metrics, verdict.changed.metrics
+def _make_change_table(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
+    assert verdict.changed is not None, "the step was also computed with changes"
+    replayed, changed = verdict.replayed.metrics, verdict.changed.metrics
     table = Table(
         Column("metric", overflow="fold"),
         "recorded",
         "replayed",
         ", ".join(changes),
-        title=f"step {verdict.played.step}",
+        title=f"step {verdict.replayed.step}",
     )
-    for name in dict.fromkeys([*comparable(verdict.played), *comparable(verdict.changed)]):
+    for name in dict.fromkeys(
+        [*list_comparable_metrics(verdict.replayed), *list_comparable_metrics(verdict.changed)]
+    ):
         if replayed.get(name) != changed.get(name) or name in ("policy/loss", "policy/grad_norm"):
             metrics = (verdict.recorded, replayed, changed)
-            table.add_row(name, *(_number(values.get(name)) for values in metrics))
+            table.add_row(name, *(_format_number(values.get(name)) for values in metrics))
     return table
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return "-" if value is None else f"{value:.6g}"

@@ -45,18 +45,18 @@ from ratchet.training.stage import Policy
 from ratchet.types import Group, Medium, Placed
 
 
-class Recorded:
-    """A `Source` that returns the recorded groups of a step."""
+class RecordedSource:
+    """A `Source` that supplies the recorded groups of each step to the training loop."""
 
     def __init__(self, record: Record, processor: Processor | None) -> None:
         self.record, self.processor = record, processor
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        """Return the groups of step `version` + 1; the record sets their number, not `n`."""
+        """Return all recorded groups of step `version` + 1; `n` is ignored."""
         return [self._restore_media(group) for group in self.record.groups(version + 1)]
 
     def _restore_media(self, group: Group) -> Group:
-        """Return the group with the model inputs of its media, which the record does not hold."""
+        """Return the group with the model inputs of its media, which are not recorded."""
         rows = tuple(
             replace(
                 row,
@@ -71,18 +71,20 @@ class Recorded:
     def _process_medium(self, medium: Medium) -> Medium:
         """Process a recorded medium again.
 
-        Raises DataError if the model has no processor, or another one than when it was recorded.
+        Raises DataError if the model's processor is missing, or is not the one of the run.
         """
-        where = f"the record's {medium.kind} {medium.key}"
+        description = f"the record's {medium.kind} {medium.key}"
         if self.processor is None:
             raise DataError(
-                f"{where} can't be read: the model of the run has no processor for it any more"
+                f"{description} can't be read: the run's model has no processor any more"
             )
-        expanded = self.processor.expanded(embedded(medium.kind, medium.source), where=where).medium
+        expanded = self.processor.expanded(
+            embedded(medium.kind, medium.source), where=description
+        ).medium
         if expanded.key != medium.key:
             raise DataError(
-                f"{where} is prepared otherwise than it was: the model has another processor, and "
-                "nothing would be equal"
+                f"{description} is not processed as in the run: the model has another processor, "
+                "so no step would be equal"
             )
         return expanded
 
@@ -115,15 +117,15 @@ class NoWeightSync:
 
 
 @dataclass(frozen=True)
-class Played:
+class ReplayedStep:
     """A replayed step and its results."""
 
     step: int
     stage: str
-    groups: Sequence[Group]  # that the step trained on
-    batch: Batch  # that the step trained on
-    weights_T: Tensor  # as the recorder gets them
-    metrics: Mapping[str, float | None]  # as a run writes them to metrics.jsonl
+    groups: Sequence[Group]  # trained on in the step
+    batch: Batch  # trained on in the step
+    weights_T: Tensor  # loss weights, in the form that the recorder gets
+    metrics: Mapping[str, float | None]  # in the form that a run writes to metrics.jsonl
     fingerprints: Mapping[str, str]  # of the weights after the step, by role
 
     @property
@@ -132,8 +134,8 @@ class Played:
         return build_table(self.step, self.stage, self.groups, self.batch, self.weights_T.numpy())
 
 
-class Witness:
-    """A stand-in for a run's recorder and sinks that keeps the reports of one step in memory."""
+class StepCollector:
+    """A replacement for a run's recorder and sinks, which keeps the results of a step in memory."""
 
     def __init__(self) -> None:
         self._step: dict[str, Any] = {}
@@ -168,19 +170,20 @@ class Witness:
         self._metrics = metrics
 
     @property
-    def played(self) -> Played:
-        """The step that was reported."""
-        return Played(metrics=self._metrics, **self._step)
+    def replayed_step(self) -> ReplayedStep:
+        """The step that was added last."""
+        return ReplayedStep(metrics=self._metrics, **self._step)
 
 
 class Replay:
     """A replay of a finished run.
 
-    `before(step)` computes the weights that the step starts from, and `play` computes the step.
+    `advance_to(step)` computes the weights that the step starts from, and `replay_next` computes
+    the step.
 
-    Raises RunDirectoryError if the path holds no run, DataError if a step that is needed is missing
-    in the record or was changed there, CheckpointError for a damaged checkpoint, and ConfigError
-    for a run that one process can't replay.
+    Raises RunDirectoryError if the path holds no run, DataError if the record lacks a needed step
+    or was changed, CheckpointError for a damaged checkpoint, and ConfigError for a run that one
+    process can't replay.
     """
 
     def __init__(self, path: Path) -> None:
@@ -188,99 +191,102 @@ class Replay:
         if not self.directory.used:
             raise RunDirectoryError(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
-                "named"
+                "printed"
             )
         self.config = load_config(self.directory.config)
         self.record = Record(self.directory.steps)
         self.store = CheckpointStore(self.directory.checkpoints)
         # The step of the checkpoint that the replay started from; 0 without a checkpoint.
-        self.begun_at = 0
+        self.start_step = 0
         # The first step since then whose weights differ from the recorded fingerprints.
-        self.diverged: int | None = None
-        # The stage, and the last step that is computed; -1 before the replay starts.
-        self.index = self.done = -1
+        self.diverged_step: int | None = None
+        # Index of the stage, and the last computed step; both are -1 before the replay starts.
+        self.stage_index = self.last_step = -1
         self.run: StageRun | None = None
         self.policy: Policy | None = None
         prepare_process(self.config.threads)
 
-    async def before(self, step: int) -> StageRun:
+    async def advance_to(self, step: int) -> StageRun:
         """Compute all steps before `step` and return the run in that state.
 
-        The replay goes on from its present state if that is no earlier than the nearest checkpoint.
+        The replay continues from its present state, or from the nearest checkpoint if that is
+        later.
         """
-        nearest_checkpoint = max((saved for saved in self.store.steps() if saved < step), default=0)
+        nearest_checkpoint = max((other for other in self.store.steps() if other < step), default=0)
         start = (
-            self.done
-            if self.run is not None and nearest_checkpoint <= self.done < step
+            self.last_step
+            if self.run is not None and nearest_checkpoint <= self.last_step < step
             else nearest_checkpoint
         )
         self._require_recorded(step, range(start + 1, step + 1))
-        if self.run is None or start != self.done:
+        if self.run is None or start != self.last_step:
             self._start_from(nearest_checkpoint)
-        while self.done < step - 1:
-            await self.play()
+        while self.last_step < step - 1:
+            await self.replay_next()
         return self._next_stage_run()
 
-    async def play(self) -> Played:
-        """Compute the next step, and note if its weights differ from the recorded ones."""
+    async def replay_next(self) -> ReplayedStep:
+        """Compute the next step, and set `diverged_step` if its weights are the first to differ."""
         run = self._next_stage_run()
-        run.recorder = witness = Witness()
-        run.observers = (witness.observe,)
-        run.first_step, run.last_step = self.done, self.done + 1
+        run.recorder = collector = StepCollector()
+        run.observers = (collector.observe,)
+        run.first_step, run.last_step = self.last_step, self.last_step + 1
         await train(run)
-        self.done += 1
-        played = witness.played
-        recorded = self.record.steps[played.step].fingerprints
-        if self.diverged is None and any(
-            played.fingerprints.get(role) != fingerprint for role, fingerprint in recorded.items()
+        self.last_step += 1
+        replayed = collector.replayed_step
+        recorded = self.record.steps[replayed.step].fingerprints
+        if self.diverged_step is None and any(
+            replayed.fingerprints.get(role) != fingerprint for role, fingerprint in recorded.items()
         ):
-            self.diverged = played.step
-        return played
+            self.diverged_step = replayed.step
+        return replayed
 
-    async def play_changed(self, config: RunConfig, states: Path) -> Played:
+    async def replay_changed(self, config: RunConfig, directory: Path) -> ReplayedStep:
         """Compute the next step with another recipe, on separate learners.
 
-        The run itself does not advance. `states` is a directory for copying the present state of
-        its learners. Raises ConfigError if the other recipe has a role that the run lacks.
+        The run itself does not advance. The state of its learners is copied through `directory`.
+        Raises ConfigError if the other recipe has a role that the run lacks.
         """
         run = self._next_stage_run()
         policy = build_policy(
-            self._without_generator(resolve_resume_config(config, self.index, self.directory.path))
+            self._without_generator(
+                resolve_resume_config(config, self.stage_index, self.directory.path)
+            )
         )
-        changed_run = self._stage_run(config, policy)
+        changed_run = self._make_stage_run(config, policy)
         missing_roles = sorted(set(changed_run.roles) - set(run.roles))
         if missing_roles:
             raise ConfigError(
-                f"the recipe that is to be compared has the role '{missing_roles[0]}', whose "
-                "weights the run never had"
+                f"the changed recipe has the role '{missing_roles[0]}', which the run lacks, so it "
+                "has no weights"
             )
         for name, learner in changed_run.roles.items():
-            run.roles[name].save(states / name)
-            learner.load(states / name)
+            run.roles[name].save(directory / name)
+            learner.load(directory / name)
         changed_run.state = deepcopy(run.state)
-        changed_run.recorder = witness = Witness()
-        changed_run.observers = (witness.observe,)
-        changed_run.first_step, changed_run.last_step = self.done, self.done + 1
+        changed_run.recorder = collector = StepCollector()
+        changed_run.observers = (collector.observe,)
+        changed_run.first_step, changed_run.last_step = self.last_step, self.last_step + 1
         await train(changed_run)
-        return witness.played
+        return collector.replayed_step
 
     # --- starting point and stages
 
-    def _start_from(self, saved: int) -> None:
-        """Build the run at the checkpoint of step `saved`, or at the recipe's start for 0."""
-        checkpoint = self.store.load(saved) if saved else None
+    def _start_from(self, step: int) -> None:
+        """Build the run at the checkpoint of this step; 0 is the start of the run."""
+        checkpoint = self.store.load(step) if step else None
         # A checkpoint has a summary of each stage that was finished by then.
-        self.index = 0 if checkpoint is None else len(checkpoint.meta["summaries"])
-        self._refuse_distributed(self.index)
+        self.stage_index = 0 if checkpoint is None else len(checkpoint.meta["summaries"])
+        self._require_local_learner(self.stage_index)
         config = (
             self.config
             if checkpoint is None
-            else resolve_resume_config(self.config, self.index, self.directory.path)
+            else resolve_resume_config(self.config, self.stage_index, self.directory.path)
         )
         self.policy = build_policy(self._without_generator(config))
-        self.run = self._stage_run(self.config, self.policy)
-        self.begun_at = self.done = saved
-        self.diverged = None
+        self.run = self._make_stage_run(self.config, self.policy)
+        self.start_step = self.last_step = step
+        self.diverged_step = None
         if checkpoint is not None:
             self._load_checkpoint(self.run, checkpoint)
 
@@ -294,22 +300,22 @@ class Replay:
 
         A new stage starts from the model that the previous one trained.
         """
-        assert self.run is not None, "`before` comes first"
+        assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
-        if self.done == self._end(self.index):
-            self.index += 1
-            self._refuse_distributed(self.index)
-            self.run = self._stage_run(self.config, self.policy)
+        if self.last_step == self._get_last_step_of(self.stage_index):
+            self.stage_index += 1
+            self._require_local_learner(self.stage_index)
+            self.run = self._make_stage_run(self.config, self.policy)
         return self.run
 
-    def _end(self, index: int) -> int:
+    def _get_last_step_of(self, index: int) -> int:
         """Return the last step of stage `index`."""
         return sum(stage.steps for stage in self.config.stages[: index + 1])
 
-    def _stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
+    def _make_stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
         """Return a run of the current stage that trains on recorded groups."""
-        stage = config.stages[self.index]
-        spec = build_stage_spec(config, self.index)
+        stage = config.stages[self.stage_index]
+        spec = build_stage_spec(config, self.stage_index)
         algorithm = build(stage.algorithm)
         roles = make_roles(
             policy.model,
@@ -319,11 +325,11 @@ class Replay:
             optimizer=spec.optimizer,
             steps=spec.steps,
             spec=spec.algorithm,
-            adapter=build_adapter(config, self.index, self.directory.path),
+            adapter=build_adapter(config, self.stage_index, self.directory.path),
         )
         # Failed attempts must not stop a replay, because they did not stop the run.
         batcher = Batcher(
-            Recorded(self.record, policy.renderer.processor),
+            RecordedSource(self.record, policy.renderer.processor),
             groups_per_step=spec.batch_size,
             max_failed_share=1.0,
         )
@@ -348,31 +354,30 @@ class Replay:
 
     # --- refusals
 
-    def _refuse_distributed(self, index: int) -> None:
+    def _require_local_learner(self, index: int) -> None:
         """Raise ConfigError if the stage's learner was distributed over processes."""
         stage = self.config.stages[index]
         if isinstance(stage.learner, DistributedConfig):
             kind = getattr(stage.learner, "kind", "")
             raise ConfigError(
-                f"stage {stage.name} trained with learner.kind={kind}, whose processes each sum a "
-                "part of a gradient: one "
-                "process sums in another order, so nothing would be bit-equal. The record can be "
-                "looked at (docs/records.md)"
+                f"stage {stage.name} trained with learner.kind={kind}, whose ranks each sum a part "
+                "of a gradient: one process sums in another order, so no step would be bit-equal. "
+                "Read the record instead (docs/records.md)"
             )
 
     def _require_recorded(self, step: int, needed: range) -> None:
         """Raise DataError if the record lacks a needed step, or has only some of its groups."""
-        last = self._end(len(self.config.stages) - 1)
+        last = self._get_last_step_of(len(self.config.stages) - 1)
         if not 1 <= step <= last:
             raise DataError(f"the run has steps 1 to {last}: there is no step {step}")
-        facts = self.record.steps
+        recorded_steps = self.record.steps
         missing = [
             needed_step
             for needed_step in needed
-            if needed_step not in facts or not facts[needed_step].whole
+            if needed_step not in recorded_steps or not recorded_steps[needed_step].whole
         ]
         if step in missing:
-            raise DataError(f"step {step} can't be played again: {self._why_missing(step)}")
+            raise DataError(f"step {step} can't be replayed: {self._explain_missing(step)}")
         if missing:
             start = (
                 f"the checkpoint of step {needed[0] - 1}"
@@ -380,44 +385,46 @@ class Replay:
                 else "the start of the run"
             )
             raise DataError(
-                f"step {step} can't be played again: it needs all steps since {start}, and of step "
-                f"{missing[0]} "
-                f"{self._why_missing(missing[0])}. More checkpoints (checkpoint.every, keep) need "
-                "fewer steps"
+                f"step {step} can't be replayed: it needs all steps since {start}, and of step "
+                f"{missing[0]} {self._explain_missing(missing[0])}. With more checkpoints "
+                "(checkpoint.every, keep) a replay needs fewer steps"
             )
 
-    def _why_missing(self, step: int) -> str:
+    def _explain_missing(self, step: int) -> str:
         """Return the reason, for an error message, why the record lacks groups of a step."""
-        facts, settings = self.record.steps, self.config.record
-        if step in facts:
+        recorded_steps, settings = self.record.steps, self.config.record
+        if step in recorded_steps:
             return (
-                f"the record has a sample, {facts[step].groups} of {facts[step].drawn} groups "
-                "(record.groups)"
+                f"the record has only {recorded_steps[step].groups} of "
+                f"{recorded_steps[step].drawn} groups (record.groups)"
             )
         if settings.every == 0:
             return "nothing was recorded (record.every=0)"
         if settings.every > 1 and step % settings.every:
             return f"nothing was recorded (record.every={settings.every})"
-        if facts and step < min(facts):
+        if recorded_steps and step < min(recorded_steps):
             return (
-                f"the record is gone: it holds {settings.max_gib:g} GiB (record.max_gib), of "
-                "the newest steps"
+                f"the record was removed: only the newest {settings.max_gib:g} GiB are kept "
+                "(record.max_gib)"
             )
-        return "there is no record (the run has not come so far, or its record ended: see run.log)"
+        return (
+            "there is no record (the run has not reached the step, or stopped recording: see "
+            "run.log)"
+        )
 
 
-def changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
+def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
     """Return the run's recipe with changed keys, such as "algorithm.loss.clip_high=0.3".
 
-    A key must be in one of the sections CHANGEABLE. The part's name may be left out if only one
-    part of the algorithm has the key ("algorithm.clip_high=0.3"). Raises ConfigError for keys of
-    other sections, because they would change the groups.
+    A key must be in one of the sections CHANGEABLE. The name of an algorithm's part may be omitted
+    if only that part has the key ("algorithm.clip_high=0.3"). Raises ConfigError for keys of other
+    sections, because they would change the groups.
     """
-    stage = replay.config.stages[replay.index]
+    stage = replay.config.stages[replay.stage_index]
     return load_config(replay.directory.config, [_qualify_key(text, stage) for text in changes])
 
 
-# The sections of a stage that act on recorded groups and can't change them.
+# The sections of a stage that use the recorded groups but can't change them.
 CHANGEABLE = ("algorithm", "optimizer", "learner")
 
 
@@ -429,8 +436,8 @@ def _qualify_key(text: str, stage: Any) -> str:
         keys = keys[2:]
     if keys[0] not in CHANGEABLE:
         raise ConfigError(
-            f"--set {text}: the groups are as they were recorded, so only {', '.join(CHANGEABLE)} "
-            "of its stage can change"
+            f"--set {text}: the recorded groups can't change, so only {', '.join(CHANGEABLE)} of "
+            "the stage may be set"
         )
     if (
         keys[0] == "algorithm"

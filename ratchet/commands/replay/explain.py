@@ -13,11 +13,11 @@ from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
 
-from ratchet.commands.replay.engine import Played, Replay
+from ratchet.commands.replay.engine import Replay, ReplayedStep
 from ratchet.commands.replay.gradient_attribution import (
     GroupShare,
     Influence,
-    Influences,
+    InfluenceRecorder,
     TokenPull,
 )
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -27,8 +27,8 @@ from ratchet.types import Group
 from ratchet.utils.terminal_text import make_console
 
 HINT = (
-    "direction: part along the whole gradient, all sum to 1. pull: above 0 makes the token "
-    "likelier."
+    "direction: share of the gradient, below 0 if opposed to it; the sum over all groups is 1. "
+    "pull: above 0 if the step makes the token likelier."
 )
 CONTEXT = 12  # number of tokens shown before a token
 
@@ -36,56 +36,60 @@ CONTEXT = 12  # number of tokens shown before a token
 def explain_step(
     path: Path, step: int, *, role: str = "policy", top: int = 10, as_json: bool = False
 ) -> None:
-    """Print what moved a role's weights in a step.
+    """Print which groups and tokens moved a role's weights in a step.
 
-    Raise the errors of `Replay`, and ConfigError for a role that did not train.
+    Raises the errors of `Replay`, and ConfigError for a role that did not train.
     """
     replay = Replay(path)
-    played, influence = asyncio.run(influences(replay, step, role=role, most=top))
-    assert replay.policy is not None, "the step was played"
-    result = explained(played, influence, replay.policy.tokenizer, role=role, top=top)
+    replayed, influence = asyncio.run(measure_influence(replay, step, role=role, max_tokens=top))
+    assert replay.policy is not None, "the step was replayed"
+    result = make_explanation(replayed, influence, replay.policy.tokenizer, role=role, top=top)
     console = make_console()
     if as_json:
         console.out(json.dumps(result), highlight=False)
     else:
-        show(result, console, top)
+        print_explanation(result, console, top)
 
 
-async def influences(
-    replay: Replay, step: int, *, role: str = "policy", most: int = 10
-) -> tuple[Played, Influence]:
-    run = await replay.before(step)
+async def measure_influence(
+    replay: Replay, step: int, *, role: str = "policy", max_tokens: int = 10
+) -> tuple[ReplayedStep, Influence]:
+    """Replay a step, and return it with the contributions of its `max_tokens` strongest tokens."""
+    run = await replay.advance_to(step)
     learner = run.roles.get(role)
     if role not in run.algorithm.losses or not isinstance(learner, LocalLearner):
         raise ConfigError(
-            f"nothing trains {role} in stage {run.name}: give one of "
+            f"stage {run.name} does not train the role {role}: give one of "
             f"{', '.join(run.algorithm.losses)}"
         )
-    recorder = Influences(learner, most=most)
+    recorder = InfluenceRecorder(learner, max_tokens=max_tokens)
     run.roles = {**run.roles, role: recorder}
     try:
-        played = await replay.play()
+        replayed = await replay.replay_next()
     finally:
         run.roles = {**run.roles, role: learner}
-    return played, recorder.found
+    return replayed, recorder.influence
 
 
-def explained(
-    played: Played, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int
+def make_explanation(
+    replayed: ReplayedStep, influence: Influence, tokenizer: Tokenizer, *, role: str, top: int
 ) -> dict[str, Any]:
-    """Return what `--json` writes: all groups and tags, and `top` tokens, the strongest first."""
-    groups = {group.id: group for group in played.groups}
+    """Return the object that `--json` writes.
+
+    It has all groups and tags, and the `top` strongest tokens, the strongest first.
+    """
+    groups = {group.id: group for group in replayed.groups}
     shares, updates = influence.groups, max(influence.updates, 1)
     total_loss = sum(abs(share.loss) for share in shares.values())
     rows = [_group_row(groups[name], share, updates, total_loss) for name, share in shares.items()]
     strongest = sorted(influence.tokens, key=lambda token: -abs(token.pull))[:top]
     return {
-        "step": played.step,
-        "stage": played.stage,
+        "step": replayed.step,
+        "stage": replayed.stage,
         "role": role,
         "updates": influence.updates,
         "gradient_norms": influence.norms,
-        "tags": _by_tag(rows),
+        "tags": _sum_by_tag(rows),
         "groups": sorted(rows, key=lambda row: -abs(row["direction"])),
         "tokens": [
             _token_row(token, groups[token.group], tokenizer, influence) for token in strongest
@@ -109,7 +113,7 @@ def _group_row(group: Group, share: GroupShare, updates: int, total_loss: float)
     }
 
 
-def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+def _sum_by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     tags: dict[str, dict[str, Any]] = {}
     for row in rows:
         tag = tags.setdefault(
@@ -125,16 +129,16 @@ def _by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
 def _token_row(
     token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence
 ) -> dict[str, Any]:
-    strands = [row for row in group.trajectories if row.counts and row.attempt == token.attempt]
-    row = strands[token.strand]
-    before = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
+    candidates = [row for row in group.trajectories if row.counts and row.attempt == token.attempt]
+    row = candidates[token.trajectory]
+    context = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
     return {
         "group": token.group,
         "row": next(index for index, other in enumerate(group.trajectories) if other is row),
         "position": token.position,
         "token": token.token,
         "text": tokenizer.decode([token.token], skip_special=False),
-        "before": tokenizer.decode(before, skip_special=False),
+        "before": tokenizer.decode(context, skip_special=False),
         "loss": token.loss,
         "pull": token.pull,
         "loss_share": abs(token.loss) / influence.loss if influence.loss else 0.0,
@@ -142,40 +146,52 @@ def _token_row(
     }
 
 
-def show(found: Mapping[str, Any], console: Console, top: int) -> None:
-    norms = ", ".join(f"{norm:.4g}" for norm in found["gradient_norms"])
-    head = f"step {found['step']} ({found['stage']}), {found['role']}: "
+def print_explanation(explanation: Mapping[str, Any], console: Console, top: int) -> None:
+    norms = ", ".join(f"{norm:.4g}" for norm in explanation["gradient_norms"])
+    head = f"step {explanation['step']} ({explanation['stage']}), {explanation['role']}: "
     summary = f"gradient of {norms}" if norms else "nothing had a gradient"
     console.print(head + summary, markup=False, highlight=False)
-    if len(found["tags"]) > 1:
+    if len(explanation["tags"]) > 1:
         console.print(
-            _table("Tags", found["tags"], ("tag", "groups"), ("direction", "loss", "loss_share"))
+            _make_table(
+                "Tags", explanation["tags"], ("tag", "groups"), ("direction", "loss", "loss_share")
+            )
         )
-    numbers = ("reward_mean", "direction", "norm", "loss", "loss_share")
-    shown = found["groups"][:top]
+    number_columns = ("reward_mean", "direction", "norm", "loss", "loss_share")
+    top_groups = explanation["groups"][:top]
     console.print(
-        _table(f"Groups ({len(shown)} of {len(found['groups'])})", shown, ("group", "tag"), numbers)
+        _make_table(
+            f"Groups ({len(top_groups)} of {len(explanation['groups'])})",
+            top_groups,
+            ("group", "tag"),
+            number_columns,
+        )
     )
-    if found["tokens"]:
-        words = ("group", "row", "position", "before", "text")
-        numbers = ("loss_share", "pull", "pull_share")
-        console.print(_table("Tokens", found["tokens"], words, numbers))
+    if explanation["tokens"]:
+        text_columns = ("group", "row", "position", "before", "text")
+        number_columns = ("loss_share", "pull", "pull_share")
+        console.print(_make_table("Tokens", explanation["tokens"], text_columns, number_columns))
     console.print(HINT, highlight=False, soft_wrap=True)
 
 
-def _table(
-    title: str, rows: Iterable[Mapping[str, Any]], words: Sequence[str], numbers: Sequence[str]
+def _make_table(
+    title: str,
+    rows: Iterable[Mapping[str, Any]],
+    text_columns: Sequence[str],
+    number_columns: Sequence[str],
 ) -> Table:
-    columns = [Column(name, overflow="fold") for name in words]
-    table = Table(*columns, *(Column(name, justify="right") for name in numbers), title=title)
+    columns = [Column(name, overflow="fold") for name in text_columns]
+    table = Table(
+        *columns, *(Column(name, justify="right") for name in number_columns), title=title
+    )
     for row in rows:
-        cells = [_literal(row[name]) for name in words]
+        cells = [_make_cell(row[name]) for name in text_columns]
         table.add_row(
-            *cells, *("-" if row[name] is None else f"{row[name]:.4g}" for name in numbers)
+            *cells, *("-" if row[name] is None else f"{row[name]:.4g}" for name in number_columns)
         )
     return table
 
 
-def _literal(value: Any) -> Any:
-    # A Text, since rich would read markup in a plain string.
+def _make_cell(value: Any) -> Any:
+    # A `Text` is returned because rich would interpret markup in a string.
     return Text(repr(value)[1:-1] if isinstance(value, str) else str(value))

@@ -23,10 +23,10 @@ from ratchet.protocols import LossTerm, needed
 class GroupShare:
     """The share of one group in the gradients of its optimizer steps, summed over these steps.
 
-    g is the gradient of a step, and g_i the group's summand of it.
+    g is the gradient of an optimizer step, and g_i is the group's summand of g.
     """
 
-    # g_i . g / |g|^2: sums to 1 over the groups of a step; below 0 the group opposed the step
+    # g_i . g / |g|^2. The sum over the groups of a step is 1. A group below 0 opposed the step.
     direction: float = 0.0
     norm: float = 0.0  # |g_i| / |g|
     loss: float = 0.0  # the group's summand of the loss
@@ -38,7 +38,7 @@ class TokenPull:
 
     group: str
     attempt: int
-    strand: int  # index of the trajectory among those of the attempt that count
+    trajectory: int  # index among the attempt's trajectories that count
     position: int  # in the trajectory
     token: int
     loss: float  # the token's summand of token-level terms
@@ -50,7 +50,9 @@ class Influence:
     """The contributions of groups and tokens to the optimizer steps of one training step."""
 
     groups: dict[str, GroupShare] = field(default_factory=dict)
-    tokens: list[TokenPull] = field(default_factory=list)  # the strongest of each optimizer step
+    tokens: list[TokenPull] = field(
+        default_factory=list
+    )  # the find_strongest_tokens of each optimizer step
     norms: list[float] = field(default_factory=list)  # gradient norm of each optimizer step
     pull: float = 0.0  # sum of |pull| over all tokens
     loss: float = 0.0  # sum of |loss| over all tokens
@@ -61,77 +63,79 @@ class Influence:
         return len(self.norms)
 
 
-class Influences(LearnerWrapper):
-    """A learner wrapper that records the contributions to each update before it happens.
+class InfluenceRecorder(LearnerWrapper):
+    """A learner wrapper that measures the contributions to each optimizer step before the step.
 
-    most: number of tokens kept of each update.
+    max_tokens: number of tokens to keep for each optimizer step.
     """
 
     inner: LocalLearner
 
-    def __init__(self, inner: LocalLearner, *, most: int) -> None:
+    def __init__(self, inner: LocalLearner, *, max_tokens: int) -> None:
         super().__init__(inner)
-        self.most, self.found = most, Influence()
+        self.max_tokens, self.influence = max_tokens, Influence()
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         if select_weighted_rows(mini, terms):
-            self._note(mini, terms)
+            self._add_contributions(mini, terms)
         return await super().update(mini, terms)
 
-    def _note(self, mini: Batch, terms: Sequence[LossTerm]) -> None:
-        whole, _ = self.inner.gradient(mini, terms)
-        squared = sum(float((g.double() ** 2).sum()) for g in whole)
-        self.found.norms.append(squared**0.5)
-        group_S, pulls = mini.group_S.tolist(), list[tuple[Tensor, Tensor]]()
+    def _add_contributions(self, minibatch: Batch, terms: Sequence[LossTerm]) -> None:
+        full_gradient, _ = self.inner.gradient(minibatch, terms)
+        squared_norm = sum(float((g.double() ** 2).sum()) for g in full_gradient)
+        self.influence.norms.append(squared_norm**0.5)
+        group_S, pulls = minibatch.group_S.tolist(), list[tuple[Tensor, Tensor]]()
         # The sequences of a group are contiguous, so the pulls of all groups are in token order.
-        for at, name in enumerate(mini.group_ids):
-            part = mini.take([s for s, group in enumerate(group_S) if group == at])
-            pulls.append(token_pulls(self.inner, part, terms))
-            share = self.found.groups.setdefault(name, GroupShare())
-            if not squared or not select_weighted_rows(part, terms):
+        for group_index, name in enumerate(minibatch.group_ids):
+            part = minibatch.take([s for s, group in enumerate(group_S) if group == group_index])
+            pulls.append(measure_token_pulls(self.inner, part, terms))
+            share = self.influence.groups.setdefault(name, GroupShare())
+            if not squared_norm or not select_weighted_rows(part, terms):
                 continue
             gradient, loss = self.inner.gradient(part, terms)
             share.loss += loss
             share.direction += (
                 sum(
                     float((a.double() * b.double()).sum())
-                    for a, b in zip(gradient, whole, strict=True)
+                    for a, b in zip(gradient, full_gradient, strict=True)
                 )
-                / squared
+                / squared_norm
             )
-            share.norm += (sum(float((g.double() ** 2).sum()) for g in gradient) / squared) ** 0.5
+            share.norm += (
+                sum(float((g.double() ** 2).sum()) for g in gradient) / squared_norm
+            ) ** 0.5
         loss_T, pull_T = (torch.cat(columns) for columns in zip(*pulls, strict=True))
-        self.found.pull += float(pull_T.abs().sum())
-        self.found.loss += float(loss_T.abs().sum())
-        self.found.tokens += strongest(mini, loss_T, pull_T, self.most)
+        self.influence.pull += float(pull_T.abs().sum())
+        self.influence.loss += float(loss_T.abs().sum())
+        self.influence.tokens += find_strongest_tokens(minibatch, loss_T, pull_T, self.max_tokens)
 
 
-def token_pulls(
+def measure_token_pulls(
     learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]
 ) -> tuple[Tensor, Tensor]:
     """Return (loss, pull) of each token in a part of a mini-batch, [T] each.
 
     Terms that don't read logprobs add 0 to the pulls. If no term reads them, the losses are 0 too.
     """
-    hand = learner.forwards[0]
-    micro, watch = part.to(hand.device, hand.dtype), hand.watch(terms)
+    forward = learner.forwards[0]
+    micro, watch = part.to(forward.device, forward.dtype), forward.watch(terms)
     needs = needed(terms)
     with torch.no_grad():
-        out = hand.outputs(micro, hand.hidden(micro, watch), needs)
+        out = forward.outputs(micro, forward.hidden(micro, watch), needs)
         if watch is not None:
             out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
     loss_T = torch.zeros(part.n_tokens, dtype=torch.float64)
     if out.logprobs is None:
         return loss_T, loss_T.clone()
-    live = out.logprobs.detach().requires_grad_()
-    out = replace(out, logprobs=live)
-    total = live.sum() * 0.0
+    logprobs = out.logprobs.detach().requires_grad_()
+    out = replace(out, logprobs=logprobs)
+    total = logprobs.sum() * 0.0
     for term in terms:
         loss, _ = term(out, micro)
         total = total + loss
         loss_T += _summands(term, out, micro)
-    (slope,) = torch.autograd.grad(total, live)
-    return loss_T, -slope.double().cpu()
+    (gradient,) = torch.autograd.grad(total, logprobs)
+    return loss_T, -gradient.double().cpu()
 
 
 def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
@@ -143,17 +147,24 @@ def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
     return (coef * weight * torch.where(weight != 0, x, 0.0)).detach().double().cpu()
 
 
-def strongest(mini: Batch, loss_T: Tensor, pull_T: Tensor, most: int) -> list[TokenPull]:
-    """Return at most `most` tokens with a pull other than 0, the strongest first."""
-    order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:most].tolist()
-    sequence_T, starts_S = mini.sequence_T, mini.starts_S
-    units = list(zip(mini.group_S.tolist(), mini.attempt_S.tolist(), strict=True))
-    losses = []
+def find_strongest_tokens(
+    minibatch: Batch, loss_T: Tensor, pull_T: Tensor, max_tokens: int
+) -> list[TokenPull]:
+    """Return at most `most` tokens with a pull other than 0, the find_strongest_tokens first."""
+    order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:max_tokens].tolist()
+    sequence_T, starts_S = minibatch.sequence_T, minibatch.starts_S
+    attempts = list(zip(minibatch.group_S.tolist(), minibatch.attempt_S.tolist(), strict=True))
+    pulls = []
     for t in order:
         if pull_T[t] == 0:
             break
         s = int(sequence_T[t])
-        group, attempt = units[s]
-        place = mini.group_ids[group], attempt, s - units.index(units[s]), t - int(starts_S[s])
-        losses.append(TokenPull(*place, int(mini.tokens_T[t]), float(loss_T[t]), float(pull_T[t])))
-    return losses
+        group, attempt = attempts[s]
+        # The trajectories of an attempt are adjacent.
+        trajectory = s - attempts.index(attempts[s])
+        position = t - int(starts_S[s])
+        location = minibatch.group_ids[group], attempt, trajectory, position
+        pulls.append(
+            TokenPull(*location, int(minibatch.tokens_T[t]), float(loss_T[t]), float(pull_T[t]))
+        )
+    return pulls

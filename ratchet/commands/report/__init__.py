@@ -1,31 +1,37 @@
-"""Reports of runs: `ratchet report` as one HTML file, `ratchet ui` as a live page of this
-machine."""
+"""Show runs in the browser: `ratchet report` writes one HTML file, `ratchet ui` serves a live page
+on this machine."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
 
-from ratchet.commands.report.page import report_page
-from ratchet.commands.report.runs import named
+from ratchet.commands.report.page import make_report_page
+from ratchet.commands.report.runs import open_runs
 from ratchet.errors import RunDirectoryError
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.utils.object_store import is_address
 
 FILE = "report.html"
-MOST_TOKENS = 2**18  # of a run, that have their numbers in the file: some megabytes
+# Maximum number of tokens of a run whose numbers are in the file. They take some megabytes.
+MAX_TOKENS = 2**18
 
 
 def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollouts: int) -> Path:
-    """Write the runs as one HTML file, and return its path: by default in the first run, or here if
-    that has an address.
+    """Write the runs as one HTML file, and return its path.
 
-    rollouts: how many of each run have their texts in the file. Raises RunDirectoryError for what
-    is no run, or if the file can't be written; DataError for a record that can't be read.
+    Args:
+        places: Run directories or addresses.
+        out: The file. None: report.html in the first run, or in the working directory if the first
+            run is at an address.
+        rollouts: Number of rollouts of each run whose texts are in the file.
+
+    Raises RunDirectoryError if a place holds no run or the file can't be written; DataError for a
+    record that can't be read.
     """
     paths = [fetch_run_record(place) for place in places]
-    page = report_page(named(paths), rollouts=rollouts, tokens=MOST_TOKENS)
+    page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
     out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
     try:
         replace_text(out, page)

@@ -14,28 +14,32 @@ from ratchet.errors import RatchetError
 from ratchet.observe.records.media import name_in
 from ratchet.types import MediaKind
 
-AS_IT_IS = 2**16  # bytes; larger images are scaled down
-MOST_SIDE = 640  # pixels, of a scaled image
-MOST_BYTES = 2**22  # larger media are left out
-# Types that can't hold markup, as SVG images can.
-SHOWN = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")
+MAX_UNSCALED_BYTES = 2**16  # larger images are scaled down
+MAX_SIDE = 640  # pixels of a scaled image
+MAX_BYTES = 2**22  # larger media are left out
+# Types that can't hold markup. SVG images can.
+ALLOWED_TYPES = re.compile(r"data:(image/(png|jpeg|gif|webp|bmp)|audio/[\w.+-]+|video/[\w.+-]+);")
 
 
-def named_parts(
+def add_media_names(
     messages: Sequence[Mapping[str, Any]], placed: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:
     """Return the messages of a record's row, with the name of each part's medium as `media`.
 
-    The name comes from the part's value, or from the order if there are as many parts as media that
-    the model was shown; else it is None.
+    The name comes from the part's value. If the value has none, and the row has as many parts as
+    media, it comes from their order. Otherwise it is None.
 
-    placed: the row's `media`.
+    placed: the row's `media`, in the order in which the model got them.
     """
     parts = [
         part for message in messages for part in message["parts"] or () if part["type"] != "text"
     ]
-    shown = [one["name"] for one in placed] if len(placed) == len(parts) else [None] * len(parts)
-    names = iter([name_in(part["value"]) or name for part, name in zip(parts, shown, strict=True)])
+    ordered_names = (
+        [medium["name"] for medium in placed] if len(placed) == len(parts) else [None] * len(parts)
+    )
+    names = iter(
+        [name_in(part["value"]) or name for part, name in zip(parts, ordered_names, strict=True)]
+    )
     return [
         {
             **message,
@@ -60,20 +64,20 @@ def collect_names(details: Iterable[Mapping[str, Any]]) -> dict[str, MediaKind]:
     return {part["media"]: part["type"] for part in parts if part.get("media")}
 
 
-def data_url(kind: MediaKind, source: bytes) -> str | None:
-    """Return the URL; None if browsers don't show the medium, it is unreadable or too large."""
+def make_data_url(kind: MediaKind, source: bytes) -> str | None:
+    """Return the URL; None if the medium is unreadable, too large or not shown by browsers."""
     try:
-        if kind == "image" and len(source) > AS_IT_IS:
-            source = _scaled(source)
+        if kind == "image" and len(source) > MAX_UNSCALED_BYTES:
+            source = _scale_down(source)
     except RatchetError:
         return None
-    url = embedded(kind, source).value if len(source) <= MOST_BYTES else ""
-    return url if SHOWN.match(url) else None
+    url = embedded(kind, source).value if len(source) <= MAX_BYTES else ""
+    return url if ALLOWED_TYPES.match(url) else None
 
 
-def _scaled(source: bytes) -> bytes:
+def _scale_down(source: bytes) -> bytes:
     image = decode_image(source, where="the record", limits=MediaConfig())
-    image.thumbnail((MOST_SIDE, MOST_SIDE))
+    image.thumbnail((MAX_SIDE, MAX_SIDE))
     buffer = io.BytesIO()
     image.save(buffer, "JPEG", quality=85)
     return buffer.getvalue()

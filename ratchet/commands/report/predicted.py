@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 MIB = 2**20
 
 
-def predicted(
+def compare_with_plan(
     plan: Mapping[str, Any],
     times: Mapping[str, NDArray[np.float64]],
     summary: Mapping[str, Any] | None,
@@ -20,7 +20,7 @@ def predicted(
     """Return a line for each prediction: `what`, its `unit`, `predicted` and `measured`.
 
     `measured` is None while unknown. The time of a step is the median over a stage's steps without
-    the first, which warms up, as in a probe; only a plan with a probe predicts it.
+    the first, which is warm-up. Only a plan with a probe predicts it.
 
     Args:
         plan: as in plan.json.
@@ -29,7 +29,7 @@ def predicted(
         summary: as in summary.json; None before the run's end.
     """
     lines = [
-        line(
+        make_line(
             "peak memory",
             "MiB",
             plan["peak_bytes"] / MIB,
@@ -37,16 +37,20 @@ def predicted(
         )
     ]
     stages = plan["stages"]
-    for stage, end in zip(stages, accumulate(stage["steps"] for stage in stages), strict=True):
-        in_stage = (times["step"] > end - stage["steps"] + 1) & (times["step"] <= end)
+    for stage, last_step in zip(
+        stages, accumulate(stage["steps"] for stage in stages), strict=True
+    ):
+        in_stage = (times["step"] > last_step - stage["steps"] + 1) & (times["step"] <= last_step)
         for what, key in (("", "step_s"), (", on processors", "processor_s")):
             seconds = times[f"time/{key}"][in_stage]
             seconds = seconds[~np.isnan(seconds)]
             if key in stage:
                 measured = float(np.median(seconds)) if len(seconds) else None
-                lines.append(line(f"{stage['stage']}: a step{what}", "s", stage[key], measured))
+                lines.append(
+                    make_line(f"{stage['stage']}: a step{what}", "s", stage[key], measured)
+                )
     return lines
 
 
-def line(what: str, unit: str, guess: float, measured: float | None) -> dict[str, Any]:
-    return {"what": what, "unit": unit, "predicted": guess, "measured": measured}
+def make_line(what: str, unit: str, predicted: float, measured: float | None) -> dict[str, Any]:
+    return {"what": what, "unit": unit, "predicted": predicted, "measured": measured}

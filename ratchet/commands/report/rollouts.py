@@ -1,5 +1,5 @@
-"""Read a run's record for the report page: a few columns of every rollout, and the details of those
-that are opened."""
+"""Read a run's record for the report page: a few columns of every rollout, and all details of the
+rollouts that a user opens."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pyarrow.compute
 import pyarrow.parquet as pq
 from numpy.typing import NDArray
 
-from ratchet.commands.report.media import data_url, named_parts
+from ratchet.commands.report.media import add_media_names, make_data_url
 from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts, find_tokenizer
 from ratchet.errors import DataError
@@ -27,10 +27,10 @@ from ratchet.types import MediaKind
 
 pc: Any = pyarrow.compute  # its functions are created on import, so type checkers see none
 
-# Columns of every rollout. Words are sent as indices into a list of distinct words, "" for none,
-# and whole numbers in the smallest type that holds them, because a long run has a million rows.
+# Columns of every rollout. Because a long run has a million rows, words are sent as indices into a
+# list of distinct words ("" for none), and integers in the smallest type that holds them.
 WORDS = ("stage", "task", "environment", "tag", "use", "outcome", "failure")
-WHOLE = (
+INTEGERS = (
     "step",
     "group_index",
     "attempt",
@@ -39,9 +39,9 @@ WHOLE = (
     "trained_tokens",
     "truncated",
 )
-FLOATS = ("reward", "advantage")  # NaN if absent
-NUMBERS = (*WHOLE, *FLOATS)
-# Numbers of each token: their name on the page, and their column in the record.
+FLOATS = ("reward", "advantage")  # NaN if missing
+NUMBERS = (*INTEGERS, *FLOATS)
+# Numbers of each token: name on the page -> column in the record.
 TOKEN_NUMBERS = {
     "logprob": "rollout_logprobs",
     "old_logprob": "old_logprobs",
@@ -51,7 +51,7 @@ TOKEN_NUMBERS = {
     "value": "values",
     "return": "returns",
 }
-NOT_SHOWN = (
+HIDDEN_COLUMNS = (
     "routes",
     "routes_shape",
     "log_kept_mass",
@@ -62,9 +62,9 @@ NOT_SHOWN = (
     "weight",
     "rollout_logprob",
 )
-DETAILS = [name for name in SCHEMA.names if name not in NOT_SHOWN]
+DETAIL_COLUMNS = [name for name in SCHEMA.names if name not in HIDDEN_COLUMNS]
 ONE = pa.scalar(1, pa.int32())
-HELD = 4  # maximum number of steps whose tables stay in memory
+MAX_CACHED_STEPS = 4  # steps whose tables stay in memory
 DIGITS = 5  # significant digits of a token's numbers
 
 
@@ -76,7 +76,7 @@ class Rollouts:
         self._stamp = ""
         self._record: Record | None = None
         self._tables: dict[int, pa.Table] = {}
-        # name and media of the file that was read last
+        # Name and media of the file that was read last.
         self._media: tuple[str, Mapping[str, bytes]] = ("", {})
 
     def stamp(self) -> str:
@@ -96,19 +96,17 @@ class Rollouts:
         return self._record
 
     def columns(self, known: Sequence[str] = (), *, every: int = 1) -> bytes:
-        """Return the packed columns of all rows, without the files in `known` if the record still
-        begins with them.
-
-        "after" in the header is the number of files left out.
+        """Return the packed columns of all rows.
 
         Args:
-            known: Names of files whose rows the page already has.
-            every: Take one step in this many.
+            known: Names of files whose rows the page already has. They are omitted if the record
+                still begins with them. The header's key "after" is the number of omitted files.
+            every: Return only every n-th step.
         """
         record = self.record
         names = [file.name for file in record.files]
-        after = len(known) if names[: len(known)] == list(known) else 0
-        table = _scalars(record.directory, record.files[after:])
+        n_omitted = len(known) if names[: len(known)] == list(known) else 0
+        table = _read_scalars(record.directory, record.files[n_omitted:])
         if every > 1:
             table = table.filter(
                 pc.is_in(
@@ -119,32 +117,39 @@ class Rollouts:
             str(step): [facts.rows, facts.groups, facts.drawn, facts.fingerprints]
             for step, facts in record.steps.items()
         }
-        words, codes = _coded(table)
+        words, word_indices = _encode_words(table)
         return pack(
-            {"files": names, "after": after, "words": words, "steps": steps},
-            codes | _numbers(table),
+            {"files": names, "after": n_omitted, "words": words, "steps": steps},
+            word_indices | _pack_numbers(table),
         )
 
-    def details(self, step: int, places: Sequence[int]) -> list[dict[str, Any]]:
-        """Return the details of a step's rollouts at `places`. Raises DataError for one that is not
-        in the record."""
+    def details(self, step: int, positions: Sequence[int]) -> list[dict[str, Any]]:
+        """Return the details of a step's rollouts, by their positions in the step.
+
+        Raises DataError for a rollout that is not in the record.
+        """
         record = self.record
         if step not in record.steps:
             raise DataError(f"step {step} is not in the record (any more)")
         if step not in self._tables:
-            while len(self._tables) >= HELD:
+            while len(self._tables) >= MAX_CACHED_STEPS:
                 self._tables.pop(next(iter(self._tables)))
-            self._tables[step] = record.table(DETAILS, steps=[step])
+            self._tables[step] = record.table(DETAIL_COLUMNS, steps=[step])
         table = self._tables[step]
-        if any(not 0 <= place < table.num_rows for place in places):
+        if any(not 0 <= position < table.num_rows for position in positions):
             raise DataError(f"step {step} has {table.num_rows} rollouts in the record")
-        total = float(_loss_shares(table).sum())
-        rows = table.take(pa.array(places, pa.int64())).to_pylist()
-        return [self._detail(place, row, total) for place, row in zip(places, rows, strict=True)]
+        total_share = float(_loss_shares(table).sum())
+        rows = table.take(pa.array(positions, pa.int64())).to_pylist()
+        return [
+            self._make_detail(position, row, total_share)
+            for position, row in zip(positions, rows, strict=True)
+        ]
 
     def media(self, step: int, kinds: Mapping[str, MediaKind]) -> dict[str, str]:
-        """Return `data:` URLs of a step's media by name, except missing ones and those that no
-        browser shows."""
+        """Return `data:` URLs of a step's media by name.
+
+        Media that are missing, or that browsers do not show, are left out.
+        """
         record = self.record
         file = next(
             (file for file in record.files if any(facts.step == step for facts in file.steps)), None
@@ -158,83 +163,97 @@ class Rollouts:
                 self._media = (file.name, {})
         sources = self._media[1]
         urls = {
-            name: data_url(kind, sources[name]) for name, kind in kinds.items() if name in sources
+            name: make_data_url(kind, sources[name])
+            for name, kind in kinds.items()
+            if name in sources
         }
         return {name: url for name, url in urls.items() if url is not None}
 
-    def search(self, text: str, *, most: int) -> tuple[list[tuple[int, int]], int | None]:
-        """Return (step, place in the step) of at most `most` rollouts whose messages contain the
-        text, and the earliest step searched.
+    def search(self, text: str, *, limit: int) -> tuple[list[tuple[int, int]], int | None]:
+        """Search the rollouts' messages for a text, the newest files first.
 
-        The newest files are searched first. The step is None if all were searched.
+        Return (step, position in the step) of at most `limit` matching rollouts, and the earliest
+        step that was searched; None for that step means that all steps were searched.
         """
         matches: list[tuple[int, int]] = []
         record = self.record
         for file in reversed(record.files):
-            matches += _matches(record.directory, file, text)
-            if len(matches) >= most:
-                return matches[:most], file.steps[0].step
+            matches += _find_matches(record.directory, file, text)
+            if len(matches) >= limit:
+                return matches[:limit], file.steps[0].step
         return matches, None
 
-    def sample(self, rollouts: int, tokens: int) -> list[dict[str, Any]]:
-        """Return details of at most `rollouts` rollouts with at most `tokens` tokens: whole groups
-        at steps spread evenly over the run.
+    def sample(self, max_rollouts: int, max_tokens: int) -> list[dict[str, Any]]:
+        """Return the details of a sample of rollouts: whole groups at steps spread over the run.
 
-        At each step the tasks whose names hash lowest are chosen, so that a repeated task is chosen
-        again, in other runs too.
+        At each step the tasks with the lowest hashes are chosen, so that a task that appears again,
+        also in another run, is chosen again.
+
+        Args:
+            max_rollouts: Maximum number of rollouts.
+            max_tokens: Maximum number of their tokens together.
         """
-        table = _scalars(self.record.directory, self.record.files).select(
+        table = _read_scalars(self.record.directory, self.record.files).select(
             ["step", "task", "group_index", "length"]
         )
-        ranked = _ranked(table.to_pydict())
-        sizes = sorted(len(places) for groups in ranked.values() for places, _ in groups)
-        steps_wanted = rollouts // sizes[len(sizes) // 2] if sizes else 0
-        steps = _spread(list(ranked), steps_wanted)
-        chosen: list[dict[str, Any]] = []
+        ranked = _rank_groups(table.to_pydict())
+        sizes = sorted(len(positions) for groups in ranked.values() for positions, _ in groups)
+        n_groups = max_rollouts // sizes[len(sizes) // 2] if sizes else 0
+        steps = _pick_evenly(list(ranked), n_groups)
+        sample: list[dict[str, Any]] = []
         # Take one group of every step, then a second group of every step, and so on.
-        for turn in range(-(-steps_wanted // max(1, len(steps)))):
+        for turn in range(-(-n_groups // max(1, len(steps)))):
             for step in steps:
-                places, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
-                if len(chosen) + len(places) <= rollouts and length <= tokens:
-                    tokens -= length
-                    chosen += self.details(step, places)
-        return chosen
+                positions, length = ranked[step][turn] if turn < len(ranked[step]) else ([], 0)
+                if len(sample) + len(positions) <= max_rollouts and length <= max_tokens:
+                    max_tokens -= length
+                    sample += self.details(step, positions)
+        return sample
 
     # --- one rollout
 
     @cached_property
-    def _texts(self) -> TokenTexts:
+    def _decode_tokens(self) -> TokenTexts:
         return TokenTexts(find_tokenizer(self.directory))
 
-    def _detail(self, place: int, row: Mapping[str, Any], total: float) -> dict[str, Any]:
-        facts = {name: _finite(row[name]) for name in SCALARS if name in row}
+    def _make_detail(
+        self, position: int, row: Mapping[str, Any], total_share: float
+    ) -> dict[str, Any]:
+        facts = {name: _drop_non_finite(row[name]) for name in SCALARS if name in row}
         numbers = {
-            name: _rounded(row[column])
+            name: _round(row[column])
             for name, column in TOKEN_NUMBERS.items()
             if row[column] is not None
         }
-        share = _share(row, total)
-        if share is not None:
-            numbers["share"] = share
-        sampled, learned = row["rollout_logprobs"], row["old_logprobs"]
-        # Only if the policy wrote tokens: the version of any other token is -1.
-        if learned is not None and max(row["versions"], default=-1) >= 0:
-            numbers["ratio"] = _rounded(
-                [math.exp(min(a - b, 80.0)) for a, b in zip(learned, sampled, strict=True)]
+        shares = _compute_shares(row, total_share)
+        if shares is not None:
+            numbers["share"] = shares
+        rollout_logprobs, old_logprobs = row["rollout_logprobs"], row["old_logprobs"]
+        # A ratio exists only if the policy wrote tokens: the version of any other token is -1.
+        if old_logprobs is not None and max(row["versions"], default=-1) >= 0:
+            numbers["ratio"] = _round(
+                [
+                    math.exp(min(old - rollout, 80.0))
+                    for old, rollout in zip(old_logprobs, rollout_logprobs, strict=True)
+                ]
             )
         return {
-            "place": place,
+            "place": position,
             "facts": facts,
-            "reward_parts": {name: _finite(value) for name, value in row["reward_parts"] or ()},
-            "metrics": {name: _finite(value) for name, value in row["metrics"] or ()},
+            "reward_parts": {
+                name: _drop_non_finite(value) for name, value in row["reward_parts"] or ()
+            },
+            "metrics": {name: _drop_non_finite(value) for name, value in row["metrics"] or ()},
             "answer": row["answer"],
             "task_meta": row["task_meta"],
             "failure_detail": row["failure_detail"],
-            "messages": named_parts(row["messages"] or row["prompt"] or [], row["media"] or ()),
-            "turns": [{**turn, "reward": _finite(turn["reward"])} for turn in row["turns"] or ()],
+            "messages": add_media_names(row["messages"] or row["prompt"] or [], row["media"] or ()),
+            "turns": [
+                {**turn, "reward": _drop_non_finite(turn["reward"])} for turn in row["turns"] or ()
+            ],
             "tokens": {
                 "id": row["tokens"],
-                "text": self._texts(row["tokens"]),
+                "text": self._decode_tokens(row["tokens"]),
                 "owner": row["owner"],
                 "trained": row["trained"] or [False] * len(row["tokens"]),
                 "version": row["versions"],
@@ -246,7 +265,7 @@ class Rollouts:
 # --- columns
 
 
-def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
+def _read_scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
     """Return the scalar columns. Raises DataError for a file that can't be read."""
     names = [*WORDS, *NUMBERS]
     kinds = {name: pa.dictionary(pa.int32(), pa.string()) for name in WORDS} | {
@@ -263,85 +282,87 @@ def _scalars(directory: Path, files: Sequence[RecordFile]) -> pa.Table:
     return pa.concat_tables(parts)
 
 
-def _coded(table: pa.Table) -> tuple[dict[str, list[str]], dict[str, NDArray[Any]]]:
+def _encode_words(table: pa.Table) -> tuple[dict[str, list[str]], dict[str, NDArray[Any]]]:
     """Return each column's distinct words, "" first, and the index of each row's word."""
     words: dict[str, list[str]] = {}
-    codes: dict[str, NDArray[Any]] = {}
+    indices: dict[str, NDArray[Any]] = {}
     for name in WORDS:
         column = table[name].unify_dictionaries()
         chunk = column.chunk(0) if column.num_chunks else None
         words[name] = ["", *(chunk.dictionary.to_pylist() if chunk is not None else [])]
-        codes[name] = _whole(
+        indices[name] = _shrink_integers(
             pa.chunked_array([pc.add(part.indices, ONE) for part in column.chunks], pa.int32())
         )
-    return words, codes
+    return words, indices
 
 
-def _numbers(table: pa.Table) -> dict[str, NDArray[Any]]:
+def _pack_numbers(table: pa.Table) -> dict[str, NDArray[Any]]:
     floats = {
         name: pc.fill_null(table[name].cast(pa.float32()), math.nan).to_numpy() for name in FLOATS
     }
-    return {name: _whole(table[name].cast(pa.int32())) for name in WHOLE} | floats
+    return {name: _shrink_integers(table[name].cast(pa.int32())) for name in INTEGERS} | floats
 
 
-def _whole(column: pa.ChunkedArray) -> NDArray[Any]:
-    """Return a column in the smallest integer type that holds it; 0 for nulls."""
+def _shrink_integers(column: pa.ChunkedArray) -> NDArray[Any]:
+    """Return a column in the smallest integer type that holds its values. Nulls become 0."""
     numbers = (pc.fill_null(column, 0) if column.null_count else column).to_numpy()
     return numbers.astype(np.min_scalar_type(max(numbers.max(initial=0), 0)), copy=False)
 
 
-def _matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int, int]]:
+def _find_matches(directory: Path, file: RecordFile, text: str) -> Iterator[tuple[int, int]]:
     try:
         with pq.ParquetFile(directory / file.name) as parquet:
             table = parquet.read(["step", "messages"])
     except (OSError, pa.ArrowException) as error:
         raise DataError(f"{directory / file.name} can't be read: {error}") from error
     messages = table["messages"].combine_chunks()
-    flat = pc.list_flatten(messages)
-    hits = pc.match_substring(pc.struct_field(flat, "content"), text, ignore_case=True)
-    rows = np.unique(pc.list_parent_indices(messages).filter(pc.fill_null(hits, False)).to_numpy())
+    flat_messages = pc.list_flatten(messages)
+    matches = pc.match_substring(pc.struct_field(flat_messages, "content"), text, ignore_case=True)
+    rows = np.unique(
+        pc.list_parent_indices(messages).filter(pc.fill_null(matches, False)).to_numpy()
+    )
     ends = np.cumsum([facts.rows for facts in file.steps])
     for row in rows:
-        at = int(np.searchsorted(ends, row, side="right"))
-        yield file.steps[at].step, int(row - (ends[at] - file.steps[at].rows))
+        file_step = int(np.searchsorted(ends, row, side="right"))
+        yield file.steps[file_step].step, int(row - (ends[file_step] - file.steps[file_step].rows))
 
 
 # --- a sample
 
 
-def _ranked(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int], int]]]:
+def _rank_groups(columns: Mapping[str, list[Any]]) -> dict[int, list[tuple[list[int], int]]]:
     """Return each step's groups in the order of their tasks' hashes.
 
-    A group is the places of its rows in the step, and its number of tokens.
+    A group is returned as the positions of its rows in the step, and its number of tokens.
     """
     groups: dict[int, dict[int, tuple[str, list[int], int]]] = {}
-    place, before = 0, None
+    position, previous_step = 0, None
     for step, task, index, length in zip(
         *(columns[name] for name in ("step", "task", "group_index", "length")), strict=True
     ):
-        place = place + 1 if step == before else 0
-        before = step
-        task, places, total = groups.setdefault(step, {}).get(index, (task, [], 0))
-        groups[step][index] = (task, [*places, place], total + length)
+        position = position + 1 if step == previous_step else 0
+        previous_step = step
+        task, positions, n_tokens = groups.setdefault(step, {}).get(index, (task, [], 0))
+        groups[step][index] = (task, [*positions, position], n_tokens + length)
     return {
         step: [
-            (places, length)
-            for _, places, length in sorted(
-                found.values(), key=lambda group: (_rank(group[0]), group[1])
+            (positions, n_tokens)
+            for _, positions, n_tokens in sorted(
+                groups_of_step.values(), key=lambda group: (_hash_task(group[0]), group[1])
             )
         ]
-        for step, found in groups.items()
+        for step, groups_of_step in groups.items()
     }
 
 
-def _spread(values: Sequence[int], most: int) -> list[int]:
-    """Return at most `most` values, evenly chosen, with the first and the last among them."""
-    if len(values) <= most:
+def _pick_evenly(values: Sequence[int], limit: int) -> list[int]:
+    """Return at most `limit` values, evenly spaced, including the first and the last."""
+    if len(values) <= limit:
         return list(values)
-    return [values[round(i * (len(values) - 1) / max(1, most - 1))] for i in range(max(0, most))]
+    return [values[round(i * (len(values) - 1) / max(1, limit - 1))] for i in range(max(0, limit))]
 
 
-def _rank(task: str) -> str:
+def _hash_task(task: str) -> str:
     return hashlib.sha256(task.encode()).hexdigest()
 
 
@@ -361,17 +382,17 @@ def _loss_shares(table: pa.Table) -> NDArray[np.float64]:
     return np.abs(weights * advantages) if len(advantages) == len(weights) else np.abs(weights)
 
 
-def _share(row: Mapping[str, Any], total: float) -> list[float | None] | None:
+def _compute_shares(row: Mapping[str, Any], total_share: float) -> list[float | None] | None:
     weights, advantages = row["weights"], row["advantages"]
-    if weights is None or not total:
+    if weights is None or not total_share:
         return None
     factors = [1.0] * len(weights) if advantages is None else advantages
-    return _rounded([abs(w * a) / total for w, a in zip(weights, factors, strict=True)])
+    return _round([abs(w * a) / total_share for w, a in zip(weights, factors, strict=True)])
 
 
-def _rounded(values: Sequence[float | None]) -> list[float | None]:
+def _round(values: Sequence[float | None]) -> list[float | None]:
     return [None if v is None or not math.isfinite(v) else float(f"{v:.{DIGITS}g}") for v in values]
 
 
-def _finite(value: Any) -> Any:
+def _drop_non_finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from ratchet.commands.report.metrics import MetricsFile
-from ratchet.commands.report.predicted import predicted
+from ratchet.commands.report.predicted import compare_with_plan
 from ratchet.commands.report.rollouts import Rollouts
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.sources.prompt_ledger import Event
@@ -22,9 +22,9 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file, read_json
 from ratchet.utils.terminal_text import escape_surrogates
 
-MOST_ALARMS = 100  # maximum number of alarms of a run that the page shows
-DEPTH = 2  # levels of subdirectories that are searched for runs
-BLOCK = 2**20  # bytes of the ledger that are read at once
+MAX_ALARMS = 100  # alarms of a run that the page shows
+SEARCH_DEPTH = 2  # levels of subdirectories that are searched for runs
+BLOCK_BYTES = 2**20  # the ledger is read in blocks of this size
 
 
 class RunReader:
@@ -44,63 +44,64 @@ class RunReader:
         if not self.directory.used:
             raise RunDirectoryError(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
-                "named"
+                "printed"
             )
         self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
-        # Counted so far: bytes of the ledger, and its lines by event.
-        self._counted, self._prompts = 0, Counter[str]()
+        # The bytes of the ledger that were read, and the number of their lines by event.
+        self._ledger_bytes, self._prompts = 0, Counter[str]()
 
     def facts(self) -> dict[str, Any]:
         """Return everything that the page shows of the run besides its curves."""
-        summary, plan = _object(self.directory.summary), _object(self.directory.plan)
+        summary, plan = _read_object(self.directory.summary), _read_object(self.directory.plan)
         return {
             "name": self.name,
             "path": str(self.directory.path),
             "state": self.state(),
-            "config": flat(self.directory.read_config()),
-            "provenance": _json(self.directory.provenance, []),
+            "config": flatten(self.directory.read_config()),
+            "provenance": _read_json(self.directory.provenance, []),
             "summary": summary,
-            "predicted": self._predicted(plan, summary) if plan else [],
+            "predicted": self._compare_with_plan(plan, summary) if plan else [],
             "prompts": self.prompts(),
             "alarms": self.alarms(),
         }
 
-    def _predicted(
+    def _compare_with_plan(
         self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None
     ) -> list[dict[str, Any]]:
         times = self.metrics.times()
         try:
-            return predicted(plan, times, summary)
+            return compare_with_plan(plan, times, summary)
         except (KeyError, TypeError, ValueError):  # the plan is damaged or of another version
             return []
 
     def state(self) -> str:
         """Return `finished`, `running` or `stopped`.
 
-        A run on another machine counts as running if its status file says so.
-
-        The lock (`RunDirectory.held`) is not tried, because a reader that tries it every few
-        seconds could block a run that is starting.
+        A run on another machine counts as running while it has a status file. The run's lock
+        (`RunDirectory.held`) is not tried, because a reader that tries it every few seconds could
+        block a run that is starting.
         """
         if self.directory.summary.exists():
             return "finished"
-        where = _object(self.directory.status)
-        if where is None or type(pid := where.get("pid")) is not int:
+        status = _read_object(self.directory.status)
+        if status is None or type(pid := status.get("pid")) is not int:
             return "stopped"
-        return "running" if where.get("host") != socket.gethostname() or _lives(pid) else "stopped"
+        return (
+            "running" if status.get("host") != socket.gethostname() or _is_alive(pid) else "stopped"
+        )
 
     def prompts(self) -> dict[str, int]:
         """Return the number of prompts for each event of the ledger, without zeros.
 
         A long run's ledger has a million lines, so only new lines are read.
         """
-        size, _ = _stamp(self.directory.ledger)
-        if size < self._counted:  # the run resumed from a checkpoint
-            self._counted, self._prompts = 0, Counter()
-        if size > self._counted:
+        size, _ = _get_size_and_mtime(self.directory.ledger)
+        if size < self._ledger_bytes:  # the run resumed from a checkpoint
+            self._ledger_bytes, self._prompts = 0, Counter()
+        if size > self._ledger_bytes:
             with open_file(self.directory.ledger) as file:
-                file.seek(self._counted)
-                while lines := b"".join(file.readlines(BLOCK)):
+                file.seek(self._ledger_bytes)
+                while lines := b"".join(file.readlines(BLOCK_BYTES)):
                     lines = lines[: lines.rfind(b"\n") + 1]
                     # JSON escapes quotes inside an id, so this text only occurs at the beginning
                     # of a line.
@@ -110,33 +111,33 @@ class RunReader:
                             for event in get_args(Event)
                         }
                     )
-                    self._counted += len(lines)
+                    self._ledger_bytes += len(lines)
         return {event: count for event, count in self._prompts.items() if count}
 
     def alarms(self) -> list[dict[str, Any]]:
         """Return the latest alarms of sentinels, the newest first."""
-        paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MOST_ALARMS]
-        alarms = [evidence for path in paths if (evidence := _object(path)) is not None]
+        paths = sorted(self.directory.sentinels.glob("step-*.json"), reverse=True)[:MAX_ALARMS]
+        alarms = [evidence for path in paths if (evidence := _read_object(path)) is not None]
         return [
             {name: evidence.get(name) for name in ("step", "sentinel", "message")}
             for evidence in alarms
         ]
 
     def version(self) -> dict[str, Any]:
-        """Return a value that changes whenever the page has new content; this is cheap."""
-        size, changed = _stamp(self.directory.metrics)
+        """Return a value that changes whenever the page has new content, without reading files."""
+        size, modified_at = _get_size_and_mtime(self.directory.metrics)
         return {
             "state": self.state(),
             "metrics": size,
-            "changed": changed,
+            "changed": modified_at,
             "record": self.rollouts.stamp(),
         }
 
 
-def flat(values: Any, where: str = "") -> dict[str, Any]:
+def flatten(values: Any, parent: str = "") -> dict[str, Any]:
     """Return the leaves of a nested configuration by path, such as `stages.0.optimizer.lr`.
 
-    A list item that has a name, such as a stage, has it in the path in place of its index.
+    If a list item has a name, as a stage has, the path contains the name instead of the index.
     """
     if isinstance(values, Mapping) and values:
         pairs = [(str(key), value) for key, value in values.items()]
@@ -145,11 +146,11 @@ def flat(values: Any, where: str = "") -> dict[str, Any]:
     ):
         pairs = [(str(value.get("name", index)), value) for index, value in enumerate(values)]
     else:
-        return {where: values}
+        return {parent: values}
     return {
         path: leaf
         for key, value in pairs
-        for path, leaf in flat(value, f"{where}.{key}" if where else key).items()
+        for path, leaf in flatten(value, f"{parent}.{key}" if parent else key).items()
     }
 
 
@@ -160,15 +161,15 @@ def find_runs(root: Path) -> list[RunReader]:
     """
     if not root.is_dir():
         raise RunDirectoryError(
-            f"there is no directory {root}: give a run, or the directory that runs are in (runs/)"
+            f"there is no directory {root}: give a run, or a directory that contains runs (runs/)"
         )
     if _is_run(root):
         return [RunReader(root)]
-    paths, runs, seen = [root], list[Path](), {root.resolve()}
-    for _ in range(DEPTH):
-        below = [child for path in paths for child in _directories(path, seen)]
-        runs += [path for path in below if _is_run(path)]
-        paths = [path for path in below if path not in runs]
+    paths, runs, visited = [root], list[Path](), {root.resolve()}
+    for _ in range(SEARCH_DEPTH):
+        children = [child for path in paths for child in _list_directories(path, visited)]
+        runs += [path for path in children if _is_run(path)]
+        paths = [path for path in children if path not in runs]
     return [RunReader(path, escape_surrogates(path.relative_to(root).as_posix())) for path in runs]
 
 
@@ -176,11 +177,11 @@ def _is_run(path: Path) -> bool:
     return os.path.exists(RunDirectory(path).config)
 
 
-def _directories(path: Path, seen: set[Path]) -> list[Path]:
-    """Return the subdirectories that are not in `seen`, and add them to it.
+def _list_directories(path: Path, visited: set[Path]) -> list[Path]:
+    """Return the subdirectories that are not in `visited`, and add them to it.
 
-    A directory that can't be read has none. Without `seen`, a link to a parent directory would show
-    each run several times.
+    A directory that can't be read has none. Without `visited`, a link to a parent directory would
+    show each run several times.
     """
     try:
         children = sorted(path.iterdir())
@@ -191,35 +192,38 @@ def _directories(path: Path, seen: set[Path]) -> list[Path]:
         if (
             child.name[0] != "."
             and os.path.isdir(child)
-            and (target := child.resolve()) not in seen
+            and (target := child.resolve()) not in visited
         ):
-            seen.add(target)
+            visited.add(target)
             directories.append(child)
     return directories
 
 
-def named(paths: Sequence[Path]) -> list[RunReader]:
-    """Return a reader of each run. Runs whose directories share a name are named by their paths."""
-    count = Counter(path.resolve().name for path in paths)
+def open_runs(paths: Sequence[Path]) -> list[RunReader]:
+    """Return a reader of each run. Runs whose directories have the same name get their paths as
+    names.
+    """
+    name_counts = Counter(path.resolve().name for path in paths)
     return [
-        RunReader(path, None if count[path.resolve().name] == 1 else str(path)) for path in paths
+        RunReader(path, None if name_counts[path.resolve().name] == 1 else str(path))
+        for path in paths
     ]
 
 
-def _json(path: Path, default: Any) -> Any:
+def _read_json(path: Path, default: Any) -> Any:
     try:
         return read_json(path)
     except (OSError, ValueError):  # the file is missing, damaged, or being removed
         return default
 
 
-def _object(path: Path) -> dict[str, Any] | None:
+def _read_object(path: Path) -> dict[str, Any] | None:
     """Return a file's JSON object, or None if it has none."""
-    value = _json(path, None)
+    value = _read_json(path, None)
     return value if isinstance(value, dict) else None
 
 
-def _stamp(path: Path) -> tuple[int, float]:
+def _get_size_and_mtime(path: Path) -> tuple[int, float]:
     """Return the size and the modification time of a file, or zeros if it is no regular file."""
     try:
         status = path.stat()
@@ -228,7 +232,7 @@ def _stamp(path: Path) -> tuple[int, float]:
     return (status.st_size, status.st_mtime) if stat.S_ISREG(status.st_mode) else (0, 0.0)
 
 
-def _lives(pid: int) -> bool:
+def _is_alive(pid: int) -> bool:
     try:
         os.kill(pid, 0)
     except (ProcessLookupError, OverflowError):

@@ -13,7 +13,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 Arrays = Mapping[str, NDArray[Any]]
-ALIGNED = 8  # JavaScript's typed arrays must begin at a multiple of their item size
+ALIGNMENT = 8  # JavaScript's typed arrays must begin at a multiple of their item size
+# Names of numpy's types in the packed format.
 KINDS = {
     "uint8": "u1",
     "uint16": "u2",
@@ -30,15 +31,15 @@ def pack(facts: Mapping[str, Any], arrays: Arrays) -> bytes:
     The header has the keys of `facts`. Its key "arrays" maps each array's name to its kind, its
     offset after the header, and its number of items.
     """
-    places: dict[str, tuple[str, int, int]] = {}
+    index: dict[str, tuple[str, int, int]] = {}
     parts: list[bytes | memoryview] = []
     offset = 0
     for name, array in arrays.items():
         data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
-        filler = bytes(-data.nbytes % ALIGNED)
-        places[name] = (KINDS[array.dtype.name], offset, len(array))
-        parts += [data.data.cast("B"), filler] if data.nbytes else []
-        offset += data.nbytes + len(filler)
-    header = json.dumps({**facts, "arrays": places}, allow_nan=False).encode()
-    header += b" " * (-(len(header) + 4) % ALIGNED)
+        padding = bytes(-data.nbytes % ALIGNMENT)
+        index[name] = (KINDS[array.dtype.name], offset, len(array))
+        parts += [data.data.cast("B"), padding] if data.nbytes else []
+        offset += data.nbytes + len(padding)
+    header = json.dumps({**facts, "arrays": index}, allow_nan=False).encode()
+    header += b" " * (-(len(header) + 4) % ALIGNMENT)
     return b"".join([len(header).to_bytes(4, "little"), header, *parts])

@@ -16,7 +16,7 @@ from typing import Any
 from urllib.parse import parse_qs
 
 from ratchet.commands.report.media import collect_names
-from ratchet.commands.report.page import live_page
+from ratchet.commands.report.page import make_live_page
 from ratchet.commands.report.runs import RunReader, find_runs
 from ratchet.commands.report.schema import pack
 from ratchet.errors import PortBusy, RatchetError, RunDirectoryError
@@ -25,8 +25,8 @@ from ratchet.web.guard import LOOPBACK, Guard
 from ratchet.web.server import Server
 
 HOST = "127.0.0.1"
-MOST_FOUND = 2000  # maximum number of rollouts that a search returns
-MOST_OPENED = 64  # maximum number of rollouts in a request
+MAX_MATCHES = 2000  # rollouts that a search returns
+MAX_DETAILS = 64  # rollouts whose details one request gets
 LIMITS = ServerLimits(connections=64, grace_s=1.0)
 HEADERS = {
     b"cache-control": b"no-store",
@@ -40,31 +40,33 @@ Query = Mapping[str, str]
 
 
 class RunReaders:
-    """The runs below a directory, by name; `refresh` adds those that appeared since."""
+    """Readers of the runs below a directory, by name. `refresh` searches for new runs."""
 
     def __init__(self, root: Path) -> None:
         self.root = root
-        self._known: dict[str, RunReader] = {}
+        self._readers: dict[str, RunReader] = {}
         self.refresh()
 
     def refresh(self) -> dict[str, RunReader]:
         readers = {run.name: run for run in find_runs(self.root)}
-        self._known = {name: self._known.get(name, run) for name, run in readers.items()}
-        return self._known
+        self._readers = {name: self._readers.get(name, run) for name, run in readers.items()}
+        return self._readers
 
     def __getitem__(self, name: str) -> RunReader:
-        if name not in self._known:
+        if name not in self._readers:
             raise RunDirectoryError(f"there is no run '{name}' in {self.root} (any more)")
-        return self._known[name]
+        return self._readers[name]
 
     # --- answers to requests
 
-    def listed(self, query: Query) -> tuple[str, bytes]:
+    def list_runs(self, query: Query) -> tuple[str, bytes]:
         return JSON, _json({name: run.version() for name, run in self.refresh().items()})
 
     def run(self, query: Query) -> tuple[str, bytes]:
-        """Return the run's facts and the metrics of steps after `after`. `has_more`: more steps
-        than one answer holds."""
+        """Return the run's facts and the metrics of steps after `after`.
+
+        `has_more` is true if there are more steps than one answer holds.
+        """
         run = self[query["run"]]
         columns, has_more = run.metrics.part(int(query.get("after", -1)))
         return BINARY, pack({**run.facts(), "has_more": has_more}, columns)
@@ -75,21 +77,23 @@ class RunReaders:
         )
 
     def details(self, query: Query) -> tuple[str, bytes]:
-        places = [int(place) for place in query["places"].split(",")][:MOST_OPENED]
+        places = [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
         return JSON, _json(self[query["run"]].rollouts.details(int(query["step"]), places))
 
     def media(self, query: Query) -> tuple[str, bytes]:
         rollouts, step = self[query["run"]].rollouts, int(query["step"])
         kinds = collect_names(
             rollouts.details(
-                step, [int(place) for place in query["places"].split(",")][:MOST_OPENED]
+                step, [int(place) for place in query["places"].split(",")][:MAX_DETAILS]
             )
         )
         return JSON, _json(rollouts.media(step, kinds))
 
     def search(self, query: Query) -> tuple[str, bytes]:
-        matches, since = self[query["run"]].rollouts.search(query["text"], most=MOST_FOUND)
-        return JSON, _json({"found": matches, "since": since})
+        matches, earliest_step = self[query["run"]].rollouts.search(
+            query["text"], limit=MAX_MATCHES
+        )
+        return JSON, _json({"found": matches, "since": earliest_step})
 
 
 def _json(value: Any) -> bytes:
@@ -97,13 +101,15 @@ def _json(value: Any) -> bytes:
 
 
 class Pages:
-    """The ASGI application. It answers requests one at a time in a thread, since readers share
-    state."""
+    """The ASGI application of `ratchet ui`.
+
+    Requests are answered in one thread, one at a time, because readers share state.
+    """
 
     def __init__(self, runs: RunReaders) -> None:
-        self._answers: dict[str, Callable[[Query], tuple[str, bytes]]] = {
-            "/": lambda query: (HTML, live_page().encode()),
-            "/api/runs": runs.listed,
+        self._routes: dict[str, Callable[[Query], tuple[str, bytes]]] = {
+            "/": lambda query: (HTML, make_live_page().encode()),
+            "/api/runs": runs.list_runs,
             "/api/run": runs.run,
             "/api/rollouts": runs.rollouts,
             "/api/details": runs.details,
@@ -114,7 +120,7 @@ class Pages:
 
     async def __call__(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         if scope["method"] not in ("GET", "HEAD"):
-            status, kind, body = 405, TEXT, b"this server only shows: use GET"
+            status, content_type, body = 405, TEXT, b"this server only answers GET requests"
         else:
             query = {
                 name: values[0]
@@ -123,9 +129,9 @@ class Pages:
             request = asyncio.get_running_loop().run_in_executor(
                 self._thread, self._answer, scope["path"], query
             )
-            status, kind, body = await request
+            status, content_type, body = await request
         headers = {
-            b"content-type": kind.encode(),
+            b"content-type": content_type.encode(),
             b"content-length": str(len(body)).encode(),
             **HEADERS,
         }
@@ -135,36 +141,37 @@ class Pages:
         await send({"type": "http.response.body", "body": body})
 
     def _answer(self, path: str, query: Query) -> tuple[int, str, bytes]:
-        answer = self._answers.get(path)
+        answer = self._routes.get(path)
         if answer is None:
             return 404, TEXT, b"no such page"
         try:
             return 200, *answer(query)
-        # OSError: a file was just removed
+        # OSError is raised if a file was removed meanwhile.
         except (RatchetError, KeyError, ValueError, OSError) as error:
             return 400, TEXT, f"{type(error).__name__}: {error}".encode(errors="replace")
 
 
-def pages(root: Path) -> Guard:
-    """Return the application over the runs in a directory. Raises RunDirectoryError."""
-    # Otherwise a website whose host name resolves here (DNS rebinding) could read the runs.
+def make_app(root: Path) -> Guard:
+    """Return the application for the runs in a directory. Raises RunDirectoryError."""
+    # Without a list of hosts, a website whose host name resolves to this machine (DNS rebinding)
+    # could read the runs.
     return Guard(Pages(RunReaders(root)), hosts=LOOPBACK)
 
 
 def bind(port: int) -> socket.socket:
-    """Return a socket that only this machine can reach; port 0: any free one. Raises PortBusy."""
+    """Return a socket that only this machine can reach; port 0 is any free one. Raises PortBusy."""
     try:
         return socket.create_server((HOST, port))
     except OSError as error:
         raise PortBusy(
-            f"port {port} of {HOST} can't be had: {error.strerror}; choose another --port, or 0 "
-            "for any"
+            f"port {port} of {HOST} can't be used: {error.strerror}; choose another --port, or 0 "
+            "for any free one"
         ) from error
 
 
 def serve_forever(root: Path, port: int, *, say: Callable[[str], object]) -> None:
     """Serve until Ctrl-C. Raises RunDirectoryError if `root` is no directory, or PortBusy."""
-    app, listener = pages(root), bind(port)
+    app, listener = make_app(root), bind(port)
     say(f"http://{HOST}:{listener.getsockname()[1]}/  shows the runs in {root}; Ctrl-C ends it")
     with suppress(KeyboardInterrupt):
         asyncio.run(_serve(app, listener))

@@ -13,49 +13,56 @@ from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.errors import RatchetError
 from ratchet.runs.run_dir import RunDirectory
 
-LONGEST = 4  # maximum number of tokens that encode one character
-BROKEN = "\N{REPLACEMENT CHARACTER}"
+MAX_TOKENS_PER_CHARACTER = 4
+REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 
 
 class TokenTexts:
-    """A decoder that returns one text per token; joined, they are the whole text.
+    """A decoder that returns one text for each token. The joined texts are the whole text.
 
     Without a tokenizer the texts are token ids in brackets.
     """
 
     def __init__(self, tokenizer: Tokenizer | None) -> None:
         self.tokenizer = tokenizer
-        self._before = [] if tokenizer is None else _something(tokenizer)
-        self._of = cache(self._decode)
+        self._prefix_ids = [] if tokenizer is None else _encode_prefix(tokenizer)
+        self._decode_cached = cache(self._decode)
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
         while len(texts) < len(ids):
             start = len(texts)
-            text, used = self._of((ids[start],)), 1
-            # The token is only a part of a character: add tokens until the character is complete.
-            # Its text stands at its first token; the others get "".
-            while BROKEN in text and used < LONGEST and start + used < len(ids):
-                used += 1
-                text = self._of(tuple(ids[start : start + used]))
-            if BROKEN in text:
-                text, used = self._of((ids[start],)), 1
-            texts += [text] + [""] * (used - 1)
+            text, n_tokens = self._decode_cached((ids[start],)), 1
+            # If the token is only a part of a character, add tokens until the character is
+            # complete. The first token gets the text, and the others get "".
+            while (
+                REPLACEMENT in text
+                and n_tokens < MAX_TOKENS_PER_CHARACTER
+                and start + n_tokens < len(ids)
+            ):
+                n_tokens += 1
+                text = self._decode_cached(tuple(ids[start : start + n_tokens]))
+            if REPLACEMENT in text:
+                text, n_tokens = self._decode_cached((ids[start],)), 1
+            texts += [text] + [""] * (n_tokens - 1)
         return texts
 
     def _decode(self, ids: tuple[int, ...]) -> str:
         if self.tokenizer is None:
             return "".join(f"[{i}]" for i in ids)
-        # Decode after another token: some tokenizers drop a leading space of the first token.
-        return self.tokenizer.decode([*self._before, *ids], skip_special=False)[len(self._prefix) :]
+        # Another token is decoded in front, because some tokenizers drop a leading space of the
+        # first token.
+        return self.tokenizer.decode([*self._prefix_ids, *ids], skip_special=False)[
+            len(self._prefix) :
+        ]
 
     @property
     def _prefix(self) -> str:
         assert self.tokenizer is not None
-        return self.tokenizer.decode(self._before, skip_special=False)
+        return self.tokenizer.decode(self._prefix_ids, skip_special=False)
 
 
-def _something(tokenizer: Tokenizer) -> list[int]:
+def _encode_prefix(tokenizer: Tokenizer) -> list[int]:
     """Return a one-token prefix for `_decode`; [] if neither "a" nor "0" can be encoded."""
     for text in "a0":
         try:
@@ -68,8 +75,8 @@ def _something(tokenizer: Tokenizer) -> list[int]:
 def find_tokenizer(directory: RunDirectory) -> Tokenizer | None:
     """Return the trained model's tokenizer, else the recipe's, else None.
 
-    The recipe's is used only if its kind is built in and its files are on this machine: reading a
-    run neither downloads anything nor runs code that the run names.
+    The recipe's tokenizer is used only if its kind is built in and its files are on this machine,
+    because a report must neither download anything nor run code that a run names.
     """
     try:
         if (directory.path / "model" / "tokenizer.json").is_file():

@@ -98,7 +98,7 @@ def test_what_was_interrupted_goes_on(written, tmp_path, monkeypatch):
     before = {path: path.stat().st_mtime_ns for path in made}
     monkeypatch.setattr(type(form), "write", write)
     heard = run(written("llama"), tmp_path / "made", "dcp")
-    assert "going on: 3 of" in heard
+    assert "continuing: 3 of" in heard
     assert {path: (tmp_path / "made" / path.name).stat().st_mtime_ns for path in made} == before
     run(tmp_path / "made", tmp_path / "back", "hf")
     assert_same_model(tmp_path / "back", written("llama"))
@@ -127,7 +127,7 @@ def test_a_corrupted_weight_is_found_and_written_again(written, tmp_path, monkey
     assert not (tmp_path / "made").exists()
     monkeypatch.setattr(type(FORMS[to]), "finish", finish)
     heard = run(written("llama"), tmp_path / "made", to)
-    assert "going on: " in heard
+    assert "continuing: " in heard
     assert "compared: all" in heard
 
 
@@ -144,7 +144,7 @@ def test_a_model_that_memory_does_not_hold_is_compared_by_checksums_alone(
     monkeypatch.setattr(sample_logits, "MEMINFO", tmp_path / "meminfo")
     heard = run(written("llama"), tmp_path / "made", "dcp")
     assert (
-        "logits not compared: the model takes 0.0 GiB in float32, and there is less memory here"
+        "logits not compared: the model takes 0.0 GiB in float32, and this machine has less free memory"
         in heard
     )
     assert "compared: all" in heard
@@ -214,7 +214,7 @@ def test_layers_for_the_prediction_of_several_tokens_are_left_out_and_named(writ
     weights = load_file(tmp_path / "source" / "model.safetensors")
     extra = f"model.layers.{BASE['num_hidden_layers']}.eh_proj.weight"
     save_file({**weights, extra: torch.zeros(2, 2)}, tmp_path / "source" / "model.safetensors")
-    assert f"left out: {extra}" in run(tmp_path / "source", tmp_path / "made", "megatron")
+    assert f"ignored: {extra}" in run(tmp_path / "source", tmp_path / "made", "megatron")
 
 
 @pytest.mark.parametrize(
@@ -254,7 +254,7 @@ def test_an_architecture_without_a_map_goes_to_dcp_and_not_to_megatron(tmp_path)
 
 def test_two_processes_do_not_write_to_one_place(written, tmp_path):
     with (
-        tool._held(tmp_path / ".made.partial"),
+        tool._lock(tmp_path / ".made.partial"),
         pytest.raises(CheckpointError, match="another process is writing"),
     ):
         run(written("llama"), tmp_path / "made", "dcp")
@@ -265,7 +265,7 @@ def test_places_and_forms_that_are_none_are_refused(written, tmp_path):
     with pytest.raises(ConfigError, match="exists: give another place"):
         run(written("llama"), tmp_path / "file", "dcp")
     with pytest.raises(
-        ConfigError, match="--to onnx is no form of weights: there are hf, megatron, dcp"
+        ConfigError, match="--to onnx is no form of weights: write one of hf, megatron, dcp"
     ):
         run(written("llama"), tmp_path / "made", "onnx")
     with pytest.raises(

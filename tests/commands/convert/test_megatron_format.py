@@ -14,9 +14,9 @@ from models.convert.conftest import written as written
 from ratchet.commands.convert.dcp import write_chunks, write_index
 from ratchet.commands.convert.megatron_format import (
     MegatronFiles,
-    find_spot,
-    spellings,
-    written_spots,
+    list_possible_names,
+    list_written_locations,
+    make_location,
 )
 from ratchet.errors import CheckpointError
 from ratchet.models.convert.dimensions import Dimensions
@@ -37,9 +37,11 @@ def _dimensions(directory):
 
 
 def _chunk(spot, tensor):
-    lead = (1,) * len(spot.of)
+    lead = (1,) * len(spot.stack_sizes)
     offsets = (*spot.index, *(0,) * tensor.dim())
-    return Shard(spot.key, (*spot.of, *tensor.shape), offsets, tensor.reshape(*lead, *tensor.shape))
+    return Shard(
+        spot.key, (*spot.stack_sizes, *tensor.shape), offsets, tensor.reshape(*lead, *tensor.shape)
+    )
 
 
 def _halved(shard):
@@ -64,7 +66,7 @@ def _assert_read(files, original):
 def test_stacked_experts_and_norms_by_the_names_of_transformer_engine(written, tmp_path):
     dimensions = _dimensions(written("mixtral"))
     spots = [
-        (find_spot(spellings(name)[-1], dimensions, stacked=True), tensor)
+        (make_location(list_possible_names(name)[-1], dimensions, stacked=True), tensor)
         for name, tensor in _filled(written("mixtral"), dimensions).items()
     ]
     _save(
@@ -91,7 +93,10 @@ def test_a_padded_vocabulary_loses_its_padding(written, tmp_path):
         own[name] = torch.cat([own[name], torch.full((14, 32), 9.0)])
     _save(
         tmp_path / "made",
-        [_chunk(find_spot(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+        [
+            _chunk(make_location(name, dimensions, stacked=True), tensor)
+            for name, tensor in own.items()
+        ],
     )
     _assert_read(MegatronFiles(tmp_path / "made", dimensions), written("llama"))
 
@@ -101,7 +106,7 @@ def test_norms_are_written_under_both_names(written):
     keys = {
         layer: [
             spot.key
-            for spot in written_spots(
+            for spot in list_written_locations(
                 f"decoder.layers.{layer}.pre_mlp_layernorm.weight", dimensions
             )
         ]
@@ -116,7 +121,10 @@ def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
     own = _filled(written("llama"), dimensions)
     _save(
         tmp_path / "made",
-        [_chunk(find_spot(name, dimensions, stacked=True), tensor) for name, tensor in own.items()],
+        [
+            _chunk(make_location(name, dimensions, stacked=True), tensor)
+            for name, tensor in own.items()
+        ],
     )
     with pytest.raises(
         CheckpointError, match=r"lacks 'decoder.layers.0.self_attention.q_layernorm.weight'"
@@ -124,6 +132,6 @@ def test_a_checkpoint_of_another_model_is_refused(written, tmp_path):
         MegatronFiles(tmp_path / "made", _dimensions(written("qwen3")))
     with pytest.raises(
         CheckpointError,
-        match=r"fc1.weight' in .* is \(4, 96, 32\), by config.json it is \(4, 128, 32\)",
+        match=r"fc1.weight' in .* has shape \(4, 96, 32\), but by config.json it is \(4, 128, 32\)",
     ):
         MegatronFiles(tmp_path / "made", replace(dimensions, width=64))

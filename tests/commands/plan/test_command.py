@@ -12,16 +12,16 @@ from typer.testing import CliRunner
 from ratchet.cli.main import app
 from ratchet.commands.plan.cluster import plan_cluster
 from ratchet.commands.plan.command import (
-    COPY,
+    CHECKPOINT_COPY,
     Device,
     Load,
     MemoryPlan,
     StagePlan,
+    estimate_run_peak,
     plan_stage,
     read_shape,
-    run_peak,
 )
-from ratchet.commands.plan.probe import Probe, Probed, probe
+from ratchet.commands.plan.probe import Probe, StageProbe, probe
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
@@ -60,8 +60,8 @@ def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     cost = DecoderCost(read_shape(config))
     assert (plan.load.rows, plan.load.attempts) == (8, 8)
     assert plan.load.length == plan.load.prompt + 4
-    held = plan.memory.held
-    assert plan.recorded == 32  # steps of a file; a save every 50
+    held = plan.memory.resident
+    assert plan.recorded_steps == 32  # steps of a file; a save every 50
     assert held == {
         "process": CPU.fixed,
         "policy: weights": 4 * cost.parameters,
@@ -86,14 +86,14 @@ def test_load_and_memory_by_hand(tmp_path: Path) -> None:
 def test_more_models_take_more(tmp_path: Path, override: str, part: str, factor: int) -> None:
     plan = planned(tmp_path, override)
     assert (
-        plan.memory.held[part]
+        plan.memory.resident[part]
         == factor * DecoderCost(read_shape(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
 
 
 def test_an_adapter_has_small_moments_and_no_second_model(tmp_path: Path) -> None:
-    whole = planned(tmp_path, "algorithm.kl={coef: 0.1}").memory.held
-    held = planned(tmp_path, "lora={rank: 2}", "algorithm.kl={coef: 0.1}").memory.held
+    whole = planned(tmp_path, "algorithm.kl={coef: 0.1}").memory.resident
+    held = planned(tmp_path, "lora={rank: 2}", "algorithm.kl={coef: 0.1}").memory.resident
     assert held["policy: optimizer"] < whole["policy: optimizer"] / 4
     assert "reference: weights" not in held
 
@@ -106,7 +106,7 @@ def test_workers_have_gradients_of_their_own(tmp_path: Path) -> None:
 def test_what_is_used_by_turns_is_not_added() -> None:
     memory = MemoryPlan({"a": 1}, {"x": {"b": 5}, "y": {"c": 3}})
     assert memory.peak == 9
-    assert MemoryPlan(memory.held, memory.phases, by_turns=True).peak == 6
+    assert MemoryPlan(memory.resident, memory.phases, phases_take_turns=True).peak == 6
 
 
 @pytest.mark.parametrize(
@@ -122,36 +122,39 @@ def test_a_record_takes_what_it_keeps_until_a_file_is_written(
     tmp_path: Path, overrides, recorded: int, share: float
 ) -> None:
     plan = planned(tmp_path, *overrides)
-    assert plan.recorded == recorded
-    assert plan.memory.held.get("record", 0) == 2 * recorded * share * (
+    assert plan.recorded_steps == recorded
+    assert plan.memory.resident.get("record", 0) == 2 * recorded * share * (
         8 * 400 + 8 * plan.load.length * 30
     )
 
 
 def test_checkpoints_that_are_written_beside_the_training_take_a_copy(tmp_path: Path) -> None:
     plain, beside = planned(tmp_path), planned(tmp_path, "checkpoint.background=true")
-    assert COPY not in plain.memory.held
+    assert CHECKPOINT_COPY not in plain.memory.resident
     assert (
-        beside.memory.held[COPY]
+        beside.memory.resident[CHECKPOINT_COPY]
         == 12 * DecoderCost(read_shape(load_config(tmp_path / "recipe.yaml", []))).parameters
     )
-    assert COPY not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.held
+    assert (
+        CHECKPOINT_COPY
+        not in planned(tmp_path, "checkpoint={background: true, every: 0}").memory.resident
+    )
 
 
 def test_what_a_short_run_did_not_see_is_added_by_hand() -> None:
     def stage(recorded: int, held: dict[str, int]) -> StagePlan:
         return StagePlan("s", 100, LOAD, MemoryPlan({"process": 1000, **held}, {}), {}, recorded)
 
-    def probed(tables: float, recorded: int) -> Probed:
-        return Probed(recorded, {}, 0.0, tables, recorded)
+    def probed(tables: float, recorded: int) -> StageProbe:
+        return StageProbe(recorded, {}, 0.0, tables, recorded)
 
-    plans = [stage(32, {}), stage(20, {COPY: 70})]
-    assert run_peak(plans, None) == 1070
+    plans = [stage(32, {}), stage(20, {CHECKPOINT_COPY: 70})]
+    assert estimate_run_peak(plans, None) == 1070
     # Of the second stage 20 steps of 5 lie in memory, where at most 10 of 3 were seen.
-    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 5)), 500)) == 500 + 70 + 2 * (
-        100 - 32
-    )
-    assert run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 20)), 500)) == 500 + 70
+    assert estimate_run_peak(
+        plans, Probe((probed(1.0, 32), probed(5.0, 5)), 500)
+    ) == 500 + 70 + 2 * (100 - 32)
+    assert estimate_run_peak(plans, Probe((probed(1.0, 32), probed(5.0, 20)), 500)) == 500 + 70
 
 
 STAGES = """
@@ -174,11 +177,11 @@ def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
     config = freeze(load_config(recipe(tmp_path, STAGES), []))
     found = probe(config, limit_s=0.1)
     sft, rl = found.stages
-    assert sft.steps == sft.recorded == 3
+    assert sft.steps == sft.recorded_steps == 3
     assert 3 <= rl.steps < 100_000
-    assert 1 <= rl.recorded <= 32
+    assert 1 <= rl.recorded_steps <= 32
     assert rl.seconds["sample"] > 0
-    assert 0 < sft.tables < rl.tables
+    assert 0 < sft.record_bytes_per_step < rl.record_bytes_per_step
     assert sft.processor_s > 0
     assert 50 * 2**20 < found.peak < 2**34
 
@@ -223,7 +226,7 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
 # --- clusters
 
 SHAPE = get_preset("qwen3-1.7b", vocab_size=151936)
-LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, evaluated=0, passes=1, updates=1)
+LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, eval_attempts=0, passes=1, updates=1)
 
 
 @pytest.mark.parametrize(
@@ -264,7 +267,7 @@ def divided(spec: str, shape=SHAPE, load: Load = LOAD):
 def test_a_division_fits_and_uses_everything() -> None:
     plan = divided("2x8xH100")
     assert plan.memory.peak <= 80 * GIB
-    division = plan.division
+    division = plan.layout
     assert division.tensor * division.shards == 16
     assert division.generator_tensor * division.replicas == 16
     assert division.tensor == 1  # a model of 2 B needs no more
@@ -273,7 +276,7 @@ def test_a_division_fits_and_uses_everything() -> None:
 def test_twice_the_accelerators_take_less_time_and_memory() -> None:
     small, large = divided("1x8xH100"), divided("2x8xH100")
     assert sum(large.seconds.values()) < sum(small.seconds.values())
-    assert large.memory.held["weights"] < small.memory.held["weights"]
+    assert large.memory.resident["weights"] < small.memory.resident["weights"]
 
 
 def test_what_does_not_fit_says_by_how_much() -> None:
@@ -282,7 +285,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
     )
     with pytest.raises(
         ConfigError,
-        match=r"does not fit on 8 H100: the best division found takes \d+ GiB of the 74 GiB usable",
+        match=r"does not fit on 8 H100: the best parallel layout takes \d+ GiB of the 74 GiB usable",
     ):
         divided("1x8xH100", huge)
 
@@ -303,5 +306,5 @@ def test_the_command(tmp_path: Path) -> None:
     assert stage["recipe"]["learner"]["dp_shard"] == 8
     assert stage["step_s"] == pytest.approx(sum(stage["seconds"].values()))
     table = CliRunner().invoke(app, arguments[:-1], catch_exceptions=False).stdout
-    assert "on 8 H100, by data sheets" in table
+    assert "on 8 H100, at least (from data sheets" in table
     assert "dp_shard: 8" in table

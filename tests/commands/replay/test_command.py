@@ -12,7 +12,7 @@ import pyarrow.parquet as pq
 import pytest
 import yaml
 
-from ratchet.commands.replay.command import replay_steps, verdicts
+from ratchet.commands.replay.command import compare_steps, replay_steps
 from ratchet.commands.replay.engine import Replay, changed_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError
@@ -82,7 +82,7 @@ def copy(run, tmp_path):
 
 def played(path, *steps, changes=()):
     async def all_of_them():
-        return [verdict async for verdict in verdicts(Replay(path), steps, changes)]
+        return [verdict async for verdict in compare_steps(Replay(path), steps, changes)]
 
     return asyncio.run(all_of_them())
 
@@ -90,18 +90,18 @@ def played(path, *steps, changes=()):
 def test_every_step_of_sft_grpo_ppo_and_dpo_is_bit_equal(run):
     found = played(run, *range(1, 21))
     assert [str(difference) for verdict in found for difference in verdict.differences] == []
-    assert [verdict.played.step for verdict in found] == list(range(1, 21))
-    assert all(verdict.compared >= 8 for verdict in found)
+    assert [verdict.replayed.step for verdict in found] == list(range(1, 21))
+    assert all(verdict.n_compared >= 8 for verdict in found)
     # what lies between two steps is played once
-    assert {verdict.begun_at for verdict in found} == {0}
-    assert found[PPO - 1].played.fingerprints.keys() == {"policy", "critic"}
-    norms = [verdict.played.metrics["policy/grad_norm"] for verdict in found]
+    assert {verdict.start_step for verdict in found} == {0}
+    assert found[PPO - 1].replayed.fingerprints.keys() == {"policy", "critic"}
+    norms = [verdict.replayed.metrics["policy/grad_norm"] for verdict in found]
     assert all(norm > 0 for norm in norms)
 
 
 def test_a_step_is_played_from_the_nearest_checkpoint_before_it(run):
     (last,) = played(run, DPO)
-    assert (last.begun_at, last.equal) == (19, True)
+    assert (last.start_step, last.is_equal) == (19, True)
 
 
 def flip(file: Path, at: float = 0.5) -> None:
@@ -117,7 +117,7 @@ def test_a_bit_of_the_record_or_of_the_checkpoint_is_noticed(copy):
     flip(next((copy / "steps").glob("00000009-*.parquet")))
     with pytest.raises(DataError, match="changed since it was recorded"):
         played(copy, GRPO)
-    assert played(copy, 8)[0].equal
+    assert played(copy, 8)[0].is_equal
 
 
 def test_a_digit_of_a_metric_is_noticed(copy):
@@ -160,7 +160,7 @@ def test_what_a_changed_token_changes_is_named_and_since_when(copy):
     named = {difference.what.partition(" of ")[0] for difference in first.differences}
     assert "old_logprobs" in named
     assert "weights" in named
-    assert (first.earlier, second.earlier, second.equal) == (None, 10, False)
+    assert (first.diverged_step, second.diverged_step, second.is_equal) == (None, 10, False)
 
 
 def test_what_the_record_left_out_is_said(run, tmp_path):
@@ -182,8 +182,8 @@ def test_what_the_record_left_out_is_said(run, tmp_path):
 
 def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     found = played(run, GRPO, GRPO + 1, changes=["algorithm.clip_high=0.001", "optimizer.lr=0.001"])
-    assert all(verdict.equal for verdict in found)
-    before, after = found[0].played.metrics, found[0].changed.metrics
+    assert all(verdict.is_equal for verdict in found)
+    before, after = found[0].replayed.metrics, found[0].changed.metrics
     assert (before["policy/lr"], after["policy/lr"]) == (0.01, 0.001)
     clipped = "policy/policy_gradient/clip_high_share"
     names = {name for name in before if before[name] != after[name]}
@@ -206,7 +206,7 @@ def test_changes_that_mean_nothing_are_refused(run, change, why):
 
 def test_a_key_of_one_part_of_the_algorithm_needs_no_path(run):
     replay = Replay(run)
-    asyncio.run(replay.before(GRPO))
+    asyncio.run(replay.advance_to(GRPO))
     assert (
         changed_config(replay, ["algorithm.clip_high=0.7"]).stages[1].algorithm.loss.clip_high
         == 0.7

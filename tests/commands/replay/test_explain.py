@@ -10,8 +10,8 @@ from oracles.cases import groups
 from oracles.ragged import Row
 
 from ratchet.commands.replay.engine import Replay
-from ratchet.commands.replay.explain import explain_step, explained, influences
-from ratchet.commands.replay.gradient_attribution import strongest
+from ratchet.commands.replay.explain import explain_step, make_explanation, measure_influence
+from ratchet.commands.replay.gradient_attribution import find_strongest_tokens
 from ratchet.config.resolve import build, resolve
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError
@@ -70,11 +70,11 @@ def run(tmp_path_factory):
 
 def found(run, step, role="policy"):
     replay = Replay(run)
-    played, influence = asyncio.run(influences(replay, step, role=role, most=1000))
+    played, influence = asyncio.run(measure_influence(replay, step, role=role, max_tokens=1000))
     return (
         replay,
         played,
-        explained(played, influence, replay.policy.tokenizer, role=role, top=1000),
+        make_explanation(played, influence, replay.policy.tokenizer, role=role, top=1000),
     )
 
 
@@ -132,7 +132,7 @@ def test_the_right_answer_is_pulled_up_and_the_wrong_one_down(run):
 
 def test_to_look_changes_nothing(run):
     replay, _, _ = found(run, GRPO)
-    played = asyncio.run(replay.play())
+    played = asyncio.run(replay.replay_next())
     assert played.fingerprints == replay.record.steps[GRPO + 1].fingerprints
 
 
@@ -173,8 +173,10 @@ def test_a_token_is_found_in_its_attempt_wherever_its_mini_batch_has_it():
         resolve("algorithm", {"kind": "grpo", "minibatches": 2, "minibatches_of": "attempts"})
     )
     _, second = algorithm.split(pack(groups(rows)))
-    found = strongest(second, torch.zeros(6), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 0.5]), 3)
-    assert [(pull.attempt, pull.strand, pull.position) for pull in found] == [
+    found = find_strongest_tokens(
+        second, torch.zeros(6), torch.tensor([0.0, 1.0, 2.0, 0.0, 3.0, 0.5]), 3
+    )
+    assert [(pull.attempt, pull.trajectory, pull.position) for pull in found] == [
         (3, 0, 1),
         (1, 0, 2),
         (1, 0, 1),

@@ -11,7 +11,7 @@ from commands.report.made_runs import grow, make_run, row_of, write_record
 from commands.report.picture_run import make_picture_run
 
 from ratchet.commands.report import write_report
-from ratchet.commands.report.server import HOST, bind, pages
+from ratchet.commands.report.server import HOST, bind, make_app
 from ratchet.web.server import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "playwright")]
@@ -45,7 +45,7 @@ def browser():
 def show(browser):
     """Opens an address in a page of its own. Ends with the test, which fails for an error on the
     console, and for a request for anything but what was opened."""
-    pages, complaints, requests = [], [], []
+    make_app, complaints, requests = [], [], []
 
     def opened(address, view="curves", scheme="light"):
         context = browser.new_context(viewport=SIZE, color_scheme=scheme)
@@ -61,16 +61,16 @@ def show(browser):
             re.compile("^(?!data:)"),
             lambda route: (requests.append(route.request.url), route.continue_()),
         )
-        pages.append((page, address))
+        make_app.append((page, address))
         page.goto(f"{address}#{view}")
         ready(page, view)
         return page
 
     yield opened
-    for page, _ in pages:
+    for page, _ in make_app:
         page.context.close()
     assert complaints == []
-    bases = [address.partition("#")[0] for _, address in pages]
+    bases = [address.partition("#")[0] for _, address in make_app]
     assert [
         url
         for url in requests
@@ -457,7 +457,7 @@ def test_markup_that_got_in_after_all_would_do_nothing(browser, report):
 @pytest.fixture
 def served(tmp_path):
     directory = make_run(tmp_path / "runs" / "one")
-    server = ServerThread(pages(tmp_path / "runs"), bind(0))
+    server = ServerThread(make_app(tmp_path / "runs"), bind(0))
     yield directory, f"http://{HOST}:{server.address[1]}/"
     server.close()
 
@@ -511,7 +511,7 @@ def test_images_and_clips_are_in_the_conversation(live, show, tmp_path):
     make_picture_run(tmp_path / "run", question=f"How many circles? {HOSTILE}")
     server = None
     if live:
-        server = ServerThread(pages(tmp_path), bind(0))
+        server = ServerThread(make_app(tmp_path), bind(0))
         address = f"http://{HOST}:{server.address[1]}/"
     else:
         address = write_report([tmp_path / "run"], tmp_path / "r.html", rollouts=8).as_uri()

@@ -10,8 +10,8 @@ import pytest
 from commands.report.made_runs import grow, make_run
 
 from ratchet.commands.report.metrics import MetricsFile
-from ratchet.commands.report.predicted import predicted
-from ratchet.commands.report.runs import RunReader, find_runs, flat, named
+from ratchet.commands.report.predicted import compare_with_plan
+from ratchet.commands.report.runs import RunReader, find_runs, flatten, open_runs
 from ratchet.commands.report.schema import pack
 from ratchet.commands.report.texts import TokenTexts
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer, character_tokenizer
@@ -74,12 +74,12 @@ def test_what_was_predicted_stands_beside_what_was_measured(tmp_path):
     ]
     path = tmp_path / "metrics.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in [{"step": 0}, *rows]))
-    memory, step, processor = predicted(plan, MetricsFile(path).times(), {"peak_mib": 4.0})
+    memory, step, processor = compare_with_plan(plan, MetricsFile(path).times(), {"peak_mib": 4.0})
     assert memory == {"what": "peak memory", "unit": "MiB", "predicted": 3.0, "measured": 4.0}
     assert step == {"what": "sft: a step", "unit": "s", "predicted": 2.0, "measured": 3.0}
     assert (processor["predicted"], processor["measured"]) == (1.0, 1.5)
     empty = MetricsFile(tmp_path / "none").times()
-    assert [line["measured"] for line in predicted(plan, empty, None)] == [None] * 3
+    assert [line["measured"] for line in compare_with_plan(plan, empty, None)] == [None] * 3
 
 
 def test_a_recipe_is_flat_and_its_stages_go_by_name():
@@ -96,7 +96,7 @@ def test_a_recipe_is_flat_and_its_stages_go_by_name():
         "list": [1, 2],
         "empty": {},
     }
-    assert flat(config) == expected
+    assert flatten(config) == expected
 
 
 def test_a_run_is_finished_running_or_stopped(reader):
@@ -143,9 +143,9 @@ def test_runs_are_found_and_named(tmp_path):
     assert [run.name for run in find_runs(tmp_path)] == ["a", "more/a", "more/b"]
     assert [run.name for run in find_runs(tmp_path / "a")] == ["a"]
     paths = [tmp_path / "a", tmp_path / "more" / "a", tmp_path / "more" / "b"]
-    assert [run.name for run in named(paths)] == [str(paths[0]), str(paths[1]), "b"]
+    assert [run.name for run in open_runs(paths)] == [str(paths[0]), str(paths[1]), "b"]
     with pytest.raises(RunDirectoryError, match="holds no run"):
-        named([tmp_path / "more"])
+        open_runs([tmp_path / "more"])
     with pytest.raises(RunDirectoryError, match="there is no directory"):
         find_runs(tmp_path / "nothing")
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import ratchet.commands.report.metrics as metrics_module
-from ratchet.commands.report.metrics import MOST_PLACES, MetricsFile
+from ratchet.commands.report.metrics import MAX_POSITIONS, MetricsFile
 
 NAMES = [f"group/metric_{i}" for i in range(20)]
 
@@ -62,12 +62,12 @@ def test_parts_make_the_whole(tmp_path: Path) -> None:
     metrics = MetricsFile(write(tmp_path / "metrics.jsonl", range(1, 101)))
     steps, has_more, after = [], True, -1
     while has_more:
-        columns, has_more = metrics.part(after, most_cells=30 * 22)
+        columns, has_more = metrics.part(after, max_cells=30 * 22)
         assert len(columns["step"]) <= 30
         steps += columns["step"].tolist()
         after = int(steps[-1])
     assert steps == list(range(1, 101))
-    assert metrics.part(most_cells=1).columns["step"].tolist() == [1]
+    assert metrics.part(max_cells=1).columns["step"].tolist() == [1]
 
 
 def test_a_page_that_follows_reads_new_lines_alone(
@@ -97,12 +97,12 @@ def held(steps: int, path: Path) -> tuple[int, int]:
     tracemalloc.start()
     has_more, after = True, -1
     while has_more:
-        columns, has_more = metrics.part(after, most_cells=2**11)
+        columns, has_more = metrics.part(after, max_cells=2**11)
         after = int(columns["step"][-1])
     del columns
     stays, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert len(metrics._places) <= MOST_PLACES
+    assert len(metrics._positions) <= MAX_POSITIONS
     return peak, stays
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.commands.report.metrics import MOST_LINE
+from ratchet.commands.report.metrics import MAX_LINE_BYTES
 from ratchet.commands.report.server import RunReaders
 
 HERE = os.uname().nodename
@@ -86,7 +86,7 @@ def test_steps_and_lines_beyond_all_bounds_are_damaged(run: Path) -> None:
     lines = [
         '{"step": 1%s}' % ("0" * 400),
         '{"step": 9223372036854775808}',
-        '{"step": 2, "a": "%s"}' % ("x" * MOST_LINE),
+        '{"step": 2, "a": "%s"}' % ("x" * MAX_LINE_BYTES),
     ]
     (run / "metrics.jsonl").write_text("\n".join([*lines, '{"step": 3, "a": 1}', ""]))
     answered(run)

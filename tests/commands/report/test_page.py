@@ -12,8 +12,8 @@ import pytest
 from commands.report.made_runs import make_run
 
 from ratchet.commands.report import write_report
-from ratchet.commands.report.page import SCRIPTS, STYLES, asset, live_page
-from ratchet.commands.report.server import HOST, bind, pages, serve_forever
+from ratchet.commands.report.page import SCRIPTS, STYLES, make_live_page, read_asset
+from ratchet.commands.report.server import HOST, bind, make_app, serve_forever
 from ratchet.errors import PortBusy, RunDirectoryError
 from ratchet.web.server import ServerThread
 
@@ -51,12 +51,12 @@ def test_only_our_scripts_may_run(tmp_path):
     assert len(scripts) == len(SCRIPTS)
     assert "default-src 'none'" in policy
     assert "connect-src 'none'" in policy
-    assert "connect-src 'self'" in live_page()
+    assert "connect-src 'self'" in make_live_page()
 
 
 @pytest.mark.parametrize("name", [*OUR_SCRIPTS, "page.html", "style.css", "rollouts.css"])
 def test_our_assets_make_no_markup_of_texts_and_name_no_place(name):
-    text = asset(name)
+    text = read_asset(name)
     for unsafe in (
         "innerHTML",
         "outerHTML",
@@ -73,9 +73,9 @@ def test_our_assets_make_no_markup_of_texts_and_name_no_place(name):
 
 
 def test_every_asset_is_in_the_page():
-    page = live_page()
+    page = make_live_page()
     for name in (*SCRIPTS, *STYLES):
-        assert asset(name) in page
+        assert read_asset(name) in page
 
 
 def test_a_report_of_the_same_run_is_the_same_file(tmp_path):
@@ -100,7 +100,7 @@ def test_where_a_report_goes(tmp_path):
 def ask(tmp_path):
     """Status and body of a request; `host`: what it says it asks."""
     make_run(tmp_path / "runs" / "a", steps=3)
-    server = ServerThread(pages(tmp_path / "runs"), bind(0))
+    server = ServerThread(make_app(tmp_path / "runs"), bind(0))
     port = server.address[1]
 
     def get(path, host=None):
