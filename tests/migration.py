@@ -141,14 +141,14 @@ def _bringing(peer: Peer, ours: str) -> str:
     """Of its first method, which is the one with attempts."""
     rows = next(iter(peer.methods.values())).rows
     found = [
-        row.theirs
+        row.peer_key
         for row in rows
-        if any(key == ours or key.startswith(f"{ours}.") for key in row.ours.split(", "))
+        if any(key == ours or key.startswith(f"{ours}.") for key in row.recipe_key.split(", "))
     ]
     found = found or [
-        row.theirs
+        row.peer_key
         for row in rows
-        if any(ours.startswith(f"{key}.") for key in row.ours.split(", ") if key)
+        if any(ours.startswith(f"{key}.") for key in row.recipe_key.split(", ") if key)
     ]
     return ", ".join(f"`{key}`" for key in found[:4]) or "–"
 
@@ -161,7 +161,7 @@ def examples() -> str:
             path.write_text(text, encoding="utf-8")
             result = read_config(path)
         assert result.peer.name == name
-        assert not result.refused
+        assert not result.problems
         language = "bash" if file.endswith(".sh") else "yaml"
         parts.append(
             f"### {result.peer.title}\n\n```{language}\n# {file}\n{text}```\n"
@@ -169,13 +169,13 @@ def examples() -> str:
             f"it:\n\n```yaml\n{write_text(result.recipe)}```\n"
             f"It says what means something else here for {_listed(result.different)}, and why "
             "there is nothing for "
-            f"{_listed(result.without)}.\n"
+            f"{_listed(result.dropped)}.\n"
         )
     return "\n".join(parts)
 
 
 def _listed(items: list[Item]) -> str:
-    return ", ".join(f"`{item.theirs}`" for item in items if not item.assumed) or "no key"
+    return ", ".join(f"`{item.peer_key}`" for item in items if not item.is_default) or "no key"
 
 
 def keys() -> str:
@@ -185,8 +185,10 @@ def keys() -> str:
         parts.append(f"### {peer.title} ({peer.version})\n")
         seen: set[tuple[str, str, str]] = set()
         for name, method in peer.methods.items():
-            rows = [row for row in method.rows if (row.theirs, row.ours, row.note) not in seen]
-            seen |= {(row.theirs, row.ours, row.note) for row in rows}
+            rows = [
+                row for row in method.rows if (row.peer_key, row.recipe_key, row.note) not in seen
+            ]
+            seen |= {(row.peer_key, row.recipe_key, row.note) for row in rows}
             parts.append(
                 f"#### {name}\n\n| There | Here | What differs, or why there is none "
                 "|\n|---|---|---|"
@@ -198,13 +200,13 @@ def keys() -> str:
 
 def _line(row: KeyRow) -> str:
     ours = (
-        ", ".join(f"`{key}`" for key in row.ours.split(", "))
-        if row.ours
-        else f"with `{row.within}`"
-        if row.within
+        ", ".join(f"`{key}`" for key in row.recipe_key.split(", "))
+        if row.recipe_key
+        else f"with `{row.part_of}`"
+        if row.part_of
         else "–"
     )
-    return f"| `{row.theirs}` | {ours} | {row.note.replace('|', chr(92) + '|')} |"
+    return f"| `{row.peer_key}` | {ours} | {row.note.replace('|', chr(92) + '|')} |"
 
 
 if __name__ == "__main__":

@@ -104,10 +104,12 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
         {name: 2 * weight for name, weight in stored.weights.items()},
     )
     for other in (files / "other", None):
-        with pytest.raises(CheckpointError, match="begun from another source"):
+        with pytest.raises(
+            CheckpointError, match="of an interrupted conversion with another source"
+        ):
             convert(files / "base", files / "merged", "dcp", adapter=other)
     heard = convert(files / "base", files / "merged", "dcp", adapter=files / "adapter")
-    assert "going on: 2 of" in heard
+    assert "continuing: 2 of" in heard
     assert "weights have the checksums of the source" in heard
 
 

@@ -1,2 +1,2 @@
-"""Configurations of other libraries as recipes: a table for each (`trl`, `verl`, `nemo_rl`,
-`roll`), and one importer."""
+"""Convert configurations of other libraries to recipes: a table of keys for each library (`trl`,
+`verl`, `nemo_rl`, `roll`), and one importer."""

@@ -1,7 +1,7 @@
 """The command `ratchet import`: convert a peer's configuration to a recipe.
 
-The account says what happened to each key. It stands as comments in the recipe and goes to the
-terminal.
+A peer is another library. The account says what became of each key. It is printed to the terminal,
+and written as comments at the top of the recipe.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ratchet.commands.migrate.importer import Imported, Item, read_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 
-WIDTH = 128  # maximum characters of a line of the account
-SHOWN = 48  # maximum characters of a value in the account
+WIDTH = 128  # characters of a line of the account
+MAX_VALUE_CHARS = 48  # maximum characters of a value in the account
 
 
 def import_file(file: Path, peer: str | None, out: Path | None) -> None:
@@ -27,16 +27,16 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
 
     Args:
         file: The peer's configuration.
-        peer: Name of the peer; None: recognise it by its keys.
+        peer: Name of the peer; None detects it from the keys.
         out: Where to write the recipe; None: standard output.
 
     Raises:
-        ConfigError: Nothing can be read, or `out` exists. Also raised after writing, if the recipe
-            can't run yet.
+        ConfigError: The file can't be read, or `out` exists. It is also raised after writing if the
+            recipe can't run yet.
     """
     if out is not None and out.exists():
         raise ConfigError(
-            f"{out} is there already, and is not overwritten: give another --out, or remove it"
+            f"{out} exists already, and is not overwritten: give another --out, or remove it"
         )
     result = read_config(file, peer)
     text = recipe_text(result, file.name)
@@ -51,11 +51,11 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
     else:
         out.write_text(text, encoding="utf-8")
         console.print(f"\nnext: ratchet check {out}")
-    if result.refused:
+    if result.problems:
         raise ConfigError(
             "; ".join(
                 f"{problem.origin.path or 'recipe'}: {problem.message}"
-                for problem in result.refused
+                for problem in result.problems
             )
         )
 
@@ -71,31 +71,31 @@ def recipe_text(result: Imported, name: str) -> str:
 
 
 def account(result: Imported) -> Iterator[str]:
-    """Yield the account, line by line: all keys that were not simply taken over.
+    """Yield the lines of the account, which lists the keys that were not simply taken over.
 
-    These mean something else here, have no counterpart or no effect, or could not be read. Keys
-    that the import chose itself and problems of the recipe follow.
+    They mean something else in Ratchet, have no counterpart or no effect, or could not be read.
+    Keys that the import chose itself and problems of the recipe follow.
     """
     yield from _section("Means something else here", _pairs(result.different))
-    yield from _section("Without counterpart", _pairs(result.without))
-    yield from _section("Without effect on a result here", _pairs(result.idle))
+    yield from _section("Without counterpart", _pairs(result.dropped))
+    yield from _section("Without effect on results here", _pairs(result.inert))
     chosen = ", ".join(f"{key}={_short(value)}" for key, value in result.chosen.items())
     yield from _section(
-        "Not in the file, and set as a beginning",
-        [(chosen, "see that they are what you want")] if chosen else [],
+        "Not in the file, and set to a starting value",
+        [(chosen, "check that they are what you want")] if chosen else [],
     )
-    yield from _section("Could not be resolved", list(result.unread.items()))
+    yield from _section("Could not be resolved", list(result.unresolved.items()))
     yield from _section(
-        "Set more than once in the file: the last counts, not these",
+        "Set more than once in the file: the last value counts, not these",
         [(f"{key}={_short(text)}", "") for key, text in result.repeated.items()],
     )
     yield from _section(
-        "Null there, so nothing to take over",
-        [(", ".join(result.unset), "")] if result.unset else [],
+        "Null in the file, so there is nothing to take over",
+        [(", ".join(result.null_keys), "")] if result.null_keys else [],
     )
     yield from _section(
-        "To be mended before it runs",
-        [(problem.origin.path or "recipe", problem.message) for problem in result.refused],
+        "To be fixed before the recipe can run",
+        [(problem.origin.path or "recipe", problem.message) for problem in result.problems],
     )
 
 
@@ -115,19 +115,23 @@ def _pairs(items: Sequence[Item]) -> list[tuple[str, str]]:
 
 
 def _describe(item: Item) -> str:
-    """Return their key and value, and what they became: `theirs=1 (their default) -> ours=1`."""
-    ours = ", ".join(f"{key}={_short(value)}" for key, value in item.ours.items())
-    default_mark = " (their default)" if item.assumed else ""
-    target = f" -> {ours}" if ours else f" (with {item.within})" if item.within else ""
-    return f"{item.theirs}={_short(item.value)}{default_mark}{target}"
+    """Return a key of the peer and what it became: `peer_key=1 (their default) -> recipe_key=1`."""
+    recipe_keys = ", ".join(f"{key}={_short(value)}" for key, value in item.recipe_keys.items())
+    default_mark = " (their default)" if item.is_default else ""
+    target = ""
+    if recipe_keys:
+        target = f" -> {recipe_keys}"
+    elif item.part_of:
+        target = f" (with {item.part_of})"
+    return f"{item.peer_key}={_short(item.value)}{default_mark}{target}"
 
 
 def _short(value: Any) -> str:
-    """Return a value on one line, without unprintable characters, cut to SHOWN characters."""
+    """Return a value on one line of at most MAX_VALUE_CHARS characters, all of them printable."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text.split())
     text = "".join(character if character.isprintable() else "?" for character in text)
-    return text if len(text) <= SHOWN else f"{text[: SHOWN - 3]}..."
+    return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
 def _section(title: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:

@@ -1,4 +1,4 @@
-"""Read Hydra's overrides (`a.b=c`) from the command lines of a shell script."""
+"""Read Hydra overrides (`a.b=c`) from the command lines of a shell script."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 from itertools import groupby
 from typing import Any
 
-from ratchet.commands.migrate.numbers import hydra
-from ratchet.commands.migrate.shell import LITERAL, Variables, commands, split_words
+from ratchet.commands.migrate.numbers import parse_hydra_word
+from ratchet.commands.migrate.shell import LITERAL, Variables, split_commands, split_words
 from ratchet.errors import ConfigError
 
 # An override with its optional sign: ++ and + add a key, ~ removes one.
@@ -20,16 +20,16 @@ REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
 # The beginning of an array of the shell (`NAME=(`).
 ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
-# Commands whose words are printed, so that overrides among them have no effect.
+# Commands that print their words. Overrides among these have no effect.
 PRINTING = ("echo", "printf")
-# Builtins of the shell whose `name=value` words are no overrides.
-NOT_COMMANDS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
+# Shell builtins whose `name=value` words are not overrides.
+SHELL_BUILTINS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
-PAIRS = {"[": "]", "{": "}", "(": ")"}
+BRACKETS = {"[": "]", "{": "}", "(": ")"}
 MAX_DEPTH = 32
 
 
-class NotRead(ValueError):
+class UnreadableOverride(ValueError):
     """The error for an override whose text is not a single value. The message says why."""
 
 
@@ -39,50 +39,50 @@ class Script:
 
     Attributes:
         nested: The values, as nested sections.
-        unread: The overrides that can't be read: key -> text and reason.
+        unresolved: The overrides that can't be read: key -> text and reason.
         repeated: The overrides that a later one replaced: key -> replaced value as text.
         variables: The script's own shell variables.
-        plain: Overrides whose key has no dot; such a key may choose a config file of Hydra.
+        undotted: Overrides whose key has no dot; such a key may choose a config file of Hydra.
     """
 
     nested: dict[str, Any] = field(default_factory=dict)
-    unread: dict[str, str] = field(default_factory=dict)
+    unresolved: dict[str, str] = field(default_factory=dict)
     repeated: dict[str, str] = field(default_factory=dict)
     variables: Variables = field(default_factory=Variables)
-    plain: dict[str, str] = field(default_factory=dict)
+    undotted: dict[str, str] = field(default_factory=dict)
 
     _has_command: bool = False
 
     def read(self, text: str) -> None:
-        """Read the overrides of a script, with the values of its own variables put into them.
+        """Read the overrides of a script. Its own variables in them are replaced by their values.
 
-        Raises ConfigError if there is none, or if a key is both a value and a section.
+        Raises ConfigError if there is no override, or if a key is both a value and a section.
         """
         in_array = False
-        for line in commands(text):
+        for line in split_commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:
                 in_array, line = True, line[array.end() :]
             if in_array:
                 in_array = line.count(")") <= line.count("(")
                 self._read_line(line if in_array else line.rpartition(")")[0], in_array=True)
             elif self._has_command and OVERRIDE.match(line.strip()) and KEY.match(line.strip()):
-                # The line begins with an override, so the shell would run the override itself as a
-                # command: a comment or a missing \ ended the command in the line before.
+                # The line begins with an override, which the shell would run as a command. So a
+                # comment or a missing \ has ended the command in the line before.
                 for match in KEY.finditer(line):
-                    self.unread[match[1]] = (
+                    self.unresolved[match[1]] = (
                         "begins a line that belongs to no command: end the line before with \\"
                     )
             elif not self.variables.read(line):
                 self._read_line(line, in_array=False)
-        for key, content in self.plain.items():
+        for key, content in self.undotted.items():
             if isinstance(self.nested.get(key), dict):
-                self.unread[key] = (
-                    f"{content}: chooses a file of theirs, which is not read: import it, and set "
-                    "these over it"
+                self.unresolved[key] = (
+                    f"{content}: chooses a config file, which is not read: import that file, and "
+                    "set these keys over it"
                 )
             else:
-                self._put(key, content)
-        if not self.nested and not self.unread:
+                self._set_key(key, content)
+        if not self.nested and not self.unresolved:
             raise ConfigError("holds no override of the form a.b=value")
 
     def _read_line(self, line: str, in_array: bool) -> None:
@@ -91,9 +91,9 @@ class Script:
             words = split_words(line)
         except ValueError:
             for match in KEY.finditer(line):
-                self.unread[match[1]] = (
-                    "stands in a line whose quotes end in another one: write it in a line of its "
-                    "own"
+                self.unresolved[match[1]] = (
+                    "is in a line with a quote that ends in another line: write the override in "
+                    "its own line"
                 )
             return
         # Words that consist of ; & | separate commands.
@@ -118,30 +118,32 @@ class Script:
             option, _, name = word.partition("=")
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
                 self.nested[option] = name or (words[index + 1] if index + 1 < len(words) else "")
-            elif (removed := REMOVED.fullmatch(word)) is not None:
-                self.unread[f"~{removed[1]}"] = "is taken out there: leave it out here"
+            elif (match := REMOVED.fullmatch(word)) is not None:
+                self.unresolved[f"~{match[1]}"] = "is taken out there: leave it out here"
             elif match := OVERRIDE.fullmatch(word):
                 if match[1] == "~":
-                    self.unread[f"~{match[2]}"] = "is taken out there: leave it out here"
+                    self.unresolved[f"~{match[2]}"] = "is taken out there: leave it out here"
                 elif "." in match[2] or "/" in match[2]:
-                    self._put(match[2], self._expand(match[3]))
-                elif allows_plain_keys and has_program_name and words[0] not in NOT_COMMANDS:
-                    self.plain[match[2]] = self._expand(match[3])
+                    self._set_key(match[2], self._expand(match[3]))
+                elif allows_plain_keys and has_program_name and words[0] not in SHELL_BUILTINS:
+                    self.undotted[match[2]] = self._expand(match[3])
 
     def _expand(self, text: str) -> str:
-        """Return a text with the known variables of the shell put in."""
-        return self.variables.filled(text).replace(LITERAL, "$")
+        """Return a text with the known shell variables replaced by their values."""
+        return self.variables.substitute(text).replace(LITERAL, "$")
 
-    def _put(self, key: str, text: str) -> None:
-        """Set a key to the value of a text, or note in `unread` why that can't be done."""
-        self.unread.pop(key, None)
+    def _set_key(self, key: str, text: str) -> None:
+        """Set a key to the value of a text, or record in `unresolved` why that can't be done."""
+        self.unresolved.pop(key, None)
         if "`" in text or ("$" in text and not text.startswith("${")):
-            self.unread[key] = f"{text}: a variable of the shell, whose value the file doesn't give"
+            self.unresolved[key] = (
+                f"{text}: a variable of the shell, whose value the file doesn't give"
+            )
             return
         try:
             value = parse(text)
-        except NotRead as error:
-            self.unread[key] = f"{text}: {error}"
+        except UnreadableOverride as error:
+            self.unresolved[key] = f"{text}: {error}"
             return
         *parents, last = key.split(".")
         section = self.nested
@@ -158,37 +160,40 @@ class Script:
 
 
 def parse(text: str, depth: int = 0) -> Any:
-    """Return the value that an override's text has by Hydra's grammar.
+    """Return the value of an override's text by Hydra's grammar.
 
     The value is a list, a section, quoted text, or a primitive.
 
-    Raises NotRead if the text is several values (a sweep) or a function, is nested too deep, or has
-    quotes or brackets that don't match.
+    Raises UnreadableOverride if the text is several values (a sweep) or a function, is nested too
+    deep, or has quotes or brackets that don't match.
     Source: https://hydra.cc/docs/advanced/override_grammar/basic/.
     """
     text = text.strip()
     if depth > MAX_DEPTH:
-        raise NotRead("is nested too deep to be read")
+        raise UnreadableOverride("is nested too deep to be read")
     if text[:1] in ("'", '"'):
         if len(text) < 2 or text[-1] != text[0] or re.search(rf"(?<!\\){text[0]}", text[1:-1]):
-            raise NotRead("its quotes don't match")
+            raise UnreadableOverride("its quotes don't match")
         return re.sub(rf"\\([\\{text[0]}])", r"\1", text[1:-1])
     if text.startswith("[") and text.endswith("]"):
         return [parse(item, depth + 1) for item in _items(text[1:-1])]
     if text.startswith("{") and text.endswith("}"):
         return {key: parse(value, depth + 1) for key, value in map(_pair, _items(text[1:-1]))}
     if len(list(_items(text))) > 1:
-        raise NotRead("is several values, for several runs: give one")
+        raise UnreadableOverride("is several values, for several runs: give one")
     if re.fullmatch(r"[A-Za-z_]\w*\(.*\)", text):
-        raise NotRead("is a function of Hydra: set what it works out to")
-    return ESCAPED.sub(r"\1", text) if ESCAPED.search(text) else hydra(text)
+        raise UnreadableOverride("is a function of Hydra: set its result")
+    return ESCAPED.sub(r"\1", text) if ESCAPED.search(text) else parse_hydra_word(text)
 
 
 def _pair(text: str) -> tuple[str, str]:
-    """Return (key, text of the value) of an entry of a section. Raises NotRead without a colon."""
+    """Return (key, text of the value) of an entry of a section.
+
+    Raises UnreadableOverride without a colon.
+    """
     key, colon, value = text.partition(":")
     if not colon:
-        raise NotRead("a section needs key: value")
+        raise UnreadableOverride("a section needs key: value")
     return str(parse(key)), value
 
 
@@ -196,9 +201,9 @@ def _items(text: str) -> Iterator[str]:
     """Yield the parts of a text between its commas.
 
     A comma does not separate if it is escaped, or inside quotes, brackets or an interpolation.
-    Raises NotRead if quotes or brackets don't match.
+    Raises UnreadableOverride if quotes or brackets don't match.
     """
-    open_brackets: list[str] = []  # the closing bracket of each, innermost last
+    open_brackets: list[str] = []  # the closing bracket of each open one, innermost last
     start = 0
     quote = ""
     for index, character in enumerate(text):
@@ -206,14 +211,14 @@ def _items(text: str) -> Iterator[str]:
             quote = "" if character == quote and text[index - 1] != "\\" else quote
         elif character in "'\"":
             quote = character
-        elif character in PAIRS:
-            open_brackets.append(PAIRS[character])
+        elif character in BRACKETS:
+            open_brackets.append(BRACKETS[character])
         elif open_brackets and character == open_brackets[-1]:
             open_brackets.pop()
         elif character == "," and not open_brackets and text[index - 1 : index] != "\\":
             yield text[start:index]
             start = index + 1
     if open_brackets or quote:
-        raise NotRead("its quotes or brackets don't match")
+        raise UnreadableOverride("its quotes or brackets don't match")
     if text[start:].strip() or start:
         yield text[start:]

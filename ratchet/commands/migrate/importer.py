@@ -1,4 +1,5 @@
-"""Convert another library's keys to a recipe that `ratchet check` accepts, and account for each."""
+"""Convert another library's keys to a recipe that `ratchet check` accepts, with an account of each
+key."""
 
 from __future__ import annotations
 
@@ -12,18 +13,18 @@ from typing import Any, Literal
 from pydantic import ValidationError
 
 from ratchet.commands.migrate.nemo_rl import NEMO_RL
-from ratchet.commands.migrate.numbers import Misread
+from ratchet.commands.migrate.numbers import InvalidValue
 from ratchet.commands.migrate.read_config import FlatConfig, read_source
 from ratchet.commands.migrate.roll import ROLL
 from ratchet.commands.migrate.table import (
     ABSENT,
-    Idle,
+    Dropped,
+    Inert,
     KeyRow,
     Method,
     Peer,
     PeerConfig,
     Sets,
-    Without,
 )
 from ratchet.commands.migrate.trl import TRL
 from ratchet.commands.migrate.used_keys import ConversionRuns
@@ -36,10 +37,10 @@ from ratchet.config.yaml_tree import read_text, write_text
 from ratchet.errors import ConfigError
 
 PEERS: Mapping[str, Peer] = {peer.name: peer for peer in (TRL, VERL, NEMO_RL, ROLL)}
-UNKNOWN = (
-    "is not in the table of {title}'s keys ({version}): look for what it does in docs/migrate.md"
+UNKNOWN_NOTE = (
+    "is not in the table of {title}'s keys ({version}): docs/migrate.md lists the keys of recipes"
 )
-ORDER = (
+SECTION_ORDER = (
     "name",
     "seed",
     "run_dir",
@@ -54,31 +55,31 @@ ORDER = (
 )
 
 
-Fate = Literal["same", "different", "without", "idle"]
+ItemStatus = Literal["same", "different", "dropped", "inert"]
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """The account of one key of the peer: its value, and what the recipe has in its place."""
+    """The account of one key of the peer: its value, and what it became in the recipe."""
 
-    theirs: str
+    peer_key: str
     value: Any
-    ours: Mapping[str, Any]  # keys and values in the recipe; empty without a counterpart
-    note: str  # why there is no counterpart, or how the meaning of `ours` differs
-    assumed: bool = False  # True if the file doesn't set the key, and it is the peer's default
-    within: str = ""  # the peer's key whose conversion covers this one too
-    idle: bool = False  # True if the key, as it is set, changes no result here
+    recipe_keys: Mapping[str, Any]  # keys and values in the recipe; empty without a counterpart
+    note: str  # why there is no counterpart, or how the meaning differs in the recipe
+    is_default: bool = False  # True if the value is the peer's default, not set in the file
+    part_of: str = ""  # the peer's key whose conversion covers this one too
+    inert: bool = False  # True if the key, as it is set, changes no result in Ratchet
 
     @property
-    def fate(self) -> Fate:
+    def status(self) -> ItemStatus:
         """Return what became of the key.
 
-        same: taken over. different: taken over with a change that `note` names. without: dropped.
-        idle: dropped, without effect on results.
+        same: taken over. different: taken over with a change that `note` names. dropped: without
+        counterpart. inert: without effect on results.
         """
-        if self.within or self.ours:
+        if self.part_of or self.recipe_keys:
             return "different" if self.note else "same"
-        return "idle" if self.idle else "without"
+        return "inert" if self.inert else "dropped"
 
 
 @dataclass
@@ -89,48 +90,51 @@ class Imported:
     method: str
     items: list[Item]
     flat: dict[str, Any]  # the recipe by dotted key
-    unset: list[str] = field(default_factory=list)  # the peer's keys that the file sets to null
-    # keys that could not be resolved, each with what to do
-    unread: Mapping[str, str] = field(default_factory=dict)
-    # earlier values of keys that a script sets twice
+    null_keys: list[str] = field(default_factory=list)  # the peer's keys that the file sets to null
+    # Keys that could not be resolved, each with what to do.
+    unresolved: Mapping[str, str] = field(default_factory=dict)
+    # Earlier values of keys that a script sets twice.
     repeated: Mapping[str, str] = field(default_factory=dict)
-    # problems that `ratchet check` still finds in the recipe
-    refused: list[RecipeProblem] = field(default_factory=list)
-    # keys of the recipe that the file determines
-    told: set[str] = field(default_factory=lambda: {"name", "algorithm.kind", "environment.kind"})
+    # Problems that `ratchet check` still finds in the recipe.
+    problems: list[RecipeProblem] = field(default_factory=list)
+    # Keys of the recipe that the file determines.
+    determined: set[str] = field(
+        default_factory=lambda: {"name", "algorithm.kind", "environment.kind"}
+    )
 
-    def fated(self, fate: Fate) -> list[Item]:
-        """Return the items with one fate."""
-        return [item for item in self.items if item.fate == fate]
+    def with_status(self, status: ItemStatus) -> list[Item]:
+        """Return the items with this status."""
+        return [item for item in self.items if item.status == status]
 
     @property
     def same(self) -> list[Item]:
-        return self.fated("same")
+        return self.with_status("same")
 
     @property
     def different(self) -> list[Item]:
-        return self.fated("different")
+        return self.with_status("different")
 
     @property
-    def without(self) -> list[Item]:
-        return self.fated("without")
+    def dropped(self) -> list[Item]:
+        return self.with_status("dropped")
 
     @property
-    def idle(self) -> list[Item]:
-        return self.fated("idle")
+    def inert(self) -> list[Item]:
+        return self.with_status("inert")
 
     @property
     def chosen(self) -> dict[str, Any]:
         """Return the keys of the recipe that no key of the file determines."""
-        return {key: value for key, value in self.flat.items() if key not in self.told}
+        return {key: value for key, value in self.flat.items() if key not in self.determined}
 
     @property
     def recipe(self) -> dict[str, Any]:
         """Return `flat` as nested sections, in the order of a hand-written recipe."""
-        places = {key: place for place, key in enumerate(ORDER)}
+        positions = {key: position for position, key in enumerate(SECTION_ORDER)}
         nested: dict[str, Any] = {}
         for key, value in sorted(
-            self.flat.items(), key=lambda pair: places.get(pair[0].partition(".")[0], len(ORDER))
+            self.flat.items(),
+            key=lambda pair: positions.get(pair[0].partition(".")[0], len(SECTION_ORDER)),
         ):
             *sections, last = key.split(".")
             section = nested
@@ -143,8 +147,8 @@ class Imported:
 def read_config(path: Path, peer: str | None = None) -> Imported:
     """Import a file.
 
-    Raises ConfigError if it can't be read, or if its keys don't tell the peer or the kind of
-    training.
+    Raises ConfigError if the file can't be read, or if the peer or the kind of training can't be
+    detected from its keys.
     """
     source = read_source(path)
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
@@ -153,8 +157,8 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
     name = chosen_peer.method(source.values)
     if not name:
         raise ConfigError(
-            f"{path}: what kind of training it is can't be told from its keys: "
-            f"{chosen_peer.title}'s are {', '.join(chosen_peer.methods)}"
+            f"{path}: the kind of training can't be detected from the keys: {chosen_peer.title} "
+            f"has {', '.join(chosen_peer.methods)}"
         )
     result = convert(chosen_peer, name, source)
     if not {f"environment.{key}" for key in ("train", "hub", "preset")} & set(result.flat):
@@ -165,28 +169,28 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
 
 
 def convert(peer: Peer, name: str, source: FlatConfig) -> Imported:
-    """Return a source converted by a method's table, not yet checked by `ratchet check`."""
+    """Return a source converted by a method's table. `ratchet check` has not checked it yet."""
     method = peer.methods[name]
     result = Imported(
-        peer, name, [], dict(method.fixed), unread=source.unread, repeated=source.repeated
+        peer, name, [], dict(method.fixed), unresolved=source.unresolved, repeated=source.repeated
     )
     _apply(result, method, PeerConfig(source.values, method.defaults))
     return result
 
 
 def _detect_peer(values: Mapping[str, Any], path: Path) -> Peer:
-    ranked = sorted(PEERS.values(), key=lambda peer: peer.likeness(values), reverse=True)
-    if ranked[0].likeness(values) == ranked[1].likeness(values):
+    ranked = sorted(PEERS.values(), key=lambda peer: peer.count_marks(values), reverse=True)
+    if ranked[0].count_marks(values) == ranked[1].count_marks(values):
         raise ConfigError(
-            f"{path}: whose configuration it is can't be told from its keys: say it by --from "
+            f"{path}: the library can't be detected from the keys: add --from with one of "
             f"{', '.join(PEERS)}"
         )
     return ranked[0]
 
 
 def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
-    """Apply rows in the table's order, so that later ones override earlier ones."""
-    places = {row.theirs: place for place, row in enumerate(method.rows)}
+    """Apply the rows in the table's order, so that later rows override earlier ones."""
+    positions = {row.peer_key: position for position, row in enumerate(method.rows)}
     keys = [(key, value, method.row(key), False) for key, value in config.values.items()]
     keys += [
         (key, value, method.row(key), True)
@@ -194,106 +198,110 @@ def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
         if key not in config.values
     ]
     runs = ConversionRuns()
-    laid_by: dict[str, str] = {}
-    for key, value, row, assumed in sorted(
-        keys, key=lambda entry: places[entry[2].theirs] if entry[2] else -1
+    set_by: dict[str, str] = {}
+    for key, value, row, is_default in sorted(
+        keys, key=lambda entry: positions[entry[2].peer_key] if entry[2] else -1
     ):
         item: Item | None = None
         if row is None and value is not None:
-            why = UNKNOWN.format(title=result.peer.title, version=result.peer.version)
-            item = Item(key, value, {}, why)
+            reason = UNKNOWN_NOTE.format(title=result.peer.title, version=result.peer.version)
+            item = Item(key, value, {}, reason)
         elif value is None and (row is None or row.null is ABSENT):
-            result.unset += [] if assumed else [key]
+            result.null_keys += [] if is_default else [key]
         elif row is not None:
-            config.looked_up.clear()
-            item = _convert_key(row, key, value, config, assumed)
-            if row.how is not None and item.ours:
-                runs.add(key, row.how, value, config.looked_up)
-        if item is None or (assumed and not (item.ours or item.within)):
+            config.read_keys.clear()
+            item = _convert_key(row, key, value, config, is_default)
+            if row.convert is not None and item.recipe_keys:
+                runs.add(key, row.convert, value, config.read_keys)
+        if item is None or (is_default and not (item.recipe_keys or item.part_of)):
             continue
         result.items.append(item)
-        for name, content in item.ours.items():
-            lay(result.flat, name, content)
-            laid_by[name] = key
-        result.told |= set(item.ours)
-    _correct_items(result, runs, laid_by, config)
+        for name, content in item.recipe_keys.items():
+            set_recipe_key(result.flat, name, content)
+            set_by[name] = key
+        result.determined |= set(item.recipe_keys)
+    _correct_items(result, runs, set_by, config)
 
 
-def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, assumed: bool) -> Item:
+def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_default: bool) -> Item:
     if value is None:
-        return Item(key, None, {row.ours: row.null}, row.note, assumed)
-    if row.within:
-        return Item(key, value, {}, "", assumed, row.within)
-    if not row.ours and row.how is None:
-        return Item(key, value, {}, row.note, assumed, idle=row.idle)
+        return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
+    if row.part_of:
+        return Item(key, value, {}, "", is_default, row.part_of)
+    if not row.recipe_key and row.convert is None:
+        return Item(key, value, {}, row.note, is_default, inert=row.inert)
     try:
-        result = value if row.how is None else row.how(value, config)
-    except Misread as error:
-        result = Without(str(error))
+        result = value if row.convert is None else row.convert(value, config)
+    except InvalidValue as error:
+        result = Dropped(str(error))
     except (ArithmeticError, AttributeError, IndexError, KeyError, TypeError, ValueError):
-        result = Without(
-            "has not the form that it has there: set its counterpart by hand"
-            + (f" ({row.ours})" if row.ours else "")
+        result = Dropped(
+            "does not have the expected form: set its counterpart by hand"
+            + (f" ({row.recipe_key})" if row.recipe_key else "")
         )
-    if isinstance(result, Without | Idle):
-        return Item(key, value, {}, result.why, assumed, idle=isinstance(result, Idle))
+    if isinstance(result, Dropped | Inert):
+        return Item(key, value, {}, result.reason, is_default, inert=isinstance(result, Inert))
     if isinstance(result, Sets):
-        return Item(key, value, result.values, result.note or row.note, assumed)
-    return Item(key, value, {row.ours: result}, row.note, assumed)
+        return Item(key, value, result.values, result.note or row.note, is_default)
+    return Item(key, value, {row.recipe_key: result}, row.note, is_default)
 
 
-def lay(flat: dict[str, Any], key: str, value: Any) -> None:
+def set_recipe_key(flat: dict[str, Any], key: str, value: Any) -> None:
     """Set a dotted key in a flat recipe.
 
-    It replaces keys below it and scalars above it. If a section above it is set, the key goes into
-    a copy of that section.
+    The new value replaces keys below it and scalars above it. If a section above it is set, the key
+    is set in a copy of that section.
     """
     for name in list(flat):
         if name.startswith(f"{key}.") or (
             key.startswith(f"{name}.") and not isinstance(flat[name], dict)
         ):
             del flat[name]
-    above = next((name for name in flat if key.startswith(f"{name}.")), None)
-    if above is None:
+    parent = next((name for name in flat if key.startswith(f"{name}.")), None)
+    if parent is None:
         flat[key] = value
         return
-    *sections, last = key.removeprefix(f"{above}.").split(".")
-    section = flat[above] = deepcopy(flat[above])
+    *sections, last = key.removeprefix(f"{parent}.").split(".")
+    section = flat[parent] = deepcopy(flat[parent])
     for name in sections:
         section = section.setdefault(name, {})
     section[last] = value
 
 
-# --- correct the accounts by the finished recipe
+# --- correct the items after the recipe is complete
 
 
 def _correct_items(
-    result: Imported, runs: ConversionRuns, laid_by: Mapping[str, str], config: PeerConfig
+    result: Imported, runs: ConversionRuns, set_by: Mapping[str, str], config: PeerConfig
 ) -> None:
-    """Correct the items that a later key overrode, or whose value no conversion used."""
+    """Correct the items that a later key has overridden, or whose value no conversion used."""
     recipe = result.recipe
-    items = [_drop_overridden(item, recipe, laid_by) for item in result.items]
-    by_key = {item.theirs: item for item in items}
-    items = [item if item.assumed else _drop_unused(item, by_key, runs, config) for item in items]
-    result.items = [item for item in items if not item.assumed or item.ours]
+    items = [_drop_overridden(item, recipe, set_by) for item in result.items]
+    by_key = {item.peer_key: item for item in items}
+    items = [
+        item if item.is_default else _drop_unused(item, by_key, runs, config) for item in items
+    ]
+    result.items = [item for item in items if not item.is_default or item.recipe_keys]
 
 
-def _drop_overridden(item: Item, recipe: Mapping[str, Any], laid_by: Mapping[str, str]) -> Item:
-    """Return the item without the keys of `ours` that a later key set to another value."""
-    overridden = [key for key, value in item.ours.items() if not _has_value(recipe, key, value)]
+def _drop_overridden(item: Item, recipe: Mapping[str, Any], set_by: Mapping[str, str]) -> Item:
+    """Return the item without the recipe keys that a later key set to another value."""
+    overridden = [
+        key for key, value in item.recipe_keys.items() if not _has_value(recipe, key, value)
+    ]
     if not overridden:
         return item
-    # The overriding key set this very key, or a section above it.
-    setters = {
-        key: laid_by.get(key)
-        or next((setter for name, setter in laid_by.items() if key.startswith(f"{name}.")), "")
+    # The overriding key set the same key of the recipe, or a section above it.
+    setting_keys = {
+        key: set_by.get(key)
+        or next((setter for name, setter in set_by.items() if key.startswith(f"{name}.")), "")
         for key in overridden
     }
-    why = "; ".join(
-        f"{key} goes under: {setters[key] or 'another key'} sets it" for key in overridden
+    reason = "; ".join(
+        f"{key} is overridden by {setting_keys[key] or 'another key'}" for key in overridden
     )
-    kept = {key: value for key, value in item.ours.items() if key not in overridden}
-    return replace(item, ours=kept, note="; ".join(filter(None, [item.note, why])))
+    kept = {key: value for key, value in item.recipe_keys.items() if key not in overridden}
+    return replace(item, recipe_keys=kept, note="; ".join(filter(None, [item.note, reason])))
 
 
 def _has_value(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -312,59 +320,63 @@ def _drop_unused(
 ) -> Item:
     """Return the item, corrected if its own conversion did not use its value.
 
-    It is then covered by another key's conversion, or not taken over.
+    Such an item is part of another key's conversion, or it is not taken over.
     """
-    if not item.within and item.theirs not in runs.ran:
+    if not item.part_of and item.peer_key not in runs.conversions:
         return item
-    used = [theirs for theirs in runs.users(item.theirs, config) if by_key[theirs].ours]
-    if item.theirs in used:
+    used = [
+        peer_key for peer_key in runs.users(item.peer_key, config) if by_key[peer_key].recipe_keys
+    ]
+    if item.peer_key in used:
         return item
     if used:
-        return replace(item, ours={}, note="" if item.within else item.note, within=used[0])
-    if not item.within:
-        why = f"is not taken over: {', '.join(item.ours)} became what it is without it"
-        return replace(item, ours={}, note="; ".join(filter(None, [item.note, why])))
+        return replace(
+            item, recipe_keys={}, note="" if item.part_of else item.note, part_of=used[0]
+        )
+    if not item.part_of:
+        reason = f"is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
+        return replace(item, recipe_keys={}, note="; ".join(filter(None, [item.note, reason])))
     main = by_key.get(_main_key(item))
     if main is None:
         return replace(
             item,
-            within="",
-            note=f"counts with {_main_key(item)} alone, which the file doesn't set",
-            idle=True,
+            part_of="",
+            note=f"only counts with {_main_key(item)}, which the file doesn't set",
+            inert=True,
         )
-    if main.ours:
+    if main.recipe_keys:
         return replace(
             item,
-            within="",
-            note=f"is not taken over: {main.theirs}={main.value} was converted without it",
+            part_of="",
+            note=f"is not taken over: {main.peer_key}={main.value} was converted without it",
         )
-    return replace(item, within="", note=f"{main.theirs}: {main.note}", idle=main.idle)
+    return replace(item, part_of="", note=f"{main.peer_key}: {main.note}", inert=main.inert)
 
 
 def _main_key(item: Item) -> str:
-    """Return `item.within`; if that is a pattern with `*`, the key of its name beside the item."""
-    if "*" not in item.within:
-        return item.within
-    return f"{item.theirs.rpartition('.')[0]}.{item.within.rpartition('.')[2]}"
+    """Return `item.part_of`; if that is a pattern with `*`, the key in the item's own section."""
+    if "*" not in item.part_of:
+        return item.part_of
+    return f"{item.peer_key.rpartition('.')[0]}.{item.part_of.rpartition('.')[2]}"
 
 
-# --- remove what `ratchet check` refuses
+# --- remove keys that `ratchet check` refuses
 
 
 def _remove_refused(result: Imported) -> None:
-    """Remove the keys that `ratchet check` refuses, and note it in their items.
+    """Remove the keys that `ratchet check` refuses, and say so in their items.
 
-    Problems of keys that the peer didn't set stay in `refused`.
+    Problems of keys that the peer didn't set stay in `result.problems`.
     """
     for _ in range(len(result.flat)):
-        result.refused = list(_problems(result.recipe))
-        if not result.refused:
+        result.problems = list(_find_problems(result.recipe))
+        if not result.problems:
             return
         removable = next(
             (
                 (key, problem)
-                for problem in result.refused
-                if (key := _imported_key(result, problem.origin.path))
+                for problem in result.problems
+                if (key := _find_imported_key(result, problem.origin.path))
             ),
             None,
         )
@@ -372,25 +384,27 @@ def _remove_refused(result: Imported) -> None:
             return
         key, problem = removable
         del result.flat[key]
-        result.items = [_without_key(item, key, problem.message) for item in result.items]
+        result.items = [_drop_key(item, key, problem.message) for item in result.items]
 
 
-def _imported_key(result: Imported, path: str) -> str | None:
+def _find_imported_key(result: Imported, path: str) -> str | None:
     """Return the recipe's key at or above a problem's path, if a key of the peer set it."""
-    keys = (key for item in result.items for key in item.ours if key in result.flat)
+    keys = (key for item in result.items for key in item.recipe_keys if key in result.flat)
     return next((key for key in keys if path == key or path.startswith(f"{key}.")), None)
 
 
-def _without_key(item: Item, key: str, message: str) -> Item:
-    if key not in item.ours:
+def _drop_key(item: Item, key: str, message: str) -> Item:
+    if key not in item.recipe_keys:
         return item
-    kept = {name: value for name, value in item.ours.items() if name != key}
+    kept = {name: value for name, value in item.recipe_keys.items() if name != key}
     return replace(
-        item, ours=kept, note="; ".join(filter(None, [item.note, f"{key} was left out: {message}"]))
+        item,
+        recipe_keys=kept,
+        note="; ".join(filter(None, [item.note, f"{key} was left out: {message}"])),
     )
 
 
-def _problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
+def _find_problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     problems: list[RecipeProblem] = []
     tree = expand(read_text(write_text(recipe), "the recipe")[0], problems)
     try:
@@ -401,6 +415,6 @@ def _problems(recipe: Mapping[str, Any]) -> Iterator[RecipeProblem]:
     yield from problems
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
-        # The first key that the recipe has; the others may be defaults.
+        # The problem is reported at the first key that the recipe has. Other keys may be defaults.
         node = next((node for node, missing in located if not missing), located[0][0])
         yield RecipeProblem(node.origin, conflict.message)

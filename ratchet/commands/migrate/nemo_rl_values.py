@@ -1,6 +1,7 @@
-"""The conversions of values in a NeMo RL configuration to values of a recipe.
+"""Convert values of a NeMo RL configuration to values of a recipe.
 
-"there" and "theirs" in a note mean NeMo RL; "here" means Ratchet.
+A function of (value, config) converts the key of a row in `nemo_rl`. "there" in a note means
+NeMo RL; "here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -9,29 +10,29 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
-from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, when
+from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, only_if
 
 GENERATION, DTENSOR, MEGATRON = "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg"
 TIS = "loss_fn.truncated_importance_sampling"
-# the parallel dimensions of a Megatron learner
-SCALES = ("tensor", "pipeline", "expert", "context")
-RISES = "counted in batches there, in optimizer steps here (x minibatches)"
+# The parallel dimensions of a Megatron learner.
+PARALLEL_DIMENSIONS = ("tensor", "pipeline", "expert", "context")
+WARMUP_NOTE = "counts batches there and optimizer steps here (x minibatches)"
 
 
 def tokenizer(value: Any, config: PeerConfig) -> Any:
     return (
-        Idle("the model's own, as here by default")
+        Inert("the model's own tokenizer is the default here")
         if value == config["policy.model_name"]
         else value
     )
 
 
-def megatron(config: PeerConfig) -> bool:
+def uses_megatron(config: PeerConfig) -> bool:
     return config.flag(f"{MEGATRON}.enabled")
 
 
-def off(backend: str) -> str:
+def explain_disabled(backend: str) -> str:
     """Return the reason why the keys of a backend have no effect."""
     return f"{backend} is not enabled there"
 
@@ -51,16 +52,15 @@ def advantage(value: Any, config: PeerConfig) -> Any:
     if not _estimator_flag("use_leave_one_out_baseline", config):
         return Sets({"algorithm.kind": "grpo", **scale_key})
     note = (
-        "a leave-one-out baseline is rloo here, over the group's own standard deviation; "
-        "theirs "
-        "leaves the answer out there too"
+        "a leave-one-out baseline is rloo here; the standard deviation is over the whole group "
+        "here, and leaves the answer out there"
     )
     return Sets({"algorithm.kind": "rloo", **scale_key}, note)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
     if value == "grpo":
-        return Idle("read into algorithm.kind with its baseline")
+        return Inert("algorithm.kind is set by the key of the baseline")
     if value == "reinforce_plus_plus":
         baseline = "group" if config.flag("grpo.adv_estimator.minus_baseline") else "none"
         return Sets(
@@ -68,8 +68,9 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         )
     if value == "gdpo":
         return Sets({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
-    return Without(
-        "there are grpo, gdpo and reinforce_plus_plus: the recipe has grpo's or rloo's baseline"
+    return Dropped(
+        "only grpo, gdpo and reinforce_plus_plus are converted: the recipe has the baseline of "
+        "grpo or rloo"
     )
 
 
@@ -106,7 +107,7 @@ def clip(value: Any, config: PeerConfig) -> Any:
             "algorithm.loss.clip_low": low,
             "algorithm.loss.clip_high": high,
         },
-        "ratio_clip_min is clip_low, ratio_clip_max is clip_high",
+        "ratio_clip_min becomes clip_low, ratio_clip_max becomes clip_high",
     )
 
 
@@ -118,8 +119,8 @@ def kl(value: Any, config: PeerConfig) -> Any:
         return Sets({"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}, "k1 of each token")
     kind = config["loss_fn.reference_policy_kl_type"]
     note = (
-        "of KL(policy || reference), as theirs, but without their clamps of the log-ratio (20) "
-        "and of the penalty (10)"
+        "the KL(policy || reference) as there, but without the clamps of the log-ratio (20) and of "
+        "the penalty (10)"
     )
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
 
@@ -130,14 +131,14 @@ def correction(value: Any, config: PeerConfig) -> Any:
     A ratio outside of [min, max] is clamped (tis) or masked (icepop, seq-mask-tis).
     """
     if not numbers.flag(value):
-        return Idle("off there: algorithm.correction is null")
+        return Inert("off there: algorithm.correction is null")
     weight = "sequence" if config.flag("loss_fn.sequence_level_importance_ratios") else "token"
     kind = config[f"{TIS}_type"] or "tis"
     level = {"tis": "none", "icepop": weight, "seq-mask-tis": "geometric"}.get(kind)
     if level is None:
-        return Without(
-            f"{TIS}_type={kind}: algorithm.correction has weights and masks by token, turn, "
-            "sequence and geometric"
+        return Dropped(
+            f"{TIS}_type={kind}: algorithm.correction has only weights and masks at the levels "
+            "token, turn, sequence and geometric"
         )
     low, high = (
         None if config[key] is None else config.number(key)
@@ -145,12 +146,12 @@ def correction(value: Any, config: PeerConfig) -> Any:
     )
     if level == "none" or high is None:
         lower_bound = {} if low is None or high is None else {"weight_low": low}
-        note = "" if high is not None else "without a bound, as there: set weight_high"
+        note = "" if high is not None else "has no upper bound, as there: set weight_high"
         return Sets(
             {"algorithm.correction": {"weight": weight, **lower_bound, "weight_high": high}}, note
         )
     if low is None:
-        raise Misread(
+        raise InvalidValue(
             f"{TIS}_ratio_min is not set, and {kind} needs it: set algorithm.correction by hand"
         )
     mask_correction = {
@@ -164,13 +165,13 @@ def correction(value: Any, config: PeerConfig) -> Any:
     return Sets({"algorithm.correction": mask_correction})
 
 
-def overlong(value: Any, config: PeerConfig) -> Any:
+def overlong_penalty(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("off there")
+        return Inert("off there")
     section = "grpo.reward_shaping"
     if config[f"{section}.stop_properly_penalty_coef"] is not None:
-        return Without(
-            "scales what a cut-off answer earns: algorithm.truncated, or a reward of yours"
+        return Dropped(
+            "scales the reward of a truncated answer: set algorithm.truncated, or write a reward"
         )
     length = config.whole(f"{section}.max_response_length")
     penalty = {
@@ -181,7 +182,7 @@ def overlong(value: Any, config: PeerConfig) -> Any:
     }
     return Sets(
         {"algorithm.shaping": [penalty]},
-        "never below -factor here (DAPO, eq. 13); theirs goes on with the length",
+        "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
     )
 
 
@@ -190,15 +191,15 @@ def gpus(config: PeerConfig) -> int:
     return config.whole("cluster.gpus_per_node", 1) * config.whole("cluster.num_nodes", 1)
 
 
-def separate(config: PeerConfig) -> bool:
-    """True if generation has its own accelerators, apart from the learner's."""
+def generates_separately(config: PeerConfig) -> bool:
+    """Return True if the generator has accelerators of its own (is not colocated)."""
     key = f"{GENERATION}.colocated.enabled"
     return config[key] is not None and not config.flag(key)
 
 
 def learner_accelerators(config: PeerConfig) -> int:
-    """Return the number of accelerators that train: all, less those of separate generation."""
-    if not separate(config):
+    """Return the number of the learner's accelerators: all, minus those of a separate generator."""
+    if not generates_separately(config):
         return gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
     resources = f"{GENERATION}.colocated.resources"
@@ -207,21 +208,25 @@ def learner_accelerators(config: PeerConfig) -> int:
     return max(1, gpus(config) - generator_per_node * generator_nodes)
 
 
-def ranks(config: PeerConfig, ways: int) -> int:
-    """Return the number of data-parallel ranks, each of which has `ways` accelerators."""
+def ranks(config: PeerConfig, ranks_per_replica: int) -> int:
+    """Return the data-parallel size, if each replica has `ranks_per_replica` accelerators."""
     return numbers.quotient(
-        learner_accelerators(config), ways, "the learner's accelerators over its parallel sizes"
+        learner_accelerators(config),
+        ranks_per_replica,
+        "the learner's accelerators over its parallel sizes",
     )
 
 
 def dtensor(value: Any, config: PeerConfig) -> Any:
-    if not numbers.flag(value) or megatron(config):
-        return Idle(
-            off("dtensor_cfg") if not numbers.flag(value) else "megatron_cfg is enabled there"
+    if not numbers.flag(value) or uses_megatron(config):
+        return Inert(
+            explain_disabled("dtensor_cfg")
+            if not numbers.flag(value)
+            else "megatron_cfg is enabled there"
         )
     if learner_accelerators(config) == 1:
         return Sets(
-            {"learner.kind": "local"}, "one accelerator: the learner is in the run's own process"
+            {"learner.kind": "local"}, "one accelerator: the learner runs in the main process"
         )
     tensor, context = (
         config.whole(f"{DTENSOR}.{part}_parallel_size", 1) for part in ("tensor", "context")
@@ -238,12 +243,12 @@ def dtensor(value: Any, config: PeerConfig) -> Any:
 
 def megatron_learner(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle(off("megatron_cfg"))
+        return Inert(explain_disabled("megatron_cfg"))
     sizes = {
         part: config.whole(
             f"{MEGATRON}.{part}{'' if part == 'context' else '_model'}_parallel_size", 1
         )
-        for part in SCALES
+        for part in PARALLEL_DIMENSIONS
     }
     return Sets(
         {
@@ -256,32 +261,32 @@ def megatron_learner(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def when_megatron(condition: bool, how: Convert | None = None) -> Convert:
-    """Return the conversion `how`, limited to files that enable Megatron.
+def when_megatron(condition: bool, convert: Convert | None = None) -> Convert:
+    """Return the conversion, limited to files that enable Megatron.
 
     Args:
         condition: False limits it to files that do not enable Megatron.
     """
-    return when(
-        lambda config: megatron(config) == condition,
-        how,
-        off("megatron_cfg" if condition else "dtensor_cfg"),
+    return only_if(
+        lambda config: uses_megatron(config) == condition,
+        convert,
+        explain_disabled("megatron_cfg" if condition else "dtensor_cfg"),
     )
 
 
-def spread(value: Any, config: PeerConfig) -> Any:
-    """Convert a flag that only a learner on several accelerators has."""
+def flag_if_distributed(value: Any, config: PeerConfig) -> Any:
+    """Convert a flag that only exists for a learner on several accelerators."""
     return (
         numbers.flag(value)
         if learner_accelerators(config) > 1
-        else Idle("learner.kind=local, on one accelerator, has no such key")
+        else Inert("learner.kind=local, on one accelerator, has no such key")
     )
 
 
 def convert_generator(value: Any, config: PeerConfig) -> Any:
     if value != "vllm":
-        return Without(
-            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        return Dropped(
+            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
         )
     keys: dict[str, Any] = {
         "kind": "vllm",
@@ -291,15 +296,15 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         keys["pipeline_parallel"] = pipeline
     if config[f"{GENERATION}.vllm_cfg.max_model_len"] is not None:
         keys["max_context"] = config.whole(f"{GENERATION}.vllm_cfg.max_model_len")
-    is_separate = separate(config)
-    devices = gpus(config) - learner_accelerators(config) if is_separate else gpus(config)
+    is_apart = generates_separately(config)
+    devices = gpus(config) - learner_accelerators(config) if is_apart else gpus(config)
     copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
     generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
-    colocation = {} if is_separate or megatron(config) else {"cluster.colocated": True}
+    colocation = {} if is_apart or uses_megatron(config) else {"cluster.colocated": True}
     note = (
-        "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel or "
-        "workers"
-        if megatron(config) and not is_separate
+        "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, so "
+        "that both fit"
+        if uses_megatron(config) and not is_apart
         else ""
     )
     return Sets({"generator": generator, **colocation}, note)
@@ -308,7 +313,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
 def convert_nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
-        return Idle("one node: cluster.kind=local, with every accelerator that it sees")
+        return Inert("one node: cluster.kind=local uses all its accelerators")
     per_node = config.whole("cluster.gpus_per_node", 1)
     return Sets({"cluster.kind": "ray", "cluster.nodes": count, "cluster.gpus_per_node": per_node})
 
@@ -333,21 +338,21 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     """
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]
-    # the arguments of each scheduler, by the name of its class
+    # The arguments of each scheduler, by the name of its class.
     kinds = {
         str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {}
         for part in parts
         if "name" in part
     }
     values: dict[str, Any] = {}
-    notes = [RISES]
+    notes = [WARMUP_NOTE]
     if "LinearLR" in kinds:
         values["optimizer.warmup_steps"] = batches(kinds["LinearLR"].get("total_iters", 5), config)
         start = numbers.number(kinds["LinearLR"].get("start_factor", 1 / 3), "start_factor")
-        notes.append(f"the rate rises from 0 here, from {start:g} x lr there")
+        notes.append(f"the learning rate rises from 0 here, from {start:g} x lr there")
         if numbers.number(kinds["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
-            return Without(
-                "an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
+            return Dropped(
+                "has an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
             )
     if "CosineAnnealingLR" in kinds:
         values["optimizer.schedule"] = "cosine"
@@ -355,18 +360,18 @@ def warmup(value: Any, config: PeerConfig) -> Any:
             kinds["CosineAnnealingLR"].get("eta_min", 0), config
         )
         notes.append(
-            "the cosine ends with the steps here, after "
+            "the cosine ends with the last step here, after "
             f"T_max={kinds['CosineAnnealingLR'].get('T_max')} batches there"
         )
     if (
         "ConstantLR" in kinds
         and numbers.number(kinds["ConstantLR"].get("factor", 1 / 3), "factor") != 1
     ):
-        return Without(
-            "a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps and schedule"
+        return Dropped(
+            "has a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps, schedule"
         )
     if set(kinds) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or not values:
-        return Without(
+        return Dropped(
             "set optimizer.warmup_steps and optimizer.schedule (constant, linear, cosine or wsd)"
         )
     ends = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
@@ -374,7 +379,8 @@ def warmup(value: Any, config: PeerConfig) -> Any:
         _total_iters(kinds.get("LinearLR", {}).get("total_iters"))
     ]:
         notes.append(
-            f"milestones {ends} are not where the warm-up ends: what follows begins at its end here"
+            f"milestones {ends} are not the end of the warm-up, at which the next schedule begins "
+            "here"
         )
     return Sets(values, "; ".join(notes))
 
@@ -395,20 +401,20 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     if name == "adam" and config["policy.optimizer.kwargs.weight_decay"]:
         return Sets(
             {"optimizer.kind": "adamw"},
-            "weight decay is AdamW's here, apart from the gradient's statistics",
+            "weight decay is decoupled here (AdamW)",
         )
     return (
         "adamw"
         if name in ("adamw", "adam")
-        else Without("optimizer.kind has adamw, adamw8bit and muon")
+        else Dropped("optimizer.kind has adamw, adamw8bit and muon")
     )
 
 
-def lora(how: Convert | None = None) -> Convert:
-    """Return the conversion `how`, limited to files that enable LoRA."""
-    return when(
+def lora(convert: Convert | None = None) -> Convert:
+    """Return the conversion, limited to files that enable LoRA."""
+    return only_if(
         lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
-        how,
+        convert,
         "lora_cfg.enabled is false there",
     )
 
@@ -420,24 +426,24 @@ def targets(value: Any, config: PeerConfig) -> Any:
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
-    """Convert the training data. The path of a file overrides `value`, the name of its reader."""
+    """Convert the training data. The path of a data file overrides `value`, a dataset's name."""
     return shared.rows(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
     )
 
 
-def column(usual: str) -> Convert:
-    """Return a conversion that names the data's column for the environment's `usual` one."""
-    return lambda value, config: Sets({f"environment.columns.{usual}": value})
+def column(column_name: str) -> Convert:
+    """Return a conversion of the data's name for the environment's column `column_name`."""
+    return lambda value, config: Sets({f"environment.columns.{column_name}": value})
 
 
 def convert_project(tracker: str) -> Convert:
-    """Return a conversion of a tracker's switch, which sets all trackers that are enabled."""
+    """Return a conversion of a tracker's switch, which sets all enabled trackers."""
 
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         trackers = [name for name in shared.TRACKERS if config.flag(f"logger.{name}_enabled")]
         if not numbers.flag(value):
-            return Idle("off there")
+            return Inert("off there")
         project = {
             name: config[f"logger.{name}.project"] or config[f"logger.{name}.experiment_name"]
             for name in trackers
@@ -454,7 +460,7 @@ def convert_project(tracker: str) -> Convert:
             for name in trackers
         ]
 
-    return how
+    return convert
 
 
 def sft_coef(value: Any, config: PeerConfig) -> float:
@@ -465,7 +471,7 @@ def sft_coef(value: Any, config: PeerConfig) -> float:
 def advantage_clip(value: Any, config: PeerConfig) -> Any:
     low, high = (config[f"grpo.advantage_clip_{side}"] for side in ("low", "high"))
     if low is None or high is None or numbers.number(low) != -numbers.number(high):
-        return Without(
-            f"algorithm.advantage_clip bounds both sides alike: {low} and {high} are not"
+        return Dropped(
+            f"algorithm.advantage_clip is one bound for both sides, but these are {low} and {high}"
         )
     return numbers.real(high)

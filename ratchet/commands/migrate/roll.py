@@ -17,25 +17,26 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
+    dropped,
     flag,
-    idle,
-    nothing,
+    inert,
     number,
+    only_if,
+    parts_of,
     real,
-    when,
     whole,
-    within,
 )
 
-COUNTED = (
-    "counted in answers of one data rank there, in prompts here: minibatches is how many "
-    "optimizer steps a batch has"
+MINIBATCH_NOTE = (
+    "counts answers of one data-parallel rank there; here minibatches is the number of optimizer "
+    "steps per batch"
 )
-ROWS_COUNTED = "rows over all data ranks here, of one of them there"
-SAMPLED = "actor_infer.generating_args"
-CUT = "there the learner's probabilities are not cut alike"
+BATCH_NOTE = "counts rows of all data-parallel ranks here, of one rank there"
+GENERATING = "actor_infer.generating_args"
+CUT_NOTE = "the learner's probabilities are cut in the same way here, but not there"
+POSITIVE_NOTE = "adds the negative log-likelihood of answers with a reward above 0"
 LENGTHS = ("sequence_length", "prompt_length", "response_length")
-EVERY = "greedy accuracy on evaluation.tasks held-out tasks"
+EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
 def _train(role: str) -> tuple[KeyRow, ...]:
@@ -43,11 +44,11 @@ def _train(role: str) -> tuple[KeyRow, ...]:
     return (*_optimizer(role), *_model_and_engine(role))
 
 
-def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[KeyRow, ...]:
+def _batch_rows(role: str, recipe_key: str, note: str, convert: Convert) -> tuple[KeyRow, ...]:
     """Return the rows of the two keys whose product is a rank's batch size."""
     defaults = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     return tuple(
-        KeyRow(f"{role}.training_args.{key}", ours, note, how, default=default)
+        KeyRow(f"{role}.training_args.{key}", recipe_key, note, convert, default=default)
         for key, default in defaults.items()
     )
 
@@ -55,11 +56,11 @@ def _batch_rows(role: str, ours: str, note: str, how: Convert) -> tuple[KeyRow, 
 def _optimizer(role: str) -> tuple[KeyRow, ...]:
     args = f"{role}.training_args"
     return (
-        KeyRow(f"{args}.learning_rate", "optimizer.lr", how=number, default=5e-5),
+        KeyRow(f"{args}.learning_rate", "optimizer.lr", convert=number, default=5e-5),
         KeyRow(
             f"{args}.lr_scheduler_type",
             "optimizer.schedule",
-            "their default is linear, ours constant",
+            "the default is linear there, constant here",
             choose(
                 {
                     "linear": "linear",
@@ -74,17 +75,17 @@ def _optimizer(role: str) -> tuple[KeyRow, ...]:
         KeyRow(
             f"{args}.adam_beta1",
             "optimizer.betas",
-            how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
+            convert=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
             default=0.9,
         ),
         KeyRow(
             f"{args}.adam_beta2",
             "optimizer.betas",
-            how=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
+            convert=shared.betas(f"{args}.adam_beta1", f"{args}.adam_beta2"),
             default=0.999,
         ),
-        KeyRow(f"{args}.warmup_steps", "optimizer.warmup_steps", how=whole),
-        KeyRow(f"{args}.warmup_ratio", note="optimizer.warmup_steps counts steps: set it"),
+        KeyRow(f"{args}.warmup_steps", "optimizer.warmup_steps", convert=whole),
+        KeyRow(f"{args}.warmup_ratio", note="set optimizer.warmup_steps, a number of steps"),
         KeyRow(f"{args}.num_train_epochs", note=shared.EPOCHS),
     )
 
@@ -96,87 +97,87 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         KeyRow(
             f"{model}.disable_gradient_checkpointing",
             "learner.activation_checkpointing",
-            how=to.checkpointing(role),
+            convert=to.checkpointing(role),
             default=False,
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_config.recompute_granularity",
             "learner.recompute",
-            how=choose({"full": "full", "selective": "attention"}),
+            convert=choose({"full": "full", "selective": "attention"}),
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_config.use_distributed_optimizer",
             "learner.distributed_optimizer",
-            how=flag,
+            convert=flag,
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_config.sequence_parallel",
             "learner.sequence_parallel",
-            how=flag,
+            convert=flag,
         ),
         KeyRow(
             f"{role}.strategy_args.strategy_name",
             "learner",
-            how=to.learner(role),
+            convert=to.learner(role),
             default="fsdp2_train",
         ),
-        KeyRow(f"{model}.lora_target", "lora.target_modules", how=to.lora(role, to.targets)),
-        KeyRow(f"{model}.lora_rank", "lora.rank", how=to.lora(role, whole), default=8),
-        KeyRow(f"{model}.lora_alpha", "lora.alpha", how=to.lora(role, real)),
-        KeyRow(f"{model}.lora_dropout", "lora.dropout", how=to.lora(role, number)),
-        *within(
+        KeyRow(f"{model}.lora_target", "lora.target_modules", convert=to.lora(role, to.targets)),
+        KeyRow(f"{model}.lora_rank", "lora.rank", convert=to.lora(role, whole), default=8),
+        KeyRow(f"{model}.lora_alpha", "lora.alpha", convert=to.lora(role, real)),
+        KeyRow(f"{model}.lora_dropout", "lora.dropout", convert=to.lora(role, number)),
+        *parts_of(
             f"{role}.strategy_args.strategy_name",
             f"{role}.device_mapping",
             f"{role}.strategy_args.strategy_config.*_size",
             f"{model}.ulysses_size",
         ),
-        *nothing("a switch of their engine, which the learner has not", f"{role}.strategy_args.*"),
-        *idle(
+        *dropped("is a switch of the peer's engine that learners lack", f"{role}.strategy_args.*"),
+        *inert(
             shared.MICRO,
             f"{role}.infer_batch_size",
             f"{role}.use_dynamic_batching_*",
             f"{role}.max_tokens_per_microbatch_*",
         ),
-        *idle(shared.PACKED, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
-        *nothing(shared.FLOAT32, f"{model}.dtype"),
-        *nothing(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
-        *nothing(shared.LOADER, f"{role}.data_args.*"),
+        *inert(shared.PACKED, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
+        *dropped(shared.FLOAT32, f"{model}.dtype"),
+        *dropped(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
+        *dropped(shared.LOADER, f"{role}.data_args.*"),
     )
 
 
 # Rows of every pipeline.
 COMMON = (
-    *nothing(shared.BASE, "--config*"),
-    *nothing(
-        "a teacher is algorithm.teacher, of a stage of its own (docs/algorithms)",
+    *dropped(shared.BASE, "--config*"),
+    *dropped(
+        "for distillation set algorithm.teacher of a stage (docs/algorithms)",
         "teacher.*",
         "student_*",
     ),
-    *nothing(
-        "a value of the file's own, which its other keys refer to",
+    *dropped(
+        "is a value that other keys of the file refer to",
         "lora_rank",
         "lora_alpha",
         "lora_target",
         "max_actions_per_traj",
     ),
-    *nothing(
-        "an agent from outside talks to the proxy (docs/environments.md)",
+    *dropped(
+        "external agents connect to the OpenAI proxy (docs/environments.md)",
         "agent_*",
         "*_agent_*",
         "env_manager_cls",
     ),
     KeyRow("pretrain", "model.path"),
-    KeyRow("exp_name", "name", how=shared.run_name),
-    KeyRow("seed", "seed", how=whole, default=42),
-    KeyRow("max_steps", "steps", how=whole, default=500),
-    KeyRow("save_steps", "checkpoint.every", how=whole, default=50),
-    KeyRow("max_ckpt_to_keep", "checkpoint.keep", how=to.kept),
-    KeyRow("eval_steps", "evaluation.every", EVERY, at_least_0, default=10),
-    KeyRow("max_grad_norm", "optimizer.max_grad_norm", how=number),
-    KeyRow("track_with", "logging.sinks", how=to.tracker),
-    *nothing("a tracker's keys are those of logging.sinks", "tracker_kwargs.*"),
-    *nothing(
-        "a run has a directory of its own, with checkpoints, logs and metrics in it: run_dir",
+    KeyRow("exp_name", "name", convert=shared.run_name),
+    KeyRow("seed", "seed", convert=whole, default=42),
+    KeyRow("max_steps", "steps", convert=whole, default=500),
+    KeyRow("save_steps", "checkpoint.every", convert=whole, default=50),
+    KeyRow("max_ckpt_to_keep", "checkpoint.keep", convert=to.kept_checkpoints),
+    KeyRow("eval_steps", "evaluation.every", EVALUATION_NOTE, at_least_0, default=10),
+    KeyRow("max_grad_norm", "optimizer.max_grad_norm", convert=number),
+    KeyRow("track_with", "logging.sinks", convert=to.tracker),
+    *dropped("set the tracker's keys in logging.sinks", "tracker_kwargs.*"),
+    *dropped(
+        "checkpoints, logs and metrics are all in the run's directory (run_dir)",
         "output_dir",
         "logging_dir",
         "checkpoint_config.*",
@@ -184,197 +185,204 @@ COMMON = (
         "rollout_dump_dir",
         "*_dir",
     ),
-    *idle("every step is logged", "logging_steps"),
-    *nothing("a run goes on by `ratchet train --resume RUN`", "resume_from_checkpoint"),
-    *nothing(
-        "set tokenizer.template, or the model's own counts", "global_template", "tag_to_template.*"
+    *inert("every step is logged", "logging_steps"),
+    *dropped("`ratchet train --resume RUN` continues a run", "resume_from_checkpoint"),
+    *dropped(
+        "the model's own chat template is used, unless tokenizer.template is set",
+        "global_template",
+        "tag_to_template.*",
     ),
-    *nothing(
-        "accelerators are shared out by learner, generator and cluster",
+    *dropped(
+        "accelerators are set in learner, generator and cluster",
         "num_gpus_per_node",
         "num_nodes",
         "is_offload_states",
         "model_update_buffer_size_mb",
     ),
-    *nothing(
-        "the environment of the process is set before `ratchet train`",
+    *dropped(
+        "set environment variables before `ratchet train`",
         "system_envs.*",
         "rpc_timeout",
         "local_rank",
         "model_download_type",
     ),
-    *nothing(
-        "what is held out is environment.test and evaluation here",
+    *dropped(
+        "held-out data are set in environment.test and evaluation here",
         "validation.*",
         "val_batch_size",
         "val_*",
     ),
-    *nothing("the reference is the model at the stage's start", "reference.*", "enable_reference"),
-    *nothing("`ratchet train --profile N`", "profiler_*", "length_profiler_dir"),
-    *nothing("read by the launcher there", "hydra.*", "defaults"),
+    *dropped("the reference is the model at the stage's start", "reference.*", "enable_reference"),
+    *dropped("profile with `ratchet train --profile N`", "profiler_*", "length_profiler_dir"),
+    *dropped("is read by the launcher there", "hydra.*", "defaults"),
 )
 
 RLVR = (
-    KeyRow("adv_estimator", "algorithm.kind", how=to.estimator, default="gae"),
-    KeyRow("rollout_batch_size", "batch_size", how=whole, default=128),
-    KeyRow("num_return_sequences_in_group", "algorithm.group_size", how=whole, default=1),
-    *_batch_rows("actor_train", "algorithm.minibatches", COUNTED, to.minibatches),
-    KeyRow("ppo_epochs", "algorithm.epochs", how=whole),
-    KeyRow("response_length", within=f"{SAMPLED}.max_new_tokens"),
-    KeyRow(f"{SAMPLED}.max_new_tokens", "sampling.max_new_tokens", how=to.longest, default=8192),
-    KeyRow("sequence_length", within=f"{SAMPLED}.max_new_tokens"),
-    KeyRow("prompt_length", within=f"{SAMPLED}.max_new_tokens", default=1024),
-    KeyRow(f"{SAMPLED}.temperature", "sampling.temperature", how=real, default=0.95),
-    KeyRow(f"{SAMPLED}.top_p", "sampling.top_p", CUT, number, default=0.7),
-    KeyRow(f"{SAMPLED}.top_k", "sampling.top_k", CUT, at_least_0, default=50),
-    KeyRow(f"{SAMPLED}.stop_strings", "sampling.stop"),
-    KeyRow("pg_clip", "algorithm.loss", how=to.clip, default=0.2),
-    KeyRow("use_pg_clip_range", "algorithm.loss", how=to.clip),
-    KeyRow("pg_clip_low", within="pg_clip", default=0.2),
-    KeyRow("pg_clip_high", within="pg_clip", default=0.2),
-    *within("pg_clip", "importance_sampling", "dual_clip_loss"),
-    *within("adv_estimator", "norm_mean_type", "norm_std_type"),
-    KeyRow("step_reward_gamma", within="adv_estimator", default=0.95),
-    KeyRow("gamma", within="adv_estimator", default=1),
-    KeyRow("lambd", within="adv_estimator", default=0.95),
+    KeyRow("adv_estimator", "algorithm.kind", convert=to.estimator, default="gae"),
+    KeyRow("rollout_batch_size", "batch_size", convert=whole, default=128),
+    KeyRow("num_return_sequences_in_group", "algorithm.group_size", convert=whole, default=1),
+    *_batch_rows("actor_train", "algorithm.minibatches", MINIBATCH_NOTE, to.minibatches),
+    KeyRow("ppo_epochs", "algorithm.epochs", convert=whole),
+    KeyRow("response_length", part_of=f"{GENERATING}.max_new_tokens"),
     KeyRow(
-        "loss_agg_mode", "algorithm.weighting", how=to.aggregation, default="seq-mean-token-mean"
+        f"{GENERATING}.max_new_tokens",
+        "sampling.max_new_tokens",
+        convert=to.max_answer_tokens,
+        default=8192,
     ),
-    KeyRow("whiten_advantages", "algorithm.whiten", how=flag),
-    KeyRow("advantage_clip", "algorithm.advantage_clip", how=real),
+    KeyRow("sequence_length", part_of=f"{GENERATING}.max_new_tokens"),
+    KeyRow("prompt_length", part_of=f"{GENERATING}.max_new_tokens", default=1024),
+    KeyRow(f"{GENERATING}.temperature", "sampling.temperature", convert=real, default=0.95),
+    KeyRow(f"{GENERATING}.top_p", "sampling.top_p", CUT_NOTE, number, default=0.7),
+    KeyRow(f"{GENERATING}.top_k", "sampling.top_k", CUT_NOTE, at_least_0, default=50),
+    KeyRow(f"{GENERATING}.stop_strings", "sampling.stop"),
+    KeyRow("pg_clip", "algorithm.loss", convert=to.clip, default=0.2),
+    KeyRow("use_pg_clip_range", "algorithm.loss", convert=to.clip),
+    KeyRow("pg_clip_low", part_of="pg_clip", default=0.2),
+    KeyRow("pg_clip_high", part_of="pg_clip", default=0.2),
+    *parts_of("pg_clip", "importance_sampling", "dual_clip_loss"),
+    *parts_of("adv_estimator", "norm_mean_type", "norm_std_type"),
+    KeyRow("step_reward_gamma", part_of="adv_estimator", default=0.95),
+    KeyRow("gamma", part_of="adv_estimator", default=1),
+    KeyRow("lambd", part_of="adv_estimator", default=0.95),
+    KeyRow(
+        "loss_agg_mode",
+        "algorithm.weighting",
+        convert=to.aggregation,
+        default="seq-mean-token-mean",
+    ),
+    KeyRow("whiten_advantages", "algorithm.whiten", convert=flag),
+    KeyRow("advantage_clip", "algorithm.advantage_clip", convert=real),
     KeyRow(
         "reward_clip",
         "algorithm.shaping",
-        "rewards are kept within it on both sides, before anything else",
-        to.clipped_reward,
+        "rewards are first clipped to [-value, value]",
+        to.reward_clip,
     ),
     KeyRow(
         "value_clip",
         "algorithm.critic.value_clip",
-        how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
+        convert=only_if(
+            lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"
+        ),
     ),
     KeyRow(
         "critic_warmup",
         "algorithm.critic.warmup_steps",
-        how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
+        convert=only_if(
+            lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"
+        ),
     ),
     KeyRow(
         "critic.training_args.learning_rate",
         "algorithm.critic.lr",
-        how=when(lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"),
+        convert=only_if(
+            lambda config: config["adv_estimator"] == "gae", number, "only gae has a critic"
+        ),
     ),
-    *nothing("the critic is a copy of the policy with a scalar head", "critic.*"),
-    KeyRow("use_kl_loss", "algorithm.kl", how=to.kl_loss),
-    KeyRow("kl_loss_coef", within="use_kl_loss", default=0.0),
-    KeyRow("add_token_level_kl", "algorithm.kl", how=to.kl_reward),
-    KeyRow("init_kl_coef", within="add_token_level_kl", default=0.2),
-    KeyRow("target_kl", within="add_token_level_kl"),
-    *nothing(
-        "the penalty in the reward is k1, and algorithm.kl.rate is the speed of its adaptation",
+    *dropped("the critic is a copy of the policy with a scalar head", "critic.*"),
+    KeyRow("use_kl_loss", "algorithm.kl", convert=to.kl_loss),
+    KeyRow("kl_loss_coef", part_of="use_kl_loss", default=0.0),
+    KeyRow("add_token_level_kl", "algorithm.kl", convert=to.kl_reward),
+    KeyRow("init_kl_coef", part_of="add_token_level_kl", default=0.2),
+    KeyRow("target_kl", part_of="add_token_level_kl"),
+    *dropped(
+        "the KL penalty in the reward is k1; algorithm.kl.rate sets how fast it adapts",
         "kl_horizon",
         "kl_penalty",
     ),
-    KeyRow("entropy_loss_coef", "algorithm.entropy_coef", how=real),
+    KeyRow("entropy_loss_coef", "algorithm.entropy_coef", convert=real),
     KeyRow(
         "postive_loss_coef",
         "algorithm.positive_nll_coef",
-        "the likelihood of answers that earned more than 0",
+        POSITIVE_NOTE,
         real,
     ),
-    KeyRow(
-        "positive_loss_coef",
-        "algorithm.positive_nll_coef",
-        "the likelihood of answers that earned more than 0",
-        real,
-    ),
+    KeyRow("positive_loss_coef", "algorithm.positive_nll_coef", POSITIVE_NOTE, real),
     KeyRow(
         "max_len_mask",
         "algorithm.truncated",
-        "drop: answers that were cut off count in the statistics, and don't train",
+        "drop: truncated answers count in the statistics, but do not train",
         choose({True: "drop", False: "keep"}),
     ),
-    KeyRow("async_generation_ratio", "rollouts.max_staleness", how=to.ahead),
-    KeyRow("max_running_requests", note="generator.max_running bounds requests of one engine"),
+    KeyRow("async_generation_ratio", "rollouts.max_staleness", convert=to.max_staleness),
+    KeyRow("max_running_requests", note="generator.max_running is the limit of one engine"),
     KeyRow(
-        "train_infer_correction.is_weight.enabled", "algorithm.correction.weight", how=to.correction
+        "train_infer_correction.is_weight.enabled",
+        "algorithm.correction.weight",
+        convert=to.correction,
     ),
     KeyRow(
         "train_infer_correction.is_weight.weight_type",
-        within="train_infer_correction.is_weight.enabled",
+        part_of="train_infer_correction.is_weight.enabled",
         default="token",
     ),
     KeyRow(
         "train_infer_correction.is_weight.upper_bound",
-        within="train_infer_correction.is_weight.enabled",
+        part_of="train_infer_correction.is_weight.enabled",
         default=1.2,
     ),
-    KeyRow("train_infer_correction.filters", "algorithm.correction.mask", how=to.filters),
-    *nothing(
-        "algorithm.correction has one weight and one mask, both without gradients",
+    KeyRow("train_infer_correction.filters", "algorithm.correction.mask", convert=to.filters),
+    *dropped(
+        "algorithm.correction has one weight and one mask, both without gradient",
         "train_infer_correction.*",
     ),
-    KeyRow("actor_train.data_args.file_name", "environment.train", how=to.files),
-    KeyRow("validation.data_args.file_name", "environment.test", how=shared.listed),
+    KeyRow("actor_train.data_args.file_name", "environment.train", convert=to.files),
+    KeyRow("validation.data_args.file_name", "environment.test", convert=shared.listed),
     KeyRow(
         "actor_train.data_args.domain_interleave_probs.*",
         note="environment.kind=mixture has parts with weights",
     ),
-    KeyRow("actor_infer.strategy_args.strategy_name", "generator", how=to.convert_generator),
+    KeyRow("actor_infer.strategy_args.strategy_name", "generator", convert=to.convert_generator),
     KeyRow(
         "train_env_manager.num_env_groups", "batch_size", "groups of attempts at one task", whole
     ),
-    KeyRow("train_env_manager.group_size", "algorithm.group_size", how=whole),
-    *nothing(
-        "an environment of many turns is chosen by environment.kind, by its path where it is yours "
-        "(docs/environments.md)",
+    KeyRow("train_env_manager.group_size", "algorithm.group_size", convert=whole),
+    *dropped(
+        "set environment.kind to a multi-turn environment or an import path (docs/environments.md)",
         "train_env_manager.*",
         "val_env_manager.*",
         "custom_envs.*",
         "max_tokens_per_step",
         "default_history_length",
     ),
-    *nothing(
-        "advantage gigpo has gamma and step_weight", "episode_reward_weight", "step_reward_weight"
+    *dropped(
+        "gigpo's advantage has gamma and step_weight", "episode_reward_weight", "step_reward_weight"
     ),
-    *nothing(
-        "groups are whole whatever they hold: no row is copied or left out to fill a batch",
+    *dropped(
+        "groups are always complete: no row is copied or left out to fill a batch",
         "batch_adjust_mode",
     ),
-    KeyRow("rewards.*.worker_cls", "rewards", how=to.rewards),
-    KeyRow("rewards.*.tag_included", within="rewards.*.worker_cls"),
-    *nothing(
-        "a reward's own keys are in docs/rewards.md; it runs in the run's own processes, on "
-        "no accelerator",
+    KeyRow("rewards.*.worker_cls", "rewards", convert=to.rewards),
+    KeyRow("rewards.*.tag_included", part_of="rewards.*.worker_cls"),
+    *dropped(
+        "docs/rewards.md lists the keys of each reward; rewards run without accelerators",
         "rewards.*",
     ),
-    *idle(shared.CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
-    *within(
+    *inert(shared.CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    *parts_of(
         "actor_infer.strategy_args.strategy_name",
         "actor_infer.device_mapping",
         "actor_infer.strategy_args.strategy_config.max_model_len",
         "actor_infer.strategy_args.strategy_config.tensor_parallel_size",
     ),
-    *nothing(
-        "vLLM's own ways are set by generator's keys, and nothing else of it", "actor_infer.*"
-    ),
-    *nothing(
-        "a learned reward is rewards: [{kind: reward_model, path: ...}]",
+    *dropped("only the keys of generator can be set for vLLM", "actor_infer.*"),
+    *dropped(
+        "set a reward model with rewards: [{kind: reward_model, path: ...}]",
         "reward_pretrain",
         "reward_model.*",
         "reward.*",
     ),
-    *nothing(
+    *dropped(
         (
-            "prompts of equal rewards are left out by algorithm.equal_rewards=drop or replaced by "
-            "rollouts.dynamic_sampling; "
-            "difficulty has no weight"
+            "algorithm.equal_rewards=drop leaves out groups of equal rewards, and "
+            "rollouts.dynamic_sampling replaces them; difficulty has no weight"
         ),
         "difficulty_*",
         "length_loss_weight",
     ),
-    *nothing(
-        "algorithm.shaping has normalise (over the group, the batch or all batches so far), scale "
-        "and clip",
+    *dropped(
+        "algorithm.shaping has normalise (over group, batch or all batches so far), scale and clip",
         "whiten_rewards",
         "use_reward_*",
         "add_len_reward",
@@ -383,25 +391,24 @@ RLVR = (
         "reward_shift",
         "reward_scale",
     ),
-    *nothing(
-        "rollouts has redundant_attempts and redundant_groups; what is under way is the "
-        "scheduler's own",
+    *dropped(
+        "set rollouts.redundant_attempts and rollouts.redundant_groups",
         "is_use_additional_prompts",
         "max_additional_running_prompts",
         "is_num_return_sequences_expand",
         "generate_opt_level",
         "user_defined_rollout_loop_cls",
     ),
-    *nothing(
-        "without a counterpart: the answer's end and its length are judged by algorithm.shaping",
+    *dropped(
+        "algorithm.shaping judges the length and the end of answers",
         "error_max_len_*",
         "mask_type",
         "l2",
         "balance_length",
         "minibatch_data_iter_num",
     ),
-    *nothing(
-        "algorithm.loss.kind chooses among ppo, reinforce, gspo, cispo, topr, gmpo, sapo and kimi",
+    *dropped(
+        "algorithm.loss.kind is ppo, reinforce, gspo, cispo, topr, gmpo, sapo or kimi",
         "use_policy_loss_type",
         "use_topr_*",
         "rl_loss_coef",
@@ -416,46 +423,48 @@ RLVR = (
 def _offline(role: str) -> tuple[KeyRow, ...]:
     """Return the rows of a pipeline that trains on a dataset without sampling (DPO, SFT)."""
     return (
-        *_batch_rows(role, "batch_size", ROWS_COUNTED, to.rows(role)),
-        KeyRow(f"{role}.data_args.file_name", "environment.train", how=shared.rows),
-        *nothing("a row is never cut: the model's context is the bound", *LENGTHS),
+        *_batch_rows(role, "batch_size", BATCH_NOTE, to.rows(role)),
+        KeyRow(f"{role}.data_args.file_name", "environment.train", convert=shared.rows),
+        *dropped("rows are never truncated: the limit is the model's context", *LENGTHS),
         *_train(role),
         *COMMON,
     )
 
 
 DPO = (
-    KeyRow("ipo", "algorithm.kind", how=choose({True: "ipo", False: "dpo"})),
+    KeyRow("ipo", "algorithm.kind", convert=choose({True: "ipo", False: "dpo"})),
     KeyRow(
         "beta",
         "algorithm.beta",
-        "taken here; ROLL 0.3 does not hand it to its loss, which has 0.1",
+        "is used here; ROLL 0.3 does not pass it to its loss, which uses 0.1",
         real,
         default=0.1,
     ),
     KeyRow(
         "label_smoothing",
         "algorithm.label_smoothing",
-        "taken here; ROLL 0.3 does not hand it to its loss",
-        when(lambda config: not config.flag("ipo"), real, "ipo has none"),
+        "is used here; ROLL 0.3 does not pass it to its loss",
+        only_if(lambda config: not config.flag("ipo"), real, "ipo has none"),
     ),
-    KeyRow("chosen_key", "environment.columns", how=to.column("chosen"), default="chosen"),
-    KeyRow("rejected_key", "environment.columns", how=to.column("rejected"), default="rejected"),
+    KeyRow("chosen_key", "environment.columns", convert=to.column("chosen"), default="chosen"),
+    KeyRow(
+        "rejected_key", "environment.columns", convert=to.column("rejected"), default="rejected"
+    ),
     *_offline("actor_train"),
 )
 SFT = (
-    KeyRow("prompt_key", "environment.columns", how=to.column("prompt"), default="instruction"),
-    KeyRow("response_key", "environment.columns", how=to.column("solution"), default="output"),
-    KeyRow("system_key", "environment.columns", how=to.column("system")),
+    KeyRow("prompt_key", "environment.columns", convert=to.column("prompt"), default="instruction"),
+    KeyRow("response_key", "environment.columns", convert=to.column("solution"), default="output"),
+    KeyRow("system_key", "environment.columns", convert=to.column("system")),
     KeyRow(
         "query_key",
-        note="environment.prompt makes one prompt of several columns: '{instruction}\n{input}'",
+        note="environment.prompt joins several columns to a prompt: '{instruction}\n{input}'",
     ),
     *_offline("sft_train"),
 )
 
 
-def _method(values: Mapping[str, Any]) -> str:
+def _detect_method(values: Mapping[str, Any]) -> str:
     if any(key.startswith("sft_train") for key in values):
         return "SFT"
     if "chosen_key" in values or "ipo" in values:
@@ -477,7 +486,7 @@ ROLL = Peer(
         "rollout_batch_size",
         "num_return_sequences_in_group",
     ),
-    _method,
+    _detect_method,
     {
         "RLVR": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, RLVR),
         "DPO": Method({"algorithm.kind": "dpo", **ROWS}, DPO),

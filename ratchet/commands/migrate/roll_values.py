@@ -1,6 +1,7 @@
 """Convert values of ROLL's keys to values of recipe keys.
 
-"There" is ROLL, "here" is Ratchet. A function of (value, config) is a `Convert` of a row in `roll`.
+A function of (value, config) converts the key of a row in `roll`. "there" in a note means ROLL;
+"here" means Ratchet.
 """
 
 from __future__ import annotations
@@ -10,15 +11,15 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
-from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, when
+from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, only_if
 
 RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
 MAX_DEVICES = 1_000_000  # maximum devices counted in one range
 CORRECTION = "train_infer_correction"
-# ROLL's reward workers by class name, and the rewards here that judge the same.
-JUDGES: Mapping[str, Mapping[str, Any]] = {
+# ROLL's reward workers by class name, and the corresponding rewards of Ratchet.
+REWARDS: Mapping[str, Mapping[str, Any]] = {
     "MathRuleRewardWorker": {"kind": "math"},
     "CodeSandboxRewardWorker": {"kind": "code"},
     "GeneralRuleRewardWorker": {"kind": "ifeval"},
@@ -29,7 +30,7 @@ JUDGES: Mapping[str, Mapping[str, Any]] = {
 def accelerators(role: str, config: PeerConfig) -> int:
     """Return the number of accelerators of a role, at least 1.
 
-    Its device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
+    The role's device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
     """
     key = f"{role}.device_mapping"
     mapping = config[key]
@@ -45,15 +46,15 @@ def _count_devices(text: str, key: str) -> int:
     if match := LIST.fullmatch(text):
         return len([device for device in match[1].split(",") if device.strip()])
     if (match := RANGE.fullmatch(text)) and len(text) < 100:
-        devices = numbers.span(match[1], match[2], match[3])
+        devices = numbers.parse_range(match[1], match[2], match[3])
         return len(devices[:MAX_DEVICES])
-    raise Misread(
-        f"{key} is {text[:40]!r}, and not list(range(0,8)) or a list: set learner, generator and "
-        "cluster by hand"
+    raise InvalidValue(
+        f"{key} is {text[:40]!r}, and not of the form list(range(0,8)) or [0,1]: set learner, "
+        "generator and cluster by hand"
     )
 
 
-def parallel_ways(role: str, part: str, config: PeerConfig) -> int:
+def parallel_size(role: str, part: str, config: PeerConfig) -> int:
     """Return one parallel size of a role, such as its tensor_model_parallel_size."""
     return config.whole(f"{role}.strategy_args.strategy_config.{part}", 1)
 
@@ -61,32 +62,36 @@ def parallel_ways(role: str, part: str, config: PeerConfig) -> int:
 def data_ranks(role: str, config: PeerConfig) -> int:
     """Return the data-parallel size of a role: accelerators over the product of its other sizes."""
     parts = ("tensor_model_parallel_size", "pipeline_model_parallel_size", "context_parallel_size")
-    ranks_of_copy = 1
+    ranks_per_replica = 1
     for part in parts:
-        ranks_of_copy *= parallel_ways(role, part, config)
-    ranks_of_copy *= config.whole(f"{role}.model_args.ulysses_size", 1)
+        ranks_per_replica *= parallel_size(role, part, config)
+    ranks_per_replica *= config.whole(f"{role}.model_args.ulysses_size", 1)
     return numbers.quotient(
-        accelerators(role, config), ranks_of_copy, f"{role}'s accelerators over its parallel sizes"
+        accelerators(role, config),
+        ranks_per_replica,
+        f"{role}'s accelerators over its parallel sizes",
     )
 
 
-def step(role: str, config: PeerConfig) -> int:
+def rows_per_step(role: str, config: PeerConfig) -> int:
     """Return the number of rows in an optimizer step."""
     args = f"{role}.training_args"
-    rows_of_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
+    rows_per_rank = config.whole(f"{args}.per_device_train_batch_size") * config.whole(
         f"{args}.gradient_accumulation_steps"
     )
-    return rows_of_rank * data_ranks(role, config)
+    return rows_per_rank * data_ranks(role, config)
 
 
 def minibatches(value: Any, config: PeerConfig) -> int:
     """Return the number of optimizer steps per batch."""
     answers = config.whole("rollout_batch_size") * config.whole("num_return_sequences_in_group")
     count = numbers.quotient(
-        answers, step("actor_train", config), "a batch's answers over those of an optimizer step"
+        answers,
+        rows_per_step("actor_train", config),
+        "a batch's answers over those of an optimizer step",
     )
     if count > config.whole("rollout_batch_size"):
-        raise Misread(
+        raise InvalidValue(
             f"a batch has {count} optimizer steps there, more than prompts: set "
             "algorithm.minibatches by hand"
         )
@@ -95,7 +100,7 @@ def minibatches(value: Any, config: PeerConfig) -> int:
 
 def rows(role: str) -> Convert:
     """Return a conversion to the rows of a role's optimizer step."""
-    return lambda value, config: step(role, config)
+    return lambda value, config: rows_per_step(role, config)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
@@ -117,9 +122,8 @@ def estimator(value: Any, config: PeerConfig) -> Any:
             }
         )
     if value not in ("grpo", "reinforce"):
-        return Without(
-            "there are ppo (gae), grpo, reinforce_pp (reinforce) and gigpo: the recipe is grpo's "
-            "own"
+        return Dropped(
+            "only gae (ppo here), grpo, reinforce and gigpo are converted: the recipe has grpo"
         )
     mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "grpo":
@@ -133,7 +137,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         "group",
         "running",
     ):
-        return Without(
+        return Dropped(
             f"norm_mean_type={mean} and norm_std_type={std} are not known here: set "
             "algorithm.shaping"
         )
@@ -149,7 +153,9 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         **({"algorithm.shaping": shaping} if shaping else {}),
     }
     note = (
-        f"no baseline but the mean of the {mean}" if mean else "no baseline, as there: grpo has one"
+        f"the only baseline is the mean of the {mean}"
+        if mean
+        else "there is no baseline, as there: grpo has one"
     )
     return Sets(keys, note)
 
@@ -162,7 +168,7 @@ def clip(value: Any, config: PeerConfig) -> Any:
         low = high = config.number("pg_clip")
     level = config["importance_sampling"]
     if level not in (None, "token", "seq"):
-        return Without(f"importance_sampling={level} is not known here: set algorithm.loss")
+        return Dropped(f"importance_sampling={level} is not known here: set algorithm.loss")
     kind = "gspo" if level == "seq" else "ppo"
     keys: dict[str, Any] = {
         "algorithm.loss.kind": kind,
@@ -172,7 +178,7 @@ def clip(value: Any, config: PeerConfig) -> Any:
     if not config.flag("dual_clip_loss"):
         return Sets(keys)
     if kind != "ppo":
-        return Sets(keys, "their dual clip is on too, and gspo has none here")
+        return Sets(keys, "the dual clip there is dropped, because gspo has none here")
     return Sets(
         {**keys, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")},
         "dual_clip is 1 + 2 x pg_clip, as there",
@@ -186,39 +192,40 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
     if value == "seq-mean-token-mean":
         return Sets(
             {"algorithm.weighting": "sequence_mean"},
-            f"{step_mean}; their default, where here it is token_mean",
+            f"{step_mean}; it is the default there, and token_mean here",
         )
     if value == "seq-mean-token-sum":
         return Sets(
-            {"algorithm.weighting": "token_sum"}, "a sum over tokens, over the count of answers"
+            {"algorithm.weighting": "token_sum"},
+            "is the sum over tokens, divided by the number of answers",
         )
     if value == "seq-mean-token-sum-norm":
         return Sets(
             {
                 "algorithm.weighting": "fixed_length",
-                "algorithm.fixed_length": longest(
+                "algorithm.fixed_length": max_answer_tokens(
                     config["actor_infer.generating_args.max_new_tokens"], config
                 ),
             },
             "the constant is max_new_tokens",
         )
-    return Without(
+    return Dropped(
         "algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length"
     )
 
 
 def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("off there, and here by default")
+        return Inert("off there, and here by default")
     coef = numbers.real(config["kl_loss_coef"], "kl_loss_coef")
     if not coef:
-        return Idle("its coefficient is 0 there")
+        return Inert("its coefficient is 0 there")
     return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
 
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("off there, and here by default")
+        return Inert("off there, and here by default")
     adaptive = (
         {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
     )
@@ -228,19 +235,19 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
             "algorithm.kl.place": "reward",
             **adaptive,
         },
-        "k1 of each token, whatever kl_penalty says there",
+        "the penalty is k1 of each token, for every kl_penalty there",
     )
 
 
-def ahead(value: Any, config: PeerConfig) -> Any:
+def max_staleness(value: Any, config: PeerConfig) -> Any:
     """Convert async_generation_ratio to the maximum staleness; 0 has no effect."""
-    return numbers.number(value) or Idle("0 there: nothing is drawn ahead")
+    return numbers.number(value) or Inert("is 0 there: rollouts are not asynchronous")
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
     """Convert the importance weight between sampler and learner, with its level and bound."""
     if not numbers.flag(value):
-        return Idle("off there")
+        return Inert("off there")
     level, bound = (
         config[f"{CORRECTION}.is_weight.weight_type"],
         config[f"{CORRECTION}.is_weight.upper_bound"],
@@ -267,15 +274,15 @@ def filters(value: Any, config: PeerConfig) -> Any:
         if rule and numbers.flag(rule.get("enabled", False), "enabled")
     ]
     if not enabled_rules:
-        return Idle("no filter is enabled there")
+        return Inert("no filter is enabled there")
     rule = enabled_rules[0]
     ratio, difference = (
         numbers.flag(rule.get(f"{kind}_enabled", kind == "ratio"), kind)
         for kind in ("ratio", "diff")
     )
     if len(enabled_rules) > 1 or difference or not ratio:
-        return Without(
-            "algorithm.correction.mask is one, by the ratio: set its level, mask_low and mask_high"
+        return Dropped(
+            "algorithm.correction has a single mask, by the ratio: set mask, mask_low and mask_high"
         )
     level = rule.get("agg_type", "token")
     low, high = (
@@ -292,45 +299,45 @@ def filters(value: Any, config: PeerConfig) -> Any:
 
 
 def rewards(value: Any, config: PeerConfig) -> Any:
-    """Convert the reward workers of all domains: one reward for all, or rewards by a task's tag."""
+    """Convert the reward workers of all domains to one reward, or to rewards by a task's tag."""
     domains: dict[str, Any] = {}
     unknown: list[str] = []
     for key, path in config.values.items():
         match = re.fullmatch(r"rewards\.(\w+)\.worker_cls", key)
-        judge = JUDGES.get(str(path).rpartition(".")[2]) if match else None
-        if match and judge is None:
+        reward = REWARDS.get(str(path).rpartition(".")[2]) if match else None
+        if match and reward is None:
             unknown.append(match[1])
-        elif match and judge is not None:
+        elif match and reward is not None:
             domains |= {
-                tag: [dict(judge)]
+                tag: [dict(reward)]
                 for tag in config[f"rewards.{match[1]}.tag_included"] or [match[1]]
             }
     note = f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}" if unknown else ""
     if not domains:
-        return Without(
+        return Dropped(
             f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, url: "
             f"..., model: ...}}]"
         )
-    all_judges = [judge for judges in domains.values() for judge in judges]
-    if all(judge == all_judges[0] for judge in all_judges) and not unknown:
-        return Sets({"rewards": [all_judges[0]]}, note)
+    all_rewards = [reward for domain_rewards in domains.values() for reward in domain_rewards]
+    if all(reward == all_rewards[0] for reward in all_rewards) and not unknown:
+        return Sets({"rewards": [all_rewards[0]]}, note)
     return Sets(
         {"rewards": [{"kind": "by_tag", "domains": domains}]},
-        note or "a task's tag says which rewards judge it",
+        note or "a task's tag selects its rewards",
     )
 
 
 def learner(role: str) -> Convert:
     """Return a conversion of a role's strategy_name to the learner and its parallel sizes."""
 
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         if value not in ("megatron_train", "fsdp2_train"):
-            return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
+            return Dropped("learner.kind is local, dtensor (FSDP2) or megatron here")
         if value == "fsdp2_train":
             if accelerators(role, config) == 1:
                 return Sets(
                     {"learner.kind": "local"},
-                    "one accelerator: the learner is in the run's own process",
+                    "one accelerator: the learner runs in the main process",
                 )
             context = config.whole(f"{role}.model_args.ulysses_size", 1)
             return Sets(
@@ -341,10 +348,10 @@ def learner(role: str) -> Convert:
                 }
             )
         sizes = {
-            f"learner.{part}_parallel": parallel_ways(role, f"{part}_model_parallel_size", config)
+            f"learner.{part}_parallel": parallel_size(role, f"{part}_model_parallel_size", config)
             for part in ("tensor", "pipeline", "expert")
         }
-        sizes["learner.context_parallel"] = parallel_ways(role, "context_parallel_size", config)
+        sizes["learner.context_parallel"] = parallel_size(role, "context_parallel_size", config)
         parallel_sizes = {key: size for key, size in sizes.items() if size > 1}
         return Sets(
             {
@@ -354,27 +361,27 @@ def learner(role: str) -> Convert:
             }
         )
 
-    return how
+    return convert
 
 
 def convert_generator(value: Any, config: PeerConfig) -> Any:
-    """Convert vLLM and its parallel size to a generator, or to workers for several copies."""
+    """Convert vLLM and its parallel size to a generator, or to workers for several replicas."""
     if value != "vllm":
-        return Without(
-            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        return Dropped(
+            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
         )
-    ways = parallel_ways("actor_infer", "tensor_parallel_size", config)
-    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
+    tensor_parallel = parallel_size("actor_infer", "tensor_parallel_size", config)
+    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
     length = "actor_infer.strategy_args.strategy_config.max_model_len"
     if config[length] is not None:
         keys["max_context"] = config.whole(length)
-    copies = max(1, accelerators("actor_infer", config) // ways)
-    generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
+    replicas = max(1, accelerators("actor_infer", config) // tensor_parallel)
+    generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
-        "vLLM needs accelerators of its own beside learner.kind=megatron: see that both fit"
+        "vLLM can't be colocated with learner.kind=megatron: check that both fit"
         if megatron
-        else "by turns with the learner where they share accelerators: cluster: {colocated: true}"
+        else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
     )
     return Sets({"generator": generator}, note)
 
@@ -385,24 +392,24 @@ def files(value: Any, config: PeerConfig) -> Any:
     rows = shared.rows(value, config)
     return Sets(
         {**rows.values, **columns},
-        "; ".join(filter(None, ["their columns, named in environment.columns", rows.note])),
+        "; ".join(filter(None, ["environment.columns names the columns there", rows.note])),
     )
 
 
-def column(usual: str) -> Convert:
-    """Return a conversion to the name of a column; `usual` is its name here."""
-    return lambda value, config: Sets({f"environment.columns.{usual}": value})
+def column(column_name: str) -> Convert:
+    """Return a conversion of the data's name for the environment's column `column_name`."""
+    return lambda value, config: Sets({f"environment.columns.{column_name}": value})
 
 
 def tracker(value: Any, config: PeerConfig) -> Any:
     return shared.sinks(value, config["tracker_kwargs.project"])
 
 
-def lora(role: str, how: Convert | None = None) -> Convert:
-    """Return `how`, without effect unless the role sets lora_target."""
-    return when(
+def lora(role: str, convert: Convert | None = None) -> Convert:
+    """Return the conversion, limited to files that set the role's lora_target."""
+    return only_if(
         lambda config: config[f"{role}.model_args.lora_target"],
-        how,
+        convert,
         "lora_target is not set there: no adapter",
     )
 
@@ -416,22 +423,22 @@ def targets(value: Any, config: PeerConfig) -> Any:
 
 
 def checkpointing(role: str) -> Convert:
-    """Return a conversion of disable_gradient_checkpointing, without effect for Megatron."""
+    """Return the conversion of disable_gradient_checkpointing. It has no effect for Megatron."""
 
     def is_not_megatron(config: PeerConfig) -> bool:
         return config[f"{role}.strategy_args.strategy_name"] != "megatron_train"
 
-    return when(
+    return only_if(
         is_not_megatron,
         lambda value, config: not numbers.flag(value),
-        "learner.recompute says it with megatron",
+        "with megatron set learner.recompute",
     )
 
 
-def kept(value: Any, config: PeerConfig) -> Any:
+def kept_checkpoints(value: Any, config: PeerConfig) -> Any:
     """Convert the number of checkpoints to keep; 0 (all) has no counterpart."""
     count = numbers.whole(value, least=0)
-    return count or Without("0 there keeps all: checkpoint.keep_every does")
+    return count or Dropped("0 keeps all checkpoints there: set checkpoint.keep_every")
 
 
 def _reward_clip(config: PeerConfig) -> list[dict[str, Any]]:
@@ -442,22 +449,22 @@ def _reward_clip(config: PeerConfig) -> list[dict[str, Any]]:
     return [{"kind": "clip", "low": -bound, "high": bound}]
 
 
-def clipped_reward(value: Any, config: PeerConfig) -> Any:
+def reward_clip(value: Any, config: PeerConfig) -> Any:
     """Return the reward shaping with the clip.
 
-    If the estimator sets a shaping, the clip is its first step. Otherwise it is the only one.
+    If the estimator sets a shaping, the clip is its first entry. Otherwise it is the only one.
     """
     estimated = estimator(config["adv_estimator"], config)
     shaping = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
     return shaping or _reward_clip(config)
 
 
-def longest(value: Any, config: PeerConfig) -> Any:
+def max_answer_tokens(value: Any, config: PeerConfig) -> Any:
     """Return the maximum number of tokens of an answer.
 
-    This is sequence_length - prompt_length if sequence_length is set, else response_length. Both
-    override max_new_tokens of generating_args, which is `value`. With train_env_manager, these
-    lengths describe whole episodes, so max_new_tokens counts.
+    This is sequence_length - prompt_length if sequence_length is set, else response_length, else
+    `value`, which is max_new_tokens of generating_args. With train_env_manager the first two are
+    lengths of whole episodes, so `value` is returned.
     """
     if any(
         key.startswith("train_env_manager.") and content is not None

@@ -7,57 +7,58 @@ from collections.abc import Callable
 from typing import Any
 
 from ratchet.commands.migrate import numbers
-from ratchet.commands.migrate.table import PeerConfig, Sets, Without
+from ratchet.commands.migrate.table import Dropped, PeerConfig, Sets
 from ratchet.data.presets.datasets import PRESETS
 
+# Notes on keys, shown to users. "there" means the peer, "here" means Ratchet.
 FLOAT32 = (
-    "weights train in float32, and on an accelerator products are in bfloat16; "
+    "weights train in float32, and matrix products on an accelerator are in bfloat16; "
     "learner.kind=megatron has weights: bfloat16"
 )
-PACKED = "rows are always packed end to end, without padding: there is nothing to set"
+PACKED = "sequences are always packed without padding: there is nothing to set"
 MICRO = (
-    "a micro-batch is counted in tokens here (learner.micro_batch_tokens, auto by default), and "
-    "its size changes memory and "
-    "speed, never the result"
+    "the size of a micro-batch is in tokens here (learner.micro_batch_tokens, auto by default); "
+    "it changes memory and speed, never the result"
 )
-BASE = "the file that the command begins with is not read: import it, and set these over it"
-CACHE = "vLLM's cache is bounded in GiB here (generator.kv_cache_gib), not as a share of the device"
-EPOCHS = "steps are counted here, not passes over the data: set steps to passes x rows / batch_size"
-NUMERICS = "has no switch here: the learner chooses how it computes"
-LOADER = "rows are drawn as a function of seed and position: there is no loader to set up"
+BASE = "the config file of the command is not read: import that file, and set these keys over it"
+CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
+EPOCHS = "the length of a run is set in steps here: set steps to epochs x rows / batch_size"
+NUMERICS = "has no switch here: the learner chooses its numerics"
+LOADER = "rows are a function of seed and position here: there is no data loader to configure"
 OWN_REWARD = (
-    "a function of yours takes (trajectory, task) here and returns a number or named parts: "
-    "`ratchet new reward NAME` begins "
-    "one; then set rewards: [{kind: NAME:NAME}]"
+    "a reward function of yours takes (trajectory, task) here and returns a number or named "
+    "parts: create one with `ratchet new reward NAME`, then set rewards: [{kind: NAME:NAME}]"
 )
 ROWS = (
-    "rows are read by their columns prompt and answer here, or as environment.columns says: "
-    "see "
+    "the columns are prompt and answer here, or those in environment.columns: see "
     "`ratchet data inspect`"
 )
 PAIRS = (
-    "pairs are read by their columns prompt, chosen and rejected here, or as "
-    "environment.columns says (`ratchet data inspect`)"
+    "the columns are prompt, chosen and rejected here, or those in environment.columns: see "
+    "`ratchet data inspect`"
 )
 FILE = re.compile(r"\.(parquet|jsonl?|csv|arrow)$|^[~/.]|://")
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 KL_FORWARD = (
-    "differentiated as it stands, their k3 has the gradient of KL(reference || policy): that is "
-    "objective forward here; for "
-    "KL(policy || reference) set objective: reverse"
+    "the gradient of k3 there is that of KL(reference || policy), which is objective forward here; "
+    "for KL(policy || reference) set objective: reverse"
 )
 
 
 def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any:
-    """Convert a share of all optimizer steps to a number of steps, rounded as the peer rounds."""
-    part = numbers.number(value)
-    if part == 0:
+    """Convert a share of all optimizer steps to a number of steps.
+
+    rounded: rounds like the peer.
+    """
+    fraction = numbers.number(value)
+    if fraction == 0:
         return 0
     if steps is None:
-        return Without(
-            "a share of all steps, whose number the file doesn't give: set optimizer.warmup_steps"
+        return Dropped(
+            "is a share of all steps, and the file has no number of steps: set "
+            "optimizer.warmup_steps"
         )
-    return rounded(part * steps)
+    return rounded(fraction * steps)
 
 
 def betas(first: str, second: str) -> Any:
@@ -72,11 +73,11 @@ def model(value: Any, config: PeerConfig) -> Any:
 def template(value: Any, config: PeerConfig) -> Any:
     if str(value).endswith(".jinja"):
         return value
-    return Without("its text goes into a .jinja file, and that file's path into tokenizer.template")
+    return Dropped("write its text to a .jinja file, and set tokenizer.template to the file's path")
 
 
 def norm(value: Any, config: PeerConfig) -> Any:
-    """Convert a maximum gradient norm: 0 turns clipping off in the peer, null does here."""
+    """Convert a maximum gradient norm. The peer turns clipping off with 0, Ratchet with null."""
     return numbers.number(value) or None
 
 
@@ -94,19 +95,21 @@ def sinks(value: Any, project: Any) -> Any:
         if name in TRACKERS
     ]
     has_tensorboard = "tensorboard" in names or not names or names == ["none"]
-    rest = {"logging.tensorboard": "tensorboard" in names} if has_tensorboard else {}
-    values: dict[str, Any] = {**rest, **({"logging.sinks": trackers} if trackers else {})}
+    tensorboard = {"logging.tensorboard": "tensorboard" in names} if has_tensorboard else {}
+    values: dict[str, Any] = {**tensorboard, **({"logging.sinks": trackers} if trackers else {})}
     others = [
         name
         for name in names
         if name not in (*TRACKERS, "tensorboard", "none", "console", "stdout")
     ]
     if not values:
-        return Without(
+        return Dropped(
             "metrics always go to metrics.jsonl and the terminal"
-            + (f"; {', '.join(others)} has no sink here" if others else "")
+            + (f"; there is no sink for {', '.join(others)} here" if others else "")
         )
-    return Sets(values, f"{', '.join(others)} has no sink here (logging.sinks)" if others else "")
+    return Sets(
+        values, f"there is no sink for {', '.join(others)} (logging.sinks)" if others else ""
+    )
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
@@ -115,15 +118,15 @@ def rows(value: Any, config: PeerConfig) -> Any:
     if all(FILE.search(name) for name in names):
         return Sets({"environment.train": names})
     others = (
-        f"{', '.join(names[1:])} beside it: environment.kind=mixture has parts"
+        f"only the first dataset is used: for {', '.join(names[1:])} set environment.kind=mixture"
         if len(names) > 1
         else ""
     )
-    ids = {_bare(name): name for name in PRESETS} | {
-        _bare(preset.hub): name for name, preset in PRESETS.items()
+    ids = {_normalise_name(name): name for name in PRESETS} | {
+        _normalise_name(preset.hub): name for name, preset in PRESETS.items()
     }
-    dataset = ids.get(_bare(names[0]))
-    note = "the preset says what its columns mean (docs/data.md)" if dataset else ""
+    dataset = ids.get(_normalise_name(names[0]))
+    note = "the preset maps the dataset's columns (docs/data.md)" if dataset else ""
     return Sets(
         {"environment.preset": dataset} if dataset else {"environment.hub": names[0]},
         "; ".join(filter(None, [note, others])),
@@ -131,8 +134,9 @@ def rows(value: Any, config: PeerConfig) -> Any:
 
 
 def listed(value: Any, config: PeerConfig) -> Any:
+    """Convert a single value to a list; a list stays unchanged."""
     return value if isinstance(value, list) else [value]
 
 
-def _bare(name: str) -> str:
+def _normalise_name(name: str) -> str:
     return re.sub(r"[^a-z0-9]", "", name.lower())

@@ -1,7 +1,7 @@
-"""The part of a shell script's syntax that reading overrides needs: commands and plain variables.
+"""Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
-A plain variable is set by an unconditional `NAME=value`. If a script sets a variable in another way
-(under a condition, in a loop, by arithmetic), its value counts as unknown from that line on, so
+A simple variable is set by an unconditional `NAME=value`. If a script sets a variable in another
+way (under a condition, in a loop, by arithmetic), its value counts as unknown from that line on, so
 that an earlier value is not used by mistake.
 """
 
@@ -12,35 +12,38 @@ import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-LITERAL = "\ue000"  # replaces a $ in single quotes or escaped, which begins no variable
-# the places where a command can begin
+LITERAL = "\ue000"  # replaces a $ that begins no variable: escaped or in single quotes
+# The places where a command can begin.
 _START = r"(?:^|[;&|({]|\b(?:then|else|do)\b)\s*"
 _NAME = r"[A-Za-z_]\w*"
-# a part of a value: a quoted string, or a character without special meaning
-_PIECE = r"\"[^\"`\\]*\"|'[^']*'|[^\s;&|()<>'\"\\`]"
-# a line that only assigns one variable
-PLAIN = re.compile(rf"(?:export\s+)?({_NAME})=((?:{_PIECE})*)\s*;?\s*")
-# one or more assignments at the beginning of a command
+# A part of a value: a quoted string, or a character without special meaning.
+_VALUE_PART = r"\"[^\"`\\]*\"|'[^']*'|[^\s;&|()<>'\"\\`]"
+# A line that only assigns one variable.
+SINGLE_ASSIGNMENT = re.compile(rf"(?:export\s+)?({_NAME})=((?:{_VALUE_PART})*)\s*;?\s*")
+# One or more assignments at the beginning of a command.
 ASSIGNMENTS = re.compile(
     rf"{_START}(?:(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?"
     rf"((?:{_NAME}\+?=(?:\"[^\"]*\"|'[^']*'|[^\s;&|'\"])*\s*)+)"
 )
-# other syntax that sets a variable: loops, builtins, ${NAME:=default} and arithmetic
-OTHER_WAYS = (
+# Other syntax that sets a variable: loops, builtins, ${NAME:=default} and arithmetic.
+OTHER_ASSIGNMENTS = (
     re.compile(rf"\bfor\s+({_NAME})\b"),
     re.compile(rf"\b(?:read|unset|mapfile|readarray|printf\s+-v)\s+(?:-\w+\s+)*({_NAME})"),
     re.compile(rf"\$\{{({_NAME}):?="),
     re.compile(rf"(?:\(\(|\blet\s)\s*({_NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)"),
 )
-# the beginning and the end of a condition or a loop
+# The beginning and the end of a condition or a loop.
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
 # $NAME, ${NAME} or ${NAME:-default}
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
 
 
-def commands(text: str) -> Iterator[str]:
-    """Yield the commands of a script: lines without comments, joined where a backslash ends one."""
+def split_commands(text: str) -> Iterator[str]:
+    """Yield the commands of a script: its lines without comments.
+
+    A line that ends with a backslash is joined to the next one.
+    """
     parts: list[str] = []
     for line in text.split("\n"):
         code = _without_comment(line)
@@ -56,11 +59,11 @@ def commands(text: str) -> Iterator[str]:
 
 def _without_comment(line: str) -> str:
     """Return the line up to its comment. Only a # at the start of a word begins a comment."""
-    before = " "
+    previous = " "
     for index, character, quote in _scan_characters(line):
-        if character == "#" and not quote and (before.isspace() or before in ";&|()"):
+        if character == "#" and not quote and (previous.isspace() or previous in ";&|()"):
             return line[:index]
-        before = character
+        previous = character
     return line
 
 
@@ -89,11 +92,11 @@ def split_words(line: str) -> list[str]:
 
     Raises ValueError if a quote is not closed.
     """
-    signs = list(line)
+    characters = list(line)
     for index, character, quote in _scan_characters(line):
         if line[index] == "$" and (quote == "'" or character == "x"):
-            signs[index] = LITERAL
-    lexer = shlex.shlex("".join(signs), posix=True, punctuation_chars=";&|")
+            characters[index] = LITERAL
+    lexer = shlex.shlex("".join(characters), posix=True, punctuation_chars=";&|")
     lexer.whitespace_split, lexer.commenters = True, ""
     return list(lexer)
 
@@ -102,30 +105,30 @@ def split_words(line: str) -> list[str]:
 class Variables:
     """The variables of a script, up to the line that was read last."""
 
-    # by name; an unknown value is a reference to the variable itself ($NAME)
+    # Values by name. An unknown value is a reference to the variable itself ($NAME).
     values: dict[str, str] = field(default_factory=dict)
     _depth: int = 0  # number of conditions and loops around the line
 
     def read(self, line: str) -> bool:
         """Record the variables that a line sets. Return True if it only sets a single variable."""
         self._depth += len(OPENING.findall(line))
-        plain = PLAIN.fullmatch(line)
-        if plain is not None and self._depth == 0:
-            self.values[plain[1]] = self.filled("".join(split_words(plain[2])))
+        assignment = SINGLE_ASSIGNMENT.fullmatch(line)
+        if assignment is not None and self._depth == 0:
+            self.values[assignment[1]] = self.substitute("".join(split_words(assignment[2])))
         else:
             assignments = [match[1] for match in ASSIGNMENTS.finditer(line)]
             names = [
                 name for text in assignments for name in re.findall(rf"(?<!\S)({_NAME})\+?=", text)
             ]
-            names += [match[1] for pattern in OTHER_WAYS for match in pattern.finditer(line)]
+            names += [match[1] for pattern in OTHER_ASSIGNMENTS for match in pattern.finditer(line)]
             self.values.update({name: f"${name}" for name in names})
         self._depth = max(0, self._depth - len(CLOSING.findall(line)))
-        return plain is not None
+        return assignment is not None
 
-    def filled(self, text: str) -> str:
+    def substitute(self, text: str) -> str:
         """Return a text with its known variables replaced by their values. LITERAL is kept."""
-        return VARIABLE.sub(self._value, text)
+        return VARIABLE.sub(self._get_value, text)
 
-    def _value(self, match: re.Match[str]) -> str:
+    def _get_value(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[3], match[2]
         return self.values.get(name, match[0] if default is None else default)

@@ -1,4 +1,8 @@
-"""The parts of a peer library's table: rows of keys, and conversions of their values."""
+"""Define the parts of a peer library's table: rows of keys, and conversions of their values.
+
+A note in a table is shown to users beside the peer's key. In notes, "there" and "their" refer to
+the peer, and "here" refers to Ratchet.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +25,32 @@ class PeerConfig:
 
     values: the values in the file.
     defaults: the peer's own defaults.
-    looked_up: receives every key that a conversion reads.
+    read_keys: the keys that conversions have read.
     """
 
     values: Mapping[str, Any]
     defaults: Mapping[str, Any]
-    looked_up: set[str] = field(default_factory=set)
+    read_keys: set[str] = field(default_factory=set)
 
     def __getitem__(self, key: str) -> Any:
-        """Return the file's value, or else the peer's default; None if it is null or there is
-        neither."""
-        self.looked_up.add(key)
+        """Return the file's value, or else the peer's default; None without both, or for null."""
+        self.read_keys.add(key)
         return self.values[key] if key in self.values else self.defaults.get(key)
 
     def flag(self, key: str) -> bool:
-        """Return a boolean; null is False. Raises Misread."""
+        """Return a boolean; null is False. Raises InvalidValue."""
         value = self[key]
         return False if value is None else numbers.flag(value, key)
 
     def whole(self, key: str, otherwise: int | None = None, least: int = 1) -> int:
-        """Return a whole number from `least` on, or `otherwise` for null. Raises Misread."""
+        """Return an integer of at least `least`, or `otherwise` for null. Raises InvalidValue."""
         value = self[key]
         if value is None and otherwise is not None:
             return otherwise
         return numbers.whole(value, key, least)
 
     def number(self, key: str) -> int | float:
-        """Return a number. Raises Misread."""
+        """Return a number. Raises InvalidValue."""
         return numbers.number(self[key], key)
 
 
@@ -60,18 +63,20 @@ class Sets:
 
 
 @dataclass(frozen=True, slots=True)
-class Without:
-    """The result of a conversion for a value without a counterpart: why, or what to do."""
+class Dropped:
+    """The result of a conversion for a value without a counterpart, with the reason or a hint."""
 
-    why: str
+    reason: str
 
 
 @dataclass(frozen=True, slots=True)
-class Idle:
-    """The result of a conversion for a value without effect: it is off in the peer, or Ratchet does
-    the same anyway."""
+class Inert:
+    """The result of a conversion for a value without effect, with the reason.
 
-    why: str
+    The value turns something off in the peer, or Ratchet does the same anyway.
+    """
+
+    reason: str
 
 
 Convert = Callable[[Any, PeerConfig], Any]
@@ -81,61 +86,66 @@ Convert = Callable[[Any, PeerConfig], Any]
 class KeyRow:
     """A key of a peer.
 
-    theirs: the peer's dotted key; `*` in it stands for any characters.
-    ours: the key of the recipe, or several with commas; "" if there is none.
-    note: without `ours`, why there is none, or what to do; with it, what differs in meaning.
-    how: returns the value of `ours`, or `Sets`, `Without` or `Idle`; None: the value is copied.
-    within: the peer's key whose conversion also covers this one.
-    default: the peer's default, if Ratchet's differs.
-    null: the value of `ours` if the peer's is null; ABSENT: null sets nothing.
-    idle: True if the missing counterpart changes no training result.
+    peer_key: the peer's dotted key; `*` in it matches any characters.
+    recipe_key: the key of the recipe, or several with commas; "" if there is none.
+    note: what differs in meaning; without `recipe_key`, why there is none, or what to do.
+    convert: returns the value of `recipe_key`, or `Sets`, `Dropped` or `Inert`; None copies the
+        value.
+    part_of: the peer's key whose conversion also covers this one.
+    default: the peer's default, if it differs from Ratchet's.
+    null: the value of `recipe_key` if the peer's is null; ABSENT: null sets nothing.
+    inert: True if the missing counterpart changes no training result.
     """
 
-    theirs: str
-    ours: str = ""
+    peer_key: str
+    recipe_key: str = ""
     note: str = ""
-    how: Convert | None = None
-    within: str = ""
+    convert: Convert | None = None
+    part_of: str = ""
     default: Any = ABSENT
     null: Any = ABSENT
-    idle: bool = False
+    inert: bool = False
 
 
 @dataclass(frozen=True)
 class Method:
-    """A training method of a peer. `fixed`: keys that every recipe made from it has, unless a row
-    overrides them."""
+    """A training method of a peer.
+
+    fixed: keys of every recipe made from it, unless a row overrides them.
+    """
 
     fixed: Mapping[str, Any]
     rows: tuple[KeyRow, ...]
 
     @property
     def defaults(self) -> dict[str, Any]:
-        return {row.theirs: row.default for row in self.rows if row.default is not ABSENT}
+        return {row.peer_key: row.default for row in self.rows if row.default is not ABSENT}
 
     def row(self, key: str) -> KeyRow | None:
-        """Return the row that names a key, or else the longest pattern that matches it; None if the
-        key is unknown."""
-        if key not in self._found:
-            self._found[key] = next(
-                (row for pattern, row in self._wide if pattern.match(key)), None
+        """Return the row that names a key, or else the row with the longest pattern that matches.
+
+        Return None if the key is unknown.
+        """
+        if key not in self._rows_by_key:
+            self._rows_by_key[key] = next(
+                (row for pattern, row in self._pattern_rows if pattern.match(key)), None
             )
-        return self._found[key]
+        return self._rows_by_key[key]
 
     @cached_property
-    def _found(self) -> dict[str, KeyRow | None]:
+    def _rows_by_key(self) -> dict[str, KeyRow | None]:
         """Return the rows by key. `row` adds the keys that it looks up."""
-        return {row.theirs: row for row in self.rows}
+        return {row.peer_key: row for row in self.rows}
 
     @cached_property
-    def _wide(self) -> list[tuple[re.Pattern[str], KeyRow]]:
+    def _pattern_rows(self) -> list[tuple[re.Pattern[str], KeyRow]]:
         """Return the rows whose keys are patterns, longest first."""
-        wide = sorted(
-            (row for row in self.rows if "*" in row.theirs),
-            key=lambda row: len(row.theirs),
+        pattern_rows = sorted(
+            (row for row in self.rows if "*" in row.peer_key),
+            key=lambda row: len(row.peer_key),
             reverse=True,
         )
-        return [(re.compile(translate(row.theirs)), row) for row in wide]
+        return [(re.compile(translate(row.peer_key)), row) for row in pattern_rows]
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +153,8 @@ class Peer:
     """A library whose configurations are imported.
 
     version: its version that has these keys and defaults.
-    marks: keys, or prefixes of keys, that no other peer has.
-    method: returns the name of a configuration's method; "" if the keys don't tell.
+    marks: keys, or prefixes of keys, by which a configuration of this peer is recognised.
+    method: returns the name of a configuration's method; "" if it can't be detected.
     dialect: the YAML dialect of its files.
     """
 
@@ -156,94 +166,100 @@ class Peer:
     methods: Mapping[str, Method]
     dialect: Dialect = "omegaconf"
 
-    def likeness(self, values: Mapping[str, Any]) -> int:
+    def count_marks(self, values: Mapping[str, Any]) -> int:
+        """Return how many of the peer's marks a configuration has."""
         return sum(
             any(key == mark or key.startswith(f"{mark}.") for key in values) for mark in self.marks
         )
 
 
 def choose(choices: Mapping[Any, Any]) -> Convert:
-    """Return a conversion that looks values up; an unlisted value has no counterpart."""
+    """Return a conversion that looks a value up in a table. Other values have no counterpart."""
 
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         if isinstance(next(iter(choices)), bool):
             value = numbers.flag(value)
         if not isinstance(value, str | bool):
-            raise numbers.Misread(f"is {value!r}, and not one of {', '.join(map(str, choices))}")
+            raise numbers.InvalidValue(
+                f"is {value!r}, and not one of {', '.join(map(str, choices))}"
+            )
         if value in choices:
             return choices[value]
-        return Without(
-            f"{value} is not one of those that have a counterpart: {', '.join(map(str, choices))}"
-        )
+        return Dropped(f"{value} has no counterpart here, only {', '.join(map(str, choices))}")
 
-    return how
+    return convert
 
 
-def when(condition: Callable[[PeerConfig], Any], how: Convert | None, why: str) -> Convert:
-    """Return `how` with a condition, without which the key has no effect."""
+def only_if(
+    condition: Callable[[PeerConfig], Any], convert: Convert | None, reason: str
+) -> Convert:
+    """Return the conversion limited to files that meet a condition. In others it has no effect.
+
+    reason: why the key has no effect in other files.
+    """
 
     def checked(value: Any, config: PeerConfig) -> Any:
         if not condition(config):
-            return Idle(why)
-        return value if how is None else how(value, config)
+            return Inert(reason)
+        return value if convert is None else convert(value, config)
 
     return checked
 
 
-def alone(name: str, why: str) -> Convert:
-    """Return a conversion for which the value `name` needs no counterpart, and others have none."""
+def only_value(name: str, reason: str) -> Convert:
+    """Return a conversion of a key whose value `name` has no effect. Other values are dropped."""
 
-    def how(value: Any, config: PeerConfig) -> Any:
-        return Idle(why) if value == name or value == [name] else Without(why)
+    def convert(value: Any, config: PeerConfig) -> Any:
+        return Inert(reason) if value == name or value == [name] else Dropped(reason)
 
-    return how
+    return convert
 
 
 def number(value: Any, config: PeerConfig) -> int | float:
-    """Return a number as it stands."""
+    """Convert a number to itself."""
     return numbers.number(value)
 
 
 def real(value: Any, config: PeerConfig) -> float:
-    """Return a number in floating point."""
+    """Convert a number to a float."""
     return numbers.real(value)
 
 
 def whole(value: Any, config: PeerConfig) -> int:
-    """Return a whole number as it stands."""
+    """Convert an integer to itself."""
     return numbers.whole(value)
 
 
 def flag(value: Any, config: PeerConfig) -> bool:
-    """Return a boolean."""
+    """Convert a boolean to itself."""
     return numbers.flag(value)
 
 
-def positive(why: str) -> Convert:
-    """Return a conversion of whole numbers; only those above 0 have an effect."""
+def positive(reason: str) -> Convert:
+    """Return a conversion of integers, of which only those above 0 have an effect."""
 
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         count = numbers.whole(value)
-        return count if count > 0 else Idle(why)
+        return count if count > 0 else Inert(reason)
 
-    return how
+    return convert
 
 
 def at_least_0(value: Any, config: PeerConfig) -> int:
-    """Return a whole number; the peer's -1 becomes 0."""
+    """Convert an integer to itself, and the peer's -1 to 0."""
     return max(0, numbers.whole(value, least=-1))
 
 
-def within(key: str, *keys: str) -> Iterator[KeyRow]:
+def parts_of(key: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of `keys` that the conversion of `key` covers."""
-    return (KeyRow(name, within=key) for name in keys)
+    return (KeyRow(name, part_of=key) for name in keys)
 
 
-def nothing(why: str, *keys: str) -> Iterator[KeyRow]:
+def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that have no counterpart for the same reason."""
-    return (KeyRow(key, note=why) for key in keys)
+    return (KeyRow(key, note=reason) for key in keys)
 
 
-def idle(why: str, *keys: str) -> Iterator[KeyRow]:
+def inert(reason: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of keys that need no counterpart, because they change no training result."""
-    return (KeyRow(key, note=why, idle=True) for key in keys)
+    return (KeyRow(key, note=reason, inert=True) for key in keys)

@@ -1,7 +1,7 @@
 """The key rows that all of TRL's trainers share: those of TrainingArguments and ModelConfig.
 
-A key that matches several patterns gets the narrowest row, so `eval_*` does not cover the listed
-`eval_on_start`.
+A row with the exact key goes before a row with a pattern, so `eval_*` does not cover
+`eval_on_start`, which has a row of its own.
 """
 
 from __future__ import annotations
@@ -11,83 +11,90 @@ from ratchet.commands.migrate import trl_values as to
 from ratchet.commands.migrate.table import (
     KeyRow,
     choose,
+    dropped,
     flag,
-    idle,
-    nothing,
+    inert,
     number,
+    parts_of,
     real,
     whole,
-    within,
 )
 
 # The note on keys that distribute a run over processes and devices.
-PLACED = (
-    "learner, generator and cluster say where it runs (docs/cluster.md), and nothing is "
-    "launched beside `ratchet train`"
+PLACEMENT_NOTE = (
+    "learner, generator and cluster set where a run computes (docs/cluster.md); only "
+    "`ratchet train` is launched"
 )
 
 # The note on keys that upload to the Hugging Face Hub.
-HUB = (
-    "nothing is uploaded: the run leaves model/ in Hugging Face form, and `huggingface-cli "
-    "upload` sends it"
+HUB_NOTE = (
+    "nothing is uploaded: the run writes model/ in Hugging Face form, for `huggingface-cli upload`"
 )
 
 
 TRAINING = (
     KeyRow("model_name_or_path", "model.path"),
     KeyRow("model_revision", "model.revision"),
-    KeyRow("trust_remote_code", "model.trust_remote_code", how=flag),
-    KeyRow("lr_scheduler_type", "optimizer.schedule", how=to.schedule, default="linear"),
-    KeyRow("warmup_steps", "optimizer.warmup_steps", how=to.warmup),
-    KeyRow("warmup_ratio", "optimizer.warmup_steps", how=to.warmup),
+    KeyRow("trust_remote_code", "model.trust_remote_code", convert=flag),
+    KeyRow("lr_scheduler_type", "optimizer.schedule", convert=to.schedule, default="linear"),
+    KeyRow("warmup_steps", "optimizer.warmup_steps", convert=to.warmup),
+    KeyRow("warmup_ratio", "optimizer.warmup_steps", convert=to.warmup),
     KeyRow("weight_decay", "optimizer.weight_decay", "on matrices only", number),
     KeyRow(
-        "adam_beta1", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.9
+        "adam_beta1",
+        "optimizer.betas",
+        convert=shared.betas("adam_beta1", "adam_beta2"),
+        default=0.9,
     ),
     KeyRow(
-        "adam_beta2", "optimizer.betas", how=shared.betas("adam_beta1", "adam_beta2"), default=0.999
+        "adam_beta2",
+        "optimizer.betas",
+        convert=shared.betas("adam_beta1", "adam_beta2"),
+        default=0.999,
     ),
-    KeyRow("adam_epsilon", "optimizer.eps", how=number),
-    KeyRow("max_grad_norm", "optimizer.max_grad_norm", how=shared.norm, null=None),
-    KeyRow("optim", "optimizer.kind", how=to.optimizer),
-    KeyRow("seed", "seed", how=whole, default=42),
-    KeyRow("gradient_checkpointing", "learner.activation_checkpointing", how=flag, default=True),
+    KeyRow("adam_epsilon", "optimizer.eps", convert=number),
+    KeyRow("max_grad_norm", "optimizer.max_grad_norm", convert=shared.norm, null=None),
+    KeyRow("optim", "optimizer.kind", convert=to.optimizer),
+    KeyRow("seed", "seed", convert=whole, default=42),
+    KeyRow(
+        "gradient_checkpointing", "learner.activation_checkpointing", convert=flag, default=True
+    ),
     KeyRow(
         "save_steps",
         "checkpoint.every",
-        how=to.every("save_strategy", "checkpoint.every"),
+        convert=to.convert_every("save_strategy", "checkpoint.every"),
         default=500,
     ),
-    KeyRow("save_total_limit", "checkpoint.keep", how=to.kept),
+    KeyRow("save_total_limit", "checkpoint.keep", convert=to.kept_checkpoints),
     KeyRow(
         "eval_steps",
         "evaluation.every",
-        "what is evaluated is `evaluation` here: greedy accuracy on held-out tasks",
-        to.every("eval_strategy", "evaluation.every"),
+        "an evaluation measures greedy accuracy on held-out tasks here",
+        to.convert_every("eval_strategy", "evaluation.every"),
     ),
-    KeyRow("run_name", "name", how=shared.run_name),
+    KeyRow("run_name", "name", convert=shared.run_name),
     KeyRow("output_dir", "run_dir"),
-    KeyRow("report_to", "logging.sinks", how=to.reports),
-    KeyRow("lora_r", "lora.rank", how=to.lora(whole), default=16),
-    KeyRow("lora_alpha", "lora.alpha", how=to.lora(real), default=32),
-    KeyRow("lora_dropout", "lora.dropout", how=to.lora(number), default=0.05),
+    KeyRow("report_to", "logging.sinks", convert=to.reports),
+    KeyRow("lora_r", "lora.rank", convert=to.lora(whole), default=16),
+    KeyRow("lora_alpha", "lora.alpha", convert=to.lora(real), default=32),
+    KeyRow("lora_dropout", "lora.dropout", convert=to.lora(number), default=0.05),
     KeyRow(
         "lora_target_modules",
         "lora.target_modules",
-        how=to.lora(to.targets),
+        convert=to.lora(to.targets),
         default=["q_proj", "v_proj"],
     ),
-    KeyRow("use_rslora", "lora.rslora", how=to.lora(flag)),
-    KeyRow("load_in_4bit", "lora.base", how=to.lora(choose({True: "nf4"}))),
-    KeyRow("save_strategy", within="save_steps", default="steps"),
-    KeyRow("eval_strategy", within="eval_steps", default="no"),
-    KeyRow("use_peft", within="lora_r"),
-    *within("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
-    KeyRow("project", within="report_to"),
-    *nothing(
+    KeyRow("use_rslora", "lora.rslora", convert=to.lora(flag)),
+    KeyRow("load_in_4bit", "lora.base", convert=to.lora(choose({True: "nf4"}))),
+    KeyRow("save_strategy", part_of="save_steps", default="steps"),
+    KeyRow("eval_strategy", part_of="eval_steps", default="no"),
+    KeyRow("use_peft", part_of="lora_r"),
+    *parts_of("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
+    KeyRow("project", part_of="report_to"),
+    *dropped(
         shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
     ),
-    *nothing(
+    *dropped(
         shared.NUMERICS,
         "attn_implementation",
         "use_liger_kernel",
@@ -95,7 +102,7 @@ TRAINING = (
         "activation_offloading",
         "gradient_checkpointing_kwargs",
     ),
-    *nothing(
+    *dropped(
         shared.LOADER,
         "dataloader_*",
         "remove_unused_columns",
@@ -104,7 +111,7 @@ TRAINING = (
         "shuffle_dataset",
         "data_seed",
     ),
-    *idle(
+    *inert(
         shared.PACKED,
         "padding_free",
         "pad_to_multiple_of",
@@ -113,8 +120,8 @@ TRAINING = (
         "packing*",
         "eval_packing",
     ),
-    *nothing(
-        PLACED,
+    *dropped(
+        PLACEMENT_NOTE,
         "deepspeed",
         "fsdp*",
         "ddp_*",
@@ -123,58 +130,60 @@ TRAINING = (
         "accelerator_config",
         "use_cpu",
     ),
-    *nothing(HUB, "push_to_hub", "hub_*"),
-    *idle("every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"),
-    *nothing(
-        "is drawn from the held-out tasks: evaluation.tasks says how many",
+    *dropped(HUB_NOTE, "push_to_hub", "hub_*"),
+    *inert(
+        "every step is logged", "logging_*", "log_*", "num_completions_to_print", "disable_tqdm"
+    ),
+    *dropped(
+        "evaluation.tasks is the number of held-out tasks",
         "per_device_eval_batch_size",
         "eval_accumulation_steps",
         "num_generations_eval",
         "eval_on_start",
         "do_eval",
     ),
-    *nothing(
-        "a run goes on by `ratchet train --resume RUN`",
+    *dropped(
+        "`ratchet train --resume RUN` continues a run",
         "resume_from_checkpoint",
         "overwrite_output_dir",
         "save_only_model",
         "load_best_model_at_end",
     ),
-    *nothing(
-        "chosen by checkpoint.metric and checkpoint.keep_best",
+    *dropped(
+        "set checkpoint.metric and checkpoint.keep_best",
         "metric_for_best_model",
         "greater_is_better",
     ),
-    *nothing(
-        "8 bits are lora: {base: float8} here, 4 bits nf4, without options of their own",
+    *dropped(
+        "set lora: {base: float8} for 8 bits or {base: nf4} for 4 bits; they have no options",
         "load_in_8bit",
         "bnb_*",
         "use_bnb_nested_quant",
     ),
-    *nothing(
-        "an adapter is the plain one of LoRA (or rslora), on linear maps",
+    *dropped(
+        "adapters are plain LoRA or rsLoRA on linear layers",
         "use_dora",
         "lora_modules_to_save",
         "lora_target_parameters",
         "lora_task_type",
     ),
-    *nothing(
-        "the reference is the model at the stage's start, and stays: an earlier stage can move it",
+    *dropped(
+        "the reference is the model at the stage's start, and does not change during the stage",
         "sync_ref_model",
         "ref_model_*",
     ),
-    *nothing("no dropout acts here but lora.dropout", "disable_dropout"),
-    *nothing("set algorithm.router.balance_coef for a mixture of experts", "router_aux_loss_coef"),
-    *nothing("model.path is loaded as it stands", "model_init_kwargs"),
-    *nothing(
+    *dropped("the only dropout is lora.dropout", "disable_dropout"),
+    *dropped("set algorithm.router.balance_coef for a mixture of experts", "router_aux_loss_coef"),
+    *dropped("model.path is loaded without further options", "model_init_kwargs"),
+    *dropped(
         "set tokenizer.template to a .jinja file",
         "chat_template_path",
         "eos_token",
         "chat_template_kwargs",
     ),
-    *nothing(
-        "evaluation draws answers and judges them, before and after each stage, and every so many "
-        "steps",
+    *dropped(
+        "an evaluation samples and judges answers, before and after each stage and every "
+        "evaluation.every steps",
         "batch_eval_metrics",
         "bf16_full_eval",
         "fp16_full_eval",
@@ -185,32 +194,32 @@ TRAINING = (
         "prediction_loss_only",
         "label_names",
     ),
-    *nothing(
-        "a micro-batch finds its own size where learner.micro_batch_tokens is auto",
+    *dropped(
+        "learner.micro_batch_tokens=auto finds the size of micro-batches",
         "auto_find_batch_size",
     ),
-    *nothing("sums over tokens are over all ranks, always", "average_tokens_across_devices"),
-    *nothing(
-        "all training state is in a checkpoint, and comes back by --resume",
+    *dropped("token sums are always over all ranks", "average_tokens_across_devices"),
+    *dropped(
+        "a checkpoint has the complete training state, which --resume restores",
         "enable_jit_checkpoint",
         "restore_callback_*",
         "save_on_each_node",
     ),
-    *nothing(
-        "the loss is that of the algorithm, without noise or smoothing beside it",
+    *dropped(
+        "the algorithm's loss has no added noise or smoothing",
         "label_smoothing_factor",
         "neftune_noise_alpha",
     ),
-    *nothing("optimizer has keys of its own", "optim_args", "optim_target_modules"),
-    *nothing(PLACED, "parallelism_config"),
-    *nothing(shared.NUMERICS, "liger_kernel_config", "use_cache", "debug"),
-    *nothing(shared.LOADER, "length_column_name", "train_sampling_strategy"),
-    *nothing("logging.sinks has {kind: trackio, space: ...}", "trackio_*"),
+    *dropped("set the keys of optimizer", "optim_args", "optim_target_modules"),
+    *dropped(PLACEMENT_NOTE, "parallelism_config"),
+    *dropped(shared.NUMERICS, "liger_kernel_config", "use_cache", "debug"),
+    *dropped(shared.LOADER, "length_column_name", "train_sampling_strategy"),
+    *dropped("set logging.sinks: [{kind: trackio, space: ...}]", "trackio_*"),
     KeyRow("dataset_config", "environment.subset"),
     KeyRow("dataset_train_split", "environment.train_split"),
     KeyRow("dataset_test_split", "environment.test_split"),
-    *nothing(
-        "environment.kind=mixture mixes several, each with its columns",
+    *dropped(
+        "environment.kind=mixture mixes several datasets, each with its columns",
         "datasets",
         "dataset_text_field",
         "dataset_kwargs",
@@ -218,8 +227,8 @@ TRAINING = (
         "test_split_size",
         "streaming",
     ),
-    *nothing(
-        "the library stops where something breaks, and `ratchet doctor` says what is missing",
+    *dropped(
+        "has no switch here; `ratchet doctor` lists what is missing on a machine",
         "ignore_data_skip",
         "skip_memory_metrics",
         "full_determinism",

@@ -1,5 +1,5 @@
-"""The tables of TRL, for GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig and RLOOConfig,
-or the file of `trl grpo --config`.
+"""The key tables of TRL, for GRPOConfig, DPOConfig, SFTConfig, RewardConfig, KTOConfig and
+RLOOConfig, or the file of `trl grpo --config`.
 
 Keys and defaults are those of TRL 1.16 and of transformers' TrainingArguments.
 """
@@ -15,203 +15,206 @@ from ratchet.commands.migrate.table import (
     KeyRow,
     Method,
     Peer,
-    alone,
     at_least_0,
     choose,
+    dropped,
     flag,
-    idle,
-    nothing,
+    inert,
     number,
+    only_if,
+    only_value,
+    parts_of,
     real,
-    when,
     whole,
-    within,
 )
 from ratchet.commands.migrate.training_arguments import TRAINING
 
-COUNTED = (
-    "a batch is counted in prompts here, in answers of one process there: multiply batch_size by "
-    "the processes that you launch;"
-    " minibatches is how many optimizer steps a batch is split into"
+BATCH_NOTE = (
+    "counts prompts here, and answers of one process there: multiply batch_size by the number of "
+    "processes; minibatches is the number of optimizer steps per batch"
 )
-OVER_ALL = (
-    "counted over all processes there, and read here as if there were one: divide it by "
-    "them and import again"
+GENERATION_BATCH_NOTE = (
+    "counts all processes there, but is converted as if there were one: divide it by the number "
+    "of processes and import again"
 )
-ROWS_COUNTED = "counted for one process there: multiply batch_size by the processes that you launch"
+ROWS_NOTE = "counts rows of one process there: multiply batch_size by the number of processes"
 
 
 # --- methods that sample attempts: GRPO, RLOO
 
 
-ATTEMPTS = (
-    KeyRow("loss_type", "algorithm.kind, algorithm.weighting", how=to.loss, default="dapo"),
-    KeyRow("num_generations", "algorithm.group_size", how=whole, default=8),
-    KeyRow("per_device_train_batch_size", "batch_size", COUNTED, to.prompts, default=8),
-    KeyRow("gradient_accumulation_steps", "batch_size", COUNTED, to.prompts, default=1),
+ROLLOUT_ROWS = (
+    KeyRow("loss_type", "algorithm.kind, algorithm.weighting", convert=to.loss, default="dapo"),
+    KeyRow("num_generations", "algorithm.group_size", convert=whole, default=8),
+    KeyRow(
+        "per_device_train_batch_size", "batch_size", BATCH_NOTE, to.prompts_per_batch, default=8
+    ),
+    KeyRow(
+        "gradient_accumulation_steps", "batch_size", BATCH_NOTE, to.prompts_per_batch, default=1
+    ),
     KeyRow(
         "generation_batch_size",
         "algorithm.minibatches, algorithm.minibatches_of",
-        OVER_ALL,
-        to.divided,
+        GENERATION_BATCH_NOTE,
+        to.set_minibatches,
     ),
     KeyRow(
         "steps_per_generation",
         "algorithm.minibatches, algorithm.minibatches_of",
-        COUNTED,
-        to.divided,
+        BATCH_NOTE,
+        to.set_minibatches,
     ),
-    KeyRow("num_iterations", "algorithm.epochs", how=whole, default=1),
+    KeyRow("num_iterations", "algorithm.epochs", convert=whole, default=1),
     KeyRow(
         "max_steps",
         "steps",
-        "steps are batches here and optimizer steps there: theirs over minibatches x epochs",
+        "counts batches here and optimizer steps there, minibatches x epochs of them per batch",
         to.batches,
     ),
-    KeyRow("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
-    KeyRow("max_completion_length", "sampling.max_new_tokens", how=whole, default=512),
-    KeyRow("temperature", "sampling.temperature", how=number, default=1.0),
-    KeyRow("top_p", "sampling.top_p", how=number),
-    KeyRow("top_k", "sampling.top_k", how=at_least_0),
-    KeyRow("min_p", "sampling.min_p", how=number),
-    KeyRow("beta", "algorithm.kl.coef, algorithm.kl.objective", how=to.kl, default=0.0),
-    KeyRow("scale_rewards", "algorithm.advantage.scale", how=to.reward_scale, default="group"),
+    KeyRow("num_train_epochs", note=shared.EPOCHS, convert=to.epochs),
+    KeyRow("max_completion_length", "sampling.max_new_tokens", convert=whole, default=512),
+    KeyRow("temperature", "sampling.temperature", convert=number, default=1.0),
+    KeyRow("top_p", "sampling.top_p", convert=number),
+    KeyRow("top_k", "sampling.top_k", convert=at_least_0),
+    KeyRow("min_p", "sampling.min_p", convert=number),
+    KeyRow("beta", "algorithm.kl.coef, algorithm.kl.objective", convert=to.kl, default=0.0),
+    KeyRow("scale_rewards", "algorithm.advantage.scale", convert=to.reward_scale, default="group"),
     KeyRow(
         "delta",
-        note="algorithm.loss.dual_clip bounds negative advantages alone, at any sign "
-        "theirs: set it if that will do",
+        note="bounds the ratio for every sign of the advantage; algorithm.loss.dual_clip does so "
+        "only for negative advantages: set it if that is enough",
     ),
     KeyRow(
         "mask_truncated_completions",
         "algorithm.truncated",
-        how=choose({True: "drop", False: "keep"}),
+        convert=choose({True: "drop", False: "keep"}),
     ),
-    KeyRow("entropy_coef", "algorithm.entropy_coef", how=number),
-    KeyRow("reward_funcs", "rewards", how=to.rewards),
-    KeyRow("use_vllm", "generator.kind, cluster.colocated", how=to.vllm),
+    KeyRow("entropy_coef", "algorithm.entropy_coef", convert=number),
+    KeyRow("reward_funcs", "rewards", convert=to.rewards),
+    KeyRow("use_vllm", "generator.kind, cluster.colocated", convert=to.vllm),
     KeyRow(
         "vllm_tensor_parallel_size",
         "generator.tensor_parallel",
-        how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
+        convert=only_if(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
     KeyRow(
         "vllm_max_model_length",
         "generator.max_context",
-        how=when(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
+        convert=only_if(lambda config: config.flag("use_vllm"), whole, "use_vllm is false there"),
     ),
     KeyRow(
         "vllm_importance_sampling_correction",
         "algorithm.correction",
-        how=to.correction,
+        convert=to.correction,
         default=True,
     ),
-    KeyRow("max_tool_calling_iterations", "rollouts.max_turns", how=whole),
+    KeyRow("max_tool_calling_iterations", "rollouts.max_turns", convert=whole),
     KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
     KeyRow(
         "off_policy_mask_threshold",
-        note="set algorithm.correction.mask: geometric, which masks by the mean ratio of an answer",
+        note="set algorithm.correction.mask=geometric, which masks by the mean ratio of an answer",
     ),
     KeyRow(
         "multi_objective_aggregation",
         "algorithm.advantage.kind",
-        how=choose({"normalize_then_sum": "gdpo", "sum_then_normalize": "group_relative"}),
+        convert=choose({"normalize_then_sum": "gdpo", "sum_then_normalize": "group_relative"}),
     ),
-    KeyRow("use_bias_correction_kl", within="beta", default=True),
+    KeyRow("use_bias_correction_kl", part_of="beta", default=True),
     KeyRow(
         "vllm_importance_sampling_mode",
-        within="vllm_importance_sampling_correction",
+        part_of="vllm_importance_sampling_correction",
         default="sequence_mask",
     ),
     KeyRow(
         "vllm_importance_sampling_clip_max",
-        within="vllm_importance_sampling_correction",
+        part_of="vllm_importance_sampling_correction",
         default=3.0,
     ),
-    *within("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
-    KeyRow("vllm_mode", within="use_vllm", default="colocate"),
-    KeyRow("epsilon", within="loss_type", default=0.2),
-    KeyRow("sapo_temperature_pos", within="loss_type", default=1.0),
-    KeyRow("sapo_temperature_neg", within="loss_type", default=1.05),
-    KeyRow("reward_weights", within="reward_funcs"),
-    *nothing(
-        "path of a model with a scalar head goes into rewards: [{kind: reward_model, path: ...}]",
+    *parts_of("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
+    KeyRow("vllm_mode", part_of="use_vllm", default="colocate"),
+    KeyRow("epsilon", part_of="loss_type", default=0.2),
+    KeyRow("sapo_temperature_pos", part_of="loss_type", default=1.0),
+    KeyRow("sapo_temperature_neg", part_of="loss_type", default=1.05),
+    KeyRow("reward_weights", part_of="reward_funcs"),
+    *dropped(
+        "set a reward model with rewards: [{kind: reward_model, path: ...}]",
         "reward_model_name_or_path",
     ),
-    *within("loss_type", "epsilon_high", "importance_sampling_level"),
-    *nothing("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi", "vespo_*"),
-    *idle(shared.CACHE, "vllm_gpu_memory_utilization"),
-    *nothing(
-        "cluster.colocated says whether vLLM shares the accelerator, and vLLM is started by the "
-        "run itself",
+    *parts_of("loss_type", "epsilon_high", "importance_sampling_level"),
+    *dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi", "vespo_*"),
+    *inert(shared.CACHE, "vllm_gpu_memory_utilization"),
+    *dropped(
+        "the run starts vLLM itself; cluster.colocated lets it share the learner's accelerators",
         "vllm_server_*",
         "vllm_group_port",
         "vllm_enable_sleep_mode",
         "vllm_model_impl",
     ),
-    *nothing(
-        "samples are drawn from the model's whole distribution, shaped by temperature alone",
+    *dropped(
+        "the only sampling parameters are temperature, top_p, top_k and min_p",
         "repetition_penalty",
         "generation_kwargs",
         "vllm_structured_outputs_regex",
     ),
-    *nothing(
-        "generator.kind=engine batches continuously and pages its cache",
+    *dropped(
+        "generator.kind=engine has continuous batching and a paged KV cache",
         "cache_implementation",
         "use_transformers_*",
         "transformers_continuous_batching_config",
     ),
-    *nothing(
-        "the coefficient of entropy is fixed, and all tokens train",
+    *dropped(
+        "the entropy coefficient is fixed, and all tokens train",
         "use_adaptive_entropy",
         "entropy_coef_*",
         "entropy_target",
         "top_entropy_quantile",
     ),
-    *nothing(
-        "a prompt is never cut here: rows that leave no room fail by name", "max_prompt_length"
+    *dropped(
+        "prompts are never truncated here: a prompt that is too long is an error that names it",
+        "max_prompt_length",
     ),
     *TRAINING,
 )
 
-# Rows of all methods that train on given text.
-GIVEN = (
-    KeyRow("per_device_train_batch_size", "batch_size", ROWS_COUNTED, to.rows, default=8),
-    KeyRow("gradient_accumulation_steps", "batch_size", ROWS_COUNTED, to.rows, default=1),
-    KeyRow("max_steps", "steps", how=to.batches),
-    KeyRow("num_train_epochs", note=shared.EPOCHS, how=to.epochs),
-    *nothing(
-        "rows are never cut: the model's context is the bound, and a longer row is an error that "
-        "names it",
+# Rows of all methods that train on a dataset without sampling.
+OFFLINE_ROWS = (
+    KeyRow("per_device_train_batch_size", "batch_size", ROWS_NOTE, to.rows, default=8),
+    KeyRow("gradient_accumulation_steps", "batch_size", ROWS_NOTE, to.rows, default=1),
+    KeyRow("max_steps", "steps", convert=to.batches),
+    KeyRow("num_train_epochs", note=shared.EPOCHS, convert=to.epochs),
+    *dropped(
+        "rows are never truncated: a row that exceeds the model's context is an error that names "
+        "it",
         "max_length",
         "max_prompt_length",
         "max_completion_length",
         "truncation_mode",
     ),
-    *nothing("the reference is scored as the batch comes", "precompute_ref_*"),
+    *dropped("the reference scores each batch when it is drawn", "precompute_ref_*"),
     *TRAINING,
 )
 
 
 PREFERENCES = (
-    KeyRow("loss_type", "algorithm.kind", how=to.preference, default=["sigmoid"]),
-    KeyRow("beta", within="loss_type", default=0.1),
-    KeyRow("label_smoothing", within="loss_type"),
-    KeyRow("loss_weights", within="loss_type"),
-    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6),
+    KeyRow("loss_type", "algorithm.kind", convert=to.preference, default=["sigmoid"]),
+    KeyRow("beta", part_of="loss_type", default=0.1),
+    KeyRow("label_smoothing", part_of="loss_type"),
+    KeyRow("loss_weights", part_of="loss_type"),
+    KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6),
     KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
-    *nothing(
-        "the divergence of DPO is the reverse KL here",
+    *dropped(
+        "DPO's divergence is the reverse KL here",
         "f_divergence_type",
         "f_alpha_divergence_coef",
         "ld_alpha",
         "use_weighting",
         "discopop_tau",
     ),
-    *GIVEN,
+    *OFFLINE_ROWS,
 )
 
 SUPERVISED = (
-    KeyRow("learning_rate", "optimizer.lr", how=number, default=2e-5),
+    KeyRow("learning_rate", "optimizer.lr", convert=number, default=2e-5),
     KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
     KeyRow(
         "assistant_only_loss",
@@ -225,52 +228,56 @@ SUPERVISED = (
         "only assistant messages ever train here: all of them, or the last",
         choose({True: "last"}),
     ),
-    KeyRow("loss_type", how=alone("nll", "the loss is the likelihood of the given tokens")),
-    *GIVEN,
+    KeyRow("loss_type", convert=only_value("nll", "the loss is the negative log-likelihood")),
+    *OFFLINE_ROWS,
 )
 
 REWARD_MODEL = (
-    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-4),
+    KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-4),
     KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
-    KeyRow("center_rewards_coefficient", note="scores are not pulled towards 0"),
-    *GIVEN,
+    KeyRow("center_rewards_coefficient", note="scores are not regularised towards 0"),
+    *OFFLINE_ROWS,
 )
 
-LABELLED = "labelled answers are read by their columns prompt, completion and label here"
+LABELLED = "the columns are prompt, completion and label here"
 KTO = (
-    KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6),
-    KeyRow("beta", "algorithm.beta", how=real, default=0.1),
-    KeyRow("desirable_weight", "algorithm.desirable", how=number),
-    KeyRow("undesirable_weight", "algorithm.undesirable", how=number),
+    KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6),
+    KeyRow("beta", "algorithm.beta", convert=real, default=0.1),
+    KeyRow("desirable_weight", "algorithm.desirable", convert=number),
+    KeyRow("undesirable_weight", "algorithm.undesirable", convert=number),
     KeyRow("dataset_name", "environment", LABELLED, shared.rows),
-    KeyRow("loss_type", how=alone("kto", "the loss is KTO's own")),
-    *GIVEN,
+    KeyRow("loss_type", convert=only_value("kto", "the loss is that of KTO")),
+    *OFFLINE_ROWS,
 )
 
-# Keys of GRPO that RLOO lacks or converts in another way.
-OTHERWISE = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
+# Keys of GRPO that RLOO lacks or converts differently.
+NOT_IN_RLOO = ("loss_type", "num_generations", "beta", "epsilon", "epsilon_high", "scale_rewards")
 RLOO = (
-    KeyRow("num_generations", "algorithm.group_size", how=whole, default=2),
+    KeyRow("num_generations", "algorithm.group_size", convert=whole, default=2),
     KeyRow(
         "beta",
         "algorithm.kl",
-        "a penalty in the reward of each token, as there of the whole answer",
+        "is a penalty in the reward of each token here, of the whole answer there",
         to.kl_in_reward,
         default=0.05,
     ),
-    KeyRow("epsilon", "algorithm.loss.clip_low", how=number, default=0.2),
-    KeyRow("epsilon_high", "algorithm.loss.clip_high", how=number),
-    KeyRow("normalize_advantages", "algorithm.whiten", how=flag),
+    KeyRow("epsilon", "algorithm.loss.clip_low", convert=number, default=0.2),
+    KeyRow("epsilon_high", "algorithm.loss.clip_high", convert=number),
+    KeyRow("normalize_advantages", "algorithm.whiten", convert=flag),
     KeyRow(
         "reward_clip_range",
         "algorithm.shaping",
-        how=to.clipped,
+        convert=to.reward_clip,
     ),
-    *(row for row in ATTEMPTS if row.theirs not in OTHERWISE and row.within != "loss_type"),
+    *(
+        row
+        for row in ROLLOUT_ROWS
+        if row.peer_key not in NOT_IN_RLOO and row.part_of != "loss_type"
+    ),
 )
 
-# Keys that tell the configuration classes apart, for `_method`.
-ROLLOUTS = frozenset(
+# Keys by which `_detect_method` recognises the configuration class.
+GRPO_KEYS = frozenset(
     {
         "num_generations",
         "max_completion_length",
@@ -281,7 +288,7 @@ ROLLOUTS = frozenset(
         "steps_per_generation",
     }
 )
-OF_DPO = frozenset(
+DPO_KEYS = frozenset(
     {
         "beta",
         "precompute_ref_log_probs",
@@ -292,14 +299,13 @@ OF_DPO = frozenset(
         "truncation_mode",
     }
 )
-OF_SFT = frozenset(
+SFT_KEYS = frozenset(
     {"packing", "completion_only_loss", "assistant_only_loss", "dataset_text_field", "eval_packing"}
 )
 
 
-def _method(values: Mapping[str, Any]) -> str:
-    """Return the configuration class, judged by its keys, because the file doesn't name it; "" if
-    they don't tell."""
+def _detect_method(values: Mapping[str, Any]) -> str:
+    """Return the name of the configuration class, detected from the keys; "" if it is unclear."""
     keys = set(values)
     if keys & {"normalize_advantages", "reward_clip_range"}:
         return "RLOOConfig"
@@ -307,13 +313,13 @@ def _method(values: Mapping[str, Any]) -> str:
         return "KTOConfig"
     if "center_rewards_coefficient" in keys:
         return "RewardConfig"
-    if keys & ROLLOUTS:
+    if keys & GRPO_KEYS:
         return "GRPOConfig"
-    if keys & OF_SFT:
+    if keys & SFT_KEYS:
         return "SFTConfig"
     return (
         "DPOConfig"
-        if keys & OF_DPO
+        if keys & DPO_KEYS
         else "SFTConfig"
         if "learning_rate" in keys or "max_length" in keys
         else ""
@@ -322,7 +328,7 @@ def _method(values: Mapping[str, Any]) -> str:
 
 DATA = {"environment.kind": "dataset"}
 JUDGED = {**DATA, "rewards": [{"kind": "math"}]}
-LR = KeyRow("learning_rate", "optimizer.lr", how=number, default=1e-6)
+LR = KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6)
 TRL = Peer(
     "trl",
     "TRL",
@@ -336,9 +342,9 @@ TRL = Peer(
         "bf16",
         "learning_rate",
     ),
-    _method,
+    _detect_method,
     {
-        "GRPOConfig": Method({"algorithm.kind": "grpo", **JUDGED}, (LR, *ATTEMPTS)),
+        "GRPOConfig": Method({"algorithm.kind": "grpo", **JUDGED}, (LR, *ROLLOUT_ROWS)),
         "DPOConfig": Method({"algorithm.kind": "dpo", **DATA}, PREFERENCES),
         "SFTConfig": Method({"algorithm.kind": "sft", **DATA}, SUPERVISED),
         "RewardConfig": Method({"algorithm.kind": "reward_model", **DATA}, REWARD_MODEL),

@@ -1,4 +1,8 @@
-"""Conversions of TRL's values to values of a recipe."""
+"""Convert values of TRL's configurations to values of a recipe.
+
+A function of (value, config) converts the key of a row in `trl` or `training_arguments`. "there" in
+a note means TRL; "here" means Ratchet.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +11,19 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
-from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, choose, when
+from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.table import (
+    Convert,
+    Dropped,
+    Inert,
+    PeerConfig,
+    Sets,
+    choose,
+    only_if,
+)
 
 CORRECTION = "vllm_importance_sampling"
-WHOLE = (
+ADAMW_NAMES = (
     "adamw_hf",
     "adamw_torch",
     "adamw_torch_fused",
@@ -19,8 +31,8 @@ WHOLE = (
     "adamw_torch_npu_fused",
     "adamw_apex_fused",
 )
-IN_8_BITS = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
-OPTIMIZERS = dict.fromkeys(WHOLE, "adamw") | dict.fromkeys(IN_8_BITS, "adamw8bit")
+ADAMW_8BIT_NAMES = ("adamw_8bit", "adamw_bnb_8bit", "adamw_torch_8bit")
+OPTIMIZERS = dict.fromkeys(ADAMW_NAMES, "adamw") | dict.fromkeys(ADAMW_8BIT_NAMES, "adamw8bit")
 SCHEDULES = {
     "linear": "linear",
     "cosine": "cosine",
@@ -29,12 +41,12 @@ SCHEDULES = {
 }
 
 
-def micro(config: PeerConfig) -> int:
+def answers_per_step(config: PeerConfig) -> int:
     """Return the number of answers in an optimizer step of one process."""
     return config.whole("per_device_train_batch_size") * config.whole("gradient_accumulation_steps")
 
 
-def answers(config: PeerConfig) -> int:
+def answers_per_batch(config: PeerConfig) -> int:
     """Return the number of answers in a generation batch of one process."""
     if config["generation_batch_size"] is not None:
         return config.whole("generation_batch_size")
@@ -46,20 +58,24 @@ def answers(config: PeerConfig) -> int:
     return config.whole("per_device_train_batch_size") * config.whole(steps)
 
 
-def prompts(value: Any, config: PeerConfig) -> int:
+def prompts_per_batch(value: Any, config: PeerConfig) -> int:
     return numbers.quotient(
-        answers(config), config.whole("num_generations"), "answers of a batch over num_generations"
+        answers_per_batch(config),
+        config.whole("num_generations"),
+        "answers of a batch over num_generations",
     )
 
 
 def minibatches(config: PeerConfig) -> int:
     return numbers.quotient(
-        answers(config), micro(config), "answers of a batch over those of an optimizer step"
+        answers_per_batch(config),
+        answers_per_step(config),
+        "answers of a batch over those of an optimizer step",
     )
 
 
-def divided(value: Any, config: PeerConfig) -> Sets:
-    """Set the mini-batches. As in TRL, answers are shuffled before a batch is divided."""
+def set_minibatches(value: Any, config: PeerConfig) -> Sets:
+    """Set the mini-batches. As in TRL, answers are shuffled before a batch is split."""
     count = minibatches(config)
     return Sets(
         {
@@ -77,57 +93,60 @@ def updates(config: PeerConfig) -> int:
 def batches(value: Any, config: PeerConfig) -> Any:
     steps, steps_per_batch = numbers.whole(value, least=-1), updates(config)
     if steps <= 0:
-        return Idle(shared.EPOCHS)
-    steps_here = max(1, math.ceil(steps / steps_per_batch))
+        return Inert(shared.EPOCHS)
+    n_batches = max(1, math.ceil(steps / steps_per_batch))
     return (
-        steps_here
-        if steps_here * steps_per_batch == steps
+        n_batches
+        if n_batches * steps_per_batch == steps
         else Sets(
-            {"steps": steps_here},
-            f"{steps} optimizer steps there, {steps_here * steps_per_batch} here",
+            {"steps": n_batches},
+            f"{steps} optimizer steps there, {n_batches * steps_per_batch} here",
         )
     )
 
 
 def epochs(value: Any, config: PeerConfig) -> Any:
     return (
-        Idle("max_steps goes first")
+        Inert("max_steps overrides it")
         if config["max_steps"] is not None and config.number("max_steps") > 0
-        else Without(shared.EPOCHS)
+        else Dropped(shared.EPOCHS)
     )
 
 
 def rows(value: Any, config: PeerConfig) -> int:
-    return micro(config)
+    return answers_per_step(config)
 
 
-def every(strategy: str, ours: str) -> Convert:
+def convert_every(strategy: str, recipe_key: str) -> Convert:
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy] != "steps":
-            return Without(
-                f"{strategy} is {config[strategy]} there, and counted in steps here: 0 is only at "
+            return Dropped(
+                f"{strategy} is {config[strategy]} there, but this counts steps here; 0 is only at "
                 "the end"
             )
         steps = numbers.number(value)
         if steps < 1:
-            return Without("a share of all steps there: give their number")
+            return Dropped("is a share of all steps there: set a number of steps")
         steps, steps_per_batch = numbers.whole(value), updates(config)
-        steps_here = max(1, round(steps / steps_per_batch))
-        if steps_here * steps_per_batch == steps:
-            return steps_here
+        n_batches = max(1, round(steps / steps_per_batch))
+        if n_batches * steps_per_batch == steps:
+            return n_batches
         return Sets(
-            {ours: steps_here},
-            f"every {steps} optimizer steps there, every {steps_here * steps_per_batch} here",
+            {recipe_key: n_batches},
+            f"every {steps} optimizer steps there, every {n_batches * steps_per_batch} here",
         )
 
     return convert
 
 
 def warmup(value: Any, config: PeerConfig) -> Any:
-    """Convert optimizer steps, rounded down, or (below 1) a share of all steps, rounded up."""
+    """Convert a number of optimizer steps, rounded down.
+
+    A value below 1 is a share of all steps, rounded up.
+    """
     number = numbers.number(value)
     if number < 0:
-        raise Misread(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
+        raise InvalidValue(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
     if number >= 1:
         return math.floor(number)
     steps = None if config["max_steps"] is None else config.whole("max_steps", least=-1)
@@ -154,7 +173,7 @@ def schedule(value: Any, config: PeerConfig) -> Any:
 
 
 def _options(config: PeerConfig) -> Mapping[str, Any]:
-    """Return lr_scheduler_kwargs, given as dotted keys or as one mapping."""
+    """Return lr_scheduler_kwargs, which the file sets as dotted keys or as one mapping."""
     as_mapping = config["lr_scheduler_kwargs"]
     from_dotted_keys = {
         key.partition(".")[2]: config[key]
@@ -175,11 +194,11 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     return choose(OPTIMIZERS)(str(value), config)
 
 
-def lora(how: Convert | None = None) -> Convert:
-    return when(
+def lora(convert: Convert | None = None) -> Convert:
+    return only_if(
         lambda config: config.flag("use_peft"),
-        how,
-        "use_peft is false there, so no adapter is trained",
+        convert,
+        "use_peft is false there, so there is no adapter",
     )
 
 
@@ -201,23 +220,19 @@ def loss(value: Any, config: PeerConfig) -> Any:
     if value == "cispo":
         high = _clip_high(config)
         if high <= 1:
-            return Without(
-                f"epsilon_high={high} is the greatest weight of a token there, and 1 + clip_high "
-                "is above 1 here"
+            return Dropped(
+                f"epsilon_high={high} is the largest weight of a token there, but the limit here, "
+                "1 + clip_high, is above 1"
             )
-        note = (
-            "their epsilon_high is the greatest weight itself; here the weight is clipped "
-            "above 1 + clip_high"
-        )
+        note = "the largest weight of a token is epsilon_high there, and 1 + clip_high here"
         return Sets({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
-        return Without(
-            "algorithm.loss has ppo, gspo, cispo, sapo, gmpo, topr and kimi: the recipe is grpo's "
-            "own"
+        return Dropped(
+            "algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi: the recipe has grpo"
         )
     level = config["importance_sampling_level"]
     if level not in (None, "token", "sequence"):
-        return Without(f"importance_sampling_level={level} is not known here: set algorithm.loss")
+        return Dropped(f"importance_sampling_level={level} is not known here: set algorithm.loss")
     clip = {
         "algorithm.loss.clip_low": config.number("epsilon"),
         "algorithm.loss.clip_high": _clip_high(config),
@@ -244,10 +259,10 @@ def reward_scale(value: Any, config: PeerConfig) -> Any:
     if value == "batch":
         return Sets(
             {"algorithm.advantage.scale": "none", "algorithm.whiten": True},
-            "whiten normalises advantages over all tokens of the batch; there they are over the "
-            "rewards' standard deviation",
+            "advantages are normalised over all tokens of the batch here, and divided by the "
+            "standard deviation of its rewards there",
         )
-    return Without("algorithm.advantage.scale has std and none")
+    return Dropped("algorithm.advantage.scale is std or none")
 
 
 def rewards(value: Any, config: PeerConfig) -> Any:
@@ -257,13 +272,13 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         "think_format_reward": {"kind": "format", "tags": ["think"], "outside": True},
     }
     value = shared.listed(value, config)
-    weights_there = config["reward_weights"]
+    peer_weights = config["reward_weights"]
     weights = (
         [1.0] * len(value)
-        if weights_there is None
-        else [numbers.real(weight, "reward_weights") for weight in weights_there]
+        if peer_weights is None
+        else [numbers.real(weight, "reward_weights") for weight in peer_weights]
     )
-    rewards_here = [
+    recipe_rewards = [
         {**conversions[name], "weight": weight}
         for name, weight in zip(value, weights, strict=True)
         if name in conversions
@@ -271,7 +286,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     unknown = [
         name for name in value if name not in conversions and name != "get_soft_overlong_punishment"
     ]
-    values: dict[str, Any] = {"rewards": rewards_here} if rewards_here else {}
+    values: dict[str, Any] = {"rewards": recipe_rewards} if recipe_rewards else {}
     notes = [f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}"] if unknown else []
     if "get_soft_overlong_punishment" in value:
         factor = dict(zip(value, weights, strict=True))["get_soft_overlong_punishment"]
@@ -283,9 +298,9 @@ def rewards(value: Any, config: PeerConfig) -> Any:
             "factor": factor,
         }
         values["algorithm.shaping"] = [penalty]
-        notes.append("buffer is 256 here; the file doesn't say what the punishment was made with")
+        notes.append("buffer is 256 here, because the file does not contain the punishment's own")
     if not values:
-        return Without(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
+        return Dropped(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
     return Sets(values, "; ".join(notes))
 
 
@@ -300,11 +315,11 @@ def kl(value: Any, config: PeerConfig) -> Any:
 
 def correction(value: Any, config: PeerConfig) -> Any:
     if not (numbers.flag(value) and config.flag("use_vllm")):
-        return Idle("use_vllm is false there, or it is off")
+        return Inert("use_vllm or the correction is false there")
     mode = config[f"{CORRECTION}_mode"]
     level, _, action = str(mode).partition("_")
     if action not in ("mask", "truncate") or level not in ("token", "sequence"):
-        return Without(f"{CORRECTION}_mode={mode} is not known here: set algorithm.correction")
+        return Dropped(f"{CORRECTION}_mode={mode} is not known here: set algorithm.correction")
     low, high = (
         None
         if config[f"{CORRECTION}_clip_{side}"] is None
@@ -314,9 +329,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
     lower_bound = {} if low is None else {"weight_low": low}
     if action == "truncate" or high is None:
         note = (
-            ""
-            if action == "truncate"
-            else "nothing is above a bound of null, so nothing is masked there either"
+            "" if action == "truncate" else "without an upper bound nothing is masked there either"
         )
         return Sets(
             {"algorithm.correction": {"weight": level, **lower_bound, "weight_high": high}}, note
@@ -327,7 +340,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
 
 def vllm(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("the engine that is built in generates, or generator.kind=hf")
+        return Inert("the built-in engine generates, or transformers with generator.kind=hf")
     colocated = {"cluster.colocated": True} if config["vllm_mode"] == "colocate" else {}
     adapter = {"generator.lora_rank": config.whole("lora_r")} if config.flag("use_peft") else {}
     return Sets({"generator.kind": "vllm", **adapter, **colocated})
@@ -348,24 +361,24 @@ def preference(value: Any, config: PeerConfig) -> Any:
     if loss_type == "ipo":
         return Sets(
             {"algorithm.kind": "ipo", **beta, "algorithm.normalize": "mean"},
-            "their ipo takes the mean over an answer's tokens (normalize)",
+            "IPO takes the mean over an answer's tokens there, which is normalize: mean here",
         )
     if loss_type == "sigmoid_norm":
         return Sets({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
     if isinstance(value, list) and sorted(value) == ["sft", "sigmoid"]:
-        weights_there = config["loss_weights"]
+        peer_weights = config["loss_weights"]
         weight_list = (
             [1.0, 1.0]
-            if weights_there is None
-            else [numbers.real(weight, "loss_weights") for weight in weights_there]
+            if peer_weights is None
+            else [numbers.real(weight, "loss_weights") for weight in peer_weights]
         )
         weights = dict(zip(value, weight_list, strict=True))
         lr_hint = (
             f"; scale optimizer.lr by {weights['sigmoid']:g}" if weights["sigmoid"] != 1 else ""
         )
         note = (
-            "the likelihood of the chosen answer beside the loss is sft_coef, over the loss's "
-            f"own weight{lr_hint}"
+            "sft_coef is the weight of the SFT loss relative to that of the preference loss"
+            f"{lr_hint}"
         )
         return Sets(
             {
@@ -375,12 +388,12 @@ def preference(value: Any, config: PeerConfig) -> Any:
             },
             note,
         )
-    return Without("there are dpo, ipo, rpo, simpo, orpo and kto here: the recipe is dpo's own")
+    return Dropped("there are dpo, ipo, rpo, simpo, orpo and kto here: the recipe has dpo")
 
 
-def kept(value: Any, config: PeerConfig) -> Any:
+def kept_checkpoints(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value)
-    return count if count > 0 else Idle("not above 0 there keeps one: checkpoint.keep does too")
+    return count if count > 0 else Inert("is not above 0 there: set checkpoint.keep")
 
 
 def targets(value: Any, config: PeerConfig) -> Any:
@@ -388,7 +401,7 @@ def targets(value: Any, config: PeerConfig) -> Any:
     return names[0] if names == ["all-linear"] else names
 
 
-def clipped(value: Any, config: PeerConfig) -> Any:
+def reward_clip(value: Any, config: PeerConfig) -> Any:
     low, high = (numbers.real(bound, "reward_clip_range") for bound in value)
     return [{"kind": "clip", "low": low, "high": high}]
 

@@ -1,4 +1,8 @@
-"""Convert the values of verl's keys to values of a recipe."""
+"""Convert the values of verl's keys to values of a recipe.
+
+A function of (value, config) converts the key of a row in `verl`. "there" in a note means verl;
+"here" means Ratchet.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,8 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
-from ratchet.commands.migrate.numbers import Misread
-from ratchet.commands.migrate.table import Convert, Idle, PeerConfig, Sets, Without, choose
+from ratchet.commands.migrate.numbers import InvalidValue
+from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, choose
 
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
@@ -28,16 +32,16 @@ ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def ppo(config: PeerConfig) -> bool:
+def uses_gae(config: PeerConfig) -> bool:
     return config["algorithm.adv_estimator"] == "gae"
 
 
 def choose_estimator(value: Any, config: PeerConfig) -> Any:
     if value not in ESTIMATORS:
-        return Without(f"there are {', '.join(ESTIMATORS)} here: the recipe is grpo's own")
+        return Dropped(f"only {', '.join(ESTIMATORS)} are converted: the recipe has grpo")
     note = (
-        "a truncated attempt is over, as there (bootstrap: false); here the critic would say what "
-        "it is still worth"
+        "a truncated attempt ends without a value, as there (bootstrap: false); by default the "
+        "critic estimates its remaining value here"
         if value == "gae"
         else ""
     )
@@ -55,59 +59,60 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
         return Sets({"algorithm.loss.kind": "reinforce"})
     kind = {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}.get(value)
     if kind is None:
-        return Without("algorithm.loss has ppo, gspo, cispo, sapo, gmpo, reinforce, topr and kimi")
-    low, high = (_side(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
+        return Dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, reinforce, topr or kimi")
+    low, high = (_clip_ratio(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
     # With a clip ratio of 1 or more, CISPO has no lower bound.
-    lowest = low if kind != "cispo" or low < 1 else None
+    clip_low = low if kind != "cispo" or low < 1 else None
     return Sets(
         {
             "algorithm.loss.kind": kind,
-            "algorithm.loss.clip_low": lowest,
+            "algorithm.loss.clip_low": clip_low,
             "algorithm.loss.clip_high": high,
         }
     )
 
 
-def _side(key: str, config: PeerConfig) -> int | float:
+def _clip_ratio(key: str, config: PeerConfig) -> int | float:
     """Return the clip ratio of one side, or `clip_ratio` if it is null."""
     return config.number(f"{ACTOR}.clip_ratio" if config[key] is None else key)
 
 
 def aggregation(value: Any, config: PeerConfig) -> Any:
-    whole = (
-        "the mean is over the whole optimizer step here; older versions there take it over "
-        "each micro-batch"
+    step_mean = (
+        "the mean is over the whole optimizer step here, and over each micro-batch in older "
+        "versions of verl"
     )
     mode = config[f"{ACTOR}.policy_loss.loss_mode"]
     if mode in ("gspo", "sapo"):
         return Sets(
             {"algorithm.weighting": "sequence_mean"},
-            f"{mode} takes the mean over answers there, whatever it says",
+            f"{mode} always takes the mean over answers there",
         )
     if value == "token-mean":
-        return Sets({"algorithm.weighting": "token_mean"}, whole)
+        return Sets({"algorithm.weighting": "token_mean"}, step_mean)
     if value == "seq-mean-token-mean":
-        return Sets({"algorithm.weighting": "sequence_mean"}, whole)
+        return Sets({"algorithm.weighting": "sequence_mean"}, step_mean)
     if value == "seq-mean-token-sum":
         return Sets(
             {"algorithm.weighting": "token_sum"},
-            "a sum over tokens, over the count of answers: the step grows with their length",
+            "is the sum over tokens, divided by the number of answers, so that longer answers give "
+            "larger steps",
         )
     if value == "seq-mean-token-sum-norm":
         factor = f"{ACTOR}.loss_scale_factor"
         length = config.whole("data.max_response_length" if config[factor] is None else factor)
         return Sets(
             {"algorithm.weighting": "fixed_length", "algorithm.fixed_length": length},
-            "divided by loss_scale_factor, or by max_response_length (Dr. GRPO)",
+            "the divisor is loss_scale_factor, or else max_response_length (Dr. GRPO)",
         )
-    return Without(
+    return Dropped(
         "algorithm.weighting has token_mean, sequence_mean, prompt_mean, token_sum and fixed_length"
     )
 
 
 def kl_loss(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("off there, and algorithm.kl.coef is 0 here by default")
+        return Inert("is off there, and algorithm.kl.coef is 0 here by default")
     coef, kind = (
         numbers.real(config[f"{ACTOR}.kl_loss_coef"], f"{ACTOR}.kl_loss_coef"),
         config[f"{ACTOR}.kl_loss_type"],
@@ -122,37 +127,39 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
         estimator = "k2" if kind in ("mse", "k2") else "k3"
         return Sets(
             {"algorithm.kl.coef": coef, "algorithm.kl.estimator": estimator},
-            "the gradient of KL(policy || reference), as theirs",
+            "has the gradient of KL(policy || reference), as there",
         )
     if kind not in ("kl", "k1", "abs"):
-        return Without(f"{ACTOR}.kl_loss_type={kind} is not known here: set algorithm.kl")
+        return Dropped(f"{ACTOR}.kl_loss_type={kind} is not known here: set algorithm.kl")
     note = (
-        f"as a loss, their {kind} has the gradient of no divergence (0 on average for kl); "
-        "here "
-        "it is the reverse KL's"
+        f"has the gradient of the reverse KL here; as a loss, {kind} there does not have the "
+        "gradient of any divergence (for kl it is 0 on average)"
     )
     return Sets({"algorithm.kl.coef": coef}, note)
 
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
     if not numbers.flag(value):
-        return Idle("off there, and here by default")
+        return Inert("off there, and here by default")
     coef = numbers.real(config["algorithm.kl_ctrl.kl_coef"], "algorithm.kl_ctrl.kl_coef")
-    place: dict[str, Any] = {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}
+    kl_keys: dict[str, Any] = {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}
     kind = config["algorithm.kl_ctrl.type"]
     if kind not in ("fixed", "adaptive"):
-        return Without(f"algorithm.kl_ctrl.type={kind} is not known here: set algorithm.kl")
+        return Dropped(f"algorithm.kl_ctrl.type={kind} is not known here: set algorithm.kl")
     if kind == "adaptive":
-        place["algorithm.kl.target"] = config.number("algorithm.kl_ctrl.target_kl")
+        kl_keys["algorithm.kl.target"] = config.number("algorithm.kl_ctrl.target_kl")
     return Sets(
-        place, "k1 of each token, whatever kl_penalty says there; target is in nats a token"
+        kl_keys,
+        "the penalty is k1 of each token, for every kl_penalty there; target is in nats per token",
     )
 
 
 def minibatches(value: Any, config: PeerConfig) -> int:
-    part = numbers.whole(value, f"{ACTOR}.ppo_mini_batch_size", 1)
+    prompts_per_step = numbers.whole(value, f"{ACTOR}.ppo_mini_batch_size", 1)
     return numbers.quotient(
-        config.whole("data.train_batch_size"), part, "train_batch_size over ppo_mini_batch_size"
+        config.whole("data.train_batch_size"),
+        prompts_per_step,
+        "train_batch_size over ppo_mini_batch_size",
     )
 
 
@@ -166,17 +173,17 @@ def updates(config: PeerConfig) -> int:
 def warmup(value: Any, config: PeerConfig) -> Any:
     steps = numbers.whole(value)
     if steps <= 0:
-        return Idle("not above 0 there: the ratio beside it counts")
+        return Inert("is not above 0 there, so lr_warmup_steps_ratio counts")
     return Sets(
         {"optimizer.warmup_steps": steps * updates(config)},
-        "counted in batches there, in optimizer steps here",
+        "counts batches there and optimizer steps here",
     )
 
 
 def warmup_ratio(value: Any, config: PeerConfig) -> Any:
     key = f"{ACTOR}.optim.lr_warmup_steps"
     if config[key] is not None and config.whole(key, least=-1) > 0:
-        return Idle("lr_warmup_steps goes first")
+        return Inert("lr_warmup_steps overrides it")
     steps = (
         None
         if config["trainer.total_training_steps"] is None
@@ -187,9 +194,9 @@ def warmup_ratio(value: Any, config: PeerConfig) -> Any:
 
 
 def schedule(value: Any, config: PeerConfig) -> Any:
-    """Convert a schedule. verl's cosine has `num_cycles` periods; ours is always half of one."""
+    """Convert a schedule. verl's cosine has `num_cycles` periods, Ratchet's has half a period."""
     if value == "cosine" and config[f"{ACTOR}.optim.num_cycles"] not in (None, 0.5):
-        return Without("a cosine of other than half a period (num_cycles): set optimizer.schedule")
+        return Dropped("num_cycles is not half a period: set optimizer.schedule")
     return choose({"constant": "constant", "cosine": "cosine"})(value, config)
 
 
@@ -198,7 +205,7 @@ def gpus(config: PeerConfig) -> int:
 
 
 def engine(config: PeerConfig) -> Any:
-    """Return the training engine: actor.strategy, else model_engine, else from --config-name."""
+    """Return the training engine: actor.strategy, else model_engine, else that of --config-name."""
     if config.values.get(f"{ACTOR}.strategy") is not None:
         return config[f"{ACTOR}.strategy"]
     chosen = config["model_engine"]
@@ -213,35 +220,39 @@ def engine(config: PeerConfig) -> Any:
 def learner(value: Any, config: PeerConfig) -> Any:
     """Convert the training engine. It gets all accelerators, as in verl's hybrid engine."""
     value = engine(config)
-    what = "the accelerators over the learner's parallel sizes"
+    quotient_meaning = "the accelerators over the learner's parallel sizes"
     if value in ("fsdp", "fsdp2"):
         if gpus(config) == 1:
             return Sets(
                 {"learner.kind": "local"},
-                "one accelerator: the learner is in the run's own process",
+                "one accelerator: the learner runs in the main process",
             )
         context = config.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
         sizes = {
-            "learner.dp_shard": numbers.quotient(gpus(config), context, what),
+            "learner.dp_shard": numbers.quotient(gpus(config), context, quotient_meaning),
             **({"learner.context_parallel": context} if context > 1 else {}),
         }
         return Sets(
             {"learner.kind": "dtensor", **sizes},
-            "dp_shard counts the ranks that share out rows and weights",
+            "dp_shard is the number of ranks over which rows and weights are sharded",
         )
     if value != "megatron":
-        return Without("learner.kind is local, dtensor (FSDP2) or megatron here")
+        return Dropped("learner.kind is local, dtensor (FSDP2) or megatron here")
     parts = {
         f"{part}_parallel": config.whole(f"{ACTOR}.megatron.{part}_model_parallel_size", 1)
         for part in ("tensor", "pipeline", "expert")
     }
     parts["context_parallel"] = config.whole(f"{ACTOR}.megatron.context_parallel_size", 1)
-    shared_out = parts["tensor_parallel"] * parts["pipeline_parallel"] * parts["context_parallel"]
+    ranks_per_replica = (
+        parts["tensor_parallel"] * parts["pipeline_parallel"] * parts["context_parallel"]
+    )
     sizes = {f"learner.{part}": size for part, size in parts.items() if size > 1}
     return Sets(
         {
             "learner.kind": "megatron",
-            "learner.data_parallel": numbers.quotient(gpus(config), shared_out, what),
+            "learner.data_parallel": numbers.quotient(
+                gpus(config), ranks_per_replica, quotient_meaning
+            ),
             **sizes,
         }
     )
@@ -249,33 +260,36 @@ def learner(value: Any, config: PeerConfig) -> Any:
 
 def generator(value: Any, config: PeerConfig) -> Any:
     if value not in ("vllm", "hf"):
-        return Without(
-            "generator.kind is engine, vllm or hf here: the recipe has the engine that is built in"
+        return Dropped(
+            "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
         )
     if value == "hf":
         return Sets({"generator.kind": "hf"})
-    ways = config.whole(f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    copies = max(1, gpus(config) // ways)
-    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": ways}
-    for their_key, ours in (("max_model_len", "max_context"), ("max_num_seqs", "max_running")):
+    tensor_parallel = config.whole(f"{ROLLOUT}.tensor_model_parallel_size", 1)
+    replicas = max(1, gpus(config) // tensor_parallel)
+    keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
+    for their_key, recipe_key in (
+        ("max_model_len", "max_context"),
+        ("max_num_seqs", "max_running"),
+    ):
         if config[f"{ROLLOUT}.{their_key}"] is not None:
-            keys[ours] = config.whole(f"{ROLLOUT}.{their_key}")
-    if copies > 1:
-        keys = {"kind": "workers", "workers": copies, "worker": keys}
-    turns = {} if engine(config) == "megatron" else {"cluster.colocated": True}
+            keys[recipe_key] = config.whole(f"{ROLLOUT}.{their_key}")
+    if replicas > 1:
+        keys = {"kind": "workers", "workers": replicas, "worker": keys}
+    colocation = {} if engine(config) == "megatron" else {"cluster.colocated": True}
     note = (
-        "learner and vLLM use the same accelerators by turns, as there"
-        if turns
-        else "vLLM needs accelerators of its own beside learner.kind=megatron: lower data_parallel "
-        "or workers"
+        "learner and vLLM are colocated, as there"
+        if colocation
+        else "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, "
+        "so that both fit"
     )
-    return Sets({"generator": keys, **turns}, note)
+    return Sets({"generator": keys, **colocation}, note)
 
 
 def nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
-        return Idle("one node: cluster.kind=local, with every accelerator that it sees")
+        return Inert("one node: cluster.kind=local uses all its accelerators")
     return Sets(
         {
             "cluster.kind": "ray",
@@ -293,21 +307,21 @@ def files(value: Any, config: PeerConfig) -> Any:
     rows = shared.rows(value, config)
     return Sets(
         {**rows.values, **columns},
-        "; ".join(filter(None, ["their columns are named in environment.columns", rows.note])),
+        "; ".join(filter(None, ["environment.columns names the columns there", rows.note])),
     )
 
 
-def overlong(section: str, length: str) -> Convert:
+def overlong_penalty(section: str, length: str) -> Convert:
     """Return the conversion of DAPO's overlong penalty.
 
     Args:
         section: a section of verl that has, or once had, the penalty.
-        length: verl's key of the longest answer.
+        length: verl's key of the maximum length of an answer.
     """
 
-    def how(value: Any, config: PeerConfig) -> Any:
+    def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
-            return Idle("off there")
+            return Inert("off there")
         longest = config.whole("data.max_response_length" if config[length] is None else length)
         factor = config[f"{section}.penalty_factor"]
         penalty = {
@@ -318,10 +332,10 @@ def overlong(section: str, length: str) -> Convert:
         }
         return Sets(
             {"algorithm.shaping": [penalty]},
-            "never below -factor here (DAPO, eq. 13); theirs goes on with the length",
+            "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
         )
 
-    return how
+    return convert
 
 
 def weight(value: Any, config: PeerConfig) -> Any:
@@ -330,26 +344,23 @@ def weight(value: Any, config: PeerConfig) -> Any:
     If there are two bounds, verl sets weights outside of them to 0 (IcePop).
     """
     if value is False:
-        return Idle("off there")
+        return Inert("off there")
     if value not in ("token", "sequence"):
-        return Without(
-            "algorithm.correction.weight has token, turn, sequence and geometric: verl has token "
-            "and sequence"
-        )
+        return Dropped("only token and sequence are converted to algorithm.correction.weight")
     threshold = config[f"{CORRECTION}.rollout_is_threshold"]
     if threshold is None:
-        return Without("rollout_is_threshold is null there, so nothing is weighed")
+        return Dropped("rollout_is_threshold is null there, so there are no weights")
     low, high = numbers.bounds(threshold, f"{CORRECTION}.rollout_is_threshold")
     if low is None:
         return Sets(
             {"algorithm.correction.weight": value, "algorithm.correction.weight_high": high}
         )
     if config[f"{CORRECTION}.rollout_rs"] is not None:
-        raise Misread(
-            f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, and there is one "
-            "here: choose one"
+        raise InvalidValue(
+            f"{CORRECTION}.rollout_is_threshold and rollout_rs are two masks, but there is only "
+            "one here: remove one of them"
         )
-    masked = {
+    mask_keys = {
         "weight": value,
         "weight_high": None,
         "mask": value,
@@ -357,7 +368,7 @@ def weight(value: Any, config: PeerConfig) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()})
+    return Sets({f"algorithm.correction.{key}": content for key, content in mask_keys.items()})
 
 
 MASKS: Mapping[str, str] = {
@@ -365,7 +376,7 @@ MASKS: Mapping[str, str] = {
     "seq_sum_k1": "sequence",
     "seq_mean_k1": "geometric",
 }
-OLDER = ("token", "sequence", "geometric")
+OLDER_MASKS = ("token", "sequence", "geometric")
 
 
 def mask(value: Any, config: PeerConfig) -> Any:
@@ -375,16 +386,16 @@ def mask(value: Any, config: PeerConfig) -> Any:
     """
     names = list(dict.fromkeys(part.strip() for part in str(value).split(",") if part.strip()))
     if value is False or not names:
-        return Idle("off there")
-    level = MASKS.get(names[0], names[0] if names[0] in OLDER else None)
+        return Inert("off there")
+    level = MASKS.get(names[0], names[0] if names[0] in OLDER_MASKS else None)
     if len(names) > 1 or level is None:
-        return Without(
-            f"algorithm.correction.mask has one level of {', '.join(MASKS)}: k2 and k3 bound no "
-            "ratio"
+        return Dropped(
+            f"algorithm.correction.mask can only be one of {', '.join(MASKS)}: k2 and k3 are no "
+            "bounds of a ratio"
         )
     key = f"{CORRECTION}.rollout_rs_threshold"
     if config[key] is None:
-        raise Misread(
+        raise InvalidValue(
             f"{key} is not set, and rollout_rs needs it: set algorithm.correction.mask by hand"
         )
     low, high = numbers.bounds(config[key], key)
@@ -392,46 +403,48 @@ def mask(value: Any, config: PeerConfig) -> Any:
         low, high, note = (
             1 / high,
             high if low is None else 1 / low,
-            "bounds are of 1/ratio there (k1 is -log ratio), of the ratio here",
+            "the bounds are on the ratio here, and on 1/ratio there (k1 is -log ratio)",
         )
     else:
-        below = f"{key}_lower"
-        low = 1 / high if config[below] is None else numbers.real(config[below], below)
-        note = "the bounds are mask_low and mask_high"
-    masked = {"mask": level, "mask_low": low, "mask_high": high, "mask_denominator": "kept"}
+        lower_key = f"{key}_lower"
+        low = 1 / high if config[lower_key] is None else numbers.real(config[lower_key], lower_key)
+        note = "the bounds become mask_low and mask_high"
+    mask_keys = {"mask": level, "mask_low": low, "mask_high": high, "mask_denominator": "kept"}
     if config[f"{CORRECTION}.rollout_is"] in (None, False):
-        masked["weight"] = "none"
-    return Sets({f"algorithm.correction.{key}": content for key, content in masked.items()}, note)
+        mask_keys["weight"] = "none"
+    return Sets(
+        {f"algorithm.correction.{key}": content for key, content in mask_keys.items()}, note
+    )
 
 
-def grpo(config: PeerConfig) -> bool:
+def uses_grpo(config: PeerConfig) -> bool:
     return config["algorithm.adv_estimator"] == "grpo"
 
 
-def no_megatron(config: PeerConfig) -> bool:
+def is_not_megatron(config: PeerConfig) -> bool:
     return engine(config) != "megatron"
 
 
-def spread(config: PeerConfig) -> bool:
-    return gpus(config) > 1 and no_megatron(config)
+def is_distributed(config: PeerConfig) -> bool:
+    return gpus(config) > 1 and is_not_megatron(config)
 
 
-def learned(path: str) -> Convert:
-    def how(value: Any, config: PeerConfig) -> Any:
+def reward_model(path: str) -> Convert:
+    def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
-            return Idle("off there")
+            return Inert("off there")
         return Sets({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
 
-    return how
+    return convert
 
 
-def replaced(value: Any, config: PeerConfig) -> int:
-    """Return the maximum number of replaced groups; verl has no limit at 0 or below."""
+def max_replaced(value: Any, config: PeerConfig) -> int:
+    """Return the maximum number of replaced groups. In verl 0 or less means no limit."""
     count = numbers.whole(value)
     return count if count > 0 else 1000
 
 
-def lora(config: PeerConfig) -> bool:
+def uses_lora(config: PeerConfig) -> bool:
     return config.whole(f"{MODEL}.lora_rank", 0, least=0) > 0
 
 
@@ -440,15 +453,15 @@ def betas(value: Any, config: PeerConfig) -> list[int | float]:
 
 
 def samples(value: Any, config: PeerConfig) -> int:
-    """Return the number of sampled attempts; 0 for one, as the greedy attempt is always made."""
+    """Return the number of sampled attempts. One becomes 0: the greedy attempt is always made."""
     count = numbers.whole(value, least=0)
     return count if count > 1 else 0
 
 
-def evaluated(value: Any, config: PeerConfig) -> Any:
+def eval_temperature(value: Any, config: PeerConfig) -> Any:
     temperature = numbers.real(value)
     if temperature < 0:
-        raise Misread(
+        raise InvalidValue(
             f"is {temperature}, and not a temperature: set evaluation.temperature by hand"
         )
-    return temperature or Idle("0 there: the greedy attempt, which is always made")
+    return temperature or Inert("is 0 there, like the greedy attempt, which is always made here")

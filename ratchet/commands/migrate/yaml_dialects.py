@@ -1,8 +1,8 @@
-"""Read YAML and JSON of other libraries as they do, within bounds; every error is a ConfigError.
+"""Read YAML and JSON files as other libraries do, within bounds. Every error is a ConfigError.
 
 Recipes are YAML 1.2, but these libraries read other dialects: PyYAML reads YAML 1.1 (`yes` is
 true, 010 is 8, 1_000 is a number, 1e-6 is text), and OmegaConf adds floats without a point or a
-sign of the exponent (1e-6 is a number). So PyYAML's resolvers decide what a value is.
+sign of the exponent (1e-6 is a number). So PyYAML's resolvers are used to read values.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ import yaml
 from ratchet.errors import ConfigError
 
 Dialect = Literal["omegaconf", "yaml"]
-# The limit for all files together. An alias counts at each use, so nested anchors can't explode.
+# The limit for all files together. An alias counts at each use, so that nested anchors can't
+# multiply the values.
 MAX_VALUES = 20_000
 MAX_DEPTH = 64
 MAX_FILES = 200
 MAX_BYTES = 2 * 1024 * 1024
-TOO_MANY = f"more than {MAX_VALUES:,} values, anchors written out: no configuration is so large"
-TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep, which no configuration is"
+TOO_MANY = f"has more than {MAX_VALUES:,} values (aliases count at each use), the limit"
+TOO_DEEP = f"is nested more than {MAX_DEPTH} levels deep, the limit"
 COLLECTIONS = ("tag:yaml.org,2002:map", "tag:yaml.org,2002:seq")
 FLOAT = "tag:yaml.org,2002:float"
 
 
 class _Yaml(yaml.SafeLoader):
-    """A loader of YAML 1.1 without dates, which these libraries' keys never hold.
+    """A loader of YAML 1.1 without dates, because no key of these libraries has a date.
 
     It checks the bounds while it composes, because PyYAML takes seconds for deeply nested brackets
     and minutes for a million values.
@@ -41,13 +42,13 @@ class _Yaml(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node and its content. Raises ConfigError beyond the bounds."""
-        where = f"line {self.peek_event().start_mark.line + 1}"
+        location = f"line {self.peek_event().start_mark.line + 1}"
         self.nodes += 1
         self.depth += 1
         if self.nodes > MAX_VALUES:
-            raise ConfigError(f"{where}: {TOO_MANY}")
+            raise ConfigError(f"{location}: {TOO_MANY}")
         if self.depth > MAX_DEPTH:
-            raise ConfigError(f"{where}: {TOO_DEEP}")
+            raise ConfigError(f"{location}: {TOO_DEEP}")
         node = super().compose_node(parent, index)
         self.depth -= 1
         return node
@@ -60,10 +61,7 @@ _Yaml.yaml_implicit_resolvers = {
 
 
 class _OmegaConf(_Yaml):
-    """A loader that also reads floats as OmegaConf does, whose YAML loader adds one resolver.
-
-    See omegaconf.readthedocs.io.
-    """
+    """A loader that reads floats as OmegaConf does (omegaconf.readthedocs.io)."""
 
 
 _OmegaConf.add_implicit_resolver(
@@ -81,44 +79,41 @@ class ConfigReader:
     dialect: Dialect
     values: int = 0
     files: int = 0
-    _open: set[int] = field(default_factory=set)  # ids of the nodes around the current one
+    _ancestors: set[int] = field(default_factory=set)  # ids of the nodes that contain this one
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return the keys and values of a YAML file. Raises ConfigError."""
         try:
             loader: Any = LOADERS[self.dialect](self.text(path))
             root = loader.get_single_node()
-            content = None if root is None else self._value(root, loader, path)
+            content = None if root is None else self._construct(root, loader, path)
         except yaml.YAMLError as error:
             mark = getattr(error, "problem_mark", None)
-            where = path if mark is None else f"{path}:{mark.line + 1}"
+            location = path if mark is None else f"{path}:{mark.line + 1}"
             detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
-            raise ConfigError(f"{where}: is not YAML: {detail}") from error
+            raise ConfigError(f"{location}: is not YAML: {detail}") from error
         except ConfigError as error:
             raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error
-        return _section(content, path)
+        return _require_section(content, path)
 
     def json(self, path: Path) -> dict[str, Any]:
         """Return the keys and values of a JSON file. Raises ConfigError."""
         try:
             content = json.loads(
-                self.text(path), object_pairs_hook=lambda pairs: _unique(pairs, path)
+                self.text(path), object_pairs_hook=lambda pairs: _make_unique_dict(pairs, path)
             )
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} can't be read as JSON: {error}") from error
-        return _section(content, path)
+        return _require_section(content, path)
 
     def text(self, path: Path) -> str:
         """Return the text of a file.
 
-        Raises ConfigError if it is absent, too large or not UTF-8, or one file too many.
+        Raises ConfigError if it is missing, too large or not UTF-8, or exceeds the number of files.
         """
         self.files += 1
         if self.files > MAX_FILES:
-            raise ConfigError(
-                f"{path}: more than {MAX_FILES} files are named by `defaults`, which no "
-                "configuration does"
-            )
+            raise ConfigError(f"{path}: `defaults` name more than {MAX_FILES} files, the limit")
         try:
             if not path.is_file():
                 raise ConfigError(
@@ -129,9 +124,7 @@ class ConfigReader:
         except OSError as error:
             raise ConfigError(f"{path} can't be read: {error.strerror}") from error
         if len(content) > MAX_BYTES:
-            raise ConfigError(
-                f"{path} is larger than {MAX_BYTES // 1024**2} MiB, which no configuration is"
-            )
+            raise ConfigError(f"{path} is larger than {MAX_BYTES // 1024**2} MiB, the limit")
         try:
             return content.decode("utf-8-sig")
         except UnicodeDecodeError as error:
@@ -139,40 +132,40 @@ class ConfigReader:
                 f"{path} is not UTF-8 text (byte {error.start}): save it as UTF-8"
             ) from error
 
-    def _value(self, node: yaml.Node, loader: Any, path: Path) -> Any:
-        where = f"{path}:{node.start_mark.line + 1}"
+    def _construct(self, node: yaml.Node, loader: Any, path: Path) -> Any:
+        location = f"{path}:{node.start_mark.line + 1}"
         self.values += 1
         if self.values > MAX_VALUES:
-            raise ConfigError(f"{where}: {TOO_MANY}")
-        if id(node) in self._open:
-            raise ConfigError(f"{where}: an anchor contains itself")
-        if len(self._open) >= MAX_DEPTH:
-            raise ConfigError(f"{where}: {TOO_DEEP}")
+            raise ConfigError(f"{location}: {TOO_MANY}")
+        if id(node) in self._ancestors:
+            raise ConfigError(f"{location}: an anchor contains itself")
+        if len(self._ancestors) >= MAX_DEPTH:
+            raise ConfigError(f"{location}: {TOO_DEEP}")
         if not isinstance(node, yaml.ScalarNode) and node.tag not in COLLECTIONS:
             raise ConfigError(
-                f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
+                f"{location}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
                 "plain text"
             )
-        self._open.add(id(node))
+        self._ancestors.add(id(node))
         if isinstance(node, yaml.MappingNode):
             value: Any = self._mapping(node, loader, path)
         elif isinstance(node, yaml.SequenceNode):
-            value = [self._value(item, loader, path) for item in node.value]
+            value = [self._construct(item, loader, path) for item in node.value]
         else:
-            value = self._scalar(node, loader, where)
-        self._open.discard(id(node))
+            value = self._scalar(node, loader, location)
+        self._ancestors.discard(id(node))
         return value
 
-    def _scalar(self, node: yaml.Node, loader: Any, where: str) -> Any:
+    def _scalar(self, node: yaml.Node, loader: Any, location: str) -> Any:
         try:
             value = loader.construct_object(node)
         except (ValueError, OverflowError) as error:
             raise ConfigError(
-                f"{where}: {str(node.value)[:40]!r} can't be read as a value: {error}"
+                f"{location}: {str(node.value)[:40]!r} can't be read as a value: {error}"
             ) from error
         if value is not None and not isinstance(value, bool | int | float | str):
             raise ConfigError(
-                f"{where}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
+                f"{location}: the YAML tag {node.tag.rpartition(':')[2]} is not read here: write "
                 "plain text"
             )
         return value
@@ -182,7 +175,7 @@ class ConfigReader:
         pairs: list[tuple[str, Any]] = []
         for key, content in node.value:
             if key.tag.endswith(":merge"):
-                sections = self._value(content, loader, path)
+                sections = self._construct(content, loader, path)
                 for section in reversed(sections if isinstance(sections, list) else [sections]):
                     if not isinstance(section, dict):
                         raise ConfigError(
@@ -190,13 +183,13 @@ class ConfigReader:
                         )
                     merged |= section
             elif isinstance(key, yaml.ScalarNode):
-                pairs.append((str(key.value), self._value(content, loader, path)))
+                pairs.append((str(key.value), self._construct(content, loader, path)))
             else:
                 raise ConfigError(f"{path}:{key.start_mark.line + 1}: a key must be a word")
-        return merged | _unique(pairs, path)
+        return merged | _make_unique_dict(pairs, path)
 
 
-def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
+def _make_unique_dict(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     content: dict[str, Any] = {}
     for key, value in pairs:
         if key in content:
@@ -205,7 +198,7 @@ def _unique(pairs: list[tuple[str, Any]], path: Path) -> dict[str, Any]:
     return content
 
 
-def _section(content: Any, path: Path) -> dict[str, Any]:
+def _require_section(content: Any, path: Path) -> dict[str, Any]:
     if content is None:
         raise ConfigError(f"{path} is empty")
     if not isinstance(content, dict):

@@ -162,7 +162,7 @@ def test_what_was_begun_from_another_source_is_not_mixed(written, tmp_path, monk
     )
     with pytest.raises(
         CheckpointError,
-        match="begun from another source or adapter, with another --to, or the source has changed",
+        match="of an interrupted conversion with another source, adapter or --to, or the source has changed",
     ):
         run(tmp_path / "source", tmp_path / "made", "dcp")
 

@@ -103,13 +103,13 @@ def of_files(peer: str, checkout: Path) -> tuple[dict[str, dict[str, Any]], Coun
             continue
         for key, value in source.values.items():
             values[method][key].append(value)
-        totals.update(item.fate for item in result.items if not item.assumed)
-        totals["null"] += len(result.unset)
-        totals["unresolved"] += len(result.unread)
+        totals.update(item.status for item in result.items if not item.is_default)
+        totals["null"] += len(result.null_keys)
+        totals["unresolved"] += len(result.unresolved)
         totals["not in the table"] += sum(
             "is not in the table" in item.note for item in result.items
         )
-        totals["keys"] += len(source.values) + len(result.unread)
+        totals["keys"] += len(source.values) + len(result.unresolved)
     return {
         method: {key: neutral(several) for key, several in keys.items()}
         for method, keys in values.items()

@@ -11,7 +11,7 @@ from ratchet.commands.migrate.command import account, recipe_text
 from ratchet.commands.migrate.importer import PEERS, Imported, Item, convert, read_config
 from ratchet.commands.migrate.read_config import FlatConfig
 from ratchet.commands.migrate.table import PeerConfig
-from ratchet.commands.migrate.used_keys import Looked, Unseen
+from ratchet.commands.migrate.used_keys import HiddenValue, HiddenValueUsed
 from ratchet.config.loader import load_config
 
 TIS = "loss_fn.truncated_importance_sampling"
@@ -20,7 +20,7 @@ ACTOR = "actor_rollout_ref.actor"
 
 
 def item(result: Imported, key: str) -> Item:
-    return next(item for item in result.items if item.theirs == key)
+    return next(item for item in result.items if item.peer_key == key)
 
 
 def from_keys(peer: str, method: str, values: dict[str, Any]) -> Imported:
@@ -50,21 +50,21 @@ def test_nemo_truncated_weights_keep_their_lower_bound() -> None:
         "weight_low": 0.25,
         "weight_high": 2.0,
     }
-    assert item(result, f"{TIS}_ratio_min").within == "loss_fn.use_importance_sampling_correction"
+    assert item(result, f"{TIS}_ratio_min").part_of == "loss_fn.use_importance_sampling_correction"
     without = from_keys("nemo-rl", "grpo", {**keys, f"{TIS}_ratio_min": None})
     assert without.flat["algorithm.correction"] == {"weight": "token", "weight_high": 2.0}
 
 
 @pytest.mark.fault("I2")
 def test_a_bound_that_no_conversion_uses_is_told() -> None:
-    """Without an upper bound NeMo clamps nothing, so the lower one has no effect there either."""
+    """Dropped an upper bound NeMo clamps nothing, so the lower one has no effect there either."""
     keys = {
         "loss_fn.use_importance_sampling_correction": True,
         f"{TIS}_type": "tis",
         f"{TIS}_ratio_min": 0.25,
     }
     unused = item(from_keys("nemo-rl", "grpo", keys), f"{TIS}_ratio_min")
-    assert unused.fate == "without"
+    assert unused.status == "dropped"
     assert "is not taken over" in unused.note
 
 
@@ -170,8 +170,8 @@ def test_verl_older_rejection_bounds_the_ratio() -> None:
 @pytest.mark.parametrize("name", ["token_k3", "seq_max_k2", "token_k1,seq_mean_k3", "elsewhere"])
 def test_verl_rejection_without_counterpart_is_told(name: str) -> None:
     result = verl({f"{CORRECTION}.rollout_rs": name, f"{CORRECTION}.rollout_rs_threshold": "0.5_4"})
-    assert item(result, f"{CORRECTION}.rollout_rs").fate == "without"
-    assert item(result, f"{CORRECTION}.rollout_rs_threshold").fate == "without"
+    assert item(result, f"{CORRECTION}.rollout_rs").status == "dropped"
+    assert item(result, f"{CORRECTION}.rollout_rs_threshold").status == "dropped"
 
 
 def test_two_masks_are_not_made_one() -> None:
@@ -200,7 +200,7 @@ def test_roll_filter_by_ratio_is_the_mask() -> None:
     two = from_keys(
         "roll", "RLVR", {"train_infer_correction.filters": [rule, {**rule, "diff_enabled": True}]}
     )
-    assert item(two, "train_infer_correction.filters").fate == "without"
+    assert item(two, "train_infer_correction.filters").status == "dropped"
 
 
 # --- units
@@ -280,7 +280,7 @@ def test_verl_gspo_is_a_mean_over_answers_whatever_it_says() -> None:
     keys = {f"{ACTOR}.policy_loss.loss_mode": "gspo", f"{ACTOR}.loss_agg_mode": "token-mean"}
     result = verl(keys)
     assert result.flat["algorithm.weighting"] == "sequence_mean"
-    assert "whatever it says" in item(result, f"{ACTOR}.loss_agg_mode").note
+    assert "always takes the mean over answers" in item(result, f"{ACTOR}.loss_agg_mode").note
     assert (
         verl({f"{ACTOR}.policy_loss.loss_mode": "sapo", f"{ACTOR}.tau_neg": 2.0}).flat[
             "algorithm.loss.tau_neg"
@@ -321,7 +321,7 @@ def test_no_clipping_of_gradients_is_none_here() -> None:
     ):
         result = from_keys(peer, method, {key: value})
         assert result.flat["optimizer.max_grad_norm"] is None
-        assert key not in result.unset
+        assert key not in result.null_keys
 
 
 @pytest.mark.fault("I5")
@@ -348,14 +348,14 @@ def test_what_another_key_replaces_is_told() -> None:
     )
     assert result.flat["batch_size"] == 8
     assert (
-        "batch_size goes under: train_env_manager.num_env_groups sets it"
+        "batch_size is overridden by train_env_manager.num_env_groups"
         in item(result, "rollout_batch_size").note
     )
 
 
 def test_a_switch_that_is_off_leaves_its_section_without_effect() -> None:
     result = verl({f"{ACTOR}.use_kl_loss": False, f"{ACTOR}.kl_loss_coef": 0.5})
-    assert item(result, f"{ACTOR}.kl_loss_coef").fate == "idle"
+    assert item(result, f"{ACTOR}.kl_loss_coef").status == "inert"
     assert "off there" in item(result, f"{ACTOR}.kl_loss_coef").note
 
 
@@ -367,7 +367,7 @@ def test_a_key_asked_for_and_left_is_not_taken_over() -> None:
         "nemo-rl", "grpo", {"loss_fn.disable_ppo_ratio": True, "loss_fn.ratio_clip_min": 0.1}
     )
     assert result.flat["algorithm.loss.kind"] == "reinforce"
-    assert item(result, "loss_fn.ratio_clip_min").fate == "without"
+    assert item(result, "loss_fn.ratio_clip_min").status == "dropped"
     assert "algorithm.loss.kind" not in result.chosen
 
 
@@ -388,14 +388,14 @@ def test_a_key_asked_for_and_left_is_not_taken_over() -> None:
     ],
 )
 def test_a_hidden_value_sees_every_use(use: Any) -> None:
-    with pytest.raises(Looked):
-        use(Unseen())
+    with pytest.raises(HiddenValueUsed):
+        use(HiddenValue())
 
 
 def test_configuration_keeps_what_is_asked_for() -> None:
     config = PeerConfig({"a": None, "b": 2.0}, {"a": 1, "c": 3})
     assert (config["a"], config.whole("b"), config["c"], config["d"]) == (None, 2, 3, None)
-    assert config.looked_up == {"a", "b", "c", "d"}
+    assert config.read_keys == {"a", "b", "c", "d"}
 
 
 def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
@@ -417,4 +417,4 @@ def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
     assert (correction.mask, correction.mask_low, correction.mask_high) == ("token", 0.5, 5.0)
     told = "\n".join(account(result))
     assert f"{ACTOR}.ppo_epochs=1" in told
-    assert "Without effect on a result here:" in told
+    assert "Without effect on results here:" in told

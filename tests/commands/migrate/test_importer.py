@@ -42,7 +42,7 @@ def written(tmp_path: Path, text: str, name: str = "theirs.yaml") -> Imported:
 
 
 def note_on(result: Imported, key: str) -> str:
-    return next(item.note for item in result.items if item.theirs == key)
+    return next(item.note for item in result.items if item.peer_key == key)
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
@@ -55,7 +55,7 @@ def test_what_comes_of_it_is_accepted(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(recipe_text(READ[name], name), encoding="utf-8")
     config = load_config(recipe)
-    assert READ[name].refused == []
+    assert READ[name].problems == []
     assert config.model.path == READ[name].recipe["model"]["path"]
 
 
@@ -65,19 +65,19 @@ def test_every_key_is_accounted_for(name: str) -> None:
     no others."""
     result = READ[name]
     source = read_source(FILES / name)
-    told = [item.theirs for item in result.items if not item.assumed] + result.unset
+    told = [item.peer_key for item in result.items if not item.is_default] + result.null_keys
     assert sorted(told) == sorted(source.values)
-    assert all(item.ours or item.note or item.within for item in result.items)
+    assert all(item.recipe_keys or item.note or item.part_of for item in result.items)
     text = "\n".join(account(result))
-    for item in result.different + result.without:
-        assert item.theirs in text
-    for key in [*source.unread, *result.unset]:
+    for item in result.different + result.dropped:
+        assert item.peer_key in text
+    for key in [*source.unresolved, *result.null_keys]:
         assert key in text
 
 
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_keys_of_the_examples_are_in_the_tables(name: str) -> None:
-    unknown = [item.theirs for item in READ[name].without if "is not in the table" in item.note]
+    unknown = [item.peer_key for item in READ[name].dropped if "is not in the table" in item.note]
     assert unknown == (["brand_new_key"] if name == "trl_grpo.yaml" else [])
 
 
@@ -100,12 +100,12 @@ def test_tables_name_keys_that_there_are(method: Method) -> None:
     }
     known |= {f"{section}.kind" for section in known} | {"environment.columns"}
     for row in method.rows:
-        for key in filter(None, row.ours.split(", ")):
+        for key in filter(None, row.recipe_key.split(", ")):
             assert key in known, row
-        assert row.ours or row.note or row.within or row.how, row
-    names = [row.theirs for row in method.rows]
+        assert row.recipe_key or row.note or row.part_of or row.convert, row
+    names = [row.peer_key for row in method.rows]
     assert sorted(set(names)) == sorted(names), "a key has two rows"
-    assert {row.within for row in method.rows if row.within} <= set(names)
+    assert {row.part_of for row in method.rows if row.part_of} <= set(names)
 
 
 # --- what becomes of values
@@ -189,9 +189,9 @@ def test_roll_rewards_are_of_the_domains() -> None:
 
 def test_defaults_that_differ_are_taken_too() -> None:
     result = READ["trl_dpo.json"]
-    betas = next(item for item in result.items if item.theirs == "adam_beta2")
-    assert betas.assumed
-    assert betas.ours == {"optimizer.betas": [0.9, 0.999]}
+    betas = next(item for item in result.items if item.peer_key == "adam_beta2")
+    assert betas.is_default
+    assert betas.recipe_keys == {"optimizer.betas": [0.9, 0.999]}
 
 
 # --- what is refused, not known, or not there
@@ -204,15 +204,15 @@ def test_what_check_refuses_is_left_out_with_its_words() -> None:
 
 
 def test_what_cannot_be_resolved_is_named() -> None:
-    assert "ppo_trainer" in " ".join(READ["verl_ppo.yaml"].unread)
+    assert "ppo_trainer" in " ".join(READ["verl_ppo.yaml"].unresolved)
     assert (
         "oc.env"
-        in READ["verl_ppo.yaml"].unread[
+        in READ["verl_ppo.yaml"].unresolved[
             "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu"
         ]
     )
-    assert "shell" in READ["verl_grpo.sh"].unread["data.val_files"]
-    assert "../not-here.yaml" in " ".join(READ["nemo_dpo.yaml"].unread)
+    assert "shell" in READ["verl_grpo.sh"].unresolved["data.val_files"]
+    assert "../not-here.yaml" in " ".join(READ["nemo_dpo.yaml"].unresolved)
 
 
 @pytest.mark.parametrize(
@@ -228,7 +228,7 @@ def test_what_cannot_be_resolved_is_named() -> None:
 def test_an_interpolation_that_leads_nowhere(tmp_path: Path, value: str, reason: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text(f"grpo: {{x: 1}}\nb: '{value}'\n")
-    assert reason in read_source(path).unread["b"]
+    assert reason in read_source(path).unresolved["b"]
 
 
 def test_interpolations_that_the_file_resolves(tmp_path: Path) -> None:
@@ -258,11 +258,11 @@ def test_anchors_are_followed(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "name", "words"),
     [
-        ("a: 1\n", "x.yaml", "--from trl, verl, nemo-rl, roll"),
+        ("a: 1\n", "x.yaml", "--from with one of trl, verl, nemo-rl, roll"),
         (
             "policy: {model_name: m}\ncluster: {gpus_per_node: 1}\n",
             "x.yaml",
-            "what kind of training",
+            "the kind of training",
         ),
         ("[1]", "x.json", "keys and values"),
         ("{", "x.json", "JSON"),
@@ -293,7 +293,7 @@ def test_variables_of_a_script_that_are_not_plain(tmp_path: Path) -> None:
         "trainer.nnodes=$((1+1))\n"
     )
     result = written(tmp_path, text, "run.sh")
-    assert set(result.unread) == {"data.seed", "trainer.nnodes"}
+    assert set(result.unresolved) == {"data.seed", "trainer.nnodes"}
 
 
 def test_what_cannot_be_taken_out_is_written_and_told(tmp_path: Path) -> None:
@@ -304,7 +304,7 @@ def test_what_cannot_be_taken_out_is_written_and_told(tmp_path: Path) -> None:
     done = CliRunner().invoke(app, ["import", str(path), "--out", str(out)])
     assert isinstance(done.exception, ConfigError)
     assert "group_size=1" in str(done.exception)
-    assert "# To be mended before it runs:" in out.read_text()
+    assert "# To be fixed before the recipe can run:" in out.read_text()
 
 
 # --- the command

@@ -39,7 +39,7 @@ class Case:
             values={
                 key: self.values[key]
                 for key, row in rows.items()
-                if row and (row.ours or row.within)
+                if row and (row.recipe_key or row.part_of)
             },
         )
 
@@ -88,7 +88,8 @@ def other(value: Any) -> Any:
 def told(result: Imported) -> dict[str, Any]:
     """Return what the report says of each key, but for the key's value."""
     return {
-        item.theirs: (item.fate, item.note, item.within, dict(item.ours)) for item in result.items
+        item.peer_key: (item.status, item.note, item.part_of, dict(item.recipe_keys))
+        for item in result.items
     }
 
 
@@ -96,10 +97,10 @@ def told(result: Imported) -> dict[str, Any]:
 @pytest.mark.parametrize("case", CASES, ids=NAMES)
 def test_every_key_has_one_fate(case: Case) -> None:
     result = case.result()
-    accounted = [item.theirs for item in result.items if not item.assumed] + result.unset
+    accounted = [item.peer_key for item in result.items if not item.is_default] + result.null_keys
     assert sorted(accounted) == sorted(case.values)
     assert "" not in result.flat
-    assert all(item.ours or item.note or item.within for item in result.items)
+    assert all(item.recipe_keys or item.note or item.part_of for item in result.items)
 
 
 def shown(case: Case) -> set[str]:
@@ -111,16 +112,16 @@ def shown(case: Case) -> set[str]:
     before = case.result()
     rows = set()
     for item in before.items:
-        if item.assumed or item.fate not in ("same", "different"):
+        if item.is_default or item.status not in ("same", "different"):
             continue
-        after = case.result(**{item.theirs: other(item.value)})
+        after = case.result(**{item.peer_key: other(item.value)})
         assert after.flat != before.flat or told(after) != told(before), (
-            f"{item.theirs}={item.value} changes nothing"
+            f"{item.peer_key}={item.value} changes nothing"
         )
         if after.flat != before.flat:
-            row = case.row(item.theirs)
+            row = case.row(item.peer_key)
             assert row is not None
-            rows.add(row.theirs)
+            rows.add(row.peer_key)
     return rows
 
 
@@ -135,9 +136,9 @@ def test_a_key_taken_over_changes_the_recipe(peer: str) -> None:
         if case.peer == peer:
             seen |= shown(case)
     converting = {
-        row.theirs
+        row.peer_key
         for method in PEERS[peer].methods.values()
         for row in method.rows
-        if row.ours or row.within
+        if row.recipe_key or row.part_of
     }
     assert converting - seen == set(EXEMPT.get(peer, {}))

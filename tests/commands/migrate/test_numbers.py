@@ -11,8 +11,8 @@ import pytest
 
 import ratchet.commands.migrate
 from ratchet.commands.migrate import numbers
-from ratchet.commands.migrate.hydra_overrides import NotRead, parse
-from ratchet.commands.migrate.numbers import Misread
+from ratchet.commands.migrate.hydra_overrides import UnreadableOverride, parse
+from ratchet.commands.migrate.numbers import InvalidValue
 
 PACKAGE = Path(ratchet.commands.migrate.__file__).parent
 CONVERTERS = {"float", "int", "complex", "Decimal", "Fraction", "eval", "literal_eval"}
@@ -69,7 +69,7 @@ REFUSED = [
 @pytest.mark.fault("I3")
 @pytest.mark.parametrize("value", REFUSED, ids=repr)
 def test_no_whole_number_is_refused_by_its_key(value: Any) -> None:
-    with pytest.raises(Misread, match="some_key"):
+    with pytest.raises(InvalidValue, match="some_key"):
         numbers.whole(value, "some_key")
 
 
@@ -79,7 +79,7 @@ def test_no_whole_number_is_refused_by_its_key(value: Any) -> None:
     ids=lambda v: repr(v)[:20],
 )
 def test_no_real_number_is_refused_by_its_key(value: Any) -> None:
-    with pytest.raises(Misread, match="some_key"):
+    with pytest.raises(InvalidValue, match="some_key"):
         numbers.real(value, "some_key")
 
 
@@ -87,7 +87,7 @@ def test_large_whole_numbers_stay_exact() -> None:
     assert numbers.whole(2**63 + 1) == 2**63 + 1
     assert numbers.number(str(2**63 + 1)) == 2**63 + 1
     assert numbers.whole(1e15) == 10**15
-    with pytest.raises(Misread, match="from 1 on"):
+    with pytest.raises(InvalidValue, match="from 1 on"):
         numbers.whole(-4, "key", least=1)
 
 
@@ -109,7 +109,7 @@ def test_truth_values_as_the_peers_parser_reads_them(value: Any, truth: bool) ->
 
 @pytest.mark.parametrize("value", ["maybe", "", 2, 1.0, None, [], "on"])
 def test_no_truth_value_is_refused(value: Any) -> None:
-    with pytest.raises(Misread, match="some_key"):
+    with pytest.raises(InvalidValue, match="some_key"):
         numbers.flag(value, "some_key")
 
 
@@ -132,14 +132,14 @@ def test_bounds_are_one_number_or_two(value: Any, limits: tuple[float | None, fl
     "value", ["5_0.5", "0_5", "-1", 0, "a_b", "_5", "5_", "1_2_3", True, None, "", [1, 2]]
 )
 def test_no_bounds_are_refused(value: Any) -> None:
-    with pytest.raises(Misread, match="some_key"):
+    with pytest.raises(InvalidValue, match="some_key"):
         numbers.bounds(value, "some_key")
 
 
 def test_a_quotient_is_whole_or_refused() -> None:
     assert numbers.quotient(8, 4, "a over b") == 2
     for total, part in ((1000, 256), (1, 2), (1, 0), (4, -2)):
-        with pytest.raises(Misread, match="a over b"):
+        with pytest.raises(InvalidValue, match="a over b"):
             numbers.quotient(total, part, "a over b")
 
 
@@ -185,5 +185,5 @@ def test_infinite_overrides_are_numbers() -> None:
 
 @pytest.mark.parametrize("text", ["1,2", "range(1,3)", "[1", "'a", "{a}", "[" * 40 + "]" * 40])
 def test_an_override_that_is_no_one_value(text: str) -> None:
-    with pytest.raises(NotRead):
+    with pytest.raises(UnreadableOverride):
         parse(text)

@@ -191,7 +191,7 @@ def test_interpolations_that_multiply(tmp_path: Path, form: str) -> None:
     path = tmp_path / "a.yaml"
     path.write_text("\n".join([*lines, "a40: xx", ""]))
     source = read_source(path)
-    assert "multiply" in source.unread["a0"]
+    assert "multiply" in source.unresolved["a0"]
     assert source.values["a40"] == "xx"
 
 
@@ -213,7 +213,7 @@ def test_an_override_given_twice_is_told() -> None:
 def test_what_a_script_takes_out_or_varies_is_told() -> None:
     read = script("python -m verl.main ~a.b '~a.c=1' a.d=1,2 a.e='range(1,3)' a.f=1\n")
     assert read.nested == {"a": {"f": 1}}
-    assert set(read.unread) == {"~a.b", "~a.c", "a.d", "a.e"}
+    assert set(read.unresolved) == {"~a.b", "~a.c", "a.d", "a.e"}
 
 
 @pytest.mark.parametrize(
@@ -238,7 +238,7 @@ def test_what_a_script_takes_out_or_varies_is_told() -> None:
 def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
     read = script(f"N=1\n{setting}\npython -m verl.main a.b=$N a.c=${{N:-3}} a.d=4\n")
     assert read.nested == {"a": {"d": 4}}
-    assert set(read.unread) == {"a.b", "a.c"}
+    assert set(read.unresolved) == {"a.b", "a.c"}
 
 
 @pytest.mark.parametrize(
@@ -263,7 +263,7 @@ def test_what_a_script_does_not_pass_on_is_told() -> None:
         "a.e=`nproc` a.f='$N'\n"
     )
     assert read.nested == {"a": {"b": 1}}
-    assert set(read.unread) == {"a.c", "a.d", "a.e", "a.f"}
+    assert set(read.unresolved) == {"a.c", "a.d", "a.e", "a.f"}
 
 
 def test_an_array_begins_and_ends_beside_its_words() -> None:
@@ -274,7 +274,7 @@ def test_an_array_begins_and_ends_beside_its_words() -> None:
 
 def test_a_line_with_an_open_quote_is_told() -> None:
     read = script("python -m verl.main a.b=1\npython -m x a.c='1\n a.d=2'\n")
-    assert set(read.unread) == {"a.c", "a.d"}
+    assert set(read.unresolved) == {"a.c", "a.d"}
 
 
 def test_keys_without_a_dot_count_in_a_command() -> None:
@@ -289,7 +289,7 @@ def test_keys_without_a_dot_count_in_a_command() -> None:
     }
     chosen = script("python -m x engine=fsdp engine.size=2\n")
     assert chosen.nested == {"engine": {"size": 2}}
-    assert "chooses a file" in chosen.unread["engine"]
+    assert "chooses a config file" in chosen.unresolved["engine"]
 
 
 def test_the_base_of_a_script_says_what_trains(tmp_path: Path) -> None:
@@ -301,5 +301,5 @@ def test_the_base_of_a_script_says_what_trains(tmp_path: Path) -> None:
     result = read_config(path)
     assert result.flat["learner.kind"] == "megatron"
     assert "is not read" in next(
-        item.note for item in result.items if item.theirs == "--config-name"
+        item.note for item in result.items if item.peer_key == "--config-name"
     )

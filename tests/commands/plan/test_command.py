@@ -63,7 +63,7 @@ def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     held = plan.memory.resident
     assert plan.recorded_steps == 32  # steps of a file; a save every 50
     assert held == {
-        "process": CPU.fixed,
+        "process": CPU.empty_process_bytes,
         "policy: weights": 4 * cost.parameters,
         "policy: optimizer": 8 * cost.parameters,
         "record": 2 * 32 * (8 * 400 + 8 * plan.load.length * 30),
@@ -291,7 +291,7 @@ def test_what_does_not_fit_says_by_how_much() -> None:
 
 
 def test_a_probe_says_nothing_of_a_cluster(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="remove it, or them"):
+    with pytest.raises(ConfigError, match="remove --cluster, or the other options"):
         CliRunner().invoke(
             app,
             ["plan", str(recipe(tmp_path)), "--cluster", "1x8xH100", "--probe", "5"],

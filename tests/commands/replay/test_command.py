@@ -13,7 +13,7 @@ import pytest
 import yaml
 
 from ratchet.commands.replay.command import compare_steps, replay_steps
-from ratchet.commands.replay.engine import Replay, changed_config
+from ratchet.commands.replay.engine import Replay, load_changed_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError
 from ratchet.observe.records.reader import INDEX, Record
@@ -166,7 +166,7 @@ def test_what_a_changed_token_changes_is_named_and_since_when(copy):
 def test_what_the_record_left_out_is_said(run, tmp_path):
     recipe = {**RECIPE, "stages": RECIPE["stages"][:2], "checkpoint": {"every": 0}}
     some = trained(tmp_path / "some", recipe, "record.groups=3")
-    with pytest.raises(DataError, match=r"step 11 .* a sample, 3 of 6 groups \(record.groups\)"):
+    with pytest.raises(DataError, match=r"step 11 .* has only 3 of 6 groups \(record.groups\)"):
         played(some, GRPO)
     seldom = trained(tmp_path / "seldom", recipe, "record.every=5")
     with pytest.raises(DataError, match=r"step 11 .* nothing was recorded \(record.every=5\)"):
@@ -195,7 +195,7 @@ def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     ("change", "why"),
     [
         ("batch_size=3", "only algorithm, optimizer, learner"),
-        ("algorithm.kl.coef=0.1", "role 'reference', whose weights the run never had"),
+        ("algorithm.kl.coef=0.1", "role 'reference', which the run lacks"),
         ("algorithm.clip_hihg=0.1", "clip_hihg"),
     ],
 )
@@ -208,7 +208,7 @@ def test_a_key_of_one_part_of_the_algorithm_needs_no_path(run):
     replay = Replay(run)
     asyncio.run(replay.advance_to(GRPO))
     assert (
-        changed_config(replay, ["algorithm.clip_high=0.7"]).stages[1].algorithm.loss.clip_high
+        load_changed_config(replay, ["algorithm.clip_high=0.7"]).stages[1].algorithm.loss.clip_high
         == 0.7
     )
 

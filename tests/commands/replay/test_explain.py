@@ -138,7 +138,7 @@ def test_to_look_changes_nothing(run):
 
 def test_a_role_that_does_not_train_is_refused(run):
     with pytest.raises(
-        ConfigError, match="nothing trains critic in stage grpo: give one of policy"
+        ConfigError, match="stage grpo does not train the role critic: give one of policy"
     ):
         explain_step(run, GRPO, role="critic")
 

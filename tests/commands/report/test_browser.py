@@ -45,7 +45,7 @@ def browser():
 def show(browser):
     """Opens an address in a page of its own. Ends with the test, which fails for an error on the
     console, and for a request for anything but what was opened."""
-    make_app, complaints, requests = [], [], []
+    pages, complaints, requests = [], [], []
 
     def opened(address, view="curves", scheme="light"):
         context = browser.new_context(viewport=SIZE, color_scheme=scheme)
@@ -61,16 +61,16 @@ def show(browser):
             re.compile("^(?!data:)"),
             lambda route: (requests.append(route.request.url), route.continue_()),
         )
-        make_app.append((page, address))
+        pages.append((page, address))
         page.goto(f"{address}#{view}")
         ready(page, view)
         return page
 
     yield opened
-    for page, _ in make_app:
+    for page, _ in pages:
         page.context.close()
     assert complaints == []
-    bases = [address.partition("#")[0] for _, address in make_app]
+    bases = [address.partition("#")[0] for _, address in pages]
     assert [
         url
         for url in requests

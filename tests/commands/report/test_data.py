@@ -204,7 +204,7 @@ def test_a_run_without_a_record(tmp_path):
     header, arrays = unpacked(rollouts.columns())
     assert (header["files"], len(arrays["task"])) == ([], 0)
     assert rollouts.sample(10, 1000) == []
-    assert rollouts.search("x", most=5) == ([], None)
+    assert rollouts.search("x", limit=5) == ([], None)
 
 
 def test_a_damaged_file_is_named(reader):
@@ -257,9 +257,9 @@ def test_what_is_not_in_the_record_is_refused(reader):
 
 def test_search_finds_messages_the_newest_first(reader):
     grow(reader.directory, [7], say="rare")
-    assert reader.rollouts.search("RARE 7.1", most=9) == ([(7, 1), (7, 5)], None)
-    assert reader.rollouts.search("good 4.2", most=9) == ([(4, 2), (4, 6)], None)
-    assert reader.rollouts.search("add 0", most=3) == ([(7, 0), (7, 1), (7, 2)], 7)
+    assert reader.rollouts.search("RARE 7.1", limit=9) == ([(7, 1), (7, 5)], None)
+    assert reader.rollouts.search("good 4.2", limit=9) == ([(4, 2), (4, 6)], None)
+    assert reader.rollouts.search("add 0", limit=3) == ([(7, 0), (7, 1), (7, 2)], 7)
 
 
 def test_a_sample_is_whole_groups_of_the_same_tasks(tmp_path):

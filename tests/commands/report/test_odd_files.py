@@ -52,7 +52,7 @@ def run(tmp_path: Path) -> Path:
 
 def answered(run: Path) -> None:
     runs = RunReaders(run.parent)
-    listed = json.loads(runs.listed({})[1])
+    listed = json.loads(runs.list_runs({})[1])
     assert set(listed) == {"x", "y"}
     assert runs.run({"run": "x"})[1]
 
@@ -110,5 +110,5 @@ def test_directories_that_are_odd_hide_no_run(run: Path, monkeypatch: pytest.Mon
 
     monkeypatch.setattr(Path, "iterdir", guarded)
     runs = RunReaders(root)
-    assert set(json.loads(runs.listed({})[1])) == {"x", "y", "z\\udcff"}
+    assert set(json.loads(runs.list_runs({})[1])) == {"x", "y", "z\\udcff"}
     assert runs.run({"run": "z\\udcff"})[1]

@@ -166,5 +166,5 @@ def test_a_port_that_is_taken(tmp_path):
     make_run(tmp_path / "a", steps=1)
     with bind(0) as taken:
         port = taken.getsockname()[1]
-        with pytest.raises(PortBusy, match=f"port {port} of 127.0.0.1 can't be had"):
+        with pytest.raises(PortBusy, match=f"port {port} of 127.0.0.1 can't be used"):
             serve_forever(tmp_path, port, say=lambda text: None)

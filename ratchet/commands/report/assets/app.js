@@ -1,5 +1,5 @@
 "use strict";
-// The page as a whole: which runs are shown, which view, light or dark; in a live page also what is new.
+// The page: the visible runs, the current view and the colour theme. A live page also polls for new data.
 
 const VIEWS = { curves: Curves, rollouts: Browser, tokens: Waterfall, time: Timeline, differences: Differences };
 const REFRESH_MS = 3000;
@@ -16,7 +16,7 @@ const app = {
 
   async start() {
     this.main = document.getElementById("main");
-    setTheme(remembered() || "auto");
+    setTheme(loadTheme() || "auto");
     try {
       this.runs = await this.source.load();
     } catch (error) {
@@ -71,7 +71,7 @@ const app = {
     await this.render();
   },
 
-  /** What changes by itself is drawn anew only where that disturbs nobody: curves, tokens and time. */
+  /** Fetches new data. Only curves, tokens and time are redrawn, because redrawing would disturb a user of the other views. */
   async poll() {
     try {
       const changed = await this.source.refresh(this.runs);
@@ -84,7 +84,7 @@ const app = {
       }
       document.body.classList.remove("lost");
     } catch {
-      document.body.classList.add("lost"); // the server ended, or sleeps
+      document.body.classList.add("lost"); // the server does not answer
     }
     setTimeout(() => this.poll(), REFRESH_MS);
   },
@@ -95,12 +95,12 @@ function setTheme(name) {
   try {
     localStorage.setItem("ratchet-theme", name);
   } catch {
-    // a file may have no storage
+    // a page opened from a file may have no storage
   }
   for (const plot of charts) plot.redraw(false);
 }
 
-function remembered() {
+function loadTheme() {
   try {
     return localStorage.getItem("ratchet-theme");
   } catch {

@@ -1,9 +1,9 @@
 "use strict";
-// The rollout browser: a list by filters and order, the one that is opened, and the same prompt at other steps or in other runs.
+// The rollout browser: a filtered and sorted list, the open rollout, and the same prompt at other steps or in other runs.
 
 const ROW_HEIGHT = 28;
-const MOST_LISTED = 500_000; // browsers end at some height
-const MOST_ASIDE = 4; // rollouts beside one another
+const MAX_ROWS = 500_000; // browsers limit the height of an element
+const MAX_COLUMNS = 4; // rollouts side by side
 const ORDERS = {
   "step": ["step, first to last", null],
   "-step": ["step, last to first", (r) => (a, b) => b - a],
@@ -23,8 +23,8 @@ const Browser = {
   order: "step",
   view: { mode: "conversation", colouring: "logprob" },
   opened: null, // {run, step, place}
-  aside: [], // of the same prompt, like `opened`
-  hits: null, // keys of rollouts whose texts were searched for
+  aside: [], // rollouts of the same prompt beside the open one, like `opened`
+  hits: null, // rows that the text search found; null without a search
 
   async show(host, app) {
     this.app = app;
@@ -35,8 +35,8 @@ const Browser = {
     for (const run of app.source.live ? [this.run] : runs) await app.source.rollouts(run);
     this.rollouts = this.run.rollouts;
     if (!this.rollouts.count) {
-      const why = this.run.facts.state === "running" ? "No step has been written yet." : "This run has no record (steps/): record.every is 0, or it is older.";
-      return void refill(host, runs.length > 1 && this.runSelect(runs), el("p", { className: "note" }, why));
+      const reason = this.run.facts.state === "running" ? "No step has been written yet." : "This run has no record (steps/): record.every is 0, or it is older.";
+      return void refill(host, runs.length > 1 && this.runSelect(runs), el("p", { className: "note" }, reason));
     }
     this.summary = el("div", { className: "hint", id: "found" });
     this.list = el("div", { className: "rows", tabIndex: 0, role: "listbox", onscroll: () => this.paint(), onkeydown: (event) => this.walk(event) });
@@ -66,7 +66,7 @@ const Browser = {
 
   filterBar(runs) {
     const f = this.filters;
-    const again = settled(() => this.select());
+    const selectLater = debounce(() => this.select());
     const set = (name) => (value) => {
       f[name] = value;
       this.select();
@@ -74,7 +74,7 @@ const Browser = {
     const box = (label, name, props) =>
       field(label, { value: f[name], ...props }, (input) => {
         f[name] = input.value;
-        again();
+        selectLater();
       });
     const words = (label, name) => {
       const options = this.rollouts.words[name].filter((word) => word !== "");
@@ -94,7 +94,7 @@ const Browser = {
       words("Environment", "environment"),
       words("Tag", "tag"),
       box("Task", "task", { type: "search", placeholder: "part of its id", id: "task" }),
-      field("Text", { type: "search", value: f.text, placeholder: "in messages", id: "text" }, settled((input) => this.search(input.value), 350)),
+      field("Text", { type: "search", value: f.text, placeholder: "in messages", id: "text" }, debounce((input) => this.search(input.value), 350)),
       select("Order", this.order, Object.entries(ORDERS).map(([name, [label]]) => [name, label]), (value) => {
         this.order = value;
         this.select();
@@ -108,20 +108,20 @@ const Browser = {
     this.hits = null;
     if (text) {
       const { found, since } = await this.app.source.search(this.run, text);
-      if (text !== this.filters.text) return; // somebody went on typing
+      if (text !== this.filters.text) return; // the user has typed more
       this.hits = new Set(found.map(([step, place]) => this.rollouts.at(step, place)));
       this.since = since;
     }
     this.select();
   },
 
-  /** The rows that fit the filters, in order. */
+  /** Selects the rows that match the filters, in the chosen order, and shows them. */
   select() {
     const r = this.rollouts;
     const f = this.filters;
     const [from, to] = [f.from === "" ? -Infinity : Number(f.from), f.to === "" ? Infinity : Number(f.to)];
     const [least, most] = [f.least === "" ? -Infinity : Number(f.least), f.most === "" ? Infinity : Number(f.most)];
-    const rewarded = f.least !== "" || f.most !== "";
+    const hasRewardFilter = f.least !== "" || f.most !== "";
     const codes = ["stage", "outcome", "environment", "tag"].filter((name) => f[name] !== "").map((name) => [r[name], r.code(name, f[name])]);
     const tasks = f.task && new Set(r.words.task.flatMap((word, code) => (word.includes(f.task) ? [code] : [])));
     const readable = f.readable && !this.app.source.live;
@@ -129,7 +129,7 @@ const Browser = {
     let n = 0;
     for (let i = 0; i < r.count; i++) {
       if (r.step[i] < from || r.step[i] > to) continue;
-      if (rewarded && !(r.reward[i] >= least && r.reward[i] <= most)) continue;
+      if (hasRewardFilter && !(r.reward[i] >= least && r.reward[i] <= most)) continue;
       if (f.fate !== "" && r.fate[i] !== FATE[f.fate]) continue;
       if (codes.some(([column, code]) => column[i] !== code)) continue;
       if (tasks && !tasks.has(r.task[i])) continue;
@@ -141,10 +141,10 @@ const Browser = {
     const compare = ORDERS[this.order][1];
     if (compare) this.rows.sort(compare(r));
     this.describe(n);
-    this.spacer.style.height = `${Math.min(n, MOST_LISTED) * ROW_HEIGHT}px`;
+    this.spacer.style.height = `${Math.min(n, MAX_ROWS) * ROW_HEIGHT}px`;
     this.list.scrollTop = 0;
     refill(this.list, this.spacer);
-    this.painted = new Map(); // of places in the list, their elements
+    this.painted = new Map(); // position in the list -> element
     this.paint();
   },
 
@@ -157,11 +157,11 @@ const Browser = {
     this.summary.textContent = [`${whole(n)} of ${whole(this.rollouts.count)} rollouts`, every, sampled, partial, since].filter(Boolean).join("");
   },
 
-  /** Only the rows in view are elements. What stays in view stays the same element: of a click that began on one that was
-   * replaced meanwhile (a scroll's event may come late) the browser tells nobody. */
+  /** Creates elements for the rows in view only. A row that stays in view keeps its element: scroll events may come late, and
+   * the browser drops a click if its element is replaced between press and release. */
   paint() {
     const first = Math.max(0, Math.floor(this.list.scrollTop / ROW_HEIGHT) - 5);
-    const last = Math.min(this.rows.length, MOST_LISTED, first + Math.ceil((this.list.clientHeight || 600) / ROW_HEIGHT) + 10);
+    const last = Math.min(this.rows.length, MAX_ROWS, first + Math.ceil((this.list.clientHeight || 600) / ROW_HEIGHT) + 10);
     for (const [at, node] of this.painted) {
       if (at >= first && at < last) continue;
       node.remove();
@@ -193,11 +193,11 @@ const Browser = {
   },
 
   walk(event) {
-    const by = { ArrowDown: 1, ArrowUp: -1 }[event.key];
-    if (!by || !this.opened) return;
+    const offset = { ArrowDown: 1, ArrowUp: -1 }[event.key];
+    if (!offset || !this.opened) return;
     event.preventDefault();
-    const now = this.rows.indexOf(this.rollouts.at(this.opened.step, this.opened.place));
-    const next = Math.min(this.rows.length - 1, Math.max(0, now + by));
+    const current = this.rows.indexOf(this.rollouts.at(this.opened.step, this.opened.place));
+    const next = Math.min(this.rows.length - 1, Math.max(0, current + offset));
     const top = next * ROW_HEIGHT;
     if (top < this.list.scrollTop) this.list.scrollTop = top;
     if (top + ROW_HEIGHT > this.list.scrollTop + this.list.clientHeight) this.list.scrollTop = top + ROW_HEIGHT - this.list.clientHeight;
@@ -214,11 +214,11 @@ const Browser = {
 
   async paintDetail() {
     const { run, step, place } = this.opened;
-    const wanted = [this.opened, ...this.aside];
+    const selection = [this.opened, ...this.aside];
     const details = [];
-    for (const each of wanted) details.push((await this.app.source.details(each.run, each.step, [each.place]))[0]);
+    for (const item of selection) details.push((await this.app.source.details(item.run, item.step, [item.place]))[0]);
     if (this.opened.run !== run || this.opened.step !== step || this.opened.place !== place) return; // another was opened meanwhile
-    const shown = wanted.map((each, i) => (details[i] ? rolloutView(each.run, details[i], this.view) : this.absent(each)));
+    const shown = selection.map((item, i) => (details[i] ? rolloutView(item.run, details[i], this.view) : this.absent(item)));
     refill(
       this.detail,
       this.siblings(run, step, place),
@@ -248,7 +248,7 @@ const Browser = {
     this.paintDetail();
   },
 
-  /** The attempts of the group, by their rewards. */
+  /** Shows the attempts of the group with their rewards. */
   siblings(run, step, place) {
     const r = run.rollouts;
     const row = r.at(step, place);
@@ -262,19 +262,19 @@ const Browser = {
     return el("div", { className: "siblings" }, el("b", {}, r.word("task", row)), el("span", { className: "hint" }, "attempts of the group:"), chips);
   },
 
-  /** Where the same task was drawn, in all runs that are shown; a click puts that attempt beside. */
+  /** Shows where the same task was drawn, in all visible runs. A click puts an attempt beside the open one. */
   occurrences(run, step, place) {
     const task = run.rollouts.word("task", run.rollouts.at(step, place));
     const lines = this.app.shown.filter((each) => each.rollouts?.count).map((each) => {
       const chips = this.draws(each, task).map(([begin, end]) => this.occurrence(each, begin, end));
       return chips.length > 0 && el("div", { className: "siblings" }, el("i", { className: "dot", style: { background: each.color } }), each.name, chips);
     });
-    const unread = this.app.shown.filter((each) => !each.rollouts); // of a live page: each is some megabytes
+    const unread = this.app.shown.filter((run) => !run.rollouts); // only in a live page; each takes some megabytes
     return el(
       "section",
       { className: "occurrences" },
       el("h3", {}, "The same prompt, at other steps and in other runs"),
-      el("p", { className: "hint" }, `A click puts an attempt beside this one (at most ${MOST_ASIDE - 1}); again takes it away.`),
+      el("p", { className: "hint" }, `A click puts an attempt beside this one (at most ${MAX_COLUMNS - 1}); again takes it away.`),
       lines,
       unread.length > 0 && el("button", { onclick: () => this.readAll(unread) }, `Look in ${unread.map((each) => each.name).join(", ")}`),
     );
@@ -285,24 +285,24 @@ const Browser = {
     await this.paintDetail();
   },
 
-  /** The groups of a task, as [begin, end) of rows. */
+  /** Returns the groups of a task as row ranges [begin, end). */
   draws(run, task) {
     const r = run.rollouts;
     const code = r.code("task", task);
-    const found = [];
-    for (let i = code < 0 ? r.count : 0; i < r.count; i = r.group_end[i]) if (r.task[i] === code) found.push([i, r.group_end[i]]);
-    return found;
+    const groups = [];
+    for (let i = code < 0 ? r.count : 0; i < r.count; i = r.group_end[i]) if (r.task[i] === code) groups.push([i, r.group_end[i]]);
+    return groups;
   },
 
   occurrence(run, begin, end) {
     const r = run.rollouts;
     const rewards = Array.from(r.reward.subarray(begin, end)).filter((x) => !Number.isNaN(x));
     const mean = rewards.length ? `, reward ${short(rewards.reduce((sum, x) => sum + x, 0) / rewards.length)}` : "";
-    const isThis = (each, row) => each.run === run && r.at(each.step, each.place) === row;
+    const isRow = (item, row) => item.run === run && r.at(item.step, item.place) === row;
     const rows = Array.from({ length: end - begin }, (_, i) => begin + i);
-    const chosen = rows.find((row) => this.aside.some((each) => isThis(each, row)));
-    // Of the group that is open another attempt; where there are texts of only a few, one of those.
-    const readable = rows.filter((row) => this.app.source.has(run, row) && !isThis(this.opened, row));
+    const chosen = rows.find((row) => this.aside.some((item) => isRow(item, row)));
+    // A click opens an attempt whose texts are available, and not the one that is already open.
+    const readable = rows.filter((row) => this.app.source.has(run, row) && !isRow(this.opened, row));
     const row = chosen ?? readable[0] ?? rows[0];
     return el(
       "button",
@@ -310,16 +310,16 @@ const Browser = {
         className: chosen === undefined ? "draw" : "draw on",
         disabled: !readable.length,
         title: readable.length ? "" : "no texts in this file",
-        onclick: () => this.put({ run, step: r.step[row], place: r.place[row] }),
+        onclick: () => this.toggleAside({ run, step: r.step[row], place: r.place[row] }),
       },
       `step ${r.step[begin]}: ${end - begin}${mean}`,
     );
   },
 
-  put(other) {
-    const same = (each) => each.run === other.run && each.step === other.step && each.place === other.place;
-    if (this.aside.some(same)) this.aside = this.aside.filter((each) => !same(each));
-    else this.aside = [...this.aside, other].slice(-(MOST_ASIDE - 1));
+  toggleAside(other) {
+    const isSame = (item) => item.run === other.run && item.step === other.step && item.place === other.place;
+    if (this.aside.some(isSame)) this.aside = this.aside.filter((item) => !isSame(item));
+    else this.aside = [...this.aside, other].slice(-(MAX_COLUMNS - 1));
     this.paintDetail();
   },
 };

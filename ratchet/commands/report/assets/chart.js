@@ -1,15 +1,15 @@
 "use strict";
-// Charts by uPlot, in the page's colours: lines of several runs over common steps, and areas that lie on one another.
+// Charts drawn with uPlot in the page's colours: lines of several runs over common steps, and stacked areas.
 
 const charts = new Set();
 const CURSOR = uPlot.sync("steps");
 const FONT = "11px system-ui, sans-serif";
-const SPARSE = 60; // points up to which each is drawn
-const LARGEST = 1e100; // size of a number that is drawn
-const MOST_TICKS = 100; // of an axis
+const SPARSE = 60; // a line with at most this number of points shows each point
+const MAX_DRAWN = 1e100; // larger numbers are not drawn
+const MAX_TICKS = 100; // ticks of an axis
 
-/** Moving average by weight in [0, 1), without the bias of its beginning; gaps stay gaps. */
-function smoothed(ys, weight) {
+/** Returns the exponential moving average with a weight in [0, 1), corrected for its initial bias. Gaps stay gaps. */
+function smooth(ys, weight) {
   let average = 0;
   let mass = 0;
   return ys.map((y) => {
@@ -20,33 +20,34 @@ function smoothed(ys, weight) {
   });
 }
 
-/** What an axis can hold of a number, null for none: beyond these sizes uPlot's arithmetic overflows. */
+/** Returns the number, 0 if it is tiny, or null if it can't be drawn: uPlot's arithmetic overflows beyond these sizes. */
 function drawable(y) {
-  if (!(Math.abs(y) <= LARGEST)) return null; // NaN too
-  return Math.abs(y) < 1 / LARGEST ? 0 : y;
+  if (!(Math.abs(y) <= MAX_DRAWN)) return null; // NaN too
+  return Math.abs(y) < 1 / MAX_DRAWN ? 0 : y;
 }
 
-/** positive: for an axis that has no others. */
-function gaps(column, positive = false) {
+/** Returns the drawable numbers of a column, null for others. positive: also null for numbers up to 0 (a logarithmic axis). */
+function drawableValues(column, positive = false) {
   return Array.from(column, (y) => {
     const value = drawable(y);
     return positive && value <= 0 ? null : value;
   });
 }
 
-/** Ticks at multiples of a step, counted first: where numbers are too close to be told apart, adding the step never ends. */
+/** Returns ticks at multiples of a step. They are counted first: between numbers that are almost equal, adding the step would
+ * change nothing, and a loop would never end. */
 function ticks(u, index, low, high, step) {
   const first = Math.ceil(low / step);
   const count = Math.floor(high / step) - first + 1;
-  if (!(count > 0 && count <= MOST_TICKS)) return [low];
+  if (!(count > 0 && count <= MAX_TICKS)) return [low];
   return Array.from({ length: count }, (_, i) => Number(((first + i) * step).toPrecision(15)));
 }
 
-/** Columns of several lines over the union of their steps. lines: {xs, ys, ...}, each with its own steps. */
-function aligned(lines) {
+/** Returns the columns of several lines over the union of their steps. lines: {xs, ys, ...}, each with its own steps. */
+function align(lines) {
   const tables = lines.map(({ xs, ys }) => {
-    const there = Array.from(xs.keys()).filter((i) => ys[i] !== null && drawable(xs[i]) !== null);
-    return [there.map((i) => xs[i]), there.map((i) => ys[i])];
+    const present = Array.from(xs.keys()).filter((i) => ys[i] !== null && drawable(xs[i]) !== null);
+    return [present.map((i) => xs[i]), present.map((i) => ys[i])];
   });
   return lines.length === 1 ? tables[0] : uPlot.join(tables);
 }
@@ -56,7 +57,7 @@ function axis(options = {}) {
   return { stroke: () => css("--muted"), font: FONT, grid, ticks: { show: false }, ...options };
 }
 
-/** A colour of the page for the canvas, which knows no variables. */
+/** Resolves a colour for the canvas, which does not support CSS variables. */
 function ink(color) {
   return () => (color.startsWith("var(") ? css(color.slice(4, -1)) : color);
 }
@@ -96,17 +97,17 @@ function remove(plot) {
   plot.destroy();
 }
 
-/** The last number of a column at an index or before it. */
-function at(column, index) {
+/** Returns [index, number] of the last number of a column at or before an index. */
+function lastNumberAt(column, index) {
   for (let i = index ?? column.length - 1; i >= 0; i--) if (column[i] !== null && column[i] !== undefined) return [i, column[i]];
   return [-1, NaN];
 }
 
-/** lines: {label, color, xs, ys}. Shows in `legend` what each line has where the cursor is, else at its end. */
+/** Draws lines: {label, color, xs, ys}. `legend` shows the value of each line at the cursor, or else at its end. */
 function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }) {
   const series = [];
   const columns = [];
-  const measured = []; // of each line the column without smoothing
+  const measured = []; // the index of each line's column without smoothing
   for (const { color, xs, ys } of lines) {
     const dense = ys.filter((y) => y !== null).length > SPARSE;
     const points = { show: !dense, size: 5, fill: ink(color) };
@@ -115,7 +116,7 @@ function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }
       columns.push({ xs, ys });
       series.push({ stroke: faded(color), width: 1, spanGaps: true, points: { show: false } });
     }
-    columns.push({ xs, ys: dense && smoothing > 0 ? smoothed(ys, smoothing) : ys });
+    columns.push({ xs, ys: dense && smoothing > 0 ? smooth(ys, smoothing) : ys });
     series.push({ stroke: ink(color), width: 1.75, spanGaps: true, points });
   }
   const y = logarithmic ? { distr: 3 } : span ? { range: (_, low, high) => [Math.min(low, span[0]), Math.max(high, span[1])] } : {};
@@ -123,15 +124,15 @@ function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }
     refill(
       legend,
       measured.map((column, i) => {
-        const [where, value] = at(u.data[column], index);
-        const title = `${lines[i].label}, ${short(u.data[0][where])}`;
+        const [position, value] = lastNumberAt(u.data[column], index);
+        const title = `${lines[i].label}, ${short(u.data[0][position])}`;
         return el("span", { className: "value", title }, el("i", { style: { background: lines[i].color } }), short(value));
       }),
     );
-  return draw(host, { height, series, y }, aligned(columns), onhover);
+  return draw(host, { height, series, y }, align(columns), onhover);
 }
 
-/** parts: {label, color, ys} over the same xs, drawn as areas one upon the other. */
+/** Draws parts, {label, color, ys} over the same xs, as stacked areas. */
 function areaChart(host, legend, { xs, parts, height, format = short, top }) {
   const sums = [];
   let sum = new Array(xs.length).fill(0);
@@ -162,7 +163,7 @@ function areaChart(host, legend, { xs, parts, height, format = short, top }) {
 
 window.addEventListener(
   "resize",
-  settled(() => {
+  debounce(() => {
     for (const plot of charts) plot.setSize({ width: Math.max(plot.host.clientWidth, 120), height: plot.height });
   }),
 );

@@ -1,10 +1,10 @@
 "use strict";
-// One rollout: what was said, with tools; its tokens; and what it earned.
+// A rollout: its conversation with tool calls, or its tokens, and its reward and other facts.
 
 /** The messages as a conversation. */
 function conversationView(detail) {
-  const ends = detail.messages.map((message, index) => messageView(message, index));
-  return el("div", { className: "conversation" }, ends, !ends.length && el("p", { className: "note" }, "No messages: see the tokens."));
+  const messages = detail.messages.map((message, index) => messageView(message, index));
+  return el("div", { className: "conversation" }, messages, !messages.length && el("p", { className: "note" }, "No messages: see the tokens."));
 }
 
 function messageView({ role, content, parts, tool_calls: calls, tool_call_id: id }) {
@@ -25,7 +25,7 @@ function messageView({ role, content, parts, tool_calls: calls, tool_call_id: id
   );
 }
 
-/** What an image or a clip is called: which of the message, and what file it came from where it has a name. */
+/** Returns the alternative text of a medium: its type and number in the message, and its file name if it has one. */
 function altText(parts, index, role) {
   const { type, value } = parts[index];
   const number = parts.slice(0, index + 1).filter((part) => part.type === type).length;
@@ -38,19 +38,19 @@ function partView({ type, value, url }, alt) {
   if (/^data:image\//.test(url ?? "")) return pictureView(url, alt);
   if (/^data:audio\//.test(url ?? "")) return el("audio", { controls: true, preload: "metadata", src: url, "aria-label": alt });
   if (/^data:video\//.test(url ?? "")) return el("video", { controls: true, preload: "metadata", src: url, "aria-label": alt });
-  const where = /^media:/.test(value) ? "not in this page" : value;
-  return el("div", { className: "media" }, `${type}: ${where}`);
+  const location = /^media:/.test(value) ? "not in this page" : value;
+  return el("div", { className: "media" }, `${type}: ${location}`);
 }
 
-/** A small picture, which a click or the Enter key shows large. */
+/** Shows a small picture. A click or the Enter key enlarges it. */
 function pictureView(url, alt) {
-  const large = () => {
+  const enlarge = () => {
     const box = el("dialog", { className: "enlarged", "aria-label": alt, onclose: () => box.remove(), onclick: () => box.close() });
     fill(box, el("img", { src: url, alt }));
     document.body.append(box);
     box.showModal();
   };
-  return el("button", { className: "picture", type: "button", title: "Enlarge", onclick: large }, el("img", { src: url, alt }));
+  return el("button", { className: "picture", type: "button", title: "Enlarge", onclick: enlarge }, el("img", { src: url, alt }));
 }
 
 function indented(text) {
@@ -61,7 +61,7 @@ function indented(text) {
   }
 }
 
-/** Names and numbers of the rollout. */
+/** Shows the facts of a rollout, such as its reward, advantage and number of tokens. */
 function factsView(detail) {
   const facts = detail.facts;
   const parts = Object.entries(detail.reward_parts).map(([name, value]) => `${name} ${short(value)}`);

@@ -1,14 +1,14 @@
 "use strict";
-// Curves: every metric of every run that is shown, by the first part of its name.
+// The curves of every metric of all visible runs, grouped by the first part of the metric's name.
 
 const HIGHLIGHTS = [
   "rollout/reward", "eval/accuracy", "policy/entropy/entropy", "policy/kl/kl", "policy/policy_gradient/old_kl",
   "policy/policy_gradient/clipped", "policy/loss", "policy/grad_norm", "rollout/length_mean", "time/tokens_per_s",
 ];
-const MOST_HIGHLIGHTS = 8;
+const MAX_HIGHLIGHTS = 8;
 const CHART_HEIGHT = 150;
 const AXES = [["step", "step"], ["tokens", "trained tokens"], ["time", "time in steps, s"]];
-const SHARES = /(_share|accuracy|clipped|sampled)$/; // whose axis shows 0 to 1 where it fits
+const SHARES = /(_share|accuracy|clipped|sampled)$/; // metrics whose axis includes 0
 
 const Curves = {
   title: "Curves",
@@ -21,13 +21,12 @@ const Curves = {
     this.host = host;
     this.groups = el("div");
     this.runs = el("div");
-    const again = () => this.draw();
     const set = (name) => (value) => {
       this.options[name] = value;
-      again();
+      this.draw();
     };
     const o = this.options;
-    const slow = settled(again);
+    const drawLater = debounce(() => this.draw());
     refill(
       host,
       fill(this.runs, runTable(app.shown), alarmList(app.shown)),
@@ -36,11 +35,11 @@ const Curves = {
         { className: "toolbar" },
         field("Metrics", { type: "search", placeholder: "name or /pattern/", value: o.filter, id: "metric-filter" }, (box) => {
           o.filter = box.value;
-          slow();
+          drawLater();
         }),
         field("Smoothing", { type: "range", min: 0, max: 0.99, step: 0.01, value: o.smoothing, id: "smoothing" }, (box) => {
           o.smoothing = Number(box.value);
-          slow();
+          drawLater();
         }),
         select("Over", o.axis, AXES, set("axis")),
         toggle("logarithmic", o.logarithmic, set("logarithmic")),
@@ -51,7 +50,7 @@ const Curves = {
     this.draw();
   },
 
-  /** New steps: what is drawn is drawn again in its place. */
+  /** Redraws the drawn charts in place after new steps arrived. */
   refresh(app) {
     refill(this.runs, runTable(app.shown), alarmList(app.shown));
     const drawn = new Set([...this.groups.querySelectorAll(".card")].map((each) => each.dataset.metric));
@@ -68,9 +67,9 @@ const Curves = {
     this.plots.clear();
   },
 
-  /** Charts that are in view are drawn now, the others when they come into view. */
+  /** Draws the charts that are in view. The others are drawn when they come into view. */
   draw() {
-    const filtered = Boolean(this.options.filter); // what a filter finds is unfolded, and folds come back after it
+    const filtered = Boolean(this.options.filter); // a filter opens all groups; afterwards they are folded as before
     if (!this.filtered) for (const each of this.groups.querySelectorAll("details")) this.folds.set(each.dataset.name, each.open);
     this.filtered = filtered;
     this.hide();
@@ -78,11 +77,11 @@ const Curves = {
       for (const { target, isIntersecting } of entries) if (isIntersecting && !this.plots.has(target)) this.plot(target);
     }, { rootMargin: "300px" });
     const names = new Set(this.app.shown.flatMap((run) => run.names));
-    const wanted = [...names].filter(matcher(this.options.filter)).sort();
+    const matching = [...names].filter(matcher(this.options.filter)).sort();
     const groups = new Map();
-    const best = HIGHLIGHTS.filter((name) => names.has(name)).slice(0, MOST_HIGHLIGHTS);
-    if (!filtered && best.length) groups.set("highlights", best);
-    for (const name of wanted) {
+    const highlights = HIGHLIGHTS.filter((name) => names.has(name)).slice(0, MAX_HIGHLIGHTS);
+    if (!filtered && highlights.length) groups.set("highlights", highlights);
+    for (const name of matching) {
       const group = name.split("/")[0];
       groups.set(group, [...(groups.get(group) || []), name]);
     }
@@ -103,7 +102,7 @@ const Curves = {
     const name = target.dataset.metric;
     const lines = this.app.shown
       .filter((run) => run.columns[name])
-      .map((run) => ({ label: run.name, color: run.color, xs: run.axis(this.options.axis), ys: gaps(run.columns[name], this.options.logarithmic) }));
+      .map((run) => ({ label: run.name, color: run.color, xs: run.axis(this.options.axis), ys: drawableValues(run.columns[name], this.options.logarithmic) }));
     const [body, legend] = [target.querySelector(".plot"), target.querySelector(".legend")];
     if (!lines.some(({ ys }) => ys.some((y) => y !== null))) {
       refill(body, el("p", { className: "note" }, this.options.logarithmic ? "No number above 0." : "No finite number."));
@@ -124,7 +123,7 @@ function card(metric) {
   );
 }
 
-/** A test of names: by a part of them, or by a pattern between slashes. */
+/** Returns a function that tests whether a name contains the text, or matches it if it is a /pattern/. */
 function matcher(text) {
   const pattern = /^\/(.+)\/$/.exec(text);
   if (pattern) {
@@ -132,13 +131,13 @@ function matcher(text) {
       const regex = new RegExp(pattern[1], "i");
       return (name) => regex.test(name);
     } catch {
-      return () => false; // not yet written to its end
+      return () => false; // the pattern is incomplete
     }
   }
   return (name) => name.toLowerCase().includes(text.toLowerCase());
 }
 
-/** One line a run: how far it is, and what it reached. */
+/** Returns a table with a line for each run: its progress and results. */
 function runTable(runs) {
   const rows = runs.map((run) => {
     const [first, last] = [run.first("eval/accuracy"), run.last("eval/accuracy")];
@@ -160,7 +159,7 @@ function runTable(runs) {
   return table(["Run", "State", "Step", "Reward", "Held-out accuracy", "Time in steps", "Trained tokens", "Stages"], rows, "runs");
 }
 
-/** What sentinels said of the runs, folded; null where they were silent. */
+/** Returns a folded list of the sentinels' alarms; null without alarms. */
 function alarmList(runs) {
   const alarms = runs.flatMap((run) => (run.facts.alarms || []).map((alarm) => ({ run, ...alarm })));
   if (!alarms.length) return null;

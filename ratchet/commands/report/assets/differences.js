@@ -1,7 +1,7 @@
 "use strict";
-// Two runs: the first step at which they differ, and how their recipes, code and data do.
+// Compares two runs: the first step at which they differ, and the differences of their recipes, code and data.
 
-const NOT_COMPARED = /^(time|system|generator)\//; // of the machine, and not of the run
+const NOT_COMPARED = /^(time|system|generator)\//; // these metrics depend on the machine
 
 const Differences = {
   title: "Differences",
@@ -11,8 +11,8 @@ const Differences = {
   async show(host, app) {
     const runs = app.runs;
     const names = runs.map((run) => run.name);
-    const of = (i) => runs.find((run) => run.name === this.pair[i]) || app.shown[i] || runs[Math.min(i, runs.length - 1)];
-    const [a, b] = [of(0), of(1)];
+    const pick = (i) => runs.find((run) => run.name === this.pair[i]) || app.shown[i] || runs[Math.min(i, runs.length - 1)];
+    const [a, b] = [pick(0), pick(1)];
     if (!a) return void refill(host, el("p", { className: "note" }, "There is no run."));
     for (const run of new Set([a, b])) {
       await app.source.read(run);
@@ -42,13 +42,13 @@ function section(title, ...children) {
   return el("section", { className: "panel" }, el("h2", {}, title), children);
 }
 
-/** What the run was made by and of, flat. */
+/** Returns the code, data and command of a run as {name: value}. */
 function origin(run) {
   const leaves = {};
   (run.facts.provenance || []).forEach((start, i) => {
-    const where = i ? `from step ${start.after_step} on: ` : "";
-    for (const [name, value] of Object.entries(start.code || {})) leaves[`${where}${name}`] = value;
-    for (const [path, value] of Object.entries(start.data || {})) leaves[`${where}data ${path}`] = value;
+    const prefix = i ? `from step ${start.after_step} on: ` : "";
+    for (const [name, value] of Object.entries(start.code || {})) leaves[`${prefix}${name}`] = value;
+    for (const [path, value] of Object.entries(start.data || {})) leaves[`${prefix}data ${path}`] = value;
   });
   if (run.facts.summary) leaves.command = run.facts.summary.command;
   return leaves;
@@ -68,7 +68,7 @@ function leavesTable(a, b, left, right, all) {
   return table(a === b ? ["", a.name] : ["", a.name, b.name], rows, "leaves");
 }
 
-/** For each thing that two runs have in common: the first step at which it is not the same, and what it is there. */
+/** Returns a table with the first step at which tasks, rollouts, metrics or weights of two runs differ, and how. */
 function firstDifferences(a, b) {
   const rows = [
     ["Tasks drawn", differingTasks(a, b)],
@@ -91,9 +91,9 @@ function differingMetrics(a, b) {
     const j = rows.get(a.steps[i]);
     const differ = names.filter((name) => !Object.is(value(a, name, i), value(b, name, j)));
     if (differ.length) {
-      const some = differ.slice(0, 6).map((name) => `${name}: ${exact(value(a, name, i))} and ${exact(value(b, name, j))}`);
+      const lines = differ.slice(0, 6).map((name) => `${name}: ${exact(value(a, name, i))} and ${exact(value(b, name, j))}`);
       const more = differ.length > 6 ? [`and ${differ.length - 6} more`] : [];
-      return { steps: common.length, step: a.steps[i], how: el("ul", {}, [...some, ...more].map((line) => el("li", {}, line))) };
+      return { steps: common.length, step: a.steps[i], how: el("ul", {}, [...lines, ...more].map((line) => el("li", {}, line))) };
     }
   }
   return { steps: common.length, step: null };
@@ -108,17 +108,17 @@ function commonSteps(a, b) {
   return [...a.rollouts.starts.keys()].filter((step) => b.rollouts.starts.has(step)).sort((x, y) => x - y);
 }
 
-/** Compares the rows of common steps: `of` gives the text of a row, of which the first that differs is told. */
-function differingRows(a, b, of, columns) {
+/** Finds the first rollout of common steps with a different value. value(run, column, row): the value of a row. */
+function differingRows(a, b, value, columns) {
   const steps = commonSteps(a, b);
   for (const step of steps) {
     const sizes = [a, b].map((run) => run.rollouts.steps[step][0]);
     if (sizes[0] !== sizes[1]) return { steps: steps.length, step, how: `${sizes[0]} and ${sizes[1]} rollouts` };
     for (let place = 0; place < sizes[0]; place++) {
       const [i, j] = [a.rollouts.at(step, place), b.rollouts.at(step, place)];
-      if (columns.some((name) => !Object.is(of(a, name, i), of(b, name, j)))) {
-        const name = columns.find((each) => !Object.is(of(a, each, i), of(b, each, j)));
-        return { steps: steps.length, step, how: `rollout ${place}: ${name} ${exact(of(a, name, i))} and ${exact(of(b, name, j))}` };
+      if (columns.some((name) => !Object.is(value(a, name, i), value(b, name, j)))) {
+        const name = columns.find((column) => !Object.is(value(a, column, i), value(b, column, j)));
+        return { steps: steps.length, step, how: `rollout ${place}: ${name} ${exact(value(a, name, i))} and ${exact(value(b, name, j))}` };
       }
     }
   }
@@ -134,10 +134,10 @@ function differingRollouts(a, b) {
 }
 
 function differingWeights(a, b) {
-  const prints = (run, step) => run.rollouts.steps[step][3];
-  const steps = commonSteps(a, b).filter((step) => Object.keys(prints(a, step)).length && Object.keys(prints(b, step)).length);
-  const step = steps.find((each) => JSON.stringify(prints(a, each)) !== JSON.stringify(prints(b, each)));
+  const fingerprints = (run, step) => run.rollouts.steps[step][3];
+  const steps = commonSteps(a, b).filter((step) => Object.keys(fingerprints(a, step)).length && Object.keys(fingerprints(b, step)).length);
+  const step = steps.find((other) => JSON.stringify(fingerprints(a, other)) !== JSON.stringify(fingerprints(b, other)));
   if (step === undefined) return { steps: steps.length, step: null };
-  const roles = Object.keys(prints(a, step)).filter((role) => prints(a, step)[role] !== prints(b, step)[role]);
+  const roles = Object.keys(fingerprints(a, step)).filter((role) => fingerprints(a, step)[role] !== fingerprints(b, step)[role]);
   return { steps: steps.length, step, how: `of ${roles.join(", ")}` };
 }

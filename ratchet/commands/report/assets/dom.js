@@ -1,7 +1,7 @@
 "use strict";
-// Making elements. Texts become text nodes: what a model wrote is never read as markup, here or anywhere else on the page.
+// Functions that create elements. Texts become text nodes, so that text of a model is never interpreted as markup.
 
-/** An element; `on...` properties are listeners, `style` and `dataset` objects, the others properties or attributes. */
+/** Creates an element. `on...` are listeners, `style` and `dataset` are objects, all others are properties or attributes. */
 function el(tag, props = {}, ...children) {
   const node = document.createElement(tag);
   for (const [name, value] of Object.entries(props)) {
@@ -21,7 +21,7 @@ function fill(node, ...children) {
   return node;
 }
 
-/** The node with other children. */
+/** Replaces the children of a node, and returns the node. */
 function refill(node, ...children) {
   node.replaceChildren();
   return fill(node, ...children);
@@ -53,12 +53,12 @@ function table(headings, rows, className = "") {
   return el("div", { className: "scroll" }, el("table", { className }, el("thead", {}, head), el("tbody", {}, body)));
 }
 
-/** Calls the last of several requests that come close together. */
-function settled(work, delay_ms = 120) {
+/** Debounces a function: of several calls that are close together, only the last one runs. */
+function debounce(work, delay_ms = 120) {
   let timer = 0;
-  return (...given) => {
+  return (...arguments_) => {
     clearTimeout(timer);
-    timer = setTimeout(() => work(...given), delay_ms);
+    timer = setTimeout(() => work(...arguments_), delay_ms);
   };
 }
 

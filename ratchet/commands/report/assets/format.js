@@ -1,7 +1,7 @@
 "use strict";
-// Numbers for people.
+// Functions that format numbers.
 
-/** Four digits: 0.1235, 12.35, 1,235, 12.3k, 1.23M, 1.2e-5; a dash where there is none. */
+/** Formats a number with at most four digits: 0.1235, 12.35, 1,235, 12.3k, 1.23M, 1.2e-5; a missing number is a dash. */
 function short(x) {
   if (x === null || x === undefined || Number.isNaN(x)) return "–";
   const size = Math.abs(x);

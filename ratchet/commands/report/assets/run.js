@@ -1,7 +1,7 @@
 "use strict";
-// A run in the page: its metrics by column, and the table of its rollouts, each column a typed array.
+// A run in the page: its metrics by column, and the table of its rollouts. Each column is a typed array.
 
-// What became of what the policy wrote, in the order in which the waterfall takes it away.
+// What became of the policy's tokens: [name, label, explanation], in the order in which the waterfall subtracts them.
 const FATES = [
   ["trained", "Trained", "has a gradient"],
   ["masked", "Masked", "tokens without a loss, in rollouts that train"],
@@ -18,10 +18,10 @@ class Run {
     this.index = index;
     this.columns = {};
     this.steps = new Float64Array(0);
-    this.rollouts = null; // until somebody asks
+    this.rollouts = null; // until a view needs them
     this.visible = true;
     this.version = {};
-    this.take(packed);
+    this.addSteps(packed);
   }
 
   get name() {
@@ -32,22 +32,22 @@ class Run {
     return `var(--run-${this.index % 8})`;
   }
 
-  /** Facts, and the metrics of further steps. */
-  take({ facts, arrays }) {
+  /** Updates the facts, and adds the metrics of further steps. */
+  addSteps({ facts, arrays }) {
     this.facts = { ...this.facts, ...facts };
     const { step, ...columns } = arrays;
-    const before = this.steps.length;
-    const length = before + step.length;
-    this.steps = joined(this.steps, step);
+    const oldLength = this.steps.length;
+    const length = oldLength + step.length;
+    this.steps = concatenate(this.steps, step);
     for (const name of new Set([...Object.keys(this.columns), ...Object.keys(columns)])) {
       const column = new Float64Array(length).fill(NaN);
       if (this.columns[name]) column.set(this.columns[name]);
-      if (columns[name]) column.set(columns[name], before);
+      if (columns[name]) column.set(columns[name], oldLength);
       this.columns[name] = column;
     }
   }
 
-  forget() {
+  clear() {
     this.steps = new Float64Array(0);
     this.columns = {};
   }
@@ -56,7 +56,7 @@ class Run {
     return Object.keys(this.columns);
   }
 
-  /** The last number that a metric has, and the first; NaN where it has none. */
+  /** The last number of a metric; NaN if it has none. */
   last(name) {
     return (this.columns[name] || []).findLast((x) => !Number.isNaN(x)) ?? NaN;
   }
@@ -65,7 +65,7 @@ class Run {
     return (this.columns[name] || []).find((x) => !Number.isNaN(x)) ?? NaN;
   }
 
-  /** What the steps are drawn over: themselves, or how much was done by then. */
+  /** The x values of the steps: the steps themselves, or the time or trained tokens up to each step. */
   axis(kind) {
     if (kind === "step") return this.steps;
     const column = this.columns[kind === "time" ? "time/step_s" : "rollout/trained_tokens"] || [];
@@ -73,13 +73,13 @@ class Run {
     return Float64Array.from(this.steps, (_, i) => (sum += Math.max(0, drawable(column[i]))));
   }
 
-  takeRollouts({ facts, arrays }) {
+  addRollouts({ facts, arrays }) {
     if (!this.rollouts || facts.after === 0) this.rollouts = new Rollouts();
-    this.rollouts.take(facts, arrays);
+    this.rollouts.add(facts, arrays);
   }
 }
 
-function joined(a, b) {
+function concatenate(a, b) {
   const wider = a.BYTES_PER_ELEMENT >= b.BYTES_PER_ELEMENT ? a : b;
   const both = new wider.constructor(a.length + b.length);
   both.set(a);
@@ -96,41 +96,41 @@ class Rollouts {
     this.count = 0;
   }
 
-  take(facts, arrays) {
+  add(facts, arrays) {
     Object.assign(this, { files: facts.files, steps: facts.steps });
-    for (const [name, words] of Object.entries(facts.words)) arrays[name] = this.recoded(name, words, arrays[name]);
-    for (const [name, column] of Object.entries(arrays)) this[name] = this.count ? joined(this[name], column) : column;
+    for (const [name, words] of Object.entries(facts.words)) arrays[name] = this.recode(name, words, arrays[name]);
+    for (const [name, column] of Object.entries(arrays)) this[name] = this.count ? concatenate(this[name], column) : column;
     this.count = this.step.length;
     this.derive();
   }
 
-  /** Codes of this table for words that came with codes of their own. */
-  recoded(name, words, column) {
+  /** Translates a column of codes (indices into `words`) to the codes of this table. */
+  recode(name, words, column) {
     if (!this.words[name]) {
       this.words[name] = words;
       return column;
     }
-    const known = (this.codes[name] ??= new Map(this.words[name].map((word, code) => [word, code])));
-    const map = words.map((word) => {
-      if (!known.has(word)) known.set(word, this.words[name].push(word) - 1);
-      return known.get(word);
+    const codes = (this.codes[name] ??= new Map(this.words[name].map((word, code) => [word, code])));
+    const translation = words.map((word) => {
+      if (!codes.has(word)) codes.set(word, this.words[name].push(word) - 1);
+      return codes.get(word);
     });
-    return Uint32Array.from(column, (code) => map[code]);
+    return Uint32Array.from(column, (code) => translation[code]);
   }
 
   word(name, row) {
     return this.words[name][this[name][row]];
   }
 
-  /** The code of a word, -1 where no row has it. */
+  /** The code of a word; -1 if no row has it. */
   code(name, word) {
     return this.words[name].indexOf(word);
   }
 
-  /** Where each step begins, the place of each row in its step, and each row's fate. */
+  /** Computes the first row of each step, the place of each row in its step, and each row's fate. */
   derive() {
     const { step, group_index, count } = this;
-    this.fates = null; // fatesByStep makes them again
+    this.fates = null; // `fatesByStep` computes them again
     this.starts = new Map();
     this.place = new Int32Array(count);
     this.fate = new Uint8Array(count);
@@ -143,12 +143,12 @@ class Rollouts {
       for (end = begin; end < count && step[end] === step[begin] && group_index[end] === group_index[begin]; end++) {
         this.place[end] = place++;
       }
-      this.judge(begin, end);
+      this.assignFates(begin, end);
     }
   }
 
-  /** The fates of a group's rows, [begin, end). */
-  judge(begin, end) {
+  /** Assigns the fates of a group's rows, [begin, end). */
+  assignFates(begin, end) {
     const { reward, fate, outcome, use, truncated, trained_tokens, advantage } = this;
     const outcomes = this.words.outcome;
     let low = Infinity;
@@ -160,11 +160,11 @@ class Rollouts {
     const equal = end - begin > 1 && low === high;
     for (let i = begin; i < end; i++) {
       this.group_end[i] = end;
-      const how = outcomes[outcome[i]];
-      const silent = trained_tokens[i] === 0 || advantage[i] === 0;
+      const outcomeName = outcomes[outcome[i]];
+      const hasNoGradient = trained_tokens[i] === 0 || advantage[i] === 0;
       if (this.words.use[use[i]] !== "train") fate[i] = FATE.aside;
-      else if (how === "failed" || how === "cancelled") fate[i] = FATE.failed;
-      else if (equal && silent) fate[i] = FATE.zero;
+      else if (outcomeName === "failed" || outcomeName === "cancelled") fate[i] = FATE.failed;
+      else if (equal && hasNoGradient) fate[i] = FATE.zero;
       else if (trained_tokens[i] > 0) fate[i] = FATE.trained;
       else fate[i] = truncated[i] ? FATE.truncated : FATE.filtered;
     }

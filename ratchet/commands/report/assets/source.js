@@ -1,13 +1,13 @@
 "use strict";
-// Where the page's data come from: the page itself, or the server on this machine. Both have the same methods.
+// The sources of the page's data: the page itself (a report), or the server on this machine (a live page). Both have the same methods.
 
-const MOST_SHOWN = 4; // runs of a live page, before somebody chooses
+const INITIAL_RUNS = 4; // visible runs of a live page, until the user chooses
 
 function mediaParts(detail) {
   return detail.messages.flatMap((message) => message.parts || []).filter((part) => part.media);
 }
 
-/** The detail, with the `data:` URL of each medium that there is. */
+/** Adds the `data:` URLs of media to a detail, and returns it. */
 function withMedia(detail, media) {
   for (const part of mediaParts(detail)) part.url = media[part.media];
   return detail;
@@ -16,24 +16,24 @@ function withMedia(detail, media) {
 class EmbeddedSource {
   live = false;
 
-  async read() {} // all of them are
+  async read() {} // `load` reads all runs
 
   async load() {
     const packed = [];
     for (let index = 0, buffer; (buffer = await embedded(`run-${index}`)); index++) packed.push(unpack(buffer));
-    return packed.map((each, index) => new Run(each, index));
+    return packed.map((content, index) => new Run(content, index));
   }
 
   async rollouts(run) {
     if (run.rollouts) return;
-    run.takeRollouts(unpack(await embedded(`rollouts-${run.index}`)));
+    run.addRollouts(unpack(await embedded(`rollouts-${run.index}`)));
     const details = JSON.parse(new TextDecoder().decode(await embedded(`sample-${run.index}`)));
     const media = JSON.parse(new TextDecoder().decode(await embedded(`media-${run.index}`)));
     for (const detail of details) withMedia(detail, media);
     run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.place}`, detail]));
   }
 
-  /** Details of rollouts of a step, null for those that the file has no texts of. */
+  /** Details of a step's rollouts; null for a rollout whose texts are not in the file. */
   async details(run, step, places) {
     return places.map((place) => run.sample.get(`${step}/${place}`) || null);
   }
@@ -42,79 +42,80 @@ class EmbeddedSource {
     return run.sample.has(`${run.rollouts.step[row]}/${run.rollouts.place[row]}`);
   }
 
-  /** {found: [step, place] of rollouts whose messages have the text, since: the first step that was looked at, or null}. */
+  /** Returns {found, since}. found: [step, place] of each rollout whose messages contain the text. since: the earliest step that
+   * was searched, null if all were. */
   async search(run, text) {
-    const wanted = text.toLowerCase();
-    const says = (message) => (message.content || "").toLowerCase().includes(wanted);
-    const hits = [...run.sample.values()].filter((detail) => detail.messages.some(says));
+    const lowercase = text.toLowerCase();
+    const contains = (message) => (message.content || "").toLowerCase().includes(lowercase);
+    const hits = [...run.sample.values()].filter((detail) => detail.messages.some(contains));
     return { found: hits.map((detail) => [detail.facts.step, detail.place]), since: null };
   }
 }
 
 class LiveSource {
   live = true;
-  held = new Map(); // details that were asked for
+  cachedDetails = new Map(); // key -> detail
 
-  async ask(path, query = {}) {
+  async request(path, query = {}) {
     const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
     if (!answer.ok) throw new Error(await answer.text());
     return answer;
   }
 
-  /** Steps that the run does not have yet, in as many answers as they take. */
-  async takeNew(run) {
+  /** Fetches the metrics of new steps, which may take several requests. */
+  async fetchNewSteps(run) {
     do {
-      const answer = await this.ask("run", { run: run.name, after: run.steps.at(-1) ?? -1 });
-      run.take(unpack(await answer.arrayBuffer()));
+      const answer = await this.request("run", { run: run.name, after: run.steps.at(-1) ?? -1 });
+      run.addSteps(unpack(await answer.arrayBuffer()));
     } while (run.facts.has_more);
   }
 
-  async listed() {
-    return (await this.ask("runs")).json();
+  async fetchVersions() {
+    return (await this.request("runs")).json();
   }
 
-  /** All runs, of which those that changed last are read and shown, the others when they are chosen. */
+  /** Returns all runs. The runs that changed last are read and visible; the others are read when the user chooses them. */
   async load() {
-    const listed = Object.entries(await this.listed());
-    const runs = listed.map(([name, version], index) => this.unread(name, version, index));
-    const newest = runs.toSorted((a, b) => b.version.changed - a.version.changed).slice(0, MOST_SHOWN);
+    const versions = Object.entries(await this.fetchVersions());
+    const runs = versions.map(([name, version], index) => this.makeUnreadRun(name, version, index));
+    const newest = runs.toSorted((a, b) => b.version.changed - a.version.changed).slice(0, INITIAL_RUNS);
     await Promise.all(newest.map((run) => this.read(run)));
     for (const run of newest) run.visible = true;
     return runs;
   }
 
-  unread(name, version, index) {
+  makeUnreadRun(name, version, index) {
     const run = new Run({ facts: { name, state: version.state, config: {}, path: name }, arrays: { step: new Float64Array(0) } }, index);
-    return Object.assign(run, { version, visible: false, known: false });
+    return Object.assign(run, { version, visible: false, isRead: false });
   }
 
   async read(run) {
-    if (run.known) return;
-    run.known = true;
-    await this.takeNew(run);
+    if (run.isRead) return;
+    run.isRead = true;
+    await this.fetchNewSteps(run);
   }
 
   async rollouts(run) {
-    if (run.rollouts && run.recorded === run.version.record) return;
+    if (run.rollouts && run.recordVersion === run.version.record) return;
     const known = run.rollouts ? run.rollouts.files.join(",") : "";
-    const answer = await this.ask("rollouts", { run: run.name, known });
-    run.takeRollouts(unpack(await answer.arrayBuffer()));
-    run.recorded = run.version.record;
+    const answer = await this.request("rollouts", { run: run.name, known });
+    run.addRollouts(unpack(await answer.arrayBuffer()));
+    run.recordVersion = run.version.record;
   }
 
   async details(run, step, places) {
     const key = (place) => `${run.name}/${step}/${place}`;
-    const missing = places.filter((place) => !this.held.has(key(place)));
+    const missing = places.filter((place) => !this.cachedDetails.has(key(place)));
     if (missing.length) {
-      if (this.held.size > 500) this.held.clear();
-      const answer = await this.ask("details", { run: run.name, step, places: missing.join(",") });
+      if (this.cachedDetails.size > 500) this.cachedDetails.clear();
+      const answer = await this.request("details", { run: run.name, step, places: missing.join(",") });
       const details = await answer.json();
-      const some = details.filter((detail) => mediaParts(detail).length);
-      const shown = { run: run.name, step, places: some.map((detail) => detail.place).join(",") };
-      const media = some.length ? await (await this.ask("media", shown)).json() : {};
-      for (const detail of details) this.held.set(key(detail.place), withMedia(detail, media));
+      const withParts = details.filter((detail) => mediaParts(detail).length);
+      const query = { run: run.name, step, places: withParts.map((detail) => detail.place).join(",") };
+      const media = withParts.length ? await (await this.request("media", query)).json() : {};
+      for (const detail of details) this.cachedDetails.set(key(detail.place), withMedia(detail, media));
     }
-    return places.map((place) => this.held.get(key(place)));
+    return places.map((place) => this.cachedDetails.get(key(place)));
   }
 
   has() {
@@ -122,27 +123,27 @@ class LiveSource {
   }
 
   async search(run, text) {
-    return (await this.ask("search", { run: run.name, text })).json();
+    return (await this.request("search", { run: run.name, text })).json();
   }
 
-  /** Brings the runs up to date; whether there was anything new. Runs that began meanwhile are added. */
+  /** Updates the runs and adds new ones. Returns true if anything changed. */
   async refresh(runs) {
-    const listed = await this.listed();
+    const versions = await this.fetchVersions();
     let changed = false;
-    for (const [name, version] of Object.entries(listed)) {
-      const run = runs.find((each) => each.name === name);
+    for (const [name, version] of Object.entries(versions)) {
+      const run = runs.find((other) => other.name === name);
       if (!run) {
-        const begun = this.unread(name, version, runs.length);
-        await this.read(begun);
-        runs.push(Object.assign(begun, { visible: true }));
+        const newRun = this.makeUnreadRun(name, version, runs.length);
+        await this.read(newRun);
+        runs.push(Object.assign(newRun, { visible: true }));
         changed = true;
-      } else if (!run.known) {
+      } else if (!run.isRead) {
         run.version = version;
       } else if (JSON.stringify(version) !== JSON.stringify(run.version)) {
-        if (version.metrics < run.version.metrics) run.forget(); // it went on from a checkpoint, and does some steps again
-        await this.takeNew(run);
+        if (version.metrics < run.version.metrics) run.clear(); // it resumed from a checkpoint, and repeats some steps
+        await this.fetchNewSteps(run);
         run.version = version;
-        this.held.clear();
+        this.cachedDetails.clear();
         if (run.rollouts) await this.rollouts(run);
         changed = true;
       }

@@ -1,10 +1,10 @@
 "use strict";
-// Where the time of each step went, and what of the machine it took.
+// The time of each step by phase, and the use of the machine.
 
 const PHASE = /^time\/(.+)(?<!_per)_s$/;
 const NOT_PHASES = new Set(["time/step_s", "time/processor_s"]);
 const WORK = [
-  ["time/mfu", "FLOP utilisation (MFU)", percent], ["time/idle_share", "Nobody generates or trains", percent],
+  ["time/mfu", "FLOP utilisation (MFU)", percent], ["time/idle_share", "Idle: no generation, no training", percent],
   ["time/tflop_per_s", "TFLOP/s", short], ["time/tokens_per_s", "Tokens/s", short], ["time/samples_per_s", "Samples/s", short],
 ];
 
@@ -39,7 +39,7 @@ const Timeline = {
   },
 };
 
-/** Seconds of each phase by step, and of what is in no phase. */
+/** Returns the seconds of each phase by step. Time in no phase is "other". */
 function phases(run) {
   const total = run.columns["time/step_s"];
   const rows = Array.from(run.steps.keys()).filter((i) => !Number.isNaN(total[i]));
@@ -49,8 +49,8 @@ function phases(run) {
     color: `var(--run-${i % 8})`,
     ys: rows.map((row) => run.columns[name][row] || 0),
   }));
-  const rest = rows.map((row, i) => Math.max(0, total[row] - parts.reduce((sum, { ys }) => sum + ys[i], 0)));
-  parts.push({ label: "other", color: "var(--run-5)", ys: rest });
+  const otherTime = rows.map((row, i) => Math.max(0, total[row] - parts.reduce((sum, { ys }) => sum + ys[i], 0)));
+  parts.push({ label: "other", color: "var(--run-5)", ys: otherTime });
   parts.sort((a, b) => sum(b.ys) - sum(a.ys));
   return { xs: rows.map((row) => run.steps[row]), parts };
 }
@@ -59,7 +59,7 @@ function sum(values) {
   return values.reduce((total, x) => total + x, 0);
 }
 
-/** What `ratchet plan` said of the run, and what became of it; null where nobody planned it. */
+/** Returns a table of the predictions of `ratchet plan` and the measurements; null without a plan. */
 function predictedTable(lines) {
   if (!lines?.length) return null;
   const number = (x, unit) => (x === null ? "–" : `${short(Number(x.toPrecision(3)))} ${unit}`);
@@ -84,7 +84,7 @@ function phaseTable({ xs, parts }) {
   return table(["Phase", "Share", "Mean a step", "Longest", "Together"], rows, "numbers");
 }
 
-/** Rates of the run's work, and what it took of the machine; null where nothing of it was measured. */
+/** Returns a table of the run's throughput and its use of the machine; null if nothing was measured. */
 function machineTable(run) {
   const system = run.names.filter((name) => name.startsWith("system/"));
   const named = system.map((name) => [name, name.slice("system/".length), name.endsWith("_share") ? percent : short]);

@@ -1,8 +1,8 @@
 "use strict";
-// The tokens of a rollout, each coloured by one of its numbers.
+// The tokens of a rollout, coloured by one of their numbers.
 
 const OWNERS = ["prompt", "policy", "environment"];
-const MOST_TOKENS = 6000; // that are drawn at once
+const MAX_TOKENS = 6000; // drawn tokens of a rollout
 
 const COLOURINGS = {
   none: { label: "nothing", of: () => null },
@@ -42,7 +42,7 @@ function diverging(x, most) {
   return mix(x > 0 ? "--good" : "--bad", Math.abs(x) / most);
 }
 
-/** The colourings that a rollout has numbers for. */
+/** Returns the colourings whose numbers a rollout has, as [name, label]. */
 function colourings(tokens) {
   return Object.entries(COLOURINGS).filter(([, { needs }]) => !needs || tokens[needs]).map(([name, { label }]) => [name, label]);
 }
@@ -51,14 +51,14 @@ function largest(values) {
   return (values || []).reduce((most, x) => Math.max(most, Math.abs(x ?? 0)), 0);
 }
 
-/** What the tokens say, in stretches by who wrote them; a token under the pointer shows its numbers. */
+/** Shows the tokens in sections by their owner. A token under the pointer shows its numbers. */
 function tokenView(detail, colouring) {
   const tokens = detail.tokens;
   const { of } = COLOURINGS[colouring];
   const most = largest(tokens[colouring]);
   const low = Math.min(...new Set(tokens.version.filter((version) => version >= 0)));
   const box = el("div", { className: "tokens", onmouseover: (event) => hover(event, tokens), onmouseleave: unhover });
-  const end = Math.min(tokens.id.length, MOST_TOKENS);
+  const end = Math.min(tokens.id.length, MAX_TOKENS);
   let stretch = null;
   for (let i = 0; i < end; i++) {
     if (!stretch || tokens.owner[i] !== tokens.owner[i - 1]) {
@@ -75,7 +75,7 @@ function tokenView(detail, colouring) {
   return box;
 }
 
-/** A line break is shown and made; a token without a text, a part of a character, keeps its place. */
+/** Returns a visible form of a token's text: line breaks get a sign, and an empty text (part of a character) becomes a dot. */
 function visible(text) {
   return text === "" ? "·" : text.replaceAll("\n", "⏎\n");
 }

@@ -1,5 +1,5 @@
 "use strict";
-// What became of the tokens that the policy wrote: how many of them have a gradient in the end, and where the others went.
+// The waterfall of the policy's tokens: how many have a gradient in the end, and why the others do not.
 
 const SHOWN_FATES = ["trained", "masked", "filtered", "zero", "truncated", "failed", "aside"];
 const FATE_COLORS = {
@@ -17,7 +17,7 @@ const Waterfall = {
     const runs = app.shown;
     for (const run of runs) await app.source.rollouts(run);
     const box = (label, name) =>
-      field(label, { type: "number", value: this.range[name], id: `waterfall-${name}` }, settled((input) => {
+      field(label, { type: "number", value: this.range[name], id: `waterfall-${name}` }, debounce((input) => {
         this.range[name] = input.value;
         this.draw(panels, runs);
       }));
@@ -44,20 +44,20 @@ const Waterfall = {
     }
   },
 
-  /** Tokens by fate, of the steps in the range; those that the clip acts on are some of the trained. */
+  /** Returns the number of tokens by fate in the range of steps. `clipped` counts the trained tokens on which the clip acts. */
   total(run) {
     const steps = fatesByStep(run.rollouts);
     const from = this.range.from === "" ? -Infinity : Number(this.range.from);
     const to = this.range.to === "" ? Infinity : Number(this.range.to);
     const sums = { sampled: 0, clipped: 0, rows: 0 };
-    const share = new Map(Array.from(run.steps, (step, i) => [step, run.columns[CLIPPED]?.[i] || 0]));
+    const clippedShare = new Map(Array.from(run.steps, (step, i) => [step, run.columns[CLIPPED]?.[i] || 0]));
     for (const [step, tokens] of steps) {
       if (step < from || step > to) continue;
       for (const name of SHOWN_FATES) {
         sums[name] = (sums[name] || 0) + tokens[FATE[name]];
         sums.sampled += tokens[FATE[name]];
       }
-      sums.clipped += tokens[FATE.trained] * (share.get(step) || 0);
+      sums.clipped += tokens[FATE.trained] * (clippedShare.get(step) || 0);
     }
     return sums;
   },
@@ -65,8 +65,8 @@ const Waterfall = {
   shares(run, host, legend) {
     const steps = [...fatesByStep(run.rollouts)];
     const sums = steps.map(([, tokens]) => tokens.reduce((sum, x) => sum + x, 0) || 1);
-    const there = SHOWN_FATES.filter((name) => steps.some(([, tokens]) => tokens[FATE[name]] > 0));
-    const parts = there.map((name) => ({
+    const presentFates = SHOWN_FATES.filter((name) => steps.some(([, tokens]) => tokens[FATE[name]] > 0));
+    const parts = presentFates.map((name) => ({
       label: FATES[FATE[name]][1],
       color: `var(${FATE_COLORS[name]})`,
       ys: steps.map(([, tokens], i) => tokens[FATE[name]] / sums[i]),
@@ -75,7 +75,7 @@ const Waterfall = {
   },
 };
 
-/** step -> tokens by fate. A rollout that trains has tokens of two fates: those with a loss, and those without. */
+/** Returns step -> tokens by fate. The tokens of a rollout that trains have two fates: with a loss (trained), and without (masked). */
 function fatesByStep(rollouts) {
   if (rollouts.fates) return rollouts.fates;
   const steps = new Map();
@@ -92,14 +92,14 @@ function fatesByStep(rollouts) {
   return (rollouts.fates = steps);
 }
 
-/** Bars from all that was sampled down to what was trained. */
+/** Draws the bars from all sampled tokens down to the trained tokens. */
 function waterfallView(sums) {
   const bars = [["Sampled", "all that the policy wrote", 0, sums.sampled, "--accent"]];
-  let left = sums.sampled;
+  let remaining = sums.sampled;
   for (const name of ["aside", "failed", "truncated", "zero", "filtered", "masked"]) {
     if (!sums[name]) continue;
-    left -= sums[name];
-    bars.push([FATES[FATE[name]][1], FATES[FATE[name]][2], left, sums[name], FATE_COLORS[name], "−"]);
+    remaining -= sums[name];
+    bars.push([FATES[FATE[name]][1], FATES[FATE[name]][2], remaining, sums[name], FATE_COLORS[name], "−"]);
   }
   bars.push(["Trained", "has a gradient", 0, sums.trained || 0, "--good"]);
   if (sums.clipped) bars.push(["… clipped", "trained tokens on which the clip of the loss acts", 0, sums.clipped, "--run-4"]);
@@ -114,8 +114,8 @@ function waterfallView(sums) {
 
 const EVENTS = { issued: "issued", trained: "trained", replayed: "trained on again", filtered: "replaced, as they taught nothing", again: "given back, and drawn again" };
 
-/** What became of the prompts of the whole run, by its ledger. */
+/** Shows the number of prompts of the whole run by event, from its ledger. */
 function promptLine(prompts) {
-  const parts = Object.entries(EVENTS).filter(([event]) => prompts?.[event]).map(([event, says]) => `${whole(prompts[event])} ${says}`);
+  const parts = Object.entries(EVENTS).filter(([event]) => prompts?.[event]).map(([event, label]) => `${whole(prompts[event])} ${label}`);
   return parts.length > 0 && el("p", { className: "hint prompts" }, `Prompts of the whole run: ${parts.join(", ")}.`);
 }

@@ -1,11 +1,11 @@
 "use strict";
-// Reading what ratchet/commands/report/schema.py packs.
+// Unpacks what ratchet/commands/report/schema.py packs.
 
 const ARRAYS = {
   u1: Uint8Array, u2: Uint16Array, i4: Int32Array, u4: Uint32Array, f4: Float32Array, f8: Float64Array,
 };
 
-/** {facts, arrays} of a packed buffer; the arrays are views of it. */
+/** Returns {facts, arrays} of a packed buffer. The arrays are views of the buffer. */
 function unpack(buffer) {
   const length = new DataView(buffer).getUint32(0, true);
   const { arrays: places, ...facts } = JSON.parse(new TextDecoder().decode(new Uint8Array(buffer, 4, length)));
@@ -16,7 +16,7 @@ function unpack(buffer) {
   return { facts, arrays };
 }
 
-/** What the page holds in the element of this id, decompressed; null where there is none. */
+/** Returns the decompressed content of the page's element with this id; null if there is none. */
 async function embedded(id) {
   const node = document.getElementById(id);
   if (!node) return null;
