@@ -18,6 +18,22 @@ EvalTarget = Annotated[
         "or results of an evaluation."
     ),
 ]
+Tasks = Annotated[
+    int | None, typer.Option(min=1, help="Number of held-out tasks; default: the recipe's.")
+]
+Samples = Annotated[
+    int, typer.Option(min=0, help="Sampled attempts per task, beside the greedy one.")
+]
+PassThreshold = Annotated[
+    float, typer.Option(help="Minimum reward of a sampled attempt that counts as passed.")
+]
+Temperature = Annotated[
+    float | None, typer.Option(help="Temperature of the sampled attempts; default: the recipe's.")
+]
+MaxNewTokens = Annotated[
+    int | None,
+    typer.Option(min=1, help="Maximum tokens of an answer; default: the recipe's, or 2048."),
+]
 ApiModel = Annotated[str | None, typer.Option(help="For an API: the model's name there.")]
 ApiKeyEnv = Annotated[
     str | None, typer.Option(help="For an API: environment variable that holds the API key.")
@@ -63,27 +79,14 @@ def evaluate(
             min=1, help="Evaluate the run's checkpoint of this step; default: its trained model."
         ),
     ] = None,
-    tasks: Annotated[
-        int | None,
-        typer.Option(min=1, help="Number of held-out tasks; default: the recipe's."),
-    ] = None,
-    samples: Annotated[
-        int, typer.Option(min=0, help="Sampled attempts per task, beside the greedy one.")
-    ] = 4,
+    tasks: Tasks = None,
+    samples: Samples = 4,
     greedy: Annotated[
         bool, typer.Option(help="Also make one attempt per task at temperature 0.")
     ] = True,
-    pass_threshold: Annotated[
-        float, typer.Option(help="Minimum reward of a sampled attempt that counts as passed.")
-    ] = 1.0,
-    temperature: Annotated[
-        float | None,
-        typer.Option(help="Temperature of the sampled attempts; default: the recipe's."),
-    ] = None,
-    max_new_tokens: Annotated[
-        int | None,
-        typer.Option(min=1, help="Maximum tokens of an answer; default: the recipe's, or 2048."),
-    ] = None,
+    pass_threshold: PassThreshold = 1.0,
+    temperature: Temperature = None,
+    max_new_tokens: MaxNewTokens = None,
     seed: Annotated[int, typer.Option(help="Seed of the sampled attempts.")] = 0,
     generator: Annotated[
         str | None, typer.Option(help="engine, vllm or hf; default: the run's kind.")

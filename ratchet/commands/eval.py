@@ -186,7 +186,7 @@ def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> EvalResult
     """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
-    setup, spec = _build_setup(config, evaluation)
+    setup, spec = build_eval_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
     if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
@@ -215,7 +215,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         raise ConfigError(
             "an endpoint has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
         )
-    setup, spec = _build_setup(config, evaluation)
+    setup, spec = build_eval_setup(config, evaluation)
     rollouts = spec.rollouts
     section = EndpointConfig(
         api_key_env=settings.api_key_env,
@@ -258,7 +258,9 @@ async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
         await evaluator.manager.close()
 
 
-def _build_setup(config: RunConfig | None, evaluation: Evaluation) -> tuple[EnvSetup, StageSpec]:
+def build_eval_setup(
+    config: RunConfig | None, evaluation: Evaluation
+) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
     They are those of the recipe's last stage, with the settings that `evaluation` overrides.

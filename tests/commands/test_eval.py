@@ -14,7 +14,7 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.commands.eval import EndpointSettings, Evaluation, evaluate_target, where
+from ratchet.commands.eval import EndpointSettings, Evaluation, build_eval_setup, evaluate_target
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
@@ -37,7 +37,7 @@ RECIPE: dict[str, Any] = {
 }
 FEW = Evaluation(tasks=3, samples=2)
 SORTING = Evaluation(
-    on="sorting", words=["digits=2"], tasks=4, samples=2, asked=EndpointSettings(model="m")
+    on="sorting", overrides=["digits=2"], tasks=4, samples=2, endpoint=EndpointSettings(model="m")
 )
 
 
@@ -159,12 +159,12 @@ def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
         evaluate_target(str(run / "model"), FEW, out=tmp_path)
     evaluate_target(
         str(run / "model"),
-        Evaluation(on="sorting", words=["digits=2"], tasks=2, max_new_tokens=2),
+        Evaluation(on="sorting", overrides=["digits=2"], tasks=2, max_new_tokens=2),
         out=tmp_path,
     )
     assert EvalResults.read(tmp_path).about["max_new_tokens"] == 2
     with pytest.raises(ConfigError, match="dgits"):
-        evaluate_target(str(run), Evaluation(on="sorting", words=["dgits=2"]), out=tmp_path)
+        evaluate_target(str(run), Evaluation(on="sorting", overrides=["dgits=2"]), out=tmp_path)
 
 
 def test_a_generator_may_be_chosen(run: Path, tmp_path: Path):
@@ -200,9 +200,9 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     chosen = Evaluation(
         on="mmlu",
-        words=[f"test={tmp_path / 'test.jsonl'}"],
+        overrides=[f"test={tmp_path / 'test.jsonl'}"],
         samples=0,
-        asked=EndpointSettings(model="m", concurrency=64),
+        endpoint=EndpointSettings(model="m", concurrency=64),
     )
     with serve(lambda body, _: chat("Surely the answer is A.")) as fake:
         evaluate_target(f"{fake.url}/v1", chosen, out=tmp_path / "out")
@@ -213,7 +213,9 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
     assert found.prompts[0].votes
     assert {prompt.greedy.answer for prompt in found.prompts if prompt.greedy} == {"A"}
     assert "By tag" in capsys.readouterr().out
-    assert where(None, chosen)[1].evaluation.tasks == sys.maxsize  # not the 512 of a recipe
+    assert (
+        build_eval_setup(None, chosen)[1].evaluation.tasks == sys.maxsize
+    )  # not the 512 of a recipe
 
 
 def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
@@ -224,23 +226,23 @@ def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
 
 def test_keys_belong_to_an_environment_that_is_named(run: Path):
     with pytest.raises(ConfigError, match="'digits=4' is a key of the environment that --on names"):
-        evaluate_target(str(run), Evaluation(words=["digits=4"]))
+        evaluate_target(str(run), Evaluation(overrides=["digits=4"]))
 
 
 def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
         evaluate_target("http://localhost:1/v1", Evaluation(on="sorting"))
     with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
-        evaluate_target("http://localhost:1/v1", Evaluation(asked=EndpointSettings(model="m")))
+        evaluate_target("http://localhost:1/v1", Evaluation(endpoint=EndpointSettings(model="m")))
     with pytest.raises(ConfigError, match="--generator vllm is only for models that run here"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", generator="vllm", asked=EndpointSettings(model="m")),
+            Evaluation(on="sorting", generator="vllm", endpoint=EndpointSettings(model="m")),
         )
     with pytest.raises(ConfigError, match="leave no attempt"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", greedy=False, samples=0, asked=EndpointSettings(model="m")),
+            Evaluation(on="sorting", greedy=False, samples=0, endpoint=EndpointSettings(model="m")),
         )
 
 
