@@ -392,7 +392,7 @@ def test_tool_calls_of_all_families(name, pieces):
         assert called
         assert isinstance(arguments, dict)
         assert not is_deeper(arguments, 40)
-    FORMATS[name].numbered(found.calls, 0)
+    FORMATS[name].number_calls(found.calls, 0)
 
 
 # --- templates

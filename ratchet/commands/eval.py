@@ -23,7 +23,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
-from ratchet.data.presets.benchmarks import ALSO_CALLED, MEASURED_ON
+from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.evals.evaluator import Evaluator
@@ -318,8 +318,8 @@ def make_env_section(name: str, overrides: Sequence[str]) -> Section:
 
     By default only the test split of a benchmark is read.
     """
-    full_name = ALSO_CALLED.get(name, name)
-    if full_name not in MEASURED_ON:
+    full_name = ALIASES.get(name, name)
+    if full_name not in BENCHMARK_NAMES:
         return section_from_words("environment", name, overrides)
     keys = {override.partition("=")[0].strip() for override in overrides}
     # An empty train_split means that no training split is read.

@@ -21,7 +21,7 @@ from rich.table import Table
 
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
-from ratchet.data.jsonl import TYPE_NAMES, each_line
+from ratchet.data.jsonl import TYPE_NAMES, read_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import composed
@@ -131,7 +131,7 @@ async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterato
     free_workers = asyncio.Semaphore(workers)
     pending: deque[asyncio.Task[Score]] = deque()
     try:
-        for line, values in each_line(path):
+        for line, values in read_lines(path):
             pending.append(asyncio.create_task(_score(path, line, values, reward, free_workers)))
             while len(pending) >= ROWS_PER_WORKER * workers or (pending and pending[0].done()):
                 yield await pending.popleft()

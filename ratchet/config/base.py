@@ -14,9 +14,11 @@ LARGEST_WHOLE = 2**31 - 1
 class Section(BaseModel):
     """One section of a recipe. An unknown key is an error that names the nearest known one.
 
-    It needs no torch. For a section chosen by `kind:`, `builds` names the "module:callable" that
-    `ratchet.training.build` calls with the section, so that a driver never imports a backend that
-    it does not run. A field's `description` states its meaning and unit.
+    Sections never import torch. A field's `description` states its meaning and unit.
+
+    Attributes:
+        builds: The "module:callable" that `ratchet.training.build` calls with a section chosen by
+            `kind:`. It is text, so that only the backend that a run uses is imported.
     """
 
     model_config = ConfigDict(
@@ -39,24 +41,25 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _check_yaml_types(cls, value: Any, info: ValidationInfo) -> Any:
-        """Raise for values whose YAML type is wrong: `true` is not 1, and "5" is not 5.
+        """Raise for values whose YAML type is wrong, such as `true` or "5" in a field of numbers.
 
-        Pydantic would convert both and hide a typing error.
+        Pydantic would convert them to 1 and 5 and hide the mistake.
         """
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
-            _refuse_lookalikes(field.annotation, value)
+            _refuse_non_numbers(field.annotation, value)
             has_upper_bound = any(hasattr(x, "le") or hasattr(x, "lt") for x in field.metadata)
             if not has_upper_bound:
                 _refuse_huge(field.annotation, value)
         return value
 
 
-def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> None:
+def _refuse_non_numbers(annotation: Any, value: Any, item_label: str = "") -> None:
+    """Raise for text or a boolean in a field that takes numbers only."""
     if isinstance(value, list | tuple):
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
-            _refuse_lookalikes(items[min(index, len(items) - 1)], item, f"item {index} ")
+            _refuse_non_numbers(items[min(index, len(items) - 1)], item, f"item {index} ")
         return
     if not isinstance(value, bool | str):
         return
@@ -64,12 +67,12 @@ def _refuse_lookalikes(annotation: Any, value: Any, item_of_list: str = "") -> N
     if accepted and accepted <= {int, float, type(None)}:
         expected = "a number" if float in accepted else "a whole number"
         raise PydanticCustomError(
-            "not_a_number", "{which}must be {wanted}", {"which": item_of_list, "wanted": expected}
+            "not_a_number", "{item}must be {expected}", {"item": item_label, "expected": expected}
         )
 
 
-def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
-    """Raise for a whole number above `LARGEST_WHOLE`: it would cause an endless loop or array."""
+def _refuse_huge(annotation: Any, value: Any, item_label: str = "") -> None:
+    """Raise for a whole number above `LARGEST_WHOLE`, which would make a loop or array endless."""
     if isinstance(value, list | tuple):
         items = _item_annotations(annotation)
         for index, item in enumerate(value if items else ()):
@@ -80,11 +83,12 @@ def _refuse_huge(annotation: Any, value: Any, item_of_list: str = "") -> None:
         and abs(value) > LARGEST_WHOLE
     ):
         raise PydanticCustomError(
-            "huge", "{which}must be at most {most}", {"which": item_of_list, "most": LARGEST_WHOLE}
+            "huge", "{item}must be at most {limit}", {"item": item_label, "limit": LARGEST_WHOLE}
         )
 
 
 def _item_annotations(annotation: Any) -> list[Any]:
+    """Return the annotations of a tuple's or list's items, also within a union."""
     if get_origin(annotation) in (tuple, list):
         return [item for item in get_args(annotation) if item is not Ellipsis]
     return [item for part in get_args(annotation) for item in _item_annotations(part)]

@@ -1,4 +1,4 @@
-"""Describe the batch arithmetic of a recipe as text."""
+"""Describe a recipe as text for `ratchet check`: model, workers, batch sizes and schedule."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.utils.object_store import is_address
 
 ROW = "{:<14}{}"
-SHARED_OUT = (
+LEARNER_PARALLELISM = (
     "dp_replicate",
     "dp_shard",
     "data_parallel",
@@ -20,7 +20,7 @@ SHARED_OUT = (
     "tensor_parallel",
     "pipeline_parallel",
 )
-SHARED_BY_VLLM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
+VLLM_PARALLELISM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
 def describe(config: RunConfig) -> str:
@@ -39,18 +39,18 @@ def describe(config: RunConfig) -> str:
         head.append(ROW.format("generator", workers))
     total = sum(stage.steps for stage in config.stages)
     blocks = ["\n".join(head)]
-    first = 0
+    first_step = 0
     for index, stage in enumerate(config.stages):
         place = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
         blocks.append(
             "\n".join(
                 [
-                    f"{place} (steps {first + 1} to {first + stage.steps} of {total})",
-                    *_stage(stage, first),
+                    f"{place} (steps {first_step + 1} to {first_step + stage.steps} of {total})",
+                    *_describe_stage(stage, first_step),
                 ]
             )
         )
-        first += stage.steps
+        first_step += stage.steps
     return "\n\n".join(blocks)
 
 
@@ -59,7 +59,7 @@ def _ranks(config: RunConfig) -> str:
     learner = config.stages[0].learner
     if not hasattr(learner, "provider"):
         return ""
-    sizes = {key: getattr(learner, key, 1) for key in SHARED_OUT}
+    sizes = {key: getattr(learner, key, 1) for key in LEARNER_PARALLELISM}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     return (
         f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster "
@@ -72,38 +72,40 @@ def _workers(config: RunConfig) -> str:
     generator: Any = config.stages[0].generator
     if _kind(generator) != "workers":
         return ""
-    sizes = {key: getattr(generator.worker, key, 1) for key in SHARED_BY_VLLM}
-    each = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
-    lost = (
+    sizes = {key: getattr(generator.worker, key, 1) for key in VLLM_PARALLELISM}
+    parallelism = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
+    restarts = (
         f"at most {_count(generator.max_restarts, 'restart')}"
         if generator.recovery == "restart"
         else "no restarts"
     )
-    held = f"{_kind(generator.worker)}{f' ({each})' if each else ''}"
-    held += ", which play whole groups" if generator.worker_runs == "groups" else ""
+    worker = f"{_kind(generator.worker)}{f' ({parallelism})' if parallelism else ''}"
+    worker += ", which play whole groups" if generator.worker_runs == "groups" else ""
     return (
-        f"{_count(generator.workers, 'worker')} of {held}, {lost}, cluster {_kind(config.cluster)}"
+        f"{_count(generator.workers, 'worker')} of {worker}, {restarts}, "
+        f"cluster {_kind(config.cluster)}"
     )
 
 
-def _share(stage: StageConfig) -> str:
-    """Return a line on the rows of an optimizer step, and their division among data ranks."""
+def _rows_per_rank(stage: StageConfig) -> str:
+    """Return a line on the rows of an optimizer step, as divided among data-parallel ranks."""
     learner: Any = stage.learner
     if not hasattr(learner, "provider"):
         return ""
     rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
     ranks = prod(getattr(learner, key) for key in learner.rows)
-    idle = (
+    idle_ranks = (
         f": {_count(ranks - rows, 'data rank')} without one, computing fillers"
         if rows < ranks
         else " each"
     )
     return (
-        f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, about {-(-rows // ranks)}{idle}"
+        f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, "
+        f"about {-(-rows // ranks)}{idle_ranks}"
     )
 
 
-def _stage(stage: StageConfig, first: int) -> list[str]:
+def _describe_stage(stage: StageConfig, first_step: int) -> list[str]:
     rows = [
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
         ("teacher", _teacher(stage)),
@@ -115,10 +117,10 @@ def _stage(stage: StageConfig, first: int) -> list[str]:
         ("batch", _batch(stage)),
         ("replay", _replay(stage)),
         ("updates", _updates(stage)),
-        ("ranks", _share(stage)),
+        ("ranks", _rows_per_rank(stage)),
         ("data", _data(stage)),
-        ("evaluation", _evaluation(stage, first)),
-        ("checkpoints", _checkpoints(stage, first)),
+        ("evaluation", _evaluation(stage, first_step)),
+        ("checkpoints", _checkpoints(stage, first_step)),
         *(("warning", caution) for caution in cautions(stage)),
     ]
     hidden = {name for name, text in rows if not text}
@@ -144,20 +146,20 @@ def _teacher(stage: StageConfig) -> str:
 
 
 def _batch(stage: StageConfig) -> str:
-    overrides = {
+    nouns = {
         "rows": "row",
         "pairs": "pair",
         "labelled": "labelled answer",
         "steps": "stepwise answer",
     }
-    if stage.source in overrides:
-        return f"{_count(stage.batch_size, overrides[stage.source])} a step"
+    if stage.source in nouns:
+        return f"{_count(stage.batch_size, nouns[stage.source])} a step"
     trajectories = stage.batch_size * stage.attempts
-    new = trajectories * stage.sampling.max_new_tokens
-    drawn = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"
+    new_tokens = trajectories * stage.sampling.max_new_tokens
+    factors = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"
     return (
-        f"{drawn} = {_count(trajectories, 'trajectory')} a step, "
-        f"at most {_count(new, 'new token')} ({stage.sampling.max_new_tokens} each)"
+        f"{factors} = {_count(trajectories, 'trajectory')} a step, "
+        f"at most {_count(new_tokens, 'new token')} ({stage.sampling.max_new_tokens} each)"
     )
 
 
@@ -172,12 +174,14 @@ def _replay(stage: StageConfig) -> str:
 
 def _updates(stage: StageConfig) -> str:
     per_batch = stage.minibatches * stage.epochs
-    whole = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
-    count, what = (
-        (stage.batch_size, "group") if whole else (stage.batch_size * stage.attempts, "attempt")
+    splits_groups = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
+    count, noun = (
+        (stage.batch_size, "group")
+        if splits_groups
+        else (stage.batch_size * stage.attempts, "attempt")
     )
     low, extra = divmod(count, stage.minibatches)
-    size = f"{low} to {low + 1} {what}s" if extra else _count(low, what)
+    size = f"{low} to {low + 1} {noun}s" if extra else _count(low, noun)
     return (
         f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
         f"{_count(stage.epochs, 'epoch')}), "
@@ -187,16 +191,16 @@ def _updates(stage: StageConfig) -> str:
 
 
 def _data(stage: StageConfig) -> str:
-    drawn = stage.steps * stage.batch_size
+    n_tasks = stage.steps * stage.batch_size
     if stage.examples is None:
-        return f"{_count(drawn, 'task')} drawn"
+        return f"{_count(n_tasks, 'task')} drawn"
     return (
-        f"{_count(drawn, 'task')} drawn from {stage.examples:,}: {drawn / stage.examples:.3g} "
+        f"{_count(n_tasks, 'task')} drawn from {stage.examples:,}: {n_tasks / stage.examples:.3g} "
         "times each"
     )
 
 
-def _evaluation(stage: StageConfig, first: int) -> str:
+def _evaluation(stage: StageConfig, first_step: int) -> str:
     settings = stage.evaluation
     if not settings.tasks:
         return "none"
@@ -205,25 +209,27 @@ def _evaluation(stage: StageConfig, first: int) -> str:
         *(["1 greedy"] if settings.greedy else []),
         *([f"{settings.samples} sampled"] if settings.samples else []),
     ]
-    each = (
+    size = (
         f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, "
         f"{' and '.join(kinds)})"
     )
-    between = _marks(stage, first, settings.every)
-    when = f"before, after and {_count(between, 'time')} between" if between else "before and after"
-    return f"{when}, {each}"
+    between = _count_multiples(stage, first_step, settings.every)
+    times = (
+        f"before, after and {_count(between, 'time')} between" if between else "before and after"
+    )
+    return f"{times}, {size}"
 
 
-def _checkpoints(stage: StageConfig, first: int) -> str:
+def _checkpoints(stage: StageConfig, first_step: int) -> str:
     return (
-        f"{1 + _marks(stage, first, stage.checkpoint.every)} written, the newest "
+        f"{1 + _count_multiples(stage, first_step, stage.checkpoint.every)} written, the newest "
         f"{stage.checkpoint.keep} kept"
     )
 
 
-def _marks(stage: StageConfig, first: int, every: int) -> int:
+def _count_multiples(stage: StageConfig, first_step: int, every: int) -> int:
     """Return how many steps of the stage, its last excluded, are multiples of `every`."""
-    return (first + stage.steps - 1) // every - first // every if every else 0
+    return (first_step + stage.steps - 1) // every - first_step // every if every else 0
 
 
 def _count(number: int, noun: str) -> str:

@@ -19,13 +19,13 @@ if TYPE_CHECKING:
 Location = Sequence[str | int]
 
 MAX_SHOWN = 20  # problems of one recipe that get a full message
-MAX_CHARS = 1000  # of one problem's path, and of its message
+MAX_CHARS = 1000  # characters of one problem's path, and of its message
 MAX_VALUE_CHARS = 80
 
 
 @dataclass(frozen=True, slots=True)
 class RecipeProblem:
-    """One error in a recipe. `message` follows the key's path."""
+    """One error in a recipe: the key's place, and a message that is printed after it."""
 
     origin: ValueOrigin
     message: str
@@ -44,8 +44,8 @@ def report(problems: Iterable[RecipeProblem]) -> ConfigError:
     lines = [str(p) for p in ordered[:MAX_SHOWN]]
     if len(ordered) == 1:
         return ConfigError(lines[0])
-    rest = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
-    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *rest]))
+    summary = [f"and {len(ordered) - MAX_SHOWN:,} more"] if len(ordered) > MAX_SHOWN else []
+    return ConfigError("\n  ".join([f"{len(ordered):,} problems:", *lines, *summary]))
 
 
 def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
@@ -53,7 +53,7 @@ def _place_in_files(origin: ValueOrigin) -> tuple[str, int, str]:
 
 
 def locate(tree: Node, location: Location) -> tuple[Node, list[str]]:
-    """Return the deepest node on the way to a location of the tree, and the keys left below it."""
+    """Return the deepest node on the way to a location, and the keys that are missing below it."""
     node = tree
     for index, part in enumerate(location):
         inner: Any = node.value
@@ -104,14 +104,14 @@ def _write_message(
     model: type[Any],
 ) -> str:
     """Return the message of one problem. `missing`: the keys of `place` that the recipe lacks."""
-    first, *others = dict.fromkeys(_expectation(line) for line in lines)
-    expected = " or ".join([first, *(other.removeprefix("must be ") for other in others)])
+    first, *alternatives = dict.fromkeys(_expectation(line) for line in lines)
+    expected = " or ".join([first, *(text.removeprefix("must be ") for text in alternatives)])
     value = locate(tree, place)[0].value
     if lines[0]["type"] == "extra_forbidden":
         return unknown_key(str(place[-1]), place[:-1], tree, model)
     if lines[0]["type"] == "missing":
         return _missing_message(place, tree, model)
-    if missing or lines[0]["type"] in TELLING or isinstance(value, dict | list):
+    if missing or lines[0]["type"] in SELF_CONTAINED or isinstance(value, dict | list):
         return expected
     return f"{_format_value(origin.path, value)} {expected}"
 
@@ -144,9 +144,9 @@ def _format_value(path: str, value: Any) -> str:
 
 # --- messages for pydantic's error types
 
-TELLING = ("kind", "value_error")  # error types whose messages already name the value
+SELF_CONTAINED = ("kind", "value_error")  # error types whose messages already name the value
 
-WANTED = {
+EXPECTATIONS = {
     "int_type": "must be a whole number",
     "int_parsing": "must be a whole number",
     "int_from_float": "must be a whole number",
@@ -175,8 +175,9 @@ WANTED = {
 
 
 def _expectation(line: Mapping[str, Any]) -> str:
+    """Return one of pydantic's errors in our words: what the value must be."""
     context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in line.get("ctx", {}).items()}
-    template = WANTED.get(line["type"])
+    template = EXPECTATIONS.get(line["type"])
     text = line["msg"] if template is None else template.format(**context)
     if line["type"] == "literal_error" and isinstance(line["input"], str):
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
@@ -193,11 +194,11 @@ def _missing_message(place: Location, tree: Node, model: type[Any]) -> str:
     return "is missing" + (f" ({description.rstrip('.')})" if description else "")
 
 
-def unlike(word: str, known: Iterable[str]) -> str:
+def suggest_name(word: str, known: Iterable[str]) -> str:
     """Return the end of a message about an unknown name: the nearest known one, or all of them."""
     names = list(known)
-    near = get_close_matches(word, names, n=1)
-    return f"; did you mean '{near[0]}'?" if near else f"; there are {', '.join(names)}"
+    matches = get_close_matches(word, names, n=1)
+    return f"; did you mean '{matches[0]}'?" if matches else f"; there are {', '.join(names)}"
 
 
 # --- unknown keys
@@ -218,23 +219,23 @@ RENAMED_KEYS: Mapping[str, str] = {
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return the message about an unknown key.
 
-    It names the key's new name, else where the key belongs, else the nearest known key, else all
-    keys known here.
+    The hint is the first of these that there is: the key's new name, the sections that have this
+    key, the nearest known key, the list of all keys known here.
     """
     siblings = list_children(model, place, tree)
     if RENAMED_KEYS.get(key) in siblings:
         return f"unknown key; it was renamed to '{RENAMED_KEYS[key]}'"
-    everywhere = list(keys(model))
-    elsewhere = [k for k in everywhere if k.name == key]
-    near = get_close_matches(key, siblings, n=1)
-    if elsewhere:
-        hint = f"it belongs in {_list_keys(elsewhere)}"
-    elif near:
-        hint = f"did you mean '{near[0]}'?"
+    all_keys = list(keys(model))
+    namesakes = [k for k in all_keys if k.name == key]
+    similar_siblings = get_close_matches(key, siblings, n=1)
+    if namesakes:
+        hint = f"it belongs in {_list_keys(namesakes)}"
+    elif similar_siblings:
+        hint = f"did you mean '{similar_siblings[0]}'?"
     else:
-        names = get_close_matches(key, {k.name for k in everywhere}, n=1, cutoff=0.75)
+        names = get_close_matches(key, {k.name for k in all_keys}, n=1, cutoff=0.75)
         hint = (
-            f"did you mean {_list_keys([k for k in everywhere if k.name == names[0]])}?"
+            f"did you mean {_list_keys([k for k in all_keys if k.name == names[0]])}?"
             if names
             else ""
         )
@@ -242,7 +243,7 @@ def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
 
 
 def _list_keys(candidates: Sequence[Key]) -> str:
-    """List the least nested keys, each with its kind if only one kind has it."""
+    """Return the least nested keys as text, each with its kind if only one kind has it."""
     depth = min(key.written.count(".") for key in candidates)
     kinds: dict[str, set[str]] = {}
     for key in candidates:
@@ -250,7 +251,7 @@ def _list_keys(candidates: Sequence[Key]) -> str:
             kinds.setdefault(key.written, set()).add(key.kinds)
     shown = [
         f"'{path}'"
-        + (f" (kind {min(its_kinds)})" if len(its_kinds) == 1 and min(its_kinds) else "")
-        for path, its_kinds in kinds.items()
+        + (f" (kind {min(path_kinds)})" if len(path_kinds) == 1 and min(path_kinds) else "")
+        for path, path_kinds in kinds.items()
     ]
     return " or ".join(shown[:3]) + (" ..." if len(shown) > 3 else "")

@@ -14,94 +14,97 @@ from ratchet.errors import SamplingError
 from ratchet.sampling import check_setting
 
 
-def checked_setting(name: str, value: Any) -> Any:
-    """Return the value of a field of `Sampling`.
-
-    Raise ValueError, which pydantic reports, if `Sampling` refuses it.
-    """
+def check_sampling_value(name: str, value: Any) -> Any:
+    """Return the value of a field of `Sampling`. Raise ValueError if it is out of range."""
     try:
         return check_setting(name, value)
     except SamplingError as error:
         raise ValueError(str(error)) from None
 
 
-Temperature = Annotated[float, AfterValidator(lambda value: checked_setting("temperature", value))]
+Temperature = Annotated[
+    float, AfterValidator(lambda value: check_sampling_value("temperature", value))
+]
 
 
 class SamplingConfig(Section):
-    """The sampling of attempts. top_p, top_k and min_p act after the temperature."""
+    """The sampling of attempts. The filters top_p, top_k and min_p act after the temperature."""
 
     temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
-    top_p: float = Field(default=1.0, description="Smallest set of tokens of this mass; 1: off.")
-    top_k: int = Field(default=0, description="So many likeliest tokens; 0: off.")
+    top_p: float = Field(
+        default=1.0,
+        description="Sample from the smallest set of tokens with this total probability; 1: off.",
+    )
+    top_k: int = Field(default=0, description="Number of likeliest tokens to sample from; 0: off.")
     min_p: float = Field(
-        default=0.0, description="Tokens of at least this share of the top one's mass; 0: off."
+        default=0.0,
+        description="Least probability of a token, as a share of the likeliest one's; 0: off.",
     )
     max_new_tokens: int = Field(
-        default=256, ge=1, description="Tokens of one completion, its end included."
+        default=256, ge=1, description="Maximum tokens of one completion, with its end token."
     )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
 
     @field_validator("*", mode="after")
     @classmethod
-    def _can_be_drawn_with(cls, value: Any, info: ValidationInfo) -> Any:
-        return checked_setting(info.field_name or "", value)
+    def _check_values(cls, value: Any, info: ValidationInfo) -> Any:
+        return check_sampling_value(info.field_name or "", value)
 
 
 class ReplayConfig(Section):
     """The replay buffer: a step also trains on groups of earlier steps (arXiv:1511.05952)."""
 
     groups: int = Field(
-        default=8, ge=1, description="More groups a step, as far as there are so many."
+        default=8, ge=1, description="Replayed groups a step; fewer if the buffer holds fewer."
     )
     max_age: int = Field(
         default=4,
         ge=1,
-        description="Versions by which the weights that drew a group may lie behind those that it "
-        "trains.",
+        description="Maximum staleness of a replayed group, in versions of the weights.",
     )
     capacity: int = Field(
         default=256,
         ge=1,
-        description="Groups that are kept; those that were trained on first go first.",
+        description="Groups in the buffer; the earliest trained on are dropped first.",
     )
     priority: Literal["uniform", "spread"] = Field(
         default="spread",
-        description="Which come: with chances by the standard deviation of their rewards, or any.",
+        description="Choice of groups: spread in proportion to the standard deviation of their "
+        "rewards, uniform at random.",
     )
 
     @model_validator(mode="after")
-    def _keeps_enough(self) -> ReplayConfig:
+    def _check_capacity(self) -> ReplayConfig:
         if self.capacity < self.groups:
             raise ValueError(
-                f"capacity={self.capacity} keeps fewer than groups={self.groups}: raise it"
+                f"capacity={self.capacity} holds fewer than groups={self.groups}: raise it"
             )
         return self
 
 
 class AdaptiveConfig(Section):
-    """The control of the number of groups in flight, from one step's up to max_staleness.
+    """Limits that adapt the number of groups in flight, between one step's and max_staleness.
 
-    The number rises while the learner waits, and falls while one of these limits is exceeded.
+    The number rises while the learner waits, and falls while a limit is exceeded.
     """
 
     staleness: float | None = Field(
         default=None,
         gt=0,
-        description="Versions by which tokens may be older, in the mean, than what they train; "
-        "null: any.",
+        description="Largest mean staleness of tokens, in versions of the weights; null: any.",
     )
     mismatch: float | None = Field(
         default=None,
         gt=0,
-        description="KL from sampler to learner, nats a token (batch/correction/kl); null: any.",
+        description="Largest KL from sampler to learner, in nats a token (batch/correction/kl); "
+        "null: any.",
     )
 
     @model_validator(mode="after")
-    def _holds_something(self) -> AdaptiveConfig:
+    def _check_has_limit(self) -> AdaptiveConfig:
         if self.staleness is None and self.mismatch is None:
             raise ValueError(
-                "neither staleness nor mismatch is to be held: set one of them, or remove adaptive"
+                "neither staleness nor mismatch is set: set one of them, or remove adaptive"
             )
         return self
 
@@ -109,24 +112,24 @@ class AdaptiveConfig(Section):
 class RolloutsConfig(Section):
     """The rollouts of a stage, and the handling of their failures.
 
-    Which redundant attempts and groups finish first depends on timing, so a run with redundancy is
-    not bitwise reproducible.
+    With redundant attempts or groups, the first to finish are used. This depends on timing, so such
+    a run is not bitwise reproducible.
     """
 
     max_turns: int = Field(
-        default=64, ge=1, description="Turns of the policy, after which an attempt is cut off."
+        default=64, ge=1, description="Turns of the policy after which an attempt is cut off."
     )
     attempt_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="Seconds to play an attempt in, waiting included, and to judge it in; null: no "
-        "limit. Judged programs have "
-        "limits of their own (docs/rewards.md).",
+        description="Time limit in seconds of playing an attempt, with its waits, and again of "
+        "judging it; null: none. Judged programs have limits of their own (docs/rewards.md).",
     )
     retries: int = Field(
         default=2,
         ge=0,
-        description="Further tries of an attempt that an environment, a reward or a timeout broke.",
+        description="Retries of an attempt that failed in an environment, a reward or by a "
+        "timeout.",
     )
     max_failed_share: float = Field(
         default=0.5,
@@ -144,18 +147,18 @@ class RolloutsConfig(Section):
     )
     max_staleness: Annotated[int | float, Field(ge=0)] = Field(
         default=0,
-        description="Steps by which the weights that begin an attempt may lie behind those that "
-        "it trains; 0: the same. Above 0 attempts go on while the learner works; 0.5: those of "
-        "half of the next step's groups.",
+        description="Maximum staleness, in steps, of the weights that start an attempt when it is "
+        "trained on. 0: on-policy. Above 0 the next steps' groups are generated during the update; "
+        "0.5: half of the next step's groups.",
     )
     order: Literal["issued", "ready"] = Field(
         default="issued",
-        description="Order in which groups in flight enter a step: the oldest first, or the first "
-        "that are ready, as long as none becomes too old.",
+        description="Order in which groups enter a step: issued takes the oldest first, ready the "
+        "first that have finished, unless another would become too old.",
     )
     adaptive: AdaptiveConfig | None = Field(
         default=None,
-        description="Holds mean staleness or mismatch at a target; null: always as many as "
+        description="Adapts the number of groups in flight to limits; null: as many as "
         "max_staleness allows.",
     )
     tail_batching: int = Field(
@@ -166,104 +169,110 @@ class RolloutsConfig(Section):
     )
     dynamic_sampling: bool = Field(
         default=False,
-        description="Groups whose rewards are all equal are replaced by others (DAPO, "
+        description="Replace groups whose rewards are all equal by others (DAPO, "
         "arXiv:2503.14476).",
     )
     max_replaced: int = Field(
         default=3,
         ge=1,
-        description="Groups that dynamic_sampling replaces a step, over batch_size; beyond it "
-        "they stay.",
+        description="Maximum groups that dynamic_sampling replaces in a step, in multiples of "
+        "batch_size; further ones are kept.",
     )
     replay: ReplayConfig | None = Field(
-        default=None, description="Trains on groups more than once; null: each once."
+        default=None,
+        description="Replay buffer, to train on groups again; null: each group trains once.",
     )
 
     @property
     def prefetches(self) -> bool:
+        """True if groups are generated ahead of the step that trains on them."""
         return self.max_staleness > 0 or self.dynamic_sampling
 
 
 class CurriculumConfig(Section):
-    """A curriculum: weighted draws from the stage's `examples` in place of passes over them.
+    """A curriculum: tasks are drawn from the stage's `examples` with weights.
 
-    p = running success rate of a task, 0.5 until it is tried.
+    Without one, each pass takes every task once. Below, p is the running success rate of a task,
+    which is 0.5 before its first attempt.
 
     Attributes:
         prefer: "learnable" weighs a task by p (1 - p) (arXiv:2502.12272), "hard" by 1 - p
             (arXiv:2501.12599).
-        difficulty: Easy tasks come first (arXiv:1903.09848).
+        difficulty: With this key easy tasks come first (arXiv:1903.09848).
     """
 
     prefer: Literal["even", "learnable", "hard"] = Field(
         default="learnable",
-        description="Tasks that succeed half of the time, or seldom; even: all alike.",
+        description="Tasks to prefer: learnable, solved about half of the time; hard, solved "
+        "seldom; even: none.",
     )
     explore: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="Share that is drawn evenly, whatever is known of a task.",
+        description="Share of tasks drawn uniformly, whatever their success rate.",
     )
     memory: float = Field(
         default=0.5,
         ge=0,
         lt=1,
-        description="Share that a task's success rate keeps of itself when a group of it ends.",
+        description="Weight of the old success rate in its moving average, updated after each "
+        "group.",
     )
-    success: float = Field(
-        default=0.5, description="The reward from which on an attempt is a success."
-    )
+    success: float = Field(default=0.5, description="Least reward of a successful attempt.")
     difficulty: str | None = Field(
         default=None,
-        description="A number in the tasks' meta: those that have least of it come first; null: no "
-        "order.",
+        description="Name of a number in the tasks' meta; tasks with low values come first; null: "
+        "no order.",
     )
     start_share: float = Field(
-        default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, that come first."
+        default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, to start with."
     )
     full_by_step: int = Field(
-        default=50, ge=1, description="Steps in which this share rises to 1, evenly."
+        default=50, ge=1, description="Steps in which start_share rises linearly to 1."
     )
 
     @model_validator(mode="after")
-    def _reads_all_that_is_set(self) -> CurriculumConfig:
-        ordered, weighed = self.difficulty is not None, self.prefer != "even"
-        if not ordered and not weighed:
+    def _check_unread_keys(self) -> CurriculumConfig:
+        has_order, has_preference = self.difficulty is not None, self.prefer != "even"
+        if not has_order and not has_preference:
             raise ValueError(
-                "prefer=even without difficulty prefers nothing: set one of them, or remove "
+                "prefer=even without difficulty has no effect: set one of them, or remove "
                 "curriculum"
             )
         for reader, is_set, keys in (
-            ("difficulty", ordered, ("start_share", "full_by_step")),
-            ("prefer", weighed, ("explore", "memory", "success")),
+            ("difficulty", has_order, ("start_share", "full_by_step")),
+            ("prefer", has_preference, ("explore", "memory", "success")),
         ):
             unread = [key for key in keys if not is_set and key in self.changed]
             if unread:
-                raise ValueError(f"{unread[0]} is read with {reader} alone: set that, or remove it")
+                raise ValueError(
+                    f"{unread[0]} has no effect without {reader}: set {reader}, or remove it"
+                )
         return self
 
 
 class ParityConfig(Section):
-    """The parity gate: compares the log-probabilities of sampler and learner.
+    """The parity check: compares the log-probabilities of sampler and learner.
 
-    It compares those of fresh tokens before an update, when both have the same weights.
+    It uses fresh tokens before an update, when sampler and learner have the same weights. A
+    difference then points to a bug, or to numerics that differ.
     """
 
     first_steps: int = Field(
         default=3,
         ge=0,
-        description="Number of first steps with a check, so after the first pushes of weights.",
+        description="Number of steps at the start of a stage that are all checked.",
     )
     every: int = Field(default=50, ge=0, description="Steps between later checks; 0: none.")
     sample: int = Field(default=8, ge=1, description="Attempts compared in a check.")
     threshold: float = Field(
         default=0.05,
         gt=0,
-        description="Largest mean difference, in nats a token. bfloat16 makes about 0.01, float32 "
-        "1e-6.",
+        description="Largest mean difference, in nats a token. About 0.01 is normal in bfloat16, "
+        "1e-6 in float32.",
     )
     action: Literal["stop", "warn"] = Field(
         default="stop",
-        description="Reaction to a difference above the threshold; both say which part causes it.",
+        description="Reaction to a difference above the threshold; both name its cause.",
     )

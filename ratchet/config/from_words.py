@@ -1,4 +1,4 @@
-"""Build a section from words of a command line: a kind or an import path, and its keys."""
+"""Build a section from the command line: a kind or an import path, and `key=value` words."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Secti
         words: The keys, with values in YAML ("timeout_s=5", "domains.maths=[{kind: math}]").
 
     Raises:
-        ConfigError: A word is not of the form key=value, or keys or values are wrong; all of these
-            are listed.
+        ConfigError: A word is not of the form key=value, or keys or values are wrong. The error
+            lists all that are wrong.
     """
     section = section_class(slot, kind)
     keys = _keys(words)

@@ -26,9 +26,9 @@ STAGES = "stages"
 class Key:
     """A key of the schema."""
 
-    # With the kinds of sections in brackets: stages.algorithm[grpo].group_size.
+    # The kinds of sections stand in brackets: stages.algorithm[grpo].group_size.
     path: str
-    leaf: bool  # holds a value, not a section
+    is_leaf: bool  # it holds a value, not a section
 
     @property
     def name(self) -> str:
@@ -36,7 +36,7 @@ class Key:
 
     @property
     def written(self) -> str:
-        """Return the key as a recipe may write it: a stage's key at the top is for all stages."""
+        """Return the key's path in a recipe, without kinds. A stage's key stands at the top."""
         return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
 
     @property
@@ -46,6 +46,7 @@ class Key:
 
 
 def find_slot(field: FieldInfo) -> Slot | None:
+    """Return the slot of a field whose section is chosen by `kind:`; None for other fields."""
     return next((mark for mark in field.metadata if isinstance(mark, Slot)), None)
 
 
@@ -69,7 +70,7 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
         slot, inner = find_slot(field), find_section(field.annotation)
         if name == "kind":
             continue
-        yield Key(path, leaf=inner is None)
+        yield Key(path, is_leaf=inner is None)
         if slot is not None:
             for kind in KINDS[slot.name]:
                 yield from _walk(section_class(slot.name, kind), f"{path}[{kind}].")
@@ -79,7 +80,7 @@ def _walk(model: type[Section], prefix: str) -> Iterator[Key]:
 
 def leaf_keys(model: type[Section]) -> tuple[str, ...]:
     """Return the path of every key that holds a value, such as "stages.optimizer[adamw].lr"."""
-    return tuple(key.path for key in keys(model) if key.leaf)
+    return tuple(key.path for key in keys(model) if key.is_leaf)
 
 
 def model_at(model: type[Section], place: Sequence[str | int], tree: Node) -> type[Section] | None:

@@ -1,11 +1,11 @@
-"""Merge the layers of a recipe: `extends`, overrides, and the defaults of stages."""
+"""Merge the layers of a recipe: the recipe that it extends, overrides, and defaults of stages."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from ratchet.config.diagnostics import RecipeProblem, unlike
+from ratchet.config.diagnostics import RecipeProblem, suggest_name
 from ratchet.config.key_paths import STAGES
 from ratchet.config.registry import DEFAULT_KIND
 from ratchet.config.resolve import section_class
@@ -32,11 +32,11 @@ def merge(
     Args:
         problems: Receives a problem for each item that the list does not have.
         key: The key of the two nodes, which determines their default kind.
-        names: The names of the stages by position, which address them like positions do.
+        names: The names of the stages by position. A stage is addressed by its name or position.
     """
     if isinstance(base.value, list) and over.is_section:
         return _merge_items(base, over, problems, names)
-    if not (base.is_section and over.is_section) or _other_kind(base, over, key):
+    if not (base.is_section and over.is_section) or _kinds_differ(base, over, key):
         return over
     children = dict(base.value)
     for name, child in over.value.items():
@@ -60,15 +60,18 @@ def _merge_items(
         else:
             labels = names if base.origin.path == STAGES else list(positions)
             problems.append(
-                RecipeProblem(child.origin, f"there is no '{label}' here{unlike(label, labels)}")
+                RecipeProblem(
+                    child.origin, f"there is no '{label}' here{suggest_name(label, labels)}"
+                )
             )
     return replace(base, value=items)
 
 
-def _other_kind(base: Node, over: Node, key: str) -> bool:
+def _kinds_differ(base: Node, over: Node, key: str) -> bool:
     """True if both sections have a kind, and the kinds differ.
 
-    The keys of a base without a kind are later checked against the kind of `over`.
+    A base without a kind may still be merged; its keys are checked against the kind of `over`
+    later.
     """
     base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
     over_kind = over.scalar("kind")
@@ -87,7 +90,7 @@ def stage_names(root: Node) -> list[str]:
 
 
 def _stage_name(stage: Node, root: Node) -> str | None:
-    """Return the stage's `name`, or else its algorithm's kind (of "module:Class" the class)."""
+    """Return the stage's `name`, or else its algorithm's kind (the class of "module:Class")."""
     if stage.get("name") is not None:
         return str(stage.scalar("name"))
     for algorithm in (stage.get("algorithm"), root.get("algorithm")):
@@ -105,24 +108,23 @@ def expand(root: Node, problems: list[RecipeProblem]) -> Node:
     defaults = Node(
         {key: node for key, node in root.value.items() if key in STAGE_KEYS}, root.origin
     )
-    rest = {key: node for key, node in root.value.items() if key not in STAGE_KEYS}
+    other_keys = {key: node for key, node in root.value.items() if key not in STAGE_KEYS}
     stages = root.get(STAGES) or Node([Node({}, root.origin)], root.origin)
     if isinstance(stages.value, list):
-        _refuse_product(defaults, stages.value)
+        _check_size(defaults, stages.value)
         stages = replace(
             stages, value=[_complete(stage, defaults, problems) for stage in stages.value]
         )
-    return replace(root, value={**rest, STAGES: stages})
+    return replace(root, value={**other_keys, STAGES: stages})
 
 
-def _refuse_product(defaults: Node, stages: Sequence[Node]) -> None:
+def _check_size(defaults: Node, stages: Sequence[Node]) -> None:
     """Raise ConfigError if copying the keys at the top into each stage makes too many values."""
     n_values = sum(1 for _ in _leaves(defaults, ())) * len(stages)
     if n_values > MAX_NODES:
         raise ConfigError(
             f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes "
-            f"{n_values:,} values: a recipe "
-            f"holds at most {MAX_NODES:,}"
+            f"{n_values:,} values: a recipe holds at most {MAX_NODES:,}"
         )
 
 
@@ -138,19 +140,19 @@ def _complete(stage: Node, defaults: Node, problems: list[RecipeProblem]) -> Nod
     return replace(complete, value={"name": name_node, **complete.value})
 
 
-# --- layers: a recipe over the one that it extends, or all overrides over a recipe
+# --- layers: a recipe changes the one that it extends, and overrides change a recipe
 
 
-def lay(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
+def apply_layer(base: Node, layer: Node, problems: list[RecipeProblem]) -> Node:
     """Return the recipe `base` with `layer` merged over it.
 
-    A `stages` section in `layer` changes stages by name (`stages.grpo.steps`), a `stages` list
-    replaces them. A stage key at the top of `layer` that the stages of `base` set themselves would
-    have no effect, so it is added to `problems`.
+    A `stages` section in `layer` changes stages by name (`stages.grpo.steps`), and a `stages` list
+    replaces them. If `layer` sets a stage key at the top that the stages of `base` set themselves,
+    the key would have no effect, so it is added to `problems`.
     """
     stages = layer.get(STAGES)
     if stages is None or stages.is_section:
-        _refuse_shadowed(base, layer, problems)
+        _report_shadowed_keys(base, layer, problems)
     if stages is not None and stages.is_section and STAGES not in base.value:
         layer = _address_single_stage(base, layer, stages, problems)
     return merge(base, layer, problems, names=stage_names(base))
@@ -161,41 +163,44 @@ def _address_single_stage(
 ) -> Node:
     """Return the layer with keys like `stages.grpo.steps` moved to the top.
 
-    The recipe has no `stages`: the keys of its one stage are at the top.
+    This is for a recipe without `stages`, which has the keys of its one stage at the top.
     """
     name = _stage_name(Node({}, base.origin), base) or "0"
-    rest = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
+    top = replace(layer, value={key: node for key, node in layer.value.items() if key != STAGES})
     for label, child in stages.value.items():
         if label not in (name, "0"):
             problems.append(
-                RecipeProblem(child.origin, f"there is no '{label}' here{unlike(label, [name])}")
+                RecipeProblem(
+                    child.origin, f"there is no '{label}' here{suggest_name(label, [name])}"
+                )
             )
         elif not child.is_section:
             problems.append(RecipeProblem(child.origin, "must be a section: keys and values"))
         else:
-            rest = merge(rest, child, problems)
-    return rest
+            top = merge(top, child, problems)
+    return top
 
 
-def _refuse_shadowed(base: Node, layer: Node, problems: list[RecipeProblem]) -> None:
+def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]) -> None:
+    """Add a problem for each stage key at the top that a stage of `base` sets itself."""
     names = stage_names(base)
     stages = dict(zip(names, base.value[STAGES].value, strict=True)) if names else {}
     if stages:
-        _refuse_product(
+        _check_size(
             replace(layer, value={k: v for k, v in layer.value.items() if k in STAGE_KEYS}),
             list(stages.values()),
         )
     for key in STAGE_KEYS:
         for path, leaf in _leaves(layer.get(key), (key,)):
-            setting = [name for name in stages if _sets(stages[name], path, base, layer)]
-            if setting:
-                # A fix names only stages whose kind has the key, if there are any.
-                fixable = [name for name in setting if _has_key(stages[name], path)] or setting
+            setters = [name for name in stages if _sets(stages[name], path, base, layer)]
+            if setters:
+                # The fix names the stages whose kind has the key, or all if none has it.
+                fixable = [name for name in setters if _has_key(stages[name], path)] or setters
                 fix = " or ".join(".".join((STAGES, name, *path)) for name in fixable)
                 problems.append(
                     RecipeProblem(
                         leaf.origin,
-                        f"has no effect, the stages set it themselves: set {fix} instead",
+                        f"has no effect, because the stages set it themselves: set {fix} instead",
                     )
                 )
 
@@ -245,7 +250,7 @@ def _has_key(stage: Node, path: Path) -> bool:
 def as_layer(overrides: Mapping[Path, Node], root: Node, problems: list[RecipeProblem]) -> Node:
     """Return `root` with all overrides merged into it, as one layer.
 
-    The order of overrides does not matter: `kind` may come after its keys.
+    Merging them first makes their order irrelevant: `kind` may come after the keys of its section.
     """
     layer = root
     for path, node in overrides.items():

@@ -1,9 +1,9 @@
 """Load a recipe file as a `RunConfig`, and dump it.
 
-A stage's key at the top level is the default of all stages; a recipe without `stages` has one
-stage. `extends: other.yaml` (relative to the file) starts from another recipe without its `name`.
-Overrides (`a.b.c=value`, the value in YAML) come last; they address a stage by name or position:
-`stages.grpo.steps`.
+A stage's key at the top level is the default of all stages. A recipe without `stages` has one
+stage. `extends: other.yaml` (relative to the file) starts from another recipe, without its `name`.
+Overrides (`a.b.c=value`, with the value in YAML) are applied last. They address a stage by name or
+position, as in `stages.grpo.steps`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pydantic import ValidationError
 
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
-from ratchet.config.layers import as_layer, expand, lay
+from ratchet.config.layers import apply_layer, as_layer, expand
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -39,12 +39,12 @@ MAX_FILES = 32  # longest chain of `extends`, the recipe itself included
 def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """Return the resolved and checked configuration of a recipe.
 
-    Raises ConfigError with all problems that it has.
+    Raises ConfigError, which lists all problems of the recipe.
     """
     problems: list[RecipeProblem] = []
     root = _read(Path(path), problems)
     if overrides:
-        root = lay(root, _overrides(overrides, problems), problems)
+        root = apply_layer(root, _overrides(overrides, problems), problems)
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
@@ -52,16 +52,16 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 def dump_config(config: RunConfig) -> str:
-    """Return YAML that loads to an equal object, but for secrets.
+    """Return YAML that loads to an equal object, except that secrets are redacted.
 
-    The values of secret keys (`api_key`, `password`, ...) are redacted.
+    Secrets are the values of keys such as `api_key` and `password`.
     """
     return write_text(plain(config))
 
 
 def plain(config: RunConfig) -> dict[str, Any]:
     """Return the content of `dump_config` as plain values."""
-    return _tidy(config.model_dump(mode="json"))
+    return _redact(config.model_dump(mode="json"))
 
 
 def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
@@ -75,7 +75,7 @@ def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
     all_problems = list(problems)
     for conflict in conflicts(config):
         located = [locate(tree, key) for key in conflict.keys]
-        # The first key that the recipe has; the others may be defaults.
+        # Point to the first key that the recipe sets; the others may be defaults.
         node, missing = next(
             ((node, missing) for node, missing in located if not missing), located[0]
         )
@@ -105,8 +105,7 @@ def _read(path: Path, problems: list[RecipeProblem]) -> Node:
         chain.append(resolved)
         if len(chain) > MAX_FILES:
             raise ConfigError(
-                f"{path}: more than {MAX_FILES} recipes extend each other: lay some of them "
-                "together"
+                f"{path}: more than {MAX_FILES} recipes extend each other: merge some of them"
             )
         try:
             root, duplicates = read_file(path, budget)
@@ -127,8 +126,8 @@ def _read(path: Path, problems: list[RecipeProblem]) -> Node:
     merged = layers.pop()
     while layers:
         layer = layers.pop()
-        merged.value.pop("name", None)  # a variant is another run
-        merged = replace(lay(merged, layer, problems), origin=layer.origin)
+        merged.value.pop("name", None)  # a recipe that extends another is another run
+        merged = replace(apply_layer(merged, layer, problems), origin=layer.origin)
     return merged
 
 
@@ -148,7 +147,7 @@ def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
             )
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))
         problems += duplicates
-        parsed.pop(keys, None)  # a repeated key: the last value counts, in last place
+        parsed.pop(keys, None)  # of a repeated key the last value counts, in its place
         parsed[keys] = _without_lines(node)
     return as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
 
@@ -162,11 +161,11 @@ def _without_lines(node: Node) -> Node:
     return Node(value, replace(node.origin, line=None))
 
 
-def _tidy(value: Any) -> Any:
-    """Return the value with `kind` first and secrets redacted."""
+def _redact(value: Any) -> Any:
+    """Return the value with `kind` as the first key of each section, and secrets redacted."""
     if isinstance(value, Mapping):
         ordered = sorted(value.items(), key=lambda item: item[0] != "kind")
-        return {k: REDACTED if is_secret(k) and v is not None else _tidy(v) for k, v in ordered}
+        return {k: REDACTED if is_secret(k) and v is not None else _redact(v) for k, v in ordered}
     if isinstance(value, list):
-        return [_tidy(item) for item in value]
+        return [_redact(item) for item in value]
     return value

@@ -1,4 +1,4 @@
-"""The configuration of images, audio clips and videos: limits, and where files may be."""
+"""The configuration of images, audio clips and videos: size limits, and where files may lie."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ PROCESSOR_FILES = (
     "preprocessor_config.json",
     "video_preprocessor_config.json",
 )
-PILLOW_PIXELS = 178_956_970  # Pillow refuses to open an image with more, whatever is configured
+PILLOW_PIXELS = 178_956_970  # Pillow refuses to open an image with more
 
 
 class FileLimits(Section):
-    """Limits that can be checked before a medium is decoded."""
+    """Limits of an image, audio or video file that are checked before it is decoded."""
 
     max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
     max_pixels: int = Field(
@@ -28,15 +28,16 @@ class FileLimits(Section):
     max_mib: float = Field(default=64.0, gt=0, description="Size of one encoded file, in MiB.")
     urls: bool = Field(
         default=False,
-        description="Fetch http:// and https:// addresses that data name; it lets data choose "
-        "them.",
+        description="Fetch http:// and https:// addresses in the data. Only for trusted data, "
+        "which then choose what is fetched.",
     )
 
 
 class MediaLimits(FileLimits):
     """Limits of an image, an audio clip or a video.
 
-    A row or an attempt that exceeds one fails with an error, except that `max_frames` shortens.
+    A row or an attempt that exceeds a limit fails with an error. `max_frames` instead shortens a
+    video.
     """
 
     max_frames: int = Field(
@@ -57,11 +58,12 @@ class MediaConfig(MediaLimits):
 
     root: str | None = Field(
         default=None,
-        description="Directory or store that paths are relative to, and may not leave; null: paths "
-        "are taken as they are.",
+        description="Directory or store that all media paths are relative to, and may not leave; "
+        "null: paths are used unchanged.",
     )
     remembered_mib: float = Field(
         default=512.0,
         ge=0,
-        description="Prepared media that are kept, those that were asked for last.",
+        description="Size of the cache of preprocessed media, in MiB (least recently used go "
+        "first).",
     )

@@ -1,4 +1,4 @@
-"""List the built-in kinds of each slot of a recipe: short names and their config classes.
+"""The built-in kinds of each slot of a recipe: short names and their config classes.
 
 Classes are given as import paths, so that only the kinds that a recipe names are imported.
 """
@@ -115,7 +115,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
     },
     "environment": {**PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
     "part": PARTS,  # the parts of an environment mixture
-    "played": ENVIRONMENTS,  # the environments that worker processes run
+    "played": ENVIRONMENTS,  # the environments of environment workers
     "problems": PROBLEMS,  # single-turn environments that other environments can wrap
     "tool": {
         "calculator": "ratchet.environments.tool_use.calculator:CalculatorConfig",
@@ -164,7 +164,7 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         **GENERATORS,
         "workers": "ratchet.generators.workers.config:GeneratorWorkersConfig",
     },
-    "generating": GENERATORS,  # the generators that worker processes hold
+    "generating": GENERATORS,  # the generators of generator workers
     "cluster": {
         "local": "ratchet.executors.config:LocalClusterConfig",
         "ray": "ratchet.executors.config:RayClusterConfig",

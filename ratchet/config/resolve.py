@@ -23,19 +23,22 @@ from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates, shorten_text
 
 # Keys that every section of a slot has, whatever its kind.
-PLACE_FIELDS: Mapping[str, Mapping[str, Any]] = {
+SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
     "rewards": {
-        "weight": (float, Field(1.0, description="Factor on this reward in the sum of all."))
+        "weight": (float, Field(1.0, description="Factor of this reward in the sum of rewards."))
     },
     "estimator": {
-        "weight": (float, Field(1.0, description="Factor on this estimator in the sum of all."))
+        "weight": (
+            float,
+            Field(1.0, description="Factor of this estimator in the sum of estimators."),
+        )
     },
     "part": {
         "weight": (
             float,
-            Field(1.0, gt=0, description="Its share of the prompts, relative to the others'."),
+            Field(1.0, gt=0, description="Share of the prompts, relative to the other parts'."),
         ),
-        "tag": (str, Field("", description="The tag of its tasks; by default its kind.")),
+        "tag": (str, Field("", description="Tag of this part's tasks; default: its kind.")),
     },
 }
 
@@ -49,6 +52,7 @@ def resolve(slot: str, values: Mapping[str, Any]) -> Section:
 
 
 def read_kind(slot: str, values: Mapping[str, Any]) -> str:
+    """Return a section's `kind`, or the default of its slot. Raises ConfigError without one."""
     kind = values.get("kind", DEFAULT_KIND.get(slot))
     if kind is None:
         raise ConfigError(
@@ -64,7 +68,7 @@ def read_kind(slot: str, values: Mapping[str, Any]) -> str:
 def section_class(slot: str, kind: str) -> type[Section]:
     """Return the class that validates a section of this kind.
 
-    `kind` is among its fields, so that a saved section names its kind.
+    It gets a field `kind` if it has none, so that a saved section names its kind.
     """
     if ":" in kind:
         target_class = _section_from_path(slot, kind)
@@ -72,10 +76,10 @@ def section_class(slot: str, kind: str) -> type[Section]:
     elif kind in KINDS[slot]:
         target_class = imported(KINDS[slot][kind])
     else:
-        raise ConfigError(_unknown(slot, kind))
+        raise ConfigError(_unknown_kind(slot, kind))
     missing = {
         name: spec
-        for name, spec in PLACE_FIELDS.get(slot, {}).items()
+        for name, spec in SLOT_FIELDS.get(slot, {}).items()
         if name not in target_class.model_fields
     }
     if "kind" not in target_class.model_fields:
@@ -103,29 +107,29 @@ def with_kind(slot: str, section: Section) -> Section:
 
 
 def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
-    """Call the factory named by the section's `builds` ("module:callable").
+    """Import the factory named by the section's `builds` and call it with the section.
 
-    The section is its first argument.
+    Further arguments are passed on.
     """
     return imported(section.builds)(section, *arguments, **named)
 
 
-def _unknown(slot: str, kind: str) -> str:
+def _unknown_kind(slot: str, kind: str) -> str:
     near = get_close_matches(kind, KINDS[slot], n=1, cutoff=0.5)
     hint = f"did you mean '{near[0]}'? " if near else ""
-    example = f"; a class of your own is named by its path, my_pkg.module:Class{_as_path(kind)}"
+    example = f"; name a class of your own by its path, my_pkg.module:Class{_suggest_path(kind)}"
     return f"'{kind}' is unknown: {hint}there are {', '.join(KINDS[slot])}{example}"
 
 
-def _as_path(kind: str) -> str:
+def _suggest_path(kind: str) -> str:
     module, _, name = kind.rpartition(".")
     return f" (here {module}:{name}?)" if module else ""
 
 
 # --- kinds given by import path
 
-# Methods that a class in these slots must have (`ratchet.protocols`). What a function returns is
-# only known when it is called.
+# Methods that a class in these slots must have (`ratchet.protocols`). They can't be checked for a
+# function, because it has not returned its object yet.
 METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
     ("environment", "part", "played"), ("tasks", "reset", "step", "close")
 )
@@ -134,12 +138,13 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 def imported(path: str) -> Any:
     """Import and return the object at an import path.
 
-    Raises ConfigError if there is none. Other errors in the user's module keep their traceback.
+    Raises ConfigError if the import fails or the module has no such name. Other errors in the
+    user's module keep their traceback.
     """
     module, _, name = path.partition(":")
     if not all(part.isidentifier() for part in (*module.split("."), name)):
         raise ConfigError(
-            f"{shorten_text(path, 200)!r} is no path of a class or a function: write it as "
+            f"{shorten_text(path, 200)!r} is not the path of a class or function: write it as "
             "my_pkg.module:Class"
         )
     try:
@@ -147,8 +152,7 @@ def imported(path: str) -> Any:
     except (ImportError, SyntaxError) as error:
         reason = f"{type(error).__name__}: {shorten_text(str(error), 500)}"
         raise ConfigError(
-            f"'{path}' can't be imported ({reason}); is it installed, or in the directory that you "
-            "start from?"
+            f"'{path}' can't be imported ({reason}); is it installed, or in the current directory?"
         ) from error
     if not hasattr(loaded, name):
         near = get_close_matches(name, vars(loaded), n=1)
@@ -170,24 +174,26 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
         return _section_from_signature(slot, kind, target)
     if not _is_section(config):
         raise ConfigError(f"{kind}.Config must derive from ratchet.config.base.Section")
-    return _built_by(kind, config)
+    return _set_factory(kind, config)
 
 
 def _require_methods(slot: str, kind: str) -> None:
     """Raise ConfigError for a class that lacks the methods of its slot."""
     target = imported(kind)
     if inspect.isclass(target) and not _is_section(target):
-        lacking = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
-        if lacking:
-            raise ConfigError(f"'{kind}' is no {slot}: the class has no {', '.join(lacking)}")
+        missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
+        if missing_methods:
+            raise ConfigError(
+                f"'{kind}' is no {slot}: the class has no {', '.join(missing_methods)}"
+            )
 
 
-def _is_section(found: Any) -> bool:
-    return inspect.isclass(found) and issubclass(found, Section)
+def _is_section(target: Any) -> bool:
+    return inspect.isclass(target) and issubclass(target, Section)
 
 
-def _built_by(kind: str, config: type[Section]) -> type[Section]:
-    """Return the section class; it builds what `kind` names unless it has a `builds` already."""
+def _set_factory(kind: str, config: type[Section]) -> type[Section]:
+    """Return the section class, with `kind` as its factory if it names none in `builds`."""
     return (
         config
         if config.builds
@@ -195,28 +201,36 @@ def _built_by(kind: str, config: type[Section]) -> type[Section]:
     )
 
 
-class Unpacked(Section):
-    """A section for a class or function without a `Config` attribute.
+class SignatureSection(Section):
+    """A section made from the signature of a user's class or function that has no `Config`.
 
-    Its fields are the parameters, passed by name.
+    Its fields are the parameters, which are passed by name.
+
+    Attributes:
+        target: The import path of the class or function.
+        parameters: The names of the parameters that are keys of the section.
+        binds: True if building the section binds the parameters and returns the target; False if
+            it calls the target.
     """
 
-    builds: ClassVar[str] = "ratchet.config.resolve:call_unpacked"
+    builds: ClassVar[str] = "ratchet.config.resolve:build_from_signature"
     target: ClassVar[str] = ""
     parameters: ClassVar[frozenset[str]] = frozenset()
-    # True: bind the parameters and return the target. False: call the target.
     binds: ClassVar[bool] = False
 
 
-def call_unpacked(section: Unpacked, *context: Any, **named: Any) -> Any:
-    """Call the section's target, or bind its parameters, without the context of built-in kinds."""
+def build_from_signature(section: SignatureSection, *context: Any, **named: Any) -> Any:
+    """Call the section's target, or bind its parameters.
+
+    The arguments that built-in kinds get are ignored.
+    """
     values = {name: getattr(section, name) for name in section.parameters}
     target = imported(section.target)
     return partial(target, **values) if section.binds else target(**values)
 
 
-# Slots whose import path may name a plain function, and the number of arguments that Ratchet passes
-# to it. Its other parameters are keys of the section.
+# Slots whose import path may name a plain function, with the number of positional arguments that
+# Ratchet passes to the function. Its other parameters are keys of the section.
 FUNCTION_ARGUMENTS = {
     "rewards": 2,
     "advantage": 2,
@@ -228,10 +242,11 @@ FUNCTION_ARGUMENTS = {
 
 
 def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) -> type[Section]:
+    """Return a section class whose keys are the parameters of a class or function."""
     binds = slot in FUNCTION_ARGUMENTS and inspect.isfunction(target)
-    owner = target.__init__ if inspect.isclass(target) else target
+    annotated = target.__init__ if inspect.isclass(target) else target
     try:
-        hints = get_type_hints(owner, include_extras=True)
+        hints = get_type_hints(annotated, include_extras=True)
         parameters = list(inspect.signature(target).parameters.values())[
             FUNCTION_ARGUMENTS[slot] if binds else 0 :
         ]
@@ -239,7 +254,7 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
     except (NameError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(f"the annotations of '{kind}' can't be read: {error}") from error
     if len(parameters) == 1 and _is_section(hints.get(parameters[0].name)):
-        return _built_by(kind, hints[parameters[0].name])
+        return _set_factory(kind, hints[parameters[0].name])
     fields: dict[str, Any] = {}
     for parameter in parameters:
         if parameter.kind in (
@@ -248,13 +263,13 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
             parameter.POSITIONAL_ONLY,
         ):
             raise ConfigError(
-                f"'{kind}' takes '{parameter}', which has no keys: name its parameters, or give it "
+                f"'{kind}' takes '{parameter}', which can't be a key: use named parameters, or add "
                 "a `Config`"
             )
         if (
             parameter.name == "kind"
             or hasattr(Section, parameter.name)
-            or parameter.name in PLACE_FIELDS.get(slot, {})
+            or parameter.name in SLOT_FIELDS.get(slot, {})
         ):
             raise ConfigError(
                 f"the parameter '{parameter.name}' of '{kind}' is a key that every section has: "
@@ -263,16 +278,16 @@ def _section_from_signature(slot: str, kind: str, target: Callable[..., Any]) ->
         default = ... if parameter.default is parameter.empty else parameter.default
         fields[parameter.name] = (hints.get(parameter.name, Any), default)
     try:
-        unpacked = create_model(kind.partition(":")[2], __base__=Unpacked, **fields)
+        section = create_model(kind.partition(":")[2], __base__=SignatureSection, **fields)
     except (PydanticSchemaGenerationError, PydanticUserError, NameError) as error:
         raise ConfigError(
             f"the parameters of '{kind}' can't be read from YAML ({error}): give it a `Config`"
         ) from error
-    unpacked.target, unpacked.parameters, unpacked.binds = kind, frozenset(fields), binds
-    return unpacked
+    section.target, section.parameters, section.binds = kind, frozenset(fields), binds
+    return section
 
 
-# --- schema fields that hold such a section
+# --- schema fields whose section is chosen by `kind:`
 
 
 @dataclass(frozen=True)
@@ -280,33 +295,33 @@ class Slot:
     """An annotation of a field whose section is chosen by `kind:`."""
 
     name: str
-    many: bool = False  # the field is a list of sections
-    optional: bool = False  # null is allowed
+    is_list: bool = False  # the field is a list of sections
+    is_optional: bool = False  # null is allowed
 
     def __get_pydantic_core_schema__(
         self, source: Any, handler: GetCoreSchemaHandler
     ) -> CoreSchema:
-        return core_schema.no_info_before_validator_function(self.choose, handler(source))
+        return core_schema.no_info_before_validator_function(self.validate, handler(source))
 
-    def choose(self, value: Any) -> Any:
-        if value is None and self.optional:
+    def validate(self, value: Any) -> Any:
+        if value is None and self.is_optional:
             return None
-        if not self.many:
-            return self._choose_one(value)
+        if not self.is_list:
+            return self._validate_one(value)
         if not isinstance(value, list | tuple):
             raise PydanticCustomError("no_list", "must be a list of sections, each with its kind")
-        chosen: list[Any] = []
+        sections: list[Any] = []
         errors: list[InitErrorDetails] = []
         for index, item in enumerate(value):
             try:
-                chosen.append(self._choose_one(item))
+                sections.append(self._validate_one(item))
             except (ValidationError, PydanticCustomError) as error:
-                errors += _located(error, index)
+                errors += _prefix_location(error, index)
         if errors:
             raise ValidationError.from_exception_data(self.name, errors)
-        return tuple(chosen)
+        return tuple(sections)
 
-    def _choose_one(self, value: Any) -> Any:
+    def _validate_one(self, value: Any) -> Any:
         if isinstance(value, Section):
             return with_kind(self.name, value)
         if not isinstance(value, Mapping):
@@ -327,13 +342,15 @@ class Slot:
             ) from error
 
 
-def _located(error: ValidationError | PydanticCustomError, index: int) -> list[InitErrorDetails]:
+def _prefix_location(
+    error: ValidationError | PydanticCustomError, index: int
+) -> list[InitErrorDetails]:
     """Return the errors of one list item, with its index prepended to their locations."""
     if isinstance(error, PydanticCustomError):
         return [InitErrorDetails(type=error, loc=(index,), input=None)]
-    moved = []
+    prefixed = []
     for line in error.errors():
         context = {**line.get("ctx", {}), "message": line["msg"]}
         kind = PydanticCustomError(line["type"], "{message}", context)  # pyright: ignore[reportArgumentType]
-        moved.append(InitErrorDetails(type=kind, loc=(index, *line["loc"]), input=line["input"]))
-    return moved
+        prefixed.append(InitErrorDetails(type=kind, loc=(index, *line["loc"]), input=line["input"]))
+    return prefixed

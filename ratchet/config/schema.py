@@ -1,7 +1,6 @@
-"""The sections of a recipe. Defaults stand here and nowhere else.
+"""The sections of a recipe and their default values.
 
-A `RunConfig` is resolved: each of its stages is complete. A recipe as written is shorter, see
-`ratchet.config.loader`.
+In a `RunConfig` each stage has all its keys, which `ratchet.config.loader` fills in.
 """
 
 from __future__ import annotations
@@ -24,26 +23,26 @@ from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
 
 
-def _like(pattern: str, wanted: str) -> AfterValidator:
+def _matches(pattern: str, expected: str) -> AfterValidator:
     def check(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
-            raise ValueError(f"{text!r} must be {wanted}")
+            raise ValueError(f"{text!r} must be {expected}")
         return text
 
     return AfterValidator(check)
 
 
-Device = Annotated[str, _like(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
+Device = Annotated[str, _matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 RunName = Annotated[
-    str, _like(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")
+    str, _matches(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")
 ]
 StageName = Annotated[
-    str, _like(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
+    str, _matches(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
 ]
 
 
 class ModelConfig(Section):
-    """The model to train: a preset with random weights, or one from a directory or the hub."""
+    """The model to train: a preset with random weights, or one from a directory or the HF Hub."""
 
     preset: str | None = Field(
         default=None, description="Shape of a model that starts from random weights."
@@ -55,8 +54,8 @@ class ModelConfig(Section):
     revision: str | None = Field(default=None, description="Branch, tag or commit on the hub.")
     backend: Literal["auto", "ratchet", "transformers"] = Field(
         default="auto",
-        description="Implementation of the model: Ratchet's own decoder where it can (auto), or "
-        "that of transformers.",
+        description="Implementation of the model: ratchet (the built-in decoder), transformers, or "
+        "auto: the built-in decoder for the families that it supports.",
     )
     overrides: dict[str, Any] = Field(
         default_factory=dict, description="Fields of the preset's shape to change."
@@ -73,49 +72,50 @@ class ModelConfig(Section):
 class RecordConfig(Section):
     """The records of each step, in steps/ (docs/records.md)."""
 
-    every: int = Field(
-        default=1, ge=0, description="Steps from one recorded step to the next; 0: no records."
-    )
+    every: int = Field(default=1, ge=0, description="Steps between recorded steps; 0: no records.")
     groups: int | None = Field(
         default=None,
         ge=1,
-        description="Groups recorded a step, drawn at random; null: all. A step is only replayed "
-        "from all.",
+        description="Groups recorded a step, drawn at random; null: all, as replay needs.",
     )
     max_gib: float = Field(
-        default=8.0, gt=0, description="Size of the record, above which its oldest files go."
+        default=8.0,
+        gt=0,
+        description="Maximum size of the records; above it the oldest files are deleted.",
     )
 
 
 class LoggingConfig(Section):
     tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
-    sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", many=True)] = Field(
-        default=(), description="Experiment trackers that get each step's metrics too."
+    sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", is_list=True)] = Field(
+        default=(), description="Experiment trackers that also get the metrics."
     )
     progress: Literal["auto", "live", "plain", "off"] = Field(
         default="auto",
-        description="Progress on the terminal; auto: live where it is one, else plain lines.",
+        description="Progress output; auto: live on a terminal, else plain lines.",
     )
     system: bool = Field(
-        default=True, description="Measure processors, memory, disk and accelerators in each step."
+        default=True, description="Measure CPU, memory, disk and accelerator use in each step."
     )
     trace: bool = Field(
         default=True,
-        description="Write trace.json, which Perfetto shows: when each part of a step ran.",
+        description="Write trace.json, a timeline of each step for the Perfetto viewer.",
     )
     stall_s: float | None = Field(
         default=600.0,
         gt=0,
-        description="Seconds that a phase of a step may take before the table of waits is logged; "
-        "null: any.",
+        description="Seconds after which a stalled phase is reported in the log; null: never.",
     )
 
 
 class OptimizerConfig(Section):
-    """AdamW (arXiv:1711.05101). Steps here are optimizer steps: batches x minibatches x epochs.
+    """AdamW (arXiv:1711.05101), and the keys that all optimizers share.
 
-    whole_matrices: True if its steps need each matrix in one process.
-    needs: the package that implements it; None: PyTorch or Ratchet.
+    Steps are optimizer steps here: batches x minibatches x epochs.
+
+    Attributes:
+        whole_matrices: True if a step needs each matrix in one process.
+        needs: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
@@ -125,33 +125,38 @@ class OptimizerConfig(Section):
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95),
-        description="Decay of the running mean and of the running square of gradients.",
+        description="Decay rates of the moving averages of gradients and of their squares.",
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the running square.")
-    weight_decay: float = Field(default=0.0, ge=0, description="Decoupled, on matrices only.")
+    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(
+        default=0.0, ge=0, description="Decoupled weight decay, on matrices only."
+    )
     max_grad_norm: float | None = Field(
         default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never."
     )
     warmup_steps: int = Field(
-        default=0, ge=0, description="Optimizer steps in which the rate rises to lr."
+        default=0, ge=0, description="Optimizer steps in which the learning rate rises to lr."
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="constant",
-        description="The rate after the warm-up; wsd: constant, then linear over the last "
+        description="Learning rate after the warm-up; wsd: constant, then linear over the last "
         "decay_steps.",
     )
     decay_steps: int = Field(
         default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule."
     )
     min_lr_ratio: float = Field(
-        default=0.0, ge=0, le=1, description="Rate at the end of a schedule that decays, over lr."
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Final learning rate of a decaying schedule, as a share of lr.",
     )
     ema_decay: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Share that a running average of the weights keeps of itself a step; it is "
-        "left in model-ema/. null: none.",
+        description="Decay of an exponential moving average (EMA) of the weights, saved in "
+        "model-ema/; null: none.",
     )
 
 
@@ -164,7 +169,7 @@ class LoRAConfig(Section):
     rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
     alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
     dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Share of A's inputs that an update sets to 0."
+        default=0.0, ge=0, lt=1, description="Dropout of A's inputs during updates."
     )
     target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
         default="all-linear",
@@ -173,16 +178,14 @@ class LoRAConfig(Section):
     )
     init: Literal["kaiming", "gaussian"] = Field(
         default="kaiming",
-        description="Initial values of A; B begins at 0, so that the first step samples from the "
-        "base.",
+        description="Initial values of A. B begins at 0: training starts from the base model.",
     )
     rslora: bool = Field(
         default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
     )
     base: Literal["nf4", "float8"] | None = Field(
         default=None,
-        description="Format to which the layers' frozen matrices are quantised: nf4 (4 bits, "
-        "QLoRA) or float8.",
+        description="Quantisation of the base weights: nf4 (4 bits, QLoRA), float8; null: none.",
     )
 
     @property
@@ -190,16 +193,15 @@ class LoRAConfig(Section):
         return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
-Chosen = SerializeAsAny[Section]
+AnySection = SerializeAsAny[Section]
 
 
 class EvaluationConfig(Section):
     """Accuracy on held-out tasks, before and after each stage."""
 
-    environment: Annotated[Chosen | None, Slot("environment", optional=True)] = Field(
+    environment: Annotated[AnySection | None, Slot("environment", is_optional=True)] = Field(
         default=None,
-        description="Environment of the held-out tasks, which its own reward judges; null: the "
-        "stage's.",
+        description="Environment of the held-out tasks, with its own reward; null: the stage's.",
     )
 
     every: int = Field(
@@ -209,14 +211,14 @@ class EvaluationConfig(Section):
     )
     tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
     samples: int = Field(
-        default=0, ge=0, description="Sampled attempts a task beside the greedy one."
+        default=0, ge=0, description="Sampled attempts a task, besides the greedy one."
     )
     greedy: bool = Field(
         default=True,
         description="Play one attempt a task at temperature 0; false: only the sampled ones.",
     )
     pass_threshold: float = Field(
-        default=1.0, description="Reward from which on a sampled attempt counts as passed (pass@k)."
+        default=1.0, description="Least reward of a sampled attempt that passes (pass@k)."
     )
     temperature: Temperature | None = Field(
         default=None, gt=0, description="Temperature of the sampled attempts; null: as in sampling."
@@ -227,22 +229,21 @@ class EvaluationConfig(Section):
     patience: int = Field(
         default=0,
         ge=0,
-        description="Evaluations in a row without a better metric, after which the stage ends; 0: "
-        "no early stopping.",
+        description="Early stopping: the stage ends after this many evaluations in a row without a "
+        "better metric; 0: never.",
     )
     metric: str = Field(
         default="eval/accuracy",
-        description="Metric that patience watches; with - before it, less is better: -eval/loss.",
+        description="Metric of early stopping; with - before it, lower is better: -eval/loss.",
     )
     min_gain: float = Field(
         default=0.0,
         ge=0,
-        description="Gain of the metric that patience needs; one of no more than this is no "
-        "better.",
+        description="A metric counts as better only if it improves by more than this.",
     )
 
     @model_validator(mode="after")
-    def _patience_is_read(self) -> EvaluationConfig:
+    def _check_unread_keys(self) -> EvaluationConfig:
         for key in ("metric", "min_gain"):
             if not self.patience and key in self.changed:
                 raise ValueError(
@@ -261,22 +262,20 @@ class CheckpointConfig(Section):
     every: int = Field(
         default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
     )
-    keep: int = Field(default=2, ge=1, description="Newest checkpoints that are kept.")
+    keep: int = Field(default=2, ge=1, description="Number of newest checkpoints to keep.")
     keep_best: int = Field(
         default=0,
         ge=0,
-        description="Best checkpoints that are kept too, of those saved after a step that "
-        "measured the metric.",
+        description="Number of best checkpoints to keep, among those with the metric.",
     )
     metric: str = Field(
         default="eval/accuracy",
-        description="Metric that is highest in the best checkpoints; with - before it, lowest: "
+        description="Metric of the best checkpoints: higher is better; with - before it, lower: "
         "-eval/loss.",
     )
     end_with: Literal["last", "best"] = Field(
         default="last",
-        description="Weights that the stage leaves behind: its last, or those of its best "
-        "checkpoint.",
+        description="Weights of the stage's result: its last, or those of its best checkpoint.",
     )
     keep_every: int = Field(
         default=0,
@@ -285,23 +284,23 @@ class CheckpointConfig(Section):
     )
     on_error: Literal["stop", "warn"] = Field(
         default="stop",
-        description="Reaction to a checkpoint that can't be written (a full disk, say): the run "
-        "ends, or goes on and warns.",
+        description="Reaction to a checkpoint that can't be written, for example on a full disk: "
+        "stop the run, or warn and go on.",
     )
     background: bool = Field(
         default=False,
-        description="Write checkpoints beside the training, from a copy in main memory; each is "
-        "whole before the next.",
+        description="Write checkpoints in the background, from a copy in host memory. One is "
+        "complete before the next begins.",
     )
     limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Time limit of the process, in seconds; it saves before and exits with 75. "
-        "null: no limit.",
+        description="Time limit of the process, in seconds. A checkpoint is saved before it, and "
+        "the exit status is 75. null: none.",
     )
 
     @model_validator(mode="after")
-    def _reads_its_metric(self) -> CheckpointConfig:
+    def _check_unread_keys(self) -> CheckpointConfig:
         for key in ("metric", "end_with"):
             if not self.keep_best and key in self.changed:
                 raise ValueError(
@@ -310,7 +309,7 @@ class CheckpointConfig(Section):
         return self
 
 
-def _default(slot: str, kind: str) -> Any:
+def _default_section(slot: str, kind: str) -> Any:
     return lambda: resolve(slot, {"kind": kind})
 
 
@@ -324,15 +323,15 @@ def own_rewards(environment: object) -> tuple[Section, ...]:
     )
 
 
-def _rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+def _default_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
     return own_rewards(fields.get("environment"))
 
 
-def _eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
-    return _rewards(fields) or fields.get("rewards", ())
+def _default_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
+    return _default_rewards(fields) or fields.get("rewards", ())
 
 
-Rewards = Annotated[tuple[Chosen, ...], Slot("rewards", many=True)]
+Rewards = Annotated[tuple[AnySection, ...], Slot("rewards", is_list=True)]
 
 
 class StageConfig(Section):
@@ -342,22 +341,22 @@ class StageConfig(Section):
     """
 
     name: StageName = Field(description="Name of the stage; default: the algorithm's kind.")
-    algorithm: Annotated[Chosen, Slot("algorithm")] = Field(
+    algorithm: Annotated[AnySection, Slot("algorithm")] = Field(
         description="Algorithm that turns a batch into an update."
     )
-    environment: Annotated[Chosen, Slot("environment")] = Field(
-        description="Environment that gives tasks and demonstrations."
+    environment: Annotated[AnySection, Slot("environment")] = Field(
+        description="Environment with the tasks and demonstrations."
     )
     rewards: Rewards = Field(
-        default_factory=_rewards,
+        default_factory=_default_rewards,
         description="Rewards that judge the attempts; default: the environment's own.",
     )
     eval_rewards: Rewards = Field(
-        default_factory=_eval_rewards,
-        description="Rewards used in evaluation; default: the environment's own, so that shaping "
-        "can't move them.",
+        default_factory=_default_eval_rewards,
+        description="Rewards used in evaluation; default: the environment's own, which training "
+        "rewards do not change.",
     )
-    agent: Annotated[Chosen | None, Slot("agent", optional=True)] = Field(
+    agent: Annotated[AnySection | None, Slot("agent", is_optional=True)] = Field(
         default=None,
         description="Agent that plays the attempts, through an OpenAI-compatible server; null: "
         "the environment's own turns.",
@@ -368,25 +367,25 @@ class StageConfig(Section):
         default=None, ge=1, description="Distinct training tasks; null: no limit."
     )
     curriculum: CurriculumConfig | None = Field(
-        default=None, description="Order of the examples; null: all in turn, shuffled."
+        default=None, description="Order of the examples; null: shuffled passes over all."
     )
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
     optimizer: Annotated[SerializeAsAny[OptimizerConfig], Slot("optimizer")] = Field(
-        default_factory=_default("optimizer", "adamw"),
+        default_factory=_default_section("optimizer", "adamw"),
         description="Optimizer that turns a gradient into a step.",
     )
     lora: LoRAConfig | None = Field(
-        default=None, description="Trains an adapter of the policy; null: all its weights."
+        default=None, description="Train a LoRA adapter of the policy; null: all its weights."
     )
-    learner: Annotated[Chosen, Slot("learner")] = Field(
-        default_factory=_default("learner", "local")
+    learner: Annotated[AnySection, Slot("learner")] = Field(
+        default_factory=_default_section("learner", "local")
     )
-    generator: Annotated[Chosen, Slot("generator")] = Field(
-        default_factory=_default("generator", "engine")
+    generator: Annotated[AnySection, Slot("generator")] = Field(
+        default_factory=_default_section("generator", "engine")
     )
-    weight_sync: Annotated[Chosen, Slot("weight_sync")] = Field(
-        default_factory=_default("weight_sync", "auto"),
+    weight_sync: Annotated[AnySection, Slot("weight_sync")] = Field(
+        default_factory=_default_section("weight_sync", "auto"),
         description="How new weights reach the generator.",
     )
     parity: ParityConfig = ParityConfig()
@@ -404,7 +403,7 @@ class StageConfig(Section):
 
     @property
     def played_by_workers(self) -> bool:
-        """Return True if the generator's workers play the stage's groups."""
+        """True if the stage's groups are played in the generator's rollout workers."""
         return getattr(self.generator, "worker_runs", "") == "groups" and self.source in (
             "rollouts",
             None,
@@ -412,12 +411,12 @@ class StageConfig(Section):
 
     @property
     def sampling_generator(self) -> Any:
-        """Return the section of the generator that samples, also if worker processes hold it."""
+        """Return the section of the generator that samples, in this process or in workers."""
         return getattr(self.generator, "worker", self.generator)
 
     @property
     def attempts(self) -> int:
-        """Return the number of trajectories in a group."""
+        """Return the number of attempts in a group."""
         return int(getattr(self.algorithm, "group_size", 1))
 
     @property
@@ -433,9 +432,11 @@ class StageConfig(Section):
         return self.steps * self.minibatches * self.epochs
 
 
-def _distinct_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
+def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
     if not stages:
-        raise ValueError("is empty: remove it for a single stage, whose keys then stand at the top")
+        raise ValueError(
+            "is empty: add a stage, or remove it and write the keys of a single stage at the top"
+        )
     names = [stage.name for stage in stages]
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
@@ -444,21 +445,22 @@ def _distinct_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
 
 
 class RunConfig(Section):
-    """The resolved config of a whole run."""
+    """The complete configuration of a run."""
 
     name: RunName = Field(
         default="run", description="Name of the run; default: the recipe's file name."
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="Seed of everything random.")
-    device: Device = Field(default="auto", description="auto: cuda where there is one, else cpu.")
+    device: Device = Field(
+        default="auto", description="auto: cuda if there is a CUDA device, else cpu."
+    )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads, which workers share."
+        default="auto", description="CPU threads, divided among workers."
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",
-        description="Kernels of a float32 model on a CPU beside its large products: C that this "
-        "machine's compiler has compiled, or PyTorch's operations. auto: compiled where there is "
-        "a compiler.",
+        description="Kernels of a float32 model on a CPU, except for its matrix products: compiled "
+        "(C code, compiled on this machine) or torch. auto: compiled if there is a compiler.",
     )
     run_dir: str | None = Field(
         default=None,
@@ -466,28 +468,28 @@ class RunConfig(Section):
         "Never overwritten.",
     )
     model: ModelConfig = ModelConfig()
-    tokenizer: Annotated[Chosen, Slot("tokenizer")] = Field(
-        default_factory=_default("tokenizer", "auto")
+    tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(
+        default_factory=_default_section("tokenizer", "auto")
     )
     media: MediaConfig = MediaConfig()
-    cluster: Annotated[Chosen, Slot("cluster")] = Field(
-        default_factory=_default("cluster", "local")
+    cluster: Annotated[AnySection, Slot("cluster")] = Field(
+        default_factory=_default_section("cluster", "local")
     )
     logging: LoggingConfig = LoggingConfig()
     record: RecordConfig = RecordConfig()
-    stages: Annotated[tuple[StageConfig, ...], AfterValidator(_distinct_names)]
+    stages: Annotated[tuple[StageConfig, ...], AfterValidator(_check_names)]
 
     @property
     def compiles(self) -> bool:
-        """Return True if every learner can compute with compiled kernels."""
+        """True if every learner can compute with compiled kernels."""
         return all(getattr(stage.learner, "compiles", False) for stage in self.stages)
 
     @model_validator(mode="after")
-    def _kernels_are_for_all(self) -> RunConfig:
+    def _check_kernels(self) -> RunConfig:
         if self.kernels == "compiled" and not self.compiles:
             raise ValueError(
-                "kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or "
-                "torch"
+                "kernels=compiled, but a distributed learner computes with PyTorch's operations: "
+                "set kernels: auto or torch"
             )
         return self
 

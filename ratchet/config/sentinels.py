@@ -18,24 +18,23 @@ Rule = Literal["above", "below", "spike", "grows", "shrinks", "rises", "reported
 class SentinelConfig(Section):
     """A sentinel, which watches one metric.
 
-    It raises an alarm when its rule has held for `patience` steps that report the metric. It can
-    raise the next one only after the rule has ceased to hold.
+    It raises an alarm when its rule has held for `patience` steps that report the metric. Before it
+    can raise another alarm, the rule must stop holding.
     """
 
     metric: str = Field(
-        description="Name of a metric in metrics.jsonl; with * and ? the greatest of those that "
-        "match."
+        description="Name of a metric in metrics.jsonl; a pattern with * and ? stands for the "
+        "largest metric that matches."
     )
     rule: Rule = Field(
-        description="above, below: the threshold. spike: more than threshold robust deviations "
-        "above the median of the window before. grows, shrinks: the window's median over, under "
-        "threshold times that of the first window. rises: over it by threshold. reported: other "
-        "than 0; steps without the metric end it. nonfinite: NaN or infinite."
+        description="above, below: above or below the threshold. spike: more than threshold robust "
+        "deviations above the median of the previous window. grows, shrinks: the window's median "
+        "is above, below threshold times the first window's. rises: it is above the first window's "
+        "by threshold. reported: not 0; a step without the metric counts as 0. nonfinite: NaN or "
+        "infinite."
     )
     threshold: float = Field(default=0.0, description="Threshold of the rule.")
-    window: int = Field(
-        default=32, ge=1, description="Values of the metric that the rule compares."
-    )
+    window: int = Field(default=32, ge=1, description="Number of values of the metric in a window.")
     patience: int = Field(
         default=1, ge=1, description="Steps in a row in which the rule must hold."
     )
@@ -46,8 +45,8 @@ class SentinelConfig(Section):
     )
 
 
-def _watch(about: str, **sentinel: Any) -> Any:
-    return Field(default=SentinelConfig(**sentinel), description=about)
+def _sentinel_field(alarm_text: str, **sentinel: Any) -> Any:
+    return Field(default=SentinelConfig(**sentinel), description=alarm_text)
 
 
 class SentinelsConfig(Section):
@@ -57,106 +56,105 @@ class SentinelsConfig(Section):
     message. A key that a recipe sets for a built-in sentinel replaces that key only.
     """
 
-    loss_spike: SentinelConfig = _watch(
+    loss_spike: SentinelConfig = _sentinel_field(
         "one batch pushes the weights far: look at its rows for outliers, lower optimizer.lr or "
         "max_grad_norm",
         metric="policy/loss", rule="spike", threshold=20.0,
     )  # fmt: skip
-    nonfinite_step: SentinelConfig = _watch(
+    nonfinite_step: SentinelConfig = _sentinel_field(
         "a gradient was not finite, and that step was skipped: look at its rows; several in a row "
         "end the run",
         metric="policy/skipped_nonfinite", rule="above",
     )  # fmt: skip
-    entropy_collapse: SentinelConfig = _watch(
+    entropy_collapse: SentinelConfig = _sentinel_field(
         "the policy hardly explores any more: raise algorithm.entropy_coef, kl.coef or clip_high, "
         "or lower optimizer.lr",
         metric="policy/entropy/entropy", rule="shrinks", threshold=0.02, window=16,
     )  # fmt: skip
-    kl_blowup: SentinelConfig = _watch(
+    kl_blowup: SentinelConfig = _sentinel_field(
         "the policy is far from its reference: raise kl.coef, or lower optimizer.lr",
         metric="*/kl/kl", rule="above", threshold=1.0, patience=3,
     )  # fmt: skip
-    policy_jump: SentinelConfig = _watch(
+    policy_jump: SentinelConfig = _sentinel_field(
         "a single batch changes the policy a lot: lower optimizer.lr, epochs or max_staleness",
         metric="policy/policy_gradient/old_kl", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
-    equal_rewards: SentinelConfig = _watch(
+    equal_rewards: SentinelConfig = _sentinel_field(
         "which teaches nothing: look at a few answers (is their format what the reward reads? are "
-        "the tasks too easy, or too "
-        "hard?)",
+        "the tasks too easy, or too hard?)",
         metric="rollout/reward_std*", rule="below", threshold=1e-12, patience=10,
     )  # fmt: skip
-    broken_rewards: SentinelConfig = _watch(
+    broken_rewards: SentinelConfig = _sentinel_field(
         "an attempt's reward is NaN or infinite", metric="rollout/reward*", rule="nonfinite"
     )
-    failed_rewards: SentinelConfig = _watch(
-        "attempts could not be judged, and do not count: a reward raised, or gave no finite "
-        "number, or one outside its "
-        "declared bounds",
+    failed_rewards: SentinelConfig = _sentinel_field(
+        "attempts could not be judged, and do not count: a reward raised, returned a number that "
+        "is not finite, or one outside its declared bounds",
         metric="rollout/failed/reward", rule="reported",
     )  # fmt: skip
-    cut_off: SentinelConfig = _watch(
+    cut_off: SentinelConfig = _sentinel_field(
         "nearly every attempt breaks off at a limit: raise sampling.max_new_tokens, or look "
         "whether answers ever end",
         metric="rollout/truncated_share", rule="above", threshold=0.95, patience=10,
     )  # fmt: skip
-    length_growth: SentinelConfig = _watch(
-        "answers become much longer: do they earn more by it, or is length all that grows?",
+    length_growth: SentinelConfig = _sentinel_field(
+        "answers become much longer: do they earn more, or only grow?",
         metric="rollout/length_mean", rule="grows", threshold=4.0, window=16,
     )  # fmt: skip
-    length_collapse: SentinelConfig = _watch(
+    length_collapse: SentinelConfig = _sentinel_field(
         "answers become much shorter: has the policy found one that always earns something?",
         metric="rollout/length_mean", rule="shrinks", threshold=0.2, window=16, action="off",
     )  # fmt: skip
-    repetition: SentinelConfig = _watch(
-        "attempts say the same again and again: does a reward pay for length, or is the policy "
+    repetition: SentinelConfig = _sentinel_field(
+        "attempts repeat themselves: does a reward pay for length, or is the policy "
         "breaking down?",
         metric="rollout/repetition", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
-    disagreement: SentinelConfig = _watch(
-        "the rewards and the second opinion disagree: one of them is fooled; look at the attempts "
-        "that they judge otherwise",
+    disagreement: SentinelConfig = _sentinel_field(
+        "the rewards and the second opinion disagree, so one of them is fooled: look at the "
+        "attempts that they judge differently",
         metric="second_opinion/disagreement", rule="above", threshold=0.2,
     )  # fmt: skip
-    canary: SentinelConfig = _watch(
-        "tasks without a solution earn rewards: the reward can be had without solving them",
+    canary: SentinelConfig = _sentinel_field(
+        "tasks without a solution earn rewards, so the reward does not require solving them",
         metric="canary/reward", rule="above", threshold=0.1,
     )  # fmt: skip
-    canary_rise: SentinelConfig = _watch(
-        "tasks without a solution earn more than they did at first: the policy learns to please "
-        "the reward",
+    canary_rise: SentinelConfig = _sentinel_field(
+        "tasks without a solution earn more than at first: the policy is learning to hack the "
+        "reward",
         metric="canary/reward", rule="rises", threshold=0.05, window=4,
     )  # fmt: skip
     own: dict[str, SentinelConfig] = Field(
         default_factory=dict,
         description="Sentinels of your own, by name: each with a metric and a rule.",
     )
-    second_opinion: Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)] = (
-        Field(
-            default=(),
-            description="Rewards that train nothing, and are compared with those that do; on the "
-            "same scale.",
-        )
+    second_opinion: Annotated[
+        tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list=True)
+    ] = Field(
+        default=(),
+        description="Rewards on the same scale that are only compared with the training rewards.",
     )
-    canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", optional=True)] = Field(
-        default=None,
-        description="Environment whose held-out tasks the stage's rewards must not reward; null: "
-        "none.",
+    canaries: Annotated[SerializeAsAny[Section] | None, Slot("environment", is_optional=True)] = (
+        Field(
+            default=None,
+            description="Environment of unsolvable held-out tasks, which must earn no reward; "
+            "null: none.",
+        )
     )
     every: int = Field(
         default=10,
         ge=1,
-        description="Steps between two second opinions, and between two looks at canaries.",
+        description="Steps between second opinions, and between plays of canaries.",
     )
     sample: int = Field(
         default=16,
         ge=1,
-        description="Attempts that get a second opinion; canaries that are played.",
+        description="Number of attempts that get a second opinion, and of canaries played.",
     )
 
     @field_validator("*", mode="before")
     @classmethod
-    def _over_the_default(cls, value: Any, info: Any) -> Any:
+    def _merge_default(cls, value: Any, info: Any) -> Any:
         default = cls.model_fields[info.field_name].default if info.field_name else None
         if isinstance(default, SentinelConfig) and isinstance(value, dict):
             return {**dict(default), **value}

@@ -1,8 +1,8 @@
 """Read YAML as a tree whose values keep their file and line, so that later errors can name them.
 
-A small file can expand to a huge tree (anchors that repeat anchors), overflow the parser's stack or
-take hours to parse, so a recipe is read within a `Budget`. Error messages do not quote a file that
-may not be a recipe.
+A recipe is read within a `Budget`, because a small malicious file can expand to a huge tree (with
+anchors that repeat anchors), overflow the parser's stack or take hours to parse. Error messages do
+not quote the file, since a wrong path may point to a secret.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ratchet.utils.terminal_text import shorten_text
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 512 << 10  # PyYAML reads about 100 KiB a second
-MAX_WRITTEN = 10_000
-MAX_NODES = 100_000
+MAX_WRITTEN = 10_000  # keys and values in the files
+MAX_NODES = 100_000  # values after anchors are expanded
 MAX_DEPTH = 64
 MAX_KEY_CHARS = 200
 MAX_DIGITS = 100
@@ -33,10 +33,12 @@ MAX_DIGITS = 100
 
 @dataclass(frozen=True, slots=True)
 class ValueOrigin:
-    """The place of a value.
+    """The place of a value, for error messages.
 
-    file: a path or "command line".
-    path: the dotted path, as in an override.
+    Attributes:
+        file: A path or "command line".
+        line: None for a value of the command line.
+        path: The keys that lead to the value, joined by dots, as in an override.
     """
 
     file: str
@@ -52,7 +54,7 @@ class ValueOrigin:
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A value of the tree. `value`: a dict of nodes by key, a list of nodes, or a scalar."""
+    """A value of the YAML tree: a dict of nodes by key, a list of nodes, or a scalar."""
 
     value: Any
     origin: ValueOrigin
@@ -84,8 +86,9 @@ class Node:
             yield from child.leaves()
 
 
-# --- scalars: the core schema of YAML 1.2. PyYAML has that of 1.1, in which 1e-3 is text, off and
-# no are booleans, 010 is 8, and 12:30:00 is 45000. Numbers may have underscores, as in Python.
+# --- scalars
+# Recipes use the core schema of YAML 1.2, and numbers may have underscores, as in Python. PyYAML
+# uses YAML 1.1, where 1e-3 is text, off and no are booleans, 010 is 8, and 12:30:00 is 45000.
 
 SCALARS: tuple[tuple[str, str, str], ...] = (
     ("null", r"~|null|Null|NULL|", "~nN\0"),
@@ -109,11 +112,12 @@ def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
 
 @dataclass
 class Budget:
-    """The remaining budget of a recipe and all that it extends.
+    """The remaining budget of a recipe and all recipes that it extends.
 
-    bytes: size of the files.
-    written: keys and values in the files.
-    nodes: values after anchors are expanded.
+    Attributes:
+        bytes: Size of the files.
+        written: Keys and values in the files.
+        nodes: Values after anchors are expanded.
     """
 
     bytes: int = MAX_BYTES
@@ -126,7 +130,7 @@ class Budget:
         if self.written < 0:
             raise ConfigError(
                 f"{file}:{line}: a recipe holds at most {MAX_WRITTEN:,} keys and values: move data "
-                "into files of data"
+                "to data files"
             )
 
     def take_node(self, where: ValueOrigin) -> None:
@@ -134,8 +138,8 @@ class Budget:
         self.nodes -= 1
         if self.nodes < 0:
             raise ConfigError(
-                f"{where}: anchors and merges make more than {MAX_NODES:,} values of this recipe: "
-                "write fewer"
+                f"{where}: anchors and merges expand this recipe to more than {MAX_NODES:,} "
+                "values: use fewer"
             )
 
 
@@ -254,7 +258,7 @@ class _Reader:
                 raise ConfigError(f"{self.file}:{line}: a key must be a word")
             if len(key) > MAX_KEY_CHARS:
                 raise ConfigError(
-                    f"{self.file}:{line}: a key of {len(key):,} characters is none of a recipe's"
+                    f"{self.file}:{line}: no key of a recipe has {len(key):,} characters"
                 )
             child = self.read(value_node, origin.below(key).path)
             child = replace(child, origin=replace(child.origin, line=line))
@@ -270,9 +274,9 @@ class _Reader:
 
     def _merged(self, node: yaml.Node, origin: ValueOrigin) -> dict[str, Node]:
         """Return the content of `<<: *anchor` or `<<: [*a, *b]`, where earlier anchors win."""
-        read = self.read(node, origin.path)
+        tree = self.read(node, origin.path)
         merged: dict[str, Node] = {}
-        for item in reversed(read.value if isinstance(read.value, list) else [read]):
+        for item in reversed(tree.value if isinstance(tree.value, list) else [tree]):
             if not item.is_section:
                 raise ConfigError(f"{item.origin}: << must name an anchor of a section")
             merged |= item.value
@@ -302,17 +306,17 @@ def read_text(
         mark = getattr(error, "problem_mark", None)
         where = file if mark is None else f"{file}:{mark.line + 1}, column {mark.column + 1}"
         detail = getattr(error, "problem", None) or str(error).partition("\n")[0]
-        raise ConfigError(f"{where}: is not YAML: {_without_content(detail)}") from error
+        raise ConfigError(f"{where}: is not YAML: {_redact_names(detail)}") from error
     if root is None:
         return Node(None, ValueOrigin(file, None, path)), []
     reader = _Reader(file, budget)
     return reader.read(root, path), reader.problems
 
 
-def _without_content(detail: str) -> str:
-    """Return PyYAML's message without quoted names, which may come from a file that is no recipe.
+def _redact_names(detail: str) -> str:
+    """Return PyYAML's message without quoted names, which may be content of a secret file.
 
-    Quotes of one or two characters and PyYAML's own <words> stay.
+    Quoted marks (one or two characters) and PyYAML's own <words> stay.
     """
     return shorten_text(
         re.sub(r"'([^']*)'", lambda quoted: quoted[0] if _is_mark(quoted[1]) else "a name", detail),
@@ -335,7 +339,7 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
         content = safe_read.read_bytes(path, MAX_BYTES)
         text = safe_read.decode_utf8(content)
     except FileNotFoundError as error:
-        raise ConfigError(f"there is no recipe {path}{_nearby(path)}") from error
+        raise ConfigError(f"there is no recipe {path}{_suggest_file(path)}") from error
     except IsADirectoryError as error:
         raise ConfigError(f"{path} is a directory; a recipe is a YAML file") from error
     except OSError as error:
@@ -345,7 +349,7 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
     budget.bytes -= len(content)
     if budget.bytes < 0:
         raise ConfigError(
-            f"{path}: a recipe and all that it extends hold at most "
+            f"{path}: a recipe and all that it extends may hold at most "
             f"{safe_read.format_size(MAX_BYTES)}"
         )
     root, problems = read_text(text, str(path), budget=budget)
@@ -354,12 +358,13 @@ def read_file(path: Path, budget: Budget | None = None) -> tuple[Node, list[Reci
             f"{path} is empty: a recipe needs at least model, algorithm and environment"
         )
     if not root.is_section:
-        what = "a list" if isinstance(root.value, list) else "a single value"
-        raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {what}")
+        content = "a list" if isinstance(root.value, list) else "a single value"
+        raise ConfigError(f"{path} must hold keys and values (`model: ...`), not {content}")
     return root, problems
 
 
-def _nearby(path: Path) -> str:
+def _suggest_file(path: Path) -> str:
+    """Return the end of the message that a recipe is missing: a similar name, if there is one."""
     folder = path.parent
     if not folder.is_dir():
         return f": there is no folder {folder}"

@@ -1,4 +1,4 @@
-"""The configuration sections of tokenizers. This module imports neither torch nor their code."""
+"""The configuration sections of tokenizers. Importing it loads no tokenizer library."""
 
 from __future__ import annotations
 
@@ -19,39 +19,39 @@ DAY = "%Y-%m-%d"
 class TokenizerConfig(Section):
     """The base section of tokenizers.
 
-    `ratchet.training.from_config` calls the function that `builds` names with the section and the
-    model's directory or hub id (None if it has neither).
+    `ratchet.training.from_config` calls the function that `builds` names, with the section and the
+    model's directory or Hub id (None for a model with random weights).
     """
 
     template: str | None = Field(
         None,
-        description="How messages become text: plain, turns, chatml, the path of a .jinja file; "
-        "null: the tokenizer's own.",
+        description="Chat template: plain, turns, chatml, or the path of a .jinja file; null: the "
+        "tokenizer's own.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
         "auto",
-        description="How the model writes tool calls; auto: told from the template and the special "
-        "tokens.",
+        description="Format of the model's tool calls; auto: inferred from the template and the "
+        "special tokens.",
     )
     date: str | None = Field(
         None,
-        description="The day that templates print as today (2026-01-31); null: that on which the "
-        "run begins.",
+        description="Date that templates print as today, such as 2026-01-31; null: the date of the "
+        "run's start.",
     )
 
     @field_validator("date")
     @classmethod
-    def _is_day(cls, date: str | None) -> str | None:
+    def _check_date(cls, date: str | None) -> str | None:
         if date is not None:
             try:
                 datetime.strptime(date, DAY)
             except ValueError:
-                raise ValueError(f"{date!r} is no day: write it as 2026-01-31") from None
+                raise ValueError(f"{date!r} is not a date: write it as 2026-01-31") from None
         return date
 
 
 class AutoTokenizerConfig(TokenizerConfig):
-    """The section of the model's own tokenizer, or of that at `path`."""
+    """The section of the model's own tokenizer, or of a tokenizer at `path`."""
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_auto"
 
@@ -68,7 +68,7 @@ class CharactersConfig(TokenizerConfig):
 
     @field_validator("alphabet")
     @classmethod
-    def _distinct(cls, alphabet: str) -> str:
+    def _check_distinct(cls, alphabet: str) -> str:
         repeated = sorted({c for c in alphabet if alphabet.count(c) > 1})
         if repeated:
             raise ValueError(f"alphabet repeats {''.join(repeated)!r}: list each character once")

@@ -1,6 +1,6 @@
 """Find and open data files, on this machine or in an object store.
 
-An object store is s3://, gs://, hf://, memory:// or any other that fsspec supports.
+Object stores are s3://, gs://, hf://, memory:// and all others that fsspec supports.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ from ratchet.utils import safe_read
 from ratchet.utils.object_store import is_address, open_filesystem
 
 CHUNK_BYTES = 1 << 20
-# Unpacked size up to which any ratio is allowed: even 4 MiB of line ends are read in a second.
+# Unpacked size up to which every compression ratio is allowed: even 4 MiB of line ends are read in
+# a second.
 MIN_BOMB_BYTES = 4 << 20
-# Maximum ratio of unpacked to packed size. gzip's own maximum is about 1,000; conversations have
-# 10, rows that share a text of 20 KB have 110.
-MOST_TIMES = 200
+# Maximum compression ratio. gzip's own maximum is about 1,000. Conversations have a ratio of 10,
+# and rows that share a text of 20 KB one of 110.
+MAX_COMPRESSION_RATIO = 200
 SUFFIXES = (
     ".jsonl",
     ".ndjson",
@@ -40,53 +41,55 @@ SUFFIXES = (
 )
 
 
-def _place(value: Any) -> Any:
+def _to_path(value: Any) -> Any:
     return Path(value) if isinstance(value, str) and "://" not in value else value
 
 
-# A recipe's path or address. A path becomes a `Path`, so that a checkpoint can hold the file's
-# fingerprint; an address stays text.
-DataFile = Annotated[Path | str, BeforeValidator(_place)]
+# A path or address in a recipe. A path becomes a `Path`, so that checkpoints save the file's
+# fingerprint. An address stays text.
+DataFile = Annotated[Path | str, BeforeValidator(_to_path)]
 
 
 @contextmanager
-def reading(path: str | Path) -> Iterator[None]:
-    """Convert errors of the file itself to a DataError that names it."""
+def convert_read_errors(path: str | Path) -> Iterator[None]:
+    """Convert errors of the file system to a DataError that names the file."""
     try:
         yield
     except FileNotFoundError as error:
         raise DataError(f"{path}: can't be read: No such file or directory") from error
     except OSError as error:
-        inner = (
+        failed_folder = (
             error.filename
             if isinstance(error.filename, str) and error.filename != str(path)
             else None
         )
-        where = f"{path}: {inner}" if inner else path  # `inner` is a folder below
+        # `failed_folder` lies below `path`.
+        where = f"{path}: {failed_folder}" if failed_folder else path
         raise DataError(f"{where}: can't be read: {error.strerror or error}") from error
     except OverflowError as error:  # from a wrong offset in the file
         raise DataError(f"{path}: can't be read: {error}") from error
 
 
 def open_binary(path: str | Path) -> IO[bytes]:
-    """Open a file for reading, seekable and at its beginning.
+    """Return a file opened for reading, seekable and at its beginning.
 
     A gzip file is unpacked into a temporary file, because rows are read in any order.
 
     Raises DataError if the file can't be opened, or MissingDependency if the object store's package
     is not installed.
     """
-    with reading(path):
+    with convert_read_errors(path):
         if not is_address(path):
             file: IO[bytes] = safe_read.open_file(path)
         else:
             system, inside = open_filesystem(str(path))
             file = system.open(inside, "rb")
-        return _unpacked(file) if str(path).endswith(".gz") else file
+        return _unpack(file) if str(path).endswith(".gz") else file
 
 
-def _unpacked(packed: IO[bytes]) -> IO[bytes]:
-    plain = tempfile.TemporaryFile()  # noqa: SIM115 - closed by its reader
+def _unpack(packed: IO[bytes]) -> IO[bytes]:
+    """Return a temporary file with the unpacked content of a gzip file."""
+    plain = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         with packed, gzip.open(packed) as content:
             _copy_unpacked(content, plain, packed)
@@ -99,14 +102,14 @@ def _unpacked(packed: IO[bytes]) -> IO[bytes]:
 
 
 def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) -> None:
-    """Copy the unpacked content. Raises OSError if it is more than MOST_TIMES its packed size."""
+    """Copy the unpacked content. Raises OSError above MAX_COMPRESSION_RATIO."""
     size = 0
     while chunk := content.read(CHUNK_BYTES):
         size += len(chunk)
-        if size > MIN_BOMB_BYTES and size > MOST_TIMES * packed.tell():
+        if size > MIN_BOMB_BYTES and size > MAX_COMPRESSION_RATIO * packed.tell():
             raise OSError(
-                f"it unpacks to more than {MOST_TIMES} times its size, so it holds hardly any "
-                "data: unpack it yourself"
+                f"it unpacks to more than {MAX_COMPRESSION_RATIO} times its size, so it may be a "
+                "decompression bomb: unpack it yourself"
             )
         plain.write(chunk)
 
@@ -116,34 +119,34 @@ def expand(places: Sequence[str | Path]) -> list[str | Path]:
 
     The files of one pattern or directory are sorted by name. Raises DataError if it has none.
     """
-    return [file for place in places for file in _expanded(place)]
+    return [file for place in places for file in _expand_place(place)]
 
 
-def _expanded(place: str | Path) -> list[str | Path]:
-    remote, pattern = is_address(place), any(sign in str(place) for sign in "*?[")
-    if remote:
+def _expand_place(place: str | Path) -> list[str | Path]:
+    has_pattern = any(sign in str(place) for sign in "*?[")
+    if is_address(place):
         system, inside = open_filesystem(str(place))
-        with reading(place):
-            if not pattern and not system.isdir(inside):
+        with convert_read_errors(place):
+            if not has_pattern and not system.isdir(inside):
                 return [place]
-            paths = system.glob(inside if pattern else f"{inside.rstrip('/')}/**")
-        named = [str(system.unstrip_protocol(name)) for name in sorted(paths)]
+            paths = system.glob(inside if has_pattern else f"{inside.rstrip('/')}/**")
+        names = [str(system.unstrip_protocol(name)) for name in sorted(paths)]
     else:
         path = Path(place)
         if path.exists() and not path.is_dir():
             return [path]  # even if its name contains *, ? or [
-        if not pattern and not path.is_dir():
+        if not has_pattern and not path.is_dir():
             return [path]
-        with reading(place):
-            named = _matches(path) if pattern and not path.is_dir() else _files_below(path)
-    files = [name for name in named if pattern or str(name).endswith(SUFFIXES)]
+        with convert_read_errors(place):
+            names = _match(path) if has_pattern and not path.is_dir() else _files_below(path)
+    files = [name for name in names if has_pattern or str(name).endswith(SUFFIXES)]
     if not files:
-        what = (
+        reason = (
             "no file matches this pattern"
-            if pattern
+            if has_pattern
             else f"the directory holds no {', '.join(SUFFIXES)}"
         )
-        raise DataError(f"{place}: {what}: name the files")
+        raise DataError(f"{place}: {reason}: name the files")
     return files
 
 
@@ -159,7 +162,7 @@ def _files_below(folder: Path) -> list[Path]:
     return [path for path in sorted(places) if path.is_file()]
 
 
-def _matches(pattern: Path) -> list[Path]:
+def _match(pattern: Path) -> list[Path]:
     """Return the files that match a pattern.
 
     Raises OSError if a folder that can hold matches can't be listed.

@@ -2,9 +2,9 @@
 
 See `ratchet.data.tables` for other formats and for reading rows in any order.
 
-Accepted: a byte order mark, CRLF, blank lines. Refused, because training would silently differ from
-what the file says: repeated keys, NaN and Infinity; in a required column also lone surrogates,
-nulls and wrong types.
+A byte order mark, CRLF and blank lines are accepted. Repeated keys, NaN and Infinity are refused,
+because they would silently change what is trained on. Lone surrogates, nulls and wrong types are
+refused in required columns.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from itertools import islice
 from pathlib import Path
 from typing import IO, Any, NamedTuple, NoReturn
 
-from ratchet.data.files import open_binary, reading
+from ratchet.data.files import convert_read_errors, open_binary
 from ratchet.errors import DataError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import shorten_text
@@ -32,15 +32,16 @@ TYPE_NAMES = {
     dict: "an object",
 }
 CHUNK_BYTES = 1 << 20
-# A longer line suggests a file without line ends, which would be read into memory whole.
+# A longer line suggests a file without line ends, which would be read into memory at once.
 MAX_ROW_BYTES = 64 << 20
 
 
 class DataRow(NamedTuple):
-    """A row of a data file and its place there.
+    """A row of a data file and its place in the file.
 
-    line: 1-based line number; for files without lines, the row number.
-    unit: the word for this number in errors.
+    Attributes:
+        line: Line number, from 1 on. In files without lines it is the row number.
+        unit: The word for this number in errors: "line" or "row".
     """
 
     line: int
@@ -55,26 +56,27 @@ class DataRow(NamedTuple):
 def read_jsonl(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
     """Yield the rows of `path` in order.
 
-    columns: Keys that each row must have, and their types (str, int, float, bool, list or dict;
-      float accepts integers). Other keys are kept, unchecked.
+    Args:
+        columns: Keys that each row must have, with their types (str, int, float, bool, list or
+            dict; float accepts integers). Other keys are kept unchecked.
 
-    Raises DataError that names the file, and the line if the error is in one.
+    Raises DataError, which names the file and the line.
     """
-    for line, values in each_line(path, columns):
+    for line, values in read_lines(path, columns):
         if isinstance(values, DataError):
             raise values
         yield DataRow(line, values)
 
 
-def each_line(
+def read_lines(
     path: str | Path, columns: Mapping[str, type] | None = None
 ) -> Iterator[tuple[int, dict[str, Any] | DataError]]:
-    """Yield (line number, values or error of the line), for callers that skip bad lines.
+    """Yield the number of each line, and its values or its error, so that bad lines can be skipped.
 
     Raises DataError if the file as a whole can't be read. See `read_jsonl`.
     """
     rows = 0
-    with open_binary(path) as file, reading(path):
+    with open_binary(path) as file, convert_read_errors(path):
         for line, offset, raw in raw_lines(file, path):
             values = _parse_line(raw, path, line, offset, columns or {})
             if values is not None:
@@ -85,13 +87,13 @@ def each_line(
 
 
 def raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, bytes]]:
-    """Yield (number, offset, bytes) of each line. Raises DataError for one over MAX_ROW_BYTES."""
+    """Yield (number, offset, bytes) of each line. Raises DataError for lines over MAX_ROW_BYTES."""
     line = offset = 0
     while raw := file.readline(MAX_ROW_BYTES + 1):
         line += 1
         if len(raw) > MAX_ROW_BYTES:
-            size = f"longer than {MAX_ROW_BYTES >> 20} MiB"
-            raise DataError(f"{path}, line {line}: {size}: write one row a line, or drop the row")
+            limit = f"longer than {MAX_ROW_BYTES >> 20} MiB"
+            raise DataError(f"{path}, line {line}: {limit}: write one row a line, or drop the row")
         yield line, offset, raw
         offset += len(raw)
 
@@ -124,11 +126,12 @@ def fingerprint(path: str | Path) -> str:
 
 
 def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
-    mark = codecs.BOM_UTF8 if line == 1 and raw.startswith(codecs.BOM_UTF8) else b""
+    """Return the text of a line without its line end. Raises DataError if it is not UTF-8."""
+    byte_order_mark = codecs.BOM_UTF8 if line == 1 and raw.startswith(codecs.BOM_UTF8) else b""
     try:
-        return raw[len(mark) :].rstrip(b"\r\n").decode("utf-8")
+        return raw[len(byte_order_mark) :].rstrip(b"\r\n").decode("utf-8")
     except UnicodeDecodeError as error:
-        position = error.start + len(mark)
+        position = error.start + len(byte_order_mark)
         raise DataError(
             f"{path}, line {line}: not UTF-8: byte 0x{raw[position]:02x} at offset {position} of "
             f"the line, {offset + position} of the file"
@@ -136,12 +139,12 @@ def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
 
 
 def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -> dict[str, Any]:
+    """Return the object in a line's text. Raises DataError for other JSON or wrong columns."""
     values = parse_json(text, path, line)
     if not isinstance(values, dict):
         raise DataError(
             f"{path}, line {line}: holds {describe_type(values)}, must be an object such as "
-            f'{{"key": '
-            f"...}}"
+            '{"key": ...}'
         )
     check_columns(values, columns, f"{path}, line {line}")
     return values
@@ -156,7 +159,7 @@ def parse_json(text: str, path: str | Path, line: int) -> Any:
     except json.JSONDecodeError as error:
         place = f"line {line + error.lineno - 1} col {error.colno}"
         raise DataError(f"{path}, {place}: malformed JSON: {error.msg}") from error
-    # Raised by the two hooks below, for too deep nesting, or for a number of thousands of digits.
+    # Raised by the two hooks below, for too deep nesting, and for a number with too many digits.
     except ValueError as error:
         raise DataError(f"{path}, line {line}: malformed JSON: {error}") from error
 
@@ -179,26 +182,27 @@ def check_columns(values: Mapping[str, Any], columns: Mapping[str, type], where:
         _check_column(values, name, expected, where)
 
 
-def _check_column(values: Mapping[str, Any], name: str, wanted: type, where: str) -> None:
+def _check_column(values: Mapping[str, Any], name: str, expected: type, where: str) -> None:
     if name not in values:
-        raise DataError(f"{where}: no column '{name}'; the row has {names(values)}")
+        raise DataError(f"{where}: no column '{name}'; the row has {list_names(values)}")
     value = values[name]
-    accepted = (int, float) if wanted is float else wanted
-    if not isinstance(value, accepted) or (isinstance(value, bool) and wanted is not bool):
+    accepted = (int, float) if expected is float else expected
+    if not isinstance(value, accepted) or (isinstance(value, bool) and expected is not bool):
         raise DataError(
-            f"{where}: column '{name}' is {describe_type(value)}, must be {TYPE_NAMES[wanted]}"
+            f"{where}: column '{name}' is {describe_type(value)}, must be {TYPE_NAMES[expected]}"
         )
     if isinstance(value, str) and any("\ud800" <= c <= "\udfff" for c in value):
         raise DataError(
             f"{where}: column '{name}' holds half of a surrogate pair (\\ud800 to \\udfff), which "
-            "is no text"
+            "is not text"
         )
 
 
-def names(values: Iterable[Any]) -> str:
-    """Return the column names for an error message, at most the first hundred."""
+def list_names(values: Iterable[Any]) -> str:
+    """Return the column names for an error message, up to the first hundred."""
     return shorten_text(", ".join(str(name) for name in islice(values, 100)), 400) or "no columns"
 
 
 def describe_type(value: Any) -> str:
+    """Return the JSON type of a value for an error message, such as "an array"."""
     return "null" if value is None else TYPE_NAMES.get(type(value), f"a {type(value).__name__}")

@@ -1,4 +1,4 @@
-"""Pack groups of trajectories of different lengths into one `Batch`.
+"""Pack groups of trajectories of different lengths into one `Batch`, without padding.
 
 T = tokens, S = sequences, G = groups.
 """
@@ -19,17 +19,17 @@ from ratchet.types import Group, Trajectory
 
 
 def pack(groups: Sequence[Group]) -> Batch:
-    """Concatenate all trajectories that count, in order; failed and cancelled ones never count.
+    """Concatenate all trajectories in order, except failed and cancelled ones.
 
-    Groups without such a trajectory are left out. Raises DataError for a trajectory that has no
-    tokens, or whose first token is trainable (nothing precedes it, so nothing predicts it).
+    Groups without a remaining trajectory are left out. Raises DataError for a trajectory that has
+    no tokens, or whose first token is trainable, because no token precedes and so predicts it.
     """
-    kept = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
-    kept = [(group, trajectories) for group, trajectories in kept if trajectories]
-    rows = [(g, t) for g, (_, trajectories) in enumerate(kept) for t in trajectories]
+    counted = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
+    counted = [(group, trajectories) for group, trajectories in counted if trajectories]
+    rows = [(g, t) for g, (_, trajectories) in enumerate(counted) for t in trajectories]
     for g, trajectory in rows:
-        _check(trajectory, kept[g][0].id)
-    tags = tuple(dict.fromkeys(group.task.tag for group, _ in kept))
+        _check(trajectory, counted[g][0].id)
+    tags = tuple(dict.fromkeys(group.task.tag for group, _ in counted))
     trajectories = [t for _, t in rows]
     lengths = np.asarray([len(t) for t in trajectories], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
@@ -69,24 +69,24 @@ def pack(groups: Sequence[Group]) -> Batch:
         reference_S=reference_S,
         scored_S=sequences([reward is not None for reward in rewards], np.bool_),
         truncated_S=sequences([t.truncated for t in trajectories], np.bool_),
-        cut_S=sequences(_cut(rows), np.bool_),
+        cut_S=sequences(_is_cut_off(rows), np.bool_),
         rewards_S=sequences(
             [math.nan if reward is None else reward for reward in rewards], np.float64
         ),
         temperature_S=sequences([t.temperature for t in trajectories], np.float64),
-        tag_S=sequences([tags.index(kept[g][0].task.tag) for g, _ in rows], np.int64),
-        group_ids=tuple(group.id for group, _ in kept),
+        tag_S=sequences([tags.index(counted[g][0].task.tag) for g, _ in rows], np.int64),
+        group_ids=tuple(group.id for group, _ in counted),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
-        token_columns=_routes(trajectories),
-        sequence_columns=_parts(trajectories),
+        token_columns=_route_column(trajectories),
+        sequence_columns=_reward_part_columns(trajectories),
     )
 
 
-def _cut(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
-    """Return for each row whether a token limit cut off the last answer of its attempt.
+def _is_cut_off(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
+    """Return a flag for each row: True if a token limit cut off the last answer of its attempt.
 
-    Only the attempt's last row holds this answer, but all rows share the attempt's reward.
+    Only the last row of an attempt holds this answer, but all its rows share the reward.
     """
     last = {(g, t.attempt, t.use): t.truncated and t.is_cut_short for g, t in rows}
     return [last[g, t.attempt, t.use] for g, t in rows]
@@ -106,13 +106,14 @@ def _check(trajectory: Trajectory, group_id: str) -> None:
 
 @dataclass(frozen=True)
 class _Spans:
-    """A builder of the columns [T] that are set at the tokens of turns."""
+    """A builder of token columns [T] that have values only at the tokens of turns."""
 
     rows: Sequence[tuple[int, Trajectory]]  # (group index, trajectory)
     starts: Sequence[int]  # index of each row's first token
     total: int  # T
 
     def turns(self) -> np.ndarray:
+        """Return the index of the turn of each token [T], -1 elsewhere."""
         index_T = np.full(self.total, -1, dtype=np.int32)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
             for number, turn in enumerate(trajectory.turns):
@@ -120,6 +121,7 @@ class _Spans:
         return index_T
 
     def turn_rewards(self) -> np.ndarray:
+        """Return the reward of each turn at its last token [T], NaN elsewhere."""
         rewards_T = np.full(self.total, np.nan)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
             for turn in trajectory.turns:
@@ -128,7 +130,7 @@ class _Spans:
         return rewards_T
 
     def states(self) -> np.ndarray:
-        """Number the (group, state key) pairs of the batch in order of appearance, -1 elsewhere."""
+        """Return a number for the (group, state key) pair of each token [T], -1 elsewhere."""
         state_numbers: dict[tuple[int, str], int] = {}
         state_T = np.full(self.total, -1, dtype=np.int64)
         for start, (group, trajectory) in zip(self.starts, self.rows, strict=True):
@@ -147,8 +149,11 @@ def _kept_mass(trajectory: Trajectory) -> np.ndarray:
     )
 
 
-def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Return the column of routes if any trajectory has routes; -1 in those that have none."""
+def _route_column(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Return the column of routes [T, ...]; {} if no trajectory has routes.
+
+    Trajectories without routes have -1.
+    """
     shape = next((t.routes.shape[1:] for t in trajectories if t.routes is not None), None)
     if shape is None:
         return {}
@@ -159,8 +164,8 @@ def _routes(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
     return {ROUTES: torch.from_numpy(np.concatenate(parts))}
 
 
-def _parts(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
-    """Return each part of the rewards as a column "reward/<name>" [S], NaN in rows without it."""
+def _reward_part_columns(trajectories: Sequence[Trajectory]) -> dict[str, Tensor]:
+    """Return each part of the rewards as a column "reward/<name>" [S]: NaN in rows without it."""
     names = dict.fromkeys(name for t in trajectories for name in t.reward_parts)
     return {
         f"reward/{name}": torch.tensor(

@@ -1,8 +1,8 @@
-"""A model's processor of images, audio clips and videos: each medium is processed alone, and once.
+"""A multimodal model's processor of images, audio clips and videos, one medium at a time.
 
-A processor of transformers turns a whole conversation into tokens and arrays. Here it gets only one
-medium and its placeholder. The expanded placeholder then replaces the one in the conversation's
-tokens, so that text keeps the tokens in which it was written or sampled.
+A processor of transformers turns a whole conversation into tokens and arrays. Here it gets one
+medium with its placeholder, and returns the tokens that replace the placeholder in the
+conversation. So all text keeps the tokens in which it was sampled.
 """
 
 from __future__ import annotations
@@ -18,24 +18,30 @@ import numpy as np
 from xxhash import xxh3_128
 
 from ratchet.config.media_limits import PROCESSOR_FILES, MediaConfig
-from ratchet.data.formats.media import decode_audio, decode_image, decode_video, fetch, shown
+from ratchet.data.formats.media import (
+    decode_audio,
+    decode_image,
+    decode_video,
+    fetch,
+    shorten_reference,
+)
 from ratchet.errors import DataError, ModelError
 from ratchet.types import MediaKind, Medium, Part
 from ratchet.utils.safe_read import require_file
 from ratchet.utils.terminal_text import get_first_line
 
 KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
-# Attributes of a transformers processor that read each kind.
-PARTS: Mapping[MediaKind, Sequence[str]] = {
+# Attributes of a transformers processor that read each kind of media.
+READERS: Mapping[MediaKind, Sequence[str]] = {
     "image": ("image_processor",),
     "audio": ("feature_extractor", "audio_processor"),
     "video": ("video_processor",),
 }
 # Outputs of a processor that describe tokens, not media.
-OF_TOKENS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
+TOKEN_OUTPUTS = frozenset({"input_ids", "attention_mask", "token_type_ids", "mm_token_type_ids"})
 
 
-class Expanded(NamedTuple):
+class ExpandedMedium(NamedTuple):
     """A processed medium, and the tokens that its placeholder expands to."""
 
     medium: Medium
@@ -48,7 +54,7 @@ class Processor:
     Args:
         inner: A processor of transformers, or one with the same interface.
         fingerprint: Hash of everything that decides the processor's output.
-        media: The media that parts may refer to, and the size of the cache.
+        media: Limits and places of the media that parts may refer to, and the size of the cache.
     """
 
     def __init__(
@@ -60,8 +66,8 @@ class Processor:
     ) -> None:
         self.inner, self.fingerprint = inner, fingerprint
         self.limits = media or MediaConfig()
-        self._room = self.limits.remembered_mib * 2**20
-        self._known: OrderedDict[str, Expanded] = OrderedDict()
+        self._cache_bytes = self.limits.remembered_mib * 2**20
+        self._expanded_by_key: OrderedDict[str, ExpandedMedium] = OrderedDict()
         self._size = 0
         self._lock = threading.Lock()
 
@@ -78,17 +84,19 @@ class Processor:
 
     @cached_property
     def reserved(self) -> frozenset[int]:
-        """Return the tokens that mean nothing without a medium: placeholders and expanded ones."""
+        """Return the tokens that stand for media: placeholders, and the tokens they expand to."""
         token_ids = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
         return frozenset(self.placeholders) | {
             int(token) for token in token_ids if token is not None
         }
 
-    def expanded(self, part: Part, *, where: str) -> Expanded:
-        """Return the processed medium; equal media are the same object while it is cached.
+    def expand(self, part: Part, *, where: str) -> ExpandedMedium:
+        """Return the processed medium of a message part, from the cache if it is there.
 
-        where: the place that refers to it, for errors. Raises DataError if the medium can't be
-        read, or the model doesn't support its kind.
+        Args:
+            where: The place of the part, for errors.
+
+        Raises DataError if the medium can't be read, or if the model doesn't support its kind.
         """
         kind = part.type
         if kind == "text" or kind not in self.placeholders.values():
@@ -99,23 +107,23 @@ class Processor:
         source = fetch(part.value, where=where, limits=self.limits, root=self.limits.root)
         key = xxh3_128(f"{self.fingerprint} {kind} ".encode() + source).hexdigest()
         with self._lock:
-            if key in self._known:
-                self._known.move_to_end(key)
-                return self._known[key]
-        expanded = self._process(key, kind, source, f"{where}: {shown(part.value)}")
+            if key in self._expanded_by_key:
+                self._expanded_by_key.move_to_end(key)
+                return self._expanded_by_key[key]
+        expanded = self._process(key, kind, source, f"{where}: {shorten_reference(part.value)}")
         with self._lock:
-            return self._remember(expanded)
+            return self._cache(expanded)
 
-    def _remember(self, expanded: Expanded) -> Expanded:
-        cached = self._known.setdefault(expanded.medium.key, expanded)
+    def _cache(self, expanded: ExpandedMedium) -> ExpandedMedium:
+        cached = self._expanded_by_key.setdefault(expanded.medium.key, expanded)
         if cached is expanded:
             self._size += _count_bytes(expanded)
-            while self._size > self._room and len(self._known) > 1:
-                _, evicted = self._known.popitem(last=False)
+            while self._size > self._cache_bytes and len(self._expanded_by_key) > 1:
+                _, evicted = self._expanded_by_key.popitem(last=False)
                 self._size -= _count_bytes(evicted)
         return cached
 
-    def _process(self, key: str, kind: MediaKind, source: bytes, where: str) -> Expanded:
+    def _process(self, key: str, kind: MediaKind, source: bytes, where: str) -> ExpandedMedium:
         decoded = self._decode(kind, source, where)
         token = str(getattr(self.inner, f"{kind}_token"))
         try:
@@ -129,9 +137,9 @@ class Processor:
             ) from error
         tokens = tuple(int(token) for token in np.asarray(outputs["input_ids"]).reshape(-1))
         inputs = {
-            name: np.asarray(value) for name, value in outputs.items() if name not in OF_TOKENS
+            name: np.asarray(value) for name, value in outputs.items() if name not in TOKEN_OUTPUTS
         }
-        return Expanded(Medium(key, kind, len(tokens), inputs, source), tokens)
+        return ExpandedMedium(Medium(key, kind, len(tokens), inputs, source), tokens)
 
     def _decode(self, kind: MediaKind, source: bytes, where: str) -> dict[str, Any]:
         if kind == "image":
@@ -143,21 +151,21 @@ class Processor:
         return {"videos": [decode_video(source, where=where, limits=self.limits)]}
 
     def _reads(self, kind: MediaKind) -> bool:
-        return any(getattr(self.inner, name, None) is not None for name in PARTS[kind])
+        return any(getattr(self.inner, name, None) is not None for name in READERS[kind])
 
     @property
     def settings(self) -> Mapping[str, Any]:
-        """Return the settings that decide the inputs of media.
+        """Return the settings that decide how media are processed.
 
-        If two processors' settings are equal, each model can use the other's prepared media.
+        Models whose processors have equal settings can use the same processed media.
         """
         parts = {
-            name: getattr(self.inner, name, None) for names in PARTS.values() for name in names
+            name: getattr(self.inner, name, None) for names in READERS.values() for name in names
         }
         return {name: part.to_dict() for name, part in parts.items() if part is not None}
 
 
-def _count_bytes(expanded: Expanded) -> int:
+def _count_bytes(expanded: ExpandedMedium) -> int:
     return len(expanded.medium.source) + sum(
         array.nbytes for array in expanded.medium.inputs.values()
     )
@@ -178,7 +186,7 @@ def load_processor(
         for path in (*files, directory / "config.json"):
             require_file(path)
         inner = _load_inner(directory, trust_remote_code)
-    # Each transformers processor raises errors of its own types.
+    # Every processor of transformers raises its own types of errors.
     except Exception as error:
         reason = get_first_line(str(error) or type(error).__name__)
         raise ModelError(

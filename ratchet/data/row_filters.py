@@ -13,12 +13,12 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from ratchet.config.base import Section
-from ratchet.data.jsonl import describe_type, names
+from ratchet.data.jsonl import describe_type, list_names
 from ratchet.errors import DataError
 
 Scalar = str | int | float | bool
-PLACE = re.compile(r"\{([^{}\s]+)\}")
-MAX_NUMBER_CHARS = 1000  # characters of a text in which a number is looked for
+COLUMN_IN_BRACES = re.compile(r"\{([^{}\s]+)\}")
+MAX_NUMBER_CHARS = 1000  # characters of a text that are searched for a number
 NUMBER = re.compile(r"-?\d+(?:\.\d+)?")
 
 
@@ -30,54 +30,58 @@ class KeepConfig(Section):
 
     column: str = Field(
         min_length=1,
-        description="The file's own name; of a value inside it, with dots: extra_info.index.",
+        description="Name of the column in the file; dots reach nested values: extra_info.index.",
     )
-    at_least: float | None = Field(None, description="The number is this or more.")
-    at_most: float | None = Field(None, description="The number is this or less.")
+    at_least: float | None = Field(None, description="Least value of the number.")
+    at_most: float | None = Field(None, description="Largest value of the number.")
     one_of: tuple[Scalar, ...] = Field((), description="The value is one of these.")
     none_of: tuple[Scalar, ...] = Field((), description="The value is none of these.")
     contains: str = Field("", description="The text, or an item of the list, contains this.")
     min_chars: int | None = Field(
-        None, ge=0, description="Characters of the text, or of the JSON of what is no text."
+        None,
+        ge=0,
+        description="Least number of characters of the text, or of the JSON of another value.",
     )
     max_chars: int | None = Field(
-        None, ge=0, description="Characters of the text, or of the JSON of what is no text."
+        None,
+        ge=0,
+        description="Largest number of characters of the text, or of the JSON of another value.",
     )
 
     @model_validator(mode="after")
-    def _says_something(self) -> KeepConfig:
+    def _check_has_condition(self) -> KeepConfig:
         if not self.changed - {"column"}:
             raise ValueError(
-                f"nothing is asked of '{self.column}': add at_least, at_most, one_of, none_of, "
-                "contains, ..."
+                f"the filter of '{self.column}' has no condition: add at_least, at_most, one_of, "
+                "none_of, contains, ..."
             )
         return self
 
     def keeps(self, values: Mapping[str, Any], where: str) -> bool:
-        """Return True if the row is kept.
+        """True if the row is kept.
 
         Raises DataError if it lacks the column, or a number to compare.
         """
-        value = value_at(values, self.column, where)
+        value = find_value(values, self.column, where)
         if value is None:
             return not self.changed - {"column", "none_of"}
-        chars = 0 if self.min_chars is None and self.max_chars is None else _chars(value)
+        chars = 0 if self.min_chars is None and self.max_chars is None else _count_chars(value)
         return (
-            (self.at_least is None or number_in(value, self.column, where) >= self.at_least)
-            and (self.at_most is None or number_in(value, self.column, where) <= self.at_most)
-            and (not self.one_of or any(_same(value, one) for one in self.one_of))
-            and not any(_same(value, one) for one in self.none_of)
+            (self.at_least is None or read_number(value, self.column, where) >= self.at_least)
+            and (self.at_most is None or read_number(value, self.column, where) <= self.at_most)
+            and (not self.one_of or any(_equals(value, item) for item in self.one_of))
+            and not any(_equals(value, item) for item in self.none_of)
             and (not self.contains or _contains(value, self.contains))
             and (self.min_chars is None or chars >= self.min_chars)
             and (self.max_chars is None or chars <= self.max_chars)
         )
 
 
-def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
-    """Return the value of a column, or one inside it, such as "answers.text.0".
+def find_value(values: Mapping[str, Any], name: str, where: str) -> Any:
+    """Return the value of a column, or a value nested in it, such as "answers.text.0".
 
-    Return None if the value around it is null or the list too short. Raise DataError if there is
-    no such column.
+    Return None if an outer value is null, or a list is too short. Raise DataError if there is no
+    such column.
     """
     if name in values:
         return values[name]
@@ -90,11 +94,11 @@ def value_at(values: Mapping[str, Any], name: str, where: str) -> Any:
         elif isinstance(value, list) and part.isdecimal():
             value = value[int(part)] if int(part) < len(value) else None
         else:
-            inside = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
-            has = names(value) if isinstance(value, Mapping) else describe_type(value)
+            outer = f"'{'.'.join(name.split('.')[:depth])}' of the row" if depth else "the row"
+            content = list_names(value) if isinstance(value, Mapping) else describe_type(value)
             raise DataError(
-                f"{where}: no column '{name}'; {inside} has {has or 'no columns'}: name yours in "
-                "`columns`"
+                f"{where}: no column '{name}'; {outer} has {content or 'no columns'}: name yours "
+                "in `columns`"
             )
     return value
 
@@ -106,48 +110,48 @@ def fill(template: str, values: Mapping[str, Any], where: str) -> str:
     a number.
     """
 
-    def said(match: re.Match[str]) -> str:
-        value = value_at(values, match[1], where)
+    def column_text(match: re.Match[str]) -> str:
+        value = find_value(values, match[1], where)
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
                 f"{where}: column '{match[1]}' is {describe_type(value)}, must be text or a number "
-                "to "
-                "stand in a prompt"
+                "to be part of a prompt"
             )
         return str(value)
 
-    return PLACE.sub(said, template)
+    return COLUMN_IN_BRACES.sub(column_text, template)
 
 
-def number_in(value: Any, column: str, where: str) -> float:
+def read_number(value: Any, column: str, where: str) -> float:
     """Return a number, or the only number in a text ("Level 3", "0.25").
 
     Raise DataError for any other value.
     """
-    if isinstance(value, str) and len(found := NUMBER.findall(value[:MAX_NUMBER_CHARS])) == 1:
-        value = float(found[0])
+    if isinstance(value, str) and len(numbers := NUMBER.findall(value[:MAX_NUMBER_CHARS])) == 1:
+        value = float(numbers[0])
     if isinstance(value, bool) or not isinstance(value, int | float) or not abs(value) < 1e308:
         raise DataError(
-            f"{where}: column '{column}' is {value!r:.60}, must be a number, or text that holds one"
+            f"{where}: column '{column}' is {value!r:.60}, must be a number, or text with one "
+            "number"
         )
     return float(value)
 
 
-def _same(value: Any, wanted: Scalar) -> bool:
-    """Return True if a value equals the wanted one.
+def _equals(value: Any, expected: Scalar) -> bool:
+    """True if a value of a row equals one in the recipe.
 
     1 equals 1.0 but not true. Text equals a number written the same way, because CSV has only text.
     """
-    if isinstance(value, str) != isinstance(wanted, str):
-        return isinstance(value, str) and not isinstance(wanted, bool) and value == str(wanted)
-    return value == wanted and isinstance(value, bool) == isinstance(wanted, bool)
+    if isinstance(value, str) != isinstance(expected, str):
+        return isinstance(value, str) and not isinstance(expected, bool) and value == str(expected)
+    return value == expected and isinstance(value, bool) == isinstance(expected, bool)
 
 
-def _contains(value: Any, wanted: str) -> bool:
-    return wanted in value if isinstance(value, str | list) else wanted in str(value)
+def _contains(value: Any, item: str) -> bool:
+    return item in value if isinstance(value, str | list) else item in str(value)
 
 
-def _chars(value: Any) -> int:
+def _count_chars(value: Any) -> int:
     return len(
         value if isinstance(value, str) else json.dumps(value, ensure_ascii=False, default=str)
     )

@@ -1,4 +1,4 @@
-"""The shuffled order of rows: a new order every epoch, a pure function of (seed, position)."""
+"""The shuffled order of rows: a new one in every epoch, as a pure function of seed and position."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 4  # blocks whose rows are shuffled together, and so held in memory at once
+WINDOW = 4  # blocks whose rows are shuffled together, so that they are in memory at once
 
 
 class Order:
     """The row at each position of an endless sequence of epochs over `sum(blocks)` rows.
 
     Each epoch shuffles the blocks (rows that are read together), then the rows within each window
-    of WINDOW consecutive blocks. A single block is shuffled fully. So every position costs the same
-    without counting from the start, and a file of row groups is read one group at a time.
-    shuffle=False keeps the order of the rows.
+    of WINDOW consecutive blocks. A single block is shuffled fully. So the row at any position is
+    computed directly, and a file of row groups is read one group at a time. shuffle=False keeps the
+    order of the rows.
 
-    numpy's RandomState draws the orders: its streams never change between versions.
+    numpy's RandomState draws the orders, because its streams never change between versions.
     """
 
     def __init__(
@@ -36,7 +36,8 @@ class Order:
         )
         self._window, self._window_rows = (-1, -1), np.zeros(0, np.int64)
 
-    def at(self, position: int) -> int:
+    def row_at(self, position: int) -> int:
+        """Return the row number at a position."""
         epoch, offset = divmod(position, self.rows)
         if not self.shuffle:
             return offset

@@ -1,8 +1,8 @@
 """Random access to the rows of data files, without loading them whole.
 
-JSON Lines and CSV files have an index of byte offsets, Parquet and Arrow files are read by row
-groups (`ratchet.data.formats.arrow_tables`), and several files are joined into one table. Only an
-array in a .json file is read whole.
+JSON Lines and CSV files get an index of byte offsets. Parquet and Arrow files are read by row group
+(`ratchet.data.formats.arrow_tables`). Several files become one table. Only a JSON array is read
+whole.
 
 Rows are checked when they are read, and every error names the file and the row.
 """
@@ -20,7 +20,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ratchet.data.files import expand, open_binary, reading
+from ratchet.data.files import convert_read_errors, expand, open_binary
 from ratchet.data.jsonl import (
     MAX_ROW_BYTES,
     DataRow,
@@ -39,15 +39,16 @@ MAX_JSON_BYTES = 1 << 30  # size limit of a JSON array, which is read whole
 class Table(Protocol):
     """A sequence of rows that can be read in any order.
 
-    blocks: numbers of consecutive rows that are read together. If every row is cheap to read alone,
-    all rows are one block.
+    Attributes:
+        blocks: Numbers of consecutive rows that are read together. All rows are one block if each
+            can be read cheaply by itself.
     """
 
     @property
     def blocks(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def row(self, index: int) -> DataRow:
-        """Return a row. Raises DataError naming file and row."""
+        """Return a row. Raises DataError, which names file and row, if it can't be read."""
         ...
 
     def where(self, index: int) -> str:
@@ -56,13 +57,15 @@ class Table(Protocol):
 
 
 def open_table(*places: str | Path) -> Table:
-    """Return the rows of files in the order given.
+    """Return the rows of files, in the order of the arguments.
 
-    places: paths, object store addresses, patterns or directories. Raises DataError if a file can't
-    be read, holds no rows, or is malformed as a whole.
+    Args:
+        places: Paths, object store addresses, patterns or directories.
+
+    Raises DataError if a file can't be read, holds no rows, or is malformed as a whole.
     """
     tables = [_open_file(file) for file in expand(places)]
-    return tables[0] if len(tables) == 1 else Joined(tables)
+    return tables[0] if len(tables) == 1 else JoinedTable(tables)
 
 
 def _open_file(path: str | Path) -> Table:
@@ -83,7 +86,7 @@ def iter_rows(table: Table) -> Iterator[DataRow]:
 
 
 def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> Iterator[DataRow]:
-    """Yield the rows of a file of any format; `columns` as in `ratchet.data.jsonl.read_jsonl`."""
+    """Yield the rows of a file of any format. See `ratchet.data.jsonl.read_jsonl` for `columns`."""
     table = open_table(path)
     for index in range(len(table)):
         row = table.row(index)
@@ -92,7 +95,7 @@ def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> It
 
 
 class _IndexedFile:
-    """A file with an index. `starts`, `lines`: the byte offset and line number of each row."""
+    """A file with an index: `starts` and `lines` are the byte offset and line of each row."""
 
     unit = "line"
 
@@ -100,7 +103,7 @@ class _IndexedFile:
         import numpy as np
 
         self.path = path
-        with open_binary(path) as file, reading(path):
+        with open_binary(path) as file, convert_read_errors(path):
             starts = np.fromiter(self._starts(file), dtype=np.dtype((np.int64, 2)))
         if not len(starts):
             raise DataError(f"{path}: the file holds no rows")
@@ -126,6 +129,8 @@ class _IndexedFile:
 
 
 class JsonLines(_IndexedFile):
+    """A JSON Lines file."""
+
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         return (
             (line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace()
@@ -133,7 +138,7 @@ class JsonLines(_IndexedFile):
 
     def row(self, index: int) -> DataRow:
         line, offset = int(self.lines[index]), int(self.starts[index])
-        with reading(self.path):
+        with convert_read_errors(self.path):
             self._file.seek(offset)
             raw = self._file.readline(MAX_ROW_BYTES + 1)
         return DataRow(line, parse(decode(raw, self.path, line, offset), self.path, line, {}))
@@ -143,8 +148,8 @@ class CsvFile(_IndexedFile):
     """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null."""
 
     def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-        lines = _Lines(file, self.path)
-        records = _records(lines)
+        lines = _TextLines(file, self.path)
+        records = _read_records(lines)
         header = next(records, None)
         if header is None:
             return
@@ -152,8 +157,7 @@ class CsvFile(_IndexedFile):
         repeated = next((name for name, count in Counter(header).items() if count > 1), None)
         if repeated is not None:
             raise DataError(
-                f"{self.path}, line 1: two columns are called '{repeated:.80}': give each a name "
-                "of its own"
+                f"{self.path}, line 1: two columns are called '{repeated:.80}': rename one"
             )
         start = lines.line + 1, lines.offset
         for record in records:
@@ -164,9 +168,9 @@ class CsvFile(_IndexedFile):
 
     def row(self, index: int) -> DataRow:
         line, offset = int(self.lines[index]), int(self.starts[index])
-        with reading(self.path):
+        with convert_read_errors(self.path):
             self._file.seek(offset)
-            record = next(_records(_Lines(self._file, self.path, line - 1, offset)))
+            record = next(_read_records(_TextLines(self._file, self.path, line - 1, offset)))
         self._check(record, line)
         return DataRow(
             line, {name: value or None for name, value in zip(self.header, record, strict=True)}
@@ -181,20 +185,20 @@ class CsvFile(_IndexedFile):
             )
 
 
-class _Lines:
-    """The text lines of a file. `line` and `offset` are the end of the last line yielded."""
+class _TextLines:
+    """The text lines of a file. `line` and `offset` are those of the end of the last line."""
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
         self.path, self.line, self.offset = path, line, offset
-        self._raw, self._first, self._start = raw_lines(file, path), line, offset
+        self._raw_lines, self._first_line, self._start = raw_lines(file, path), line, offset
 
     def __iter__(self) -> Iterator[str]:
-        for line, offset, raw in self._raw:
-            self.line, self.offset = self._first + line, self._start + offset + len(raw)
+        for line, offset, raw in self._raw_lines:
+            self.line, self.offset = self._first_line + line, self._start + offset + len(raw)
             yield decode(raw, self.path, self.line, self._start + offset) + "\n"
 
 
-def _records(lines: _Lines) -> Iterator[list[str]]:
+def _read_records(lines: _TextLines) -> Iterator[list[str]]:
     # csv's default limit, 128 KiB, is too small for some conversations.
     csv.field_size_limit(MAX_ROW_BYTES)
     reader = csv.reader(lines, strict=True)
@@ -213,13 +217,13 @@ class JsonArray:
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
-        with open_binary(path) as file, reading(path):
+        with open_binary(path) as file, convert_read_errors(path):
             raw = file.read(MAX_JSON_BYTES + 1)
         if len(raw) > MAX_JSON_BYTES:
             size = f"{MAX_JSON_BYTES >> 30} GiB"
             raise DataError(
-                f"{path}: a JSON array of more than {size} can't be read piece by piece: write it "
-                "as JSON Lines"
+                f"{path}: a JSON array of more than {size} would be read at once: write it as "
+                "JSON Lines"
             )
         self.rows: list[Any] = parse_json(_decode_lines(raw, path), path, 1)
         if not self.rows:
@@ -256,11 +260,11 @@ def _decode_lines(raw: bytes, path: str | Path) -> str:
 
 
 def _begins_array(path: str | Path) -> bool:
-    with open_binary(path) as file, reading(path):
+    with open_binary(path) as file, convert_read_errors(path):
         return file.read(4096).removeprefix(b"\xef\xbb\xbf").lstrip()[:1] == b"["
 
 
-class Joined:
+class JoinedTable:
     """The concatenation of several tables."""
 
     def __init__(self, tables: Sequence[Table]) -> None:
@@ -272,13 +276,13 @@ class Joined:
         return self.ends[-1]
 
     def row(self, index: int) -> DataRow:
-        table, row_in_table = self._place(index)
+        table, row_in_table = self._locate(index)
         return table.row(row_in_table)
 
     def where(self, index: int) -> str:
-        table, row_in_table = self._place(index)
+        table, row_in_table = self._locate(index)
         return table.where(row_in_table)
 
-    def _place(self, index: int) -> tuple[Table, int]:
+    def _locate(self, index: int) -> tuple[Table, int]:
         table_index = bisect_right(self.ends, index)
         return self.tables[table_index], index - (self.ends[table_index - 1] if table_index else 0)

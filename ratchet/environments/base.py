@@ -11,9 +11,10 @@ class EnvironmentConfig(Section):
     """The base class of environments' sections.
 
     Attributes:
-        default_reward: Kind of the reward for this environment unless the recipe names another.
-        gives: The kinds of training data that it offers (`ratchet.algorithms.config.base.Source`).
-        judges: True if its steps give a reward when there is no default one.
+        default_reward: Kind of the reward, unless the recipe names another; "": none.
+        gives: The kinds of training data that the environment offers
+            (`ratchet.algorithms.config.base.Source`).
+        judges: True if the environment's steps return rewards when there is no default reward.
     """
 
     default_reward: ClassVar[str] = ""

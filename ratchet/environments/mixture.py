@@ -1,5 +1,4 @@
-"""Mix several environments: each gets its share of the prompts, interleaved evenly, and its tag on
-its tasks."""
+"""Mix several environments. Their tasks are interleaved evenly, by weight, and carry their tags."""
 
 from __future__ import annotations
 
@@ -31,23 +30,23 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 class MixtureConfig(EnvironmentConfig):
-    """A mixture of environments, each with its share of the prompts and, by its tag, its own
-    rewards."""
+    """A mixture of environments, each with a share of the prompts and, by its tag, rewards."""
 
     builds: ClassVar[str] = "ratchet.environments.mixture:mixture"
 
-    parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", many=True)] = Field(
+    parts: Annotated[tuple[SerializeAsAny[Section], ...], Slot("part", is_list=True)] = Field(
         min_length=1,
-        description="Environments, each with its weight, and a tag where two are of one kind.",
+        description="Environments with their weights. Two of the same kind need a tag.",
     )
 
     @model_validator(mode="after")
-    def _distinct(self) -> MixtureConfig:
+    def _check_tags(self) -> MixtureConfig:
         tags = [get_part_tag(part) for part in self.parts]
         repeated = next((tag for tag in tags if tags.count(tag) > 1), None)
         if repeated is not None:
             raise ValueError(
-                f"two parts have the tag '{repeated}': give one of them another, tag: {repeated}_2"
+                f"two parts have the tag '{repeated}': set another tag for one, such as "
+                f"{repeated}_2"
             )
         return self
 
@@ -68,13 +67,13 @@ class MixtureConfig(EnvironmentConfig):
 
     @property
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The sources that all parts offer, without parts that do not declare theirs."""
-        tags = [
-            frozenset(found)
+        """The kinds of training data that all parts offer which declare them."""
+        sources = [
+            frozenset(part_sources)
             for part in self.parts
-            if (found := getattr(part, "gives", None)) is not None
+            if (part_sources := getattr(part, "gives", None)) is not None
         ]
-        return frozenset.intersection(*tags) if tags else EnvironmentConfig.gives
+        return frozenset.intersection(*sources) if sources else EnvironmentConfig.gives
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -82,38 +81,40 @@ class MixtureConfig(EnvironmentConfig):
 
 
 def get_part_tag(part: Section) -> str:
+    """Return the tag of a part, by default its kind."""
     return getattr(part, "tag", "") or str(getattr(part, "kind", "")).rpartition(":")[2]
 
 
 def mixture(config: MixtureConfig) -> Mixture:
-    """Build the environment. It has tools if a part has some, since the player must then know how
-    the policy calls them."""
+    """Build the environment.
+
+    It has tools only if a part has some, because it then requires a known format of tool calls.
+    """
     parts = {get_part_tag(part): build(part) for part in config.parts}
-    offers = any(isinstance(part, HasTools) for part in parts.values())
-    return (MixtureWithTools if offers else Mixture)(config, parts)
+    has_tools = any(isinstance(part, HasTools) for part in parts.values())
+    return (MixtureWithTools if has_tools else Mixture)(config, parts)
 
 
 class Mixture:
     """An environment that plays each task in the part that it comes from.
 
     A task gets its part's tag, and an id that begins with the tag. The weights alone determine
-    which part serves position i, so a resumed run continues where it was, in every part.
+    which part serves position i, so a resumed run continues at the right task of every part.
     """
 
     def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
         self.config = config
         self._parts = parts
         self._shares = [Fraction(str(getattr(part, "weight", 1.0))) for part in config.parts]
-        self._own: dict[str, Environment] = {}
+        self._copies: dict[str, Environment] = {}  # by tag, the copies of parts to play in
         self._playing: Environment | None = None
         self.replayable = all(part.replayable for part in self._parts.values())
 
     def __copy__(self) -> Mixture:
-        """Return a copy that plays in its own copies of the parts, since these keep the state of an
-        attempt in attributes."""
-        copied = object.__new__(type(self))
-        copied.__dict__ |= {**self.__dict__, "_own": {}, "_playing": None}
-        return copied
+        """Return a copy with its own copies of the parts, which keep the state of an attempt."""
+        mixture_copy = object.__new__(type(self))
+        mixture_copy.__dict__ |= {**self.__dict__, "_copies": {}, "_playing": None}
+        return mixture_copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         if split == "test":
@@ -124,33 +125,35 @@ class Mixture:
         upcoming: dict[int, Iterator[Task]] = {}
         tags = list(self._parts)
         for position in itertools.count(start):
-            part, index = place(position, self._shares)
+            part, index = locate_task(position, self._shares)
             if part not in upcoming:
                 upcoming[part] = self._parts[tags[part]].tasks("train", seed=seed, start=index)
             task = next(upcoming[part], None)
             if task is None:
                 raise DataError(
-                    f"part '{tags[part]}' of the mixture ended its training tasks: it must pass "
-                    "over its data"
+                    f"part '{tags[part]}' of the mixture ran out of training tasks: it must "
+                    "repeat its data"
                 )
-            yield self._stamped(tags[part], task)
+            yield self._add_tag(tags[part], task)
 
     def _test(self, seed: int) -> Iterator[Task]:
-        """Yield test tasks in the same shares, until every part has run out; parts without tasks
-        are skipped."""
+        """Yield test tasks in the same shares until every part has run out.
+
+        Parts that have run out are skipped.
+        """
         streams = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
         tags = list(self._parts)
         for position in itertools.count():
-            part, _ = place(position, self._shares)
+            part, _ = locate_task(position, self._shares)
             task = next(streams[part], None) if part in streams else None
             if task is not None:
-                yield self._stamped(tags[part], task)
+                yield self._add_tag(tags[part], task)
                 continue
             streams.pop(part, None)
             if not streams:
                 return
 
-    def _stamped(self, tag: str, task: Task) -> Task:
+    def _add_tag(self, tag: str, task: Task) -> Task:
         return replace(task, id=f"{tag}:{task.id}", tag=tag)
 
     def _part(self, task: Task) -> Environment:
@@ -165,7 +168,7 @@ class Mixture:
 
     async def reset(self, task: Task) -> Sequence[Message]:
         part = self._part(task)
-        self._playing = self._own.setdefault(task.tag, copy.copy(part))
+        self._playing = self._copies.setdefault(task.tag, copy.copy(part))
         return await self._playing.reset(task)
 
     async def step(self, message: Message) -> Step:
@@ -173,8 +176,8 @@ class Mixture:
         return await self._playing.step(message)
 
     async def close(self) -> None:
-        own_metrics, self._own = self._own, {}
-        for part in own_metrics.values():
+        copies, self._copies = self._copies, {}
+        for part in copies.values():
             await part.close()
 
     @property
@@ -182,14 +185,16 @@ class Mixture:
         return self._playing.stop_strings if isinstance(self._playing, HasStopStrings) else ()
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the parts' metrics and their numbers of prompts, since filters and curricula may
-        change the shares."""
+        """Return the parts' metrics and numbers of prompts.
+
+        Filters and curricula may change the shares of prompts.
+        """
         numbers: dict[str, float] = {}
         for tag, part in self._parts.items():
-            own_groups = [group for group in groups if group.task.tag == tag]
-            numbers[f"prompts/{tag}"] = float(len(own_groups))
+            part_groups = [group for group in groups if group.task.tag == tag]
+            numbers[f"prompts/{tag}"] = float(len(part_groups))
             if isinstance(part, HasMetrics):
-                numbers |= part.measure(own_groups)
+                numbers |= part.measure(part_groups)
         return numbers
 
     # --- answers from data
@@ -217,24 +222,26 @@ class Mixture:
 
 
 class MixtureWithTools(Mixture):
+    """A mixture in which a part has tools."""
+
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        part = self._own.get(task.tag, self._part(task))
+        part = self._copies.get(task.tag, self._part(task))
         return part.tools(task) if isinstance(part, HasTools) else ()
 
 
-def place(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
-    """Return (the part that serves a position, the index of the task in that part).
+def locate_task(position: int, shares: Sequence[Fraction]) -> tuple[int, int]:
+    """Return the part that serves a position, and the index of the task in that part.
 
-    The first part takes the positions at which ceil(position x its share) grows. The rest are
-    renumbered and divided among the other parts in the same way. So after any number of positions
-    every part has its share to within one task per part before it, and nothing is counted from the
-    start.
+    The first part takes the positions at which ceil(position x its share) grows. The other
+    positions are renumbered and divided among the other parts in the same way. So after any number
+    of positions every part has its share to within one task per earlier part, and a position is
+    computed without counting from the start.
     """
     remaining = sum(shares, Fraction(0))
     for part, share in enumerate(shares):
-        taken = math.ceil(position * share / remaining)
-        if math.ceil((position + 1) * share / remaining) > taken:
-            return part, taken
-        position -= taken
+        n_earlier = math.ceil(position * share / remaining)  # earlier tasks of this part
+        if math.ceil((position + 1) * share / remaining) > n_earlier:
+            return part, n_earlier
+        position -= n_earlier
         remaining -= share
-    raise AssertionError("the last part takes all that is left")
+    raise AssertionError("the last part takes all remaining positions")

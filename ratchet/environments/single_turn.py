@@ -1,7 +1,7 @@
 """Base classes of environments with one prompt and one answer.
 
-They only provide tasks: a reward judges the answers. `Procedural` makes tasks with a pure function,
-and `Rows` takes them from data.
+They only provide tasks, and a reward judges the answers. `Procedural` generates tasks with a pure
+function, and `Rows` takes them from data.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
-# A procedural environment counts as exhausted after this many fruitless draws in a row.
-TRIES = 10_000
+# A procedural environment counts as exhausted after this many unsuccessful draws in a row.
+MAX_DRAWS = 10_000
 
 
 def held_out(prompt: str) -> bool:
     """True if a prompt belongs to the test split: one prompt in ten, by a hash of its text.
 
-    The split depends on no seed, position or size of the data, so a prompt never changes its split
-    and splits can't overlap. The hash is BLAKE2, because the parity of a CRC is a parity of the
-    text's bits, so that one in ten would be a biased choice.
+    The split depends only on the text, so a prompt never changes its split and splits can't
+    overlap. The hash is BLAKE2. A CRC would give a biased choice, because its lowest bit is the
+    parity of some bits of the text.
     """
     return int.from_bytes(blake2b(prompt.encode(), digest_size=8).digest(), "big") % 10 == 0
 
 
 class Problem(NamedTuple):
-    """A question and its answer, from which a task is made.
+    """A question and its answer, which become a task.
 
     Attributes:
         key: Text that identifies the problem and determines its split; "" to use the prompt.
@@ -53,7 +53,7 @@ class SingleTurn(ABC):
     """An environment whose episode ends after one answer to the task's messages.
 
     Attributes:
-        name: The prefix of its tasks' ids, and their tag.
+        name: The tag of the tasks, and the prefix of their ids.
     """
 
     name: str
@@ -76,19 +76,19 @@ class SingleTurn(ABC):
 
 
 class Procedural(SingleTurn):
-    """An environment that makes its tasks with a pure function, `sample`.
+    """An environment that generates its tasks with a pure function, `sample`.
 
-    Training tasks are endless. Task i is a function of (seed, i) alone, so restarting costs
-    nothing. Prompts may repeat.
+    Training tasks are endless. Task i depends only on (seed, i), so a run can resume at any task.
+    Prompts may repeat.
 
-    Test tasks have distinct prompts, the same for every seed, so that accuracies compare between
-    runs. They end when the held-out problems are exhausted. If there are few, the last ones may be
-    left out, always the same.
+    Test tasks have distinct prompts that are equal for all seeds, so that the accuracies of runs
+    can be compared. They end when the held-out problems are exhausted. If there are few of them,
+    some may never be drawn.
     """
 
     @abstractmethod
     def sample(self, rng: random.Random) -> Problem | None:
-        """Return a problem drawn with `rng`, the only source of chance; None to draw again."""
+        """Return a problem drawn with `rng`, the only source of randomness; None to draw again."""
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         return (Message("user", problem.prompt),)
@@ -96,7 +96,7 @@ class Procedural(SingleTurn):
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return the tasks of a split from task `start` on.
 
-        Iterating raises DataError if TRIES draws in a row give no training prompt.
+        Iterating raises DataError if MAX_DRAWS draws in a row give no training prompt.
         """
         return (
             self._train(seed, start)
@@ -110,8 +110,8 @@ class Procedural(SingleTurn):
             problem = next((p for p in self._draws(rng) if not held_out(p.identity)), None)
             if problem is None:
                 raise DataError(
-                    f"environment '{self.name}' found no training prompt in {TRIES} draws: widen "
-                    "its settings"
+                    f"environment '{self.name}' found no training prompt in {MAX_DRAWS} draws: "
+                    "widen its settings"
                 )
             yield self._task("train", index, problem)
 
@@ -129,14 +129,14 @@ class Procedural(SingleTurn):
             seen.add(problem.identity)
 
     def _draws(self, rng: random.Random) -> Iterator[Problem]:
-        for _ in range(TRIES):
+        for _ in range(MAX_DRAWS):
             problem = self.sample(rng)
             if isinstance(problem, Problem):
                 yield problem
             elif problem is not None:
                 raise DataError(
-                    f"{type(self).__name__}.sample returned {problem!r:.80}, it must be a Problem "
-                    "or None"
+                    f"{type(self).__name__}.sample returned {problem!r:.80}, must be a Problem or "
+                    "None"
                 )
 
     def _task(self, split: Split, index: int, problem: Problem) -> Task:
@@ -154,8 +154,8 @@ class Procedural(SingleTurn):
 class Rows(SingleTurn):
     """An environment that takes its tasks from data.
 
-    Training tasks are endless, reshuffled for each pass. Test tasks come once, in the data's order.
-    A task's id names its row, so a row keeps its id in later passes.
+    Training tasks are endless, and reshuffled in each pass. Test tasks come once, in the data's
+    order. A task's id names its row, so a row has the same id in every pass.
     """
 
     @abstractmethod

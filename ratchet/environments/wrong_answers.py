@@ -1,6 +1,6 @@
-"""Make wrong answers to tasks with one right answer.
+"""Make wrong answers to tasks with a single correct answer.
 
-The built-in tasks use them for preference pairs and labels.
+The synthetic environments use them for preference pairs and labels.
 """
 
 from __future__ import annotations
@@ -10,38 +10,41 @@ import random
 from ratchet.types import Comparison, Judged, Message, Task
 
 
-def mistaken(answer: str, rng: random.Random) -> str:
+def add_mistake(answer: str, rng: random.Random) -> str:
     """Return the answer with one mistake.
 
-    Either two neighbours are swapped, or one character is replaced by another one of the answer or
-    by a digit.
+    Either two neighbouring characters are swapped, or one character is replaced by another
+    character of the answer or by a digit.
     """
-    place = rng.randrange(len(answer))
-    swapped = answer[:place] + answer[place : place + 2][::-1] + answer[place + 2 :]
+    index = rng.randrange(len(answer))
+    swapped = answer[:index] + answer[index : index + 2][::-1] + answer[index + 2 :]
     if swapped != answer and rng.random() < 0.5:
         return swapped
-    others = sorted({*answer, *"0123456789"} - {answer[place]})
-    return answer[:place] + rng.choice(others) + answer[place + 1 :]
+    alternatives = sorted({*answer, *"0123456789"} - {answer[index]})
+    return answer[:index] + rng.choice(alternatives) + answer[index + 1 :]
 
 
-class OneRightAnswer:
-    """A mixin for environments in which only the text of `task.answer` is right.
+class SingleAnswer:
+    """A mixin for environments in which only the text of `task.answer` is correct.
 
-    The mistake in a wrong answer depends on the task alone.
+    It provides preference pairs, labelled answers and step labels. The mistake in a wrong answer
+    depends only on the task.
     """
 
     def comparison(self, task: Task) -> Comparison:
-        wrong = mistaken(str(task.answer), random.Random(f"mistake/{task.id}"))
-        return Comparison(self._says(str(task.answer)), self._says(wrong), rewards=(1.0, 0.0))
+        wrong = add_mistake(str(task.answer), random.Random(f"mistake/{task.id}"))
+        return Comparison(
+            self._to_messages(str(task.answer)), self._to_messages(wrong), rewards=(1.0, 0.0)
+        )
 
     def judged(self, task: Task) -> Judged:
-        """Return the right answer for about half of the tasks, else a wrong one.
+        """Return the correct answer for about half of the tasks, else a wrong one.
 
-        The choice depends on the task alone.
+        The choice depends only on the task.
         """
         pair = self.comparison(task)
-        right = random.Random(f"label/{task.id}").random() < 0.5
-        return Judged(pair.chosen, 1.0) if right else Judged(pair.rejected, 0.0)
+        is_correct = random.Random(f"label/{task.id}").random() < 0.5
+        return Judged(pair.chosen, 1.0) if is_correct else Judged(pair.rejected, 0.0)
 
     def steps(self, task: Task) -> list[tuple[str, float]]:
         """Return the answer of `judged` with one character per step, as (character, label).
@@ -52,5 +55,5 @@ class OneRightAnswer:
         answer = str(task.answer)
         return [(text[i], float(text[: i + 1] == answer[: i + 1])) for i in range(len(text))]
 
-    def _says(self, text: str) -> tuple[Message, ...]:
+    def _to_messages(self, text: str) -> tuple[Message, ...]:
         return (Message("assistant", text),)

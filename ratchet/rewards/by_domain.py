@@ -15,7 +15,7 @@ from ratchet.rewards.base import voter
 from ratchet.rewards.weighted_sum import composed
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
-Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", many=True)]
+Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list=True)]
 
 
 class ByTagConfig(Section):

@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.config.from_words import section_from_words
 from ratchet.config.resolve import build
-from ratchet.environments.workers.protocol import packed, unpacked
+from ratchet.environments.workers.protocol import pack, unpack
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Reward, Step
 from ratchet.testing import faulty
@@ -159,7 +159,7 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
 def _check_travels(task: Task) -> None:
     """Require that a task survives serialisation, for worker processes and records."""
     try:
-        again = unpacked(json.loads(json.dumps(packed(task))))
+        again = unpack(json.loads(json.dumps(pack(task))))
     except DataError as error:
         raise BrokenRule(
             f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and "

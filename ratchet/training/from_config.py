@@ -13,7 +13,7 @@ from ratchet.config.base import Section
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
-from ratchet.data.chat.chat_templates import print_date
+from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import AutoTokenizerConfig
@@ -191,7 +191,7 @@ def build_policy(config: RunConfig) -> Policy:
     away. The call also makes this process use the recipe's kernels, and its templates print the
     recipe's date.
     """
-    print_date(getattr(config.tokenizer, "date", None))
+    set_printed_date(getattr(config.tokenizer, "date", None))
     # Only frozen recipes from before the kernels existed still say "auto".
     use_kernels(config.kernels == "compiled")
     source, device = config.model, torch.device(config.device)

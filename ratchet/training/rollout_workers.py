@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ratchet.config.resolve import build, resolve
-from ratchet.data.chat.chat_templates import print_date
+from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.experience.rollout.columns import PackedGroups
@@ -38,7 +38,7 @@ class GroupRank(GeneratorRank):
             needs_reward: See `ratchet.training.managers.make_manager`.
         """
         await self.leave()
-        print_date(stage.date)
+        set_printed_date(stage.date)
         renderer = Renderer(self.tokenizer, stage.template, tool_format=stage.tool_format)
         rewards = [resolve("rewards", section) for section in stage.rewards]
         setup = EnvSetup(

@@ -216,7 +216,7 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
         async def score(self, trajectories, task):
             await asyncio.Event().wait()
 
-    monkeypatch.setattr("ratchet.commands.score.each_line", lines)
+    monkeypatch.setattr("ratchet.commands.score.read_lines", lines)
 
     async def stuck():
         waiting = asyncio.ensure_future(anext(scores(tmp_path / "rows.jsonl", Never(), 2)))

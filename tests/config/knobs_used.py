@@ -97,7 +97,7 @@ def media() -> None:
     """A picture, a clip and an address, each just within what it may be or just beyond."""
     made = load_processor(model_directory(), media=MediaConfig(root="."))
     assert made is not None
-    made.expanded(picture(1), where="here")
+    made.expand(picture(1), where="here")
     with wave.open("clip.wav", "wb") as file:
         file.setparams((1, 2, 8000, 0, "NONE", ""))
         file.writeframes(b"\0\0" * 80)

@@ -50,7 +50,7 @@ def test_pixels_are_those_of_the_picture():
 
     from ratchet.data.formats.media import embed
 
-    one = processor().expanded(embed(Image.new("RGB", (16, 16), (255, 0, 51))), where="x").medium
+    one = processor().expand(embed(Image.new("RGB", (16, 16), (255, 0, 51))), where="x").medium
     pixels = one.inputs["pixel_values"].reshape(4, 3, -1)
     assert np.allclose(pixels[:, 0], 1.0)
     assert np.allclose(pixels[:, 1], -1.0)
@@ -61,22 +61,22 @@ def test_equal_media_are_one_object_and_the_key_says_how_they_were_processed(tmp
     made, again = processor(), load_processor(model_directory())
     part = picture(1)
     (tmp_path / "a.png").write_bytes(file_of(part))
-    one = made.expanded(part, where="x").medium
-    assert made.expanded(Part("image", str(tmp_path / "a.png")), where="y").medium is one
-    assert again.expanded(part, where="x").medium.key == one.key
-    assert made.expanded(picture(2), where="x").medium.key != one.key
+    one = made.expand(part, where="x").medium
+    assert made.expand(Part("image", str(tmp_path / "a.png")), where="y").medium is one
+    assert again.expand(part, where="x").medium.key == one.key
+    assert made.expand(picture(2), where="x").medium.key != one.key
     other = load_processor(model_directory("qwen3_vl"))
-    assert other.expanded(part, where="x").medium.key != one.key
+    assert other.expand(part, where="x").medium.key != one.key
     assert pickle.loads(pickle.dumps([one, one]))[0].key == one.key
 
 
 def test_what_is_remembered_has_bounds():
     small = load_processor(model_directory(), media=MediaConfig(remembered_mib=0.06))
-    first = small.expanded(picture(1), where="x").medium
-    assert small.expanded(picture(1), where="x").medium is first
+    first = small.expand(picture(1), where="x").medium
+    assert small.expand(picture(1), where="x").medium is first
     for seed in range(2, 8):
-        small.expanded(picture(seed), where="x")
-    assert small.expanded(picture(1), where="x").medium is not first
+        small.expand(picture(seed), where="x")
+    assert small.expand(picture(1), where="x").medium is not first
     assert len(small._known) <= 3, "each is about 0.025 MiB"
 
 
@@ -192,7 +192,7 @@ def test_a_model_of_text_alone_says_that_it_reads_no_pictures(tmp_path):
     ):
         Renderer(tokenizer).prompt([asked(picture(1))])
     assert Renderer(tokenizer).media([1, 2], [Message("user", "u")]) == ()
-    assert Renderer(tokenizer).stray([tokenizer.token_id(PAD)]) is None
+    assert Renderer(tokenizer).find_media_token([tokenizer.token_id(PAD)]) is None
     assert load_processor(tmp_path) is None
     (tmp_path / "preprocessor_config.json").write_text("{}")
     with pytest.raises(ModelError, match="can't read the processor"):
@@ -202,9 +202,9 @@ def test_a_model_of_text_alone_says_that_it_reads_no_pictures(tmp_path):
 def test_a_policy_that_writes_a_placeholder_is_noticed():
     made = renderer()
     ids = made.tokenizer.token_id
-    assert made.stray(made.tokenizer.encode("a")) is None
-    assert made.stray([*made.tokenizer.encode("a"), ids(PAD)]) == PAD
-    assert made.stray([ids("<|video_pad|>")]) == "<|video_pad|>"
+    assert made.find_media_token(made.tokenizer.encode("a")) is None
+    assert made.find_media_token([*made.tokenizer.encode("a"), ids(PAD)]) == PAD
+    assert made.find_media_token([ids("<|video_pad|>")]) == "<|video_pad|>"
 
 
 def test_paths_stay_under_their_root(tmp_path):
@@ -212,6 +212,6 @@ def test_paths_stay_under_their_root(tmp_path):
     for name in ("in/a.png", "b.png"):
         (tmp_path / name).write_bytes(file_of(picture(1)))
     bound = load_processor(model_directory(), media=MediaConfig(root=str(tmp_path / "in")))
-    assert bound.expanded(Part("image", "a.png"), where="x").medium.span == 4
+    assert bound.expand(Part("image", "a.png"), where="x").medium.span == 4
     with pytest.raises(DataError, match="lies outside"):
-        bound.expanded(Part("image", "../b.png"), where="x")
+        bound.expand(Part("image", "../b.png"), where="x")

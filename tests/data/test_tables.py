@@ -177,7 +177,7 @@ def test_parquet_is_read_one_row_group_at_a_time_and_a_few_are_kept(tmp_path):
     table._file.read_row_group = lambda number: read.append(number) or whole(number)
     order = Order(table.blocks, seed=3, name="x")
     for position in range(10):
-        table.row(order.at(position))
+        table.row(order.row_at(position))
     assert sorted(read) == list(range(10))  # each once: the order stays inside a window
 
 
@@ -251,21 +251,25 @@ def test_what_is_absent_or_unknown_is_said(tmp_path, monkeypatch):
 @pytest.mark.parametrize("blocks", [[10], [1], [3, 4, 0, 5], [2] * 20, [7, 1, 1, 30, 2, 9, 4]])
 def test_each_pass_meets_every_row_once_in_an_order_of_its_own(blocks):
     order, rows = Order(blocks, seed=1, name="x"), sum(blocks)
-    passes = [[order.at(p) for p in range(start, start + rows)] for start in (0, rows, 2 * rows)]
+    passes = [
+        [order.row_at(p) for p in range(start, start + rows)] for start in (0, rows, 2 * rows)
+    ]
     assert all(sorted(one) == list(range(rows)) for one in passes)
     assert rows == 1 or passes[0] != passes[1]
     # of the position alone
-    assert passes[1] == [Order(blocks, seed=1, name="x").at(p) for p in range(rows, 2 * rows)]
-    assert [order.at(p) for p in (5 % rows, 2 * rows, 0)] == [
+    assert passes[1] == [Order(blocks, seed=1, name="x").row_at(p) for p in range(rows, 2 * rows)]
+    assert [order.row_at(p) for p in (5 % rows, 2 * rows, 0)] == [
         passes[0][5 % rows],
         passes[2][0],
         passes[0][0],
     ]
-    assert rows == 1 or passes[0] != [Order(blocks, seed=2, name="x").at(p) for p in range(rows)]
+    assert rows == 1 or passes[0] != [
+        Order(blocks, seed=2, name="x").row_at(p) for p in range(rows)
+    ]
 
 
 def test_an_order_is_the_same_for_ever():
-    assert [Order([10], seed=0, name="x").at(p) for p in range(10)] == [
+    assert [Order([10], seed=0, name="x").row_at(p) for p in range(10)] == [
         3,
         7,
         1,
@@ -282,9 +286,9 @@ def test_an_order_is_the_same_for_ever():
 def test_rows_are_mixed_within_a_window_of_blocks_only():
     order = Order([10] * 12, seed=0, name="x")
     for start in range(0, 120, 10 * WINDOW):
-        assert len({order.at(p) // 10 for p in range(start, start + 10 * WINDOW)}) == WINDOW
+        assert len({order.row_at(p) // 10 for p in range(start, start + 10 * WINDOW)}) == WINDOW
 
 
 def test_as_they_lie():
     order = Order([3, 4], seed=0, name="x", shuffle=False)
-    assert [order.at(p) for p in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]
+    assert [order.row_at(p) for p in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]

@@ -20,7 +20,7 @@ import pytest
 from ratchet.commands.eval import make_env_section
 from ratchet.config.resolve import build
 from ratchet.config.schema import own_rewards
-from ratchet.data.presets.benchmarks import ALSO_CALLED, BENCHMARKS, MEASURED_ON
+from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES, BENCHMARKS
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import DataError
 from ratchet.testing import answered
@@ -168,8 +168,8 @@ def rewards_of(section: Any, task: Task, answers: Sequence[str]) -> list[float |
 
 
 def test_every_benchmark_has_a_form():
-    assert {ALSO_CALLED.get(name.split()[0], name.split()[0]) for name in FORMS} >= set(BENCHMARKS)
-    assert set(ALSO_CALLED.values()) | set(BENCHMARKS) <= MEASURED_ON <= set(PUBLISHED)
+    assert {ALIASES.get(name.split()[0], name.split()[0]) for name in FORMS} >= set(BENCHMARKS)
+    assert set(ALIASES.values()) | set(BENCHMARKS) <= BENCHMARK_NAMES <= set(PUBLISHED)
 
 
 @pytest.mark.needs("math_verify", "langdetect")

@@ -9,14 +9,14 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.environments.adapters.gem import GemConfig
-from ratchet.environments.adapters.reset_step import SeededConfig
+from ratchet.environments.adapters.reset_step import ResetStepConfig
 from ratchet.environments.adapters.verifiers import VerifiersConfig
 from ratchet.environments.code.repair import CodeRepairConfig
 from ratchet.environments.datasets.config import DatasetConfig, PreferencesConfig
 from ratchet.environments.datasets.gsm8k import GSM8KConfig
 from ratchet.environments.games.game import GameConfig
 from ratchet.environments.mixture import MixtureConfig
-from ratchet.environments.tool_use.environment import WithToolsConfig
+from ratchet.environments.tool_use.environment import ToolEnvironmentConfig
 from ratchet.environments.tool_use.terminal import TerminalConfig
 from ratchet.environments.toy.arithmetic import ArithmeticConfig
 from ratchet.environments.toy.countdown import CountdownConfig
@@ -82,14 +82,14 @@ def test_each_environment_names_a_reward_that_exists_unless_its_answers_come_jud
     judged = (
         PreferencesConfig,
         GameConfig,
-        SeededConfig,
+        ResetStepConfig,
         VerifiersConfig,
         MessageLogConfig,
         TerminalConfig,
         CodeRepairConfig,
     )
     # as what they are made of, or a preset, says
-    judged += (MixtureConfig, WithToolsConfig, WorkersConfig, DatasetConfig)
+    judged += (MixtureConfig, ToolEnvironmentConfig, WorkersConfig, DatasetConfig)
     assert section.default_reward in KINDS["rewards"] or issubclass(section, judged)
 
 

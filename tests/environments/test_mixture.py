@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.mixture import place
+from ratchet.environments.mixture import locate_task
 from ratchet.errors import ConfigError, DataError
 from ratchet.rewards.weighted_sum import composed
 from ratchet.testing import check_environment
@@ -34,7 +34,7 @@ def made(parts=PARTS):
 
 def test_positions_are_shared_out_by_hand():
     shares = [Fraction(2), Fraction(1), Fraction(1)]
-    assert [place(i, shares) for i in range(8)] == [
+    assert [locate_task(i, shares) for i in range(8)] == [
         (0, 0),
         (1, 0),
         (0, 1),
@@ -44,7 +44,7 @@ def test_positions_are_shared_out_by_hand():
         (0, 3),
         (2, 1),
     ]
-    assert [place(i, [Fraction(1)]) for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
+    assert [locate_task(i, [Fraction(1)]) for i in range(3)] == [(0, 0), (0, 1), (0, 2)]
 
 
 @given(
@@ -55,7 +55,7 @@ def test_positions_are_shared_out_by_hand():
 def test_every_part_keeps_its_share_and_misses_none_of_its_tasks(shares):
     counts = Counter()
     for position in range(120):
-        part, index = place(position, shares)
+        part, index = locate_task(position, shares)
         assert index == counts[part]
         counts[part] += 1
         for i, share in enumerate(shares):

@@ -21,7 +21,7 @@ from ratchet.environments.tool_use.base import (
     ToolUnavailable,
     make_tools,
 )
-from ratchet.environments.tool_use.calculator import calculate, written
+from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.environments.tool_use.python import failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
@@ -92,7 +92,7 @@ def test_what_is_no_expression_is_told(expression, why):
 
 
 def test_values_are_written_short():
-    assert [written(Fraction(*v)) for v in ((6, 2), (-1, 4), (1, 3), (10**20, 1))] == [
+    assert [format_value(Fraction(*v)) for v in ((6, 2), (-1, 4), (1, 3), (10**20, 1))] == [
         "3", "-0.25", "0.333333333333", "1" + "0" * 20,
     ]  # fmt: skip
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
 from ratchet.environments.toy.sorting import Sorting, SortingConfig
-from ratchet.environments.wrong_answers import OneRightAnswer, mistaken
+from ratchet.environments.wrong_answers import SingleAnswer, add_mistake
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.types import Task
 
@@ -18,7 +18,7 @@ ANSWERS = st.text(min_size=1, max_size=12)
 NUMBERS = st.integers(-(10**9), 10**9).map(str)
 SEEDS = st.integers(0, 2**32)
 
-environment = OneRightAnswer()
+environment = SingleAnswer()
 
 
 def task(answer: str, name: str = "t") -> Task:
@@ -34,7 +34,7 @@ def neighbours_swapped(answer: str, wrong: str) -> bool:
 
 @given(answer=st.one_of(ANSWERS, NUMBERS), seed=SEEDS)
 def test_a_slip_is_never_the_right_answer_and_is_only_one(answer, seed):
-    wrong = mistaken(answer, random.Random(seed))
+    wrong = add_mistake(answer, random.Random(seed))
     assert wrong != answer
     assert len(wrong) == len(answer)
     changed = [i for i, (a, b) in enumerate(zip(answer, wrong, strict=True)) if a != b]
@@ -44,11 +44,11 @@ def test_a_slip_is_never_the_right_answer_and_is_only_one(answer, seed):
 
 @given(answer=ANSWERS, seed=SEEDS)
 def test_a_slip_depends_on_its_chances_alone(answer, seed):
-    assert mistaken(answer, random.Random(seed)) == mistaken(answer, random.Random(seed))
+    assert add_mistake(answer, random.Random(seed)) == add_mistake(answer, random.Random(seed))
 
 
 def test_both_kinds_of_slip_come_about_at_every_place():
-    found = {mistaken("1234", random.Random(seed)) for seed in range(2000)}
+    found = {add_mistake("1234", random.Random(seed)) for seed in range(2000)}
     assert {"2134", "1324", "1243"} <= found  # swapped
     assert {"1234"[:i] + d + "1234"[i + 1 :] for i in range(4) for d in "0123456789"} - {
         "1234"

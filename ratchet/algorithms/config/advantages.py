@@ -246,6 +246,6 @@ class AdvantageMixture(AlgorithmPart):
     function: ClassVar[str] = "ratchet.algorithms.advantages.compose:mixture"
 
     kind: Literal["mixture"] = "mixture"
-    parts: Annotated[tuple[AnySection, ...], Slot("estimator", many=True)] = Field(
+    parts: Annotated[tuple[AnySection, ...], Slot("estimator", is_list=True)] = Field(
         min_length=1, description="Estimators, each with its weight."
     )

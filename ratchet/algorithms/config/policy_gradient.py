@@ -26,7 +26,7 @@ from ratchet.config.resolve import Slot
 
 Advantage = Annotated[AnySection, Slot("advantage")]
 Loss = Annotated[AnySection, Slot("policy_loss")]
-Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", many=True)]
+Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", is_list=True)]
 
 # Types of the keys whose defaults named algorithms change. A subclass that sets a new default
 # reuses the type, and with it the description.

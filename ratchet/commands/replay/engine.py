@@ -21,7 +21,7 @@ from ratchet.config.base import Section
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
-from ratchet.data.formats.media import embedded
+from ratchet.data.formats.media import embed_bytes
 from ratchet.data.processor import Processor
 from ratchet.errors import ConfigError, DataError, RunDirectoryError
 from ratchet.executors.freeze import prepare_process
@@ -78,8 +78,8 @@ class RecordedSource:
             raise DataError(
                 f"{description} can't be read: the run's model has no processor any more"
             )
-        expanded = self.processor.expanded(
-            embedded(medium.kind, medium.source), where=description
+        expanded = self.processor.expand(
+            embed_bytes(medium.kind, medium.source), where=description
         ).medium
         if expanded.key != medium.key:
             raise DataError(

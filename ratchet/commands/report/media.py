@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from ratchet.config.media_limits import MediaConfig
-from ratchet.data.formats.media import decode_image, embedded
+from ratchet.data.formats.media import decode_image, embed_bytes
 from ratchet.errors import RatchetError
 from ratchet.observe.records.media import name_in
 from ratchet.types import MediaKind
@@ -71,7 +71,7 @@ def make_data_url(kind: MediaKind, source: bytes) -> str | None:
             source = _scale_down(source)
     except RatchetError:
         return None
-    url = embedded(kind, source).value if len(source) <= MAX_BYTES else ""
+    url = embed_bytes(kind, source).value if len(source) <= MAX_BYTES else ""
     return url if ALLOWED_TYPES.match(url) else None
 
 

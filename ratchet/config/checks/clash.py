@@ -1,4 +1,4 @@
-"""Conflicts between keys of a recipe."""
+"""Conflicts between keys of a recipe, as the checks of this package report them."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ Key = tuple[str | int, ...]
 
 @dataclass(frozen=True, slots=True)
 class Conflict:
-    """A conflict between keys.
+    """A conflict between keys of a recipe, which becomes an error for the user.
 
     Attributes:
-        keys: The keys that can fix it, the likeliest first.
+        keys: The keys that can fix it, the likeliest first. The error names the line of the first
+            one that the recipe sets.
+        message: The text of the error, with the smallest fix.
     """
 
     keys: tuple[Key, ...]
@@ -20,4 +22,5 @@ class Conflict:
 
 
 def clash(message: str, *keys: str) -> Conflict:
+    """Return a conflict between keys of one stage, each written with dots (`sampling.top_p`)."""
     return Conflict(tuple(tuple(key.split(".")) for key in keys), message)

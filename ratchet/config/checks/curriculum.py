@@ -9,54 +9,53 @@ from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
 
-def _curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     curriculum = stage.curriculum
     if curriculum is None:
         return
     if stage.examples is None:
         yield clash(
-            "curriculum chooses among tasks that are known, and examples=null is a stream without "
-            "end: set examples, to the "
-            "number of rows where that is all",
+            "curriculum chooses among a fixed number of tasks, and examples=null is an endless "
+            "stream: set examples, at most to the number of rows",
             "curriculum",
             "examples",
         )
     if curriculum.prefer != "even" and stage.source not in ("rollouts", None):
         yield clash(
-            f"curriculum.prefer={curriculum.prefer} reads how attempts went, and algorithm "
-            f"{getattr(stage.algorithm, 'kind', '')} draws none: set it to even, with "
-            "curriculum.difficulty",
+            f"curriculum.prefer={curriculum.prefer} reads the success of attempts, and algorithm "
+            f"{getattr(stage.algorithm, 'kind', '')} generates none: set curriculum.prefer=even "
+            "and curriculum.difficulty",
             "curriculum.prefer",
             "algorithm.kind",
         )
     if curriculum.difficulty is not None and curriculum.full_by_step > stage.steps:
         yield clash(
             f"curriculum.full_by_step={curriculum.full_by_step} is more than the stage's "
-            f"steps={stage.steps}, so the hardest tasks "
-            "would never be drawn: lower it",
+            f"steps={stage.steps}, so the hardest tasks would never "
+            "be drawn: lower it",
             "curriculum.full_by_step",
             "steps",
         )
 
 
-def _replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     replay, staleness = stage.rollouts.replay, math.ceil(stage.rollouts.max_staleness)
     if replay is None or stage.source not in ("rollouts", None):
         return
     kind = getattr(stage.algorithm, "kind", "")
     if getattr(getattr(stage.algorithm, "correction", None), "weight", "none") == "none":
         yield clash(
-            f"rollouts.replay trains on what older weights drew, and algorithm {kind} does not "
-            "weigh it by how likely it is "
-            "now: set algorithm.correction: {weight: token}, where it has one",
+            "rollouts.replay trains on attempts of older weights, which needs importance "
+            f"sampling, and algorithm {kind} has none: set algorithm.correction: {{weight: token}} "
+            "if the algorithm has that key",
             "rollouts.replay",
             "algorithm.correction",
         )
     if replay.max_age <= staleness:
         yield clash(
-            f"rollouts.replay.max_age={replay.max_age} is over when a group is first trained on, "
-            "which may be "
-            f"{staleness} versions late by rollouts.max_staleness: raise it",
+            f"rollouts.replay.max_age={replay.max_age} leaves nothing to replay: a group may "
+            f"already be {staleness} versions old when it is first trained on, by "
+            f"rollouts.max_staleness: raise it",
             "rollouts.replay.max_age",
             "rollouts.max_staleness",
         )
@@ -65,11 +64,10 @@ def _replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     ):
         yield clash(
             "rollouts.replay.priority=spread compares the rewards of a group, and algorithm "
-            f"{kind} has none to compare: set "
-            "it to uniform",
+            f"{kind} has none to compare: set it to uniform",
             "rollouts.replay.priority",
             "algorithm.group_size",
         )
 
 
-CHOICE_CHECKS = (_curriculum, _replay)
+SELECTION_CHECKS = (_check_curriculum, _check_replay)

@@ -13,9 +13,9 @@ from ratchet.errors import ConfigError, ModelError
 
 
 def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check the target modules of our own decoder.
+    """Check the target modules of the built-in decoder.
 
-    Those of another model are checked when it is loaded, before training.
+    The target modules of any other model are checked when it is loaded.
     """
     if stage.lora is None or (config.model.preset is None and config.model.backend != "ratchet"):
         return
@@ -32,8 +32,8 @@ def _check_target_modules(stage: StageConfig, config: RunConfig) -> Iterator[Con
 def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and config.model.train_encoders:
         yield clash(
-            "model.train_encoders=true and lora: an adapter is of the language model, "
-            "and all else rests: remove one",
+            "model.train_encoders=true clashes with lora, which adapts the language model and "
+            "freezes everything else: remove one",
             "model.train_encoders",
             "lora",
         )
@@ -46,43 +46,39 @@ def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     if learner.pipeline_parallel > 1 and not learner.adapts_pipelines:
         yield clash(
-            f"learner.pipeline_parallel={learner.pipeline_parallel} runs stages that have no "
-            "adapters: set it to 1, and "
-            "learner.dp_shard or tensor_parallel to the number of ranks; or set "
-            "learner.kind=megatron, or remove lora",
+            f"learner.pipeline_parallel={learner.pipeline_parallel} can't train adapters in its "
+            "pipeline stages: set it to 1, and learner.dp_shard or tensor_parallel to the number "
+            "of ranks; or set learner.kind=megatron, or remove lora",
             "learner.pipeline_parallel",
             "lora",
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora with learner.kind={learner.kind} is of Ratchet's own decoder, and "
-            "model.backend=transformers runs another: "
-            "set model.backend=auto, or learner.kind=local",
+            f"lora with learner.kind={learner.kind} needs the built-in decoder, and "
+            "model.backend=transformers does not use it: set model.backend=auto, or "
+            "learner.kind=local",
             "model.backend",
             "learner.kind",
         )
 
 
 def _check_following_stage(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that another stage can follow.
+    """Check that another stage can follow a stage with LoRA.
 
-    The adapter is merged into the weights when the next stage begins, which needs the weights in
-    one process.
+    The next stage first merges the adapter into the weights, which must be in one process for this.
     """
     if stage.lora is None or stage == config.stages[-1]:
         return
     is_distributed = getattr(stage.learner, "kind", "") != "local"
     is_remote = getattr(stage.generator, "kind", "") not in ("engine", "hf")
     if is_distributed or is_remote:
-        key, value = (
+        key, section = (
             ("learner", stage.learner) if is_distributed else ("generator", stage.generator)
         )
         yield clash(
-            f"stage {stage.name} has lora and is not the last: its adapter would have to be merged "
-            "into the weights of other "
-            f"processes, which {key}.kind={getattr(value, 'kind', '')} can't: train the later "
-            "stages in a run of their own, "
-            "from this one's model",
+            f"stage {stage.name} has lora and is not the last, and "
+            f"{key}.kind={getattr(section, 'kind', '')} can't merge its adapter into the weights: "
+            "train the later stages in another run, from this one's model",
             "lora",
         )
 
@@ -92,8 +88,8 @@ def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Confli
     max_rank = getattr(generator, "lora_rank", None)
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
         yield clash(
-            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the largest "
-            "that vLLM is started for: set "
+            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the "
+            "largest rank that vLLM is started for: set "
             f"generator.lora_rank={stage.lora.rank}",
             "generator.lora_rank",
             "lora.rank",

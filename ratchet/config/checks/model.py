@@ -1,4 +1,4 @@
-"""Checks of the model that a run starts with, made from its recipe alone."""
+"""Checks of the model that a run starts with, without reading its files."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dataclasses import fields
 from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
-from ratchet.config.diagnostics import unlike
+from ratchet.config.diagnostics import suggest_name
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.presets import PRESETS, get_preset
 from ratchet.config.schema import ModelConfig, RunConfig
@@ -17,6 +17,7 @@ from ratchet.utils.object_store import explain_bad_address, is_address
 
 
 def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield a conflict for each object-store address that can't be used."""
     tokenizer = getattr(config.tokenizer, "path", None)
     places = {
         "run_dir": config.run_dir,
@@ -25,19 +26,20 @@ def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
     }
     for key, place in places.items():
         if place is not None and is_address(place) and (why := explain_bad_address(place)):
-            yield clash(f"{key}={place} is no address for this: {why}", key)
+            yield clash(f"{key}={place} can't be used: {why}", key)
     for section, place in (("model", config.model.path), ("tokenizer", tokenizer)):
         revision = getattr(getattr(config, section), "revision", None)
         if place is not None and is_address(place) and revision is not None:
             key = f"{section}.revision"
             yield clash(
-                f"{key}={revision} is of a repository on the hub, and {place} has no revisions: "
-                "remove it",
+                f"{key}={revision} is for a repository on the Hugging Face Hub, and {place} has no "
+                "revisions: remove it",
                 key,
             )
 
 
 def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield the conflicts within the `model` section, and with the tokenizer."""
     model = config.model
     if model.preset is None and model.path is None:
         yield clash(
@@ -46,50 +48,49 @@ def model_conflicts(config: RunConfig) -> Iterator[Conflict]:
         )
     elif model.preset is not None and model.path is not None:
         yield clash(
-            f"model.preset={model.preset} and model.path={model.path} both say which model: remove "
+            f"model.preset={model.preset} and model.path={model.path} both name a model: remove "
             "one",
             "model.preset",
         )
     elif model.preset is not None:
-        yield from _preset(config, model, model.preset)
+        yield from _check_preset(config, model, model.preset)
     elif model.overrides:
         yield clash(
-            "model.overrides changes a preset, and model.path brings its own shape: remove it",
+            "model.overrides changes a preset, and model.path has a shape of its own: remove it",
             "model.overrides",
         )
     if model.train_encoders and (model.preset is not None or model.backend == "ratchet"):
         yield clash(
-            "model.train_encoders=true is of a model that reads media, which transformers runs "
-            "from model.path: remove it",
+            "model.train_encoders=true needs a multimodal model, loaded by transformers from "
+            "model.path: remove it",
             "model.train_encoders",
         )
     if model.trust_remote_code and model.backend == "ratchet":
         yield clash(
-            "model.trust_remote_code is read by transformers alone: remove it, or set "
+            "model.trust_remote_code is read only by transformers: remove it, or set "
             "model.backend=auto",
             "model.trust_remote_code",
         )
 
 
-def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
-    shapes = PRESETS
-    if name not in shapes:
-        yield clash(f"there is no preset '{name}'{unlike(name, shapes)}", "model.preset")
-    shape = shape_fields()
+def _check_preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Conflict]:
+    if name not in PRESETS:
+        yield clash(f"there is no preset '{name}'{suggest_name(name, PRESETS)}", "model.preset")
+    shape = shape_defaults()
     for key in model.overrides:
         if key not in shape:
             yield clash(
-                f"a preset has no field '{key}'{unlike(key, shape)}", f"model.overrides.{key}"
+                f"a preset has no field '{key}'{suggest_name(key, shape)}", f"model.overrides.{key}"
             )
-    if name in shapes and all(key in shape for key in model.overrides):
-        yield from _shape(name, model.overrides)
+    if name in PRESETS and all(key in shape for key in model.overrides):
+        yield from _check_shape(name, model.overrides)
     if model.revision is not None:
         yield clash(
             "model.revision belongs to model.path, not to a preset: remove it", "model.revision"
         )
     if model.backend == "transformers":
         yield clash(
-            "model.backend=transformers can't make a model.preset: set model.backend=auto",
+            "model.backend=transformers can't build a model.preset: set model.backend=auto",
             "model.backend",
         )
     tokenizer: Any = config.tokenizer
@@ -102,10 +103,10 @@ def _preset(config: RunConfig, model: ModelConfig, name: str) -> Iterator[Confli
         )
 
 
-def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
+def _check_shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
     """Yield a conflict for a shape that no decoder has.
 
-    The vocabulary size comes from the tokenizer; a small one stands in for it here.
+    The tokenizer, which sets the vocabulary size, is not loaded yet; a small size takes its place.
     """
     try:
         get_preset(name, **{"vocab_size": 256, **overrides})
@@ -117,17 +118,17 @@ def _shape(name: str, overrides: Mapping[str, Any]) -> Iterator[Conflict]:
         )
 
 
-def shape_fields() -> dict[str, Any]:
+def shape_defaults() -> dict[str, Any]:
     """Return the fields of a decoder's shape, with their defaults."""
     return {field.name: field.default for field in fields(DecoderConfig)}
 
 
 def known_context(model: ModelConfig) -> int | None:
-    """Return the context of a preset in tokens; None if the recipe does not set it."""
+    """Return the context length of a preset in tokens; None for a model with another source."""
     shape = PRESETS.get(model.preset or "")
     if shape is None:
         return None
-    context = {"max_positions": shape_fields()["max_positions"], **shape, **model.overrides}[
+    context = {"max_positions": shape_defaults()["max_positions"], **shape, **model.overrides}[
         "max_positions"
     ]
     return context if isinstance(context, int) else None

@@ -14,9 +14,9 @@ def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     first = config.stages[0].learner
     if stage.learner != first and (_is_distributed(first) or _is_distributed(stage.learner)):
         yield clash(
-            f"learner differs from that of stage {config.stages[0].name}, and processes keep their "
-            "parts of the model from "
-            "stage to stage: put one learner section at the top of the recipe",
+            f"learner differs from that of stage {config.stages[0].name}, but a distributed "
+            "learner keeps its processes from stage to stage: put one learner section at the top "
+            "of the recipe",
             "learner",
         )
 
@@ -25,9 +25,9 @@ def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[
     learner: Any = stage.learner
     if getattr(learner, "sequence_parallel", False) and learner.tensor_parallel == 1:
         yield clash(
-            "learner.sequence_parallel shares tokens out among the ranks of "
-            "learner.tensor_parallel, which is 1: set that to 2 "
-            "or more, or remove learner.sequence_parallel",
+            "learner.sequence_parallel divides tokens among the ranks of learner.tensor_parallel, "
+            "which is 1: set learner.tensor_parallel to 2 or more, or remove "
+            "learner.sequence_parallel",
             "learner.sequence_parallel",
             "learner.tensor_parallel",
         )
@@ -38,25 +38,23 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     if stage.optimizer.whole_matrices and _is_distributed(stage.learner):
         yield clash(
             f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
-            f"learner.kind={learner} divides them "
-            "over processes: set optimizer.kind=adamw, or learner.kind=local",
+            f"learner.kind={learner} shards them over processes: set optimizer.kind=adamw, or "
+            "learner.kind=local",
             "optimizer.kind",
             "learner.kind",
         )
     if getattr(stage.learner, "own_adamw", False):
         if _kind(stage.optimizer) != "adamw":
             yield clash(
-                f"learner.kind={learner} brings AdamW of its own, and no other optimizer: set "
-                "optimizer.kind=adamw, or "
+                f"learner.kind={learner} has only its own AdamW: set optimizer.kind=adamw, or "
                 "learner.kind=dtensor",
                 "optimizer.kind",
                 "learner.kind",
             )
         if stage.optimizer.ema_decay is not None:
             yield clash(
-                "optimizer.ema_decay asks for a running average, and the optimizer of "
-                f"learner.kind={learner} keeps none: "
-                "remove it, or set learner.kind=dtensor",
+                "optimizer.ema_decay needs a moving average of the weights, and the optimizer of "
+                f"learner.kind={learner} keeps none: remove it, or set learner.kind=dtensor",
                 "optimizer.ema_decay",
                 "learner.kind",
             )
@@ -65,9 +63,9 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
 def _check_background_checkpoint(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.checkpoint.background and _kind(stage.learner) != "local":
         yield clash(
-            "checkpoint.background copies what this process holds, and "
-            f"learner.kind={_kind(stage.learner)} writes its own "
-            "parts at once: remove it, or set learner.kind=local",
+            "checkpoint.background copies the weights of this process, and with "
+            f"learner.kind={_kind(stage.learner)} they are in others: remove it, or set "
+            "learner.kind=local",
             "checkpoint.background",
             "learner.kind",
         )
@@ -78,9 +76,8 @@ def _check_cluster(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     ray_generates = kind == "ray" and _kind(stage.generator) == "workers"
     if kind in ("ray", "torchrun") and _kind(stage.learner) == "local" and not ray_generates:
         yield clash(
-            f"cluster.kind={kind} is where processes live, and learner.kind=local trains in this "
-            "one: set learner.kind=dtensor "
-            "or remove cluster",
+            f"cluster.kind={kind} places processes, and learner.kind=local trains in this one: "
+            "set learner.kind=dtensor or remove cluster",
             "cluster.kind",
             "learner.kind",
         )
@@ -92,16 +89,16 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         return
     if not getattr(stage.generator, "placeable", True):
         yield clash(
-            "cluster.colocated lets learner and generator use accelerators by turns, and "
-            f"generator.kind={_kind(stage.generator)} never leaves its own: set it to vllm, or "
+            "cluster.colocated lets learner and generator take turns on accelerators, and "
+            f"generator.kind={_kind(stage.generator)} never frees its own: set it to vllm, or "
             "remove cluster.colocated",
             "cluster.colocated",
             "generator.kind",
         )
     if not getattr(stage.learner, "placeable", True):
         yield clash(
-            "cluster.colocated lets learner and generator use accelerators by turns, and "
-            f"learner.kind={_kind(stage.learner)} never leaves its own: set it to dtensor, or "
+            "cluster.colocated lets learner and generator take turns on accelerators, and "
+            f"learner.kind={_kind(stage.learner)} never frees its own: set it to dtensor, or "
             "remove cluster.colocated",
             "cluster.colocated",
             "learner.kind",
@@ -111,9 +108,9 @@ def _check_colocation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
         or getattr(stage.weight_sync, "backend", "") == "nccl"
     ):
         yield clash(
-            "cluster.colocated sends weights from main memory, where the learner's are in the "
-            "generator's turn, and this weight sync "
-            "takes them from an accelerator: set weight_sync.kind=auto",
+            "cluster.colocated moves the learner's weights to host memory while the generator has "
+            "the accelerator, and this weight sync reads them from an accelerator: set "
+            "weight_sync.kind=auto",
             "cluster.colocated",
             "weight_sync.kind",
         )
@@ -123,7 +120,12 @@ def _kind(section: Section) -> str:
     return getattr(section, "kind", "")
 
 
-PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
+def _is_distributed(learner: Any) -> bool:
+    """True if the learner trains in processes of its own."""
+    return hasattr(learner, "provider")
+
+
+PLACEMENT_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _check_same_learner,
     _check_sequence_parallel,
     _check_optimizer,
@@ -131,8 +133,3 @@ PLACE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _check_cluster,
     _check_colocation,
 )
-
-
-def _is_distributed(learner: Any) -> bool:
-    """True if the learner trains in processes of its own."""
-    return hasattr(learner, "provider")

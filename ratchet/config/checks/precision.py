@@ -10,17 +10,17 @@ from typing import Any
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
 
-BITS, ENGINE = "bitsandbytes", "transformer_engine"
-CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # files of CUDA's driver; the second is WSL's
+BITSANDBYTES, TRANSFORMER_ENGINE = "bitsandbytes", "transformer_engine"
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of CUDA on Linux and on WSL
 
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     package = stage.optimizer.needs
     if package is not None and find_spec(package) is None:
         yield clash(
-            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} computes by the package "
-            f"{package}, which is not installed: "
-            "pip install 'ratchet[quantised]', or set optimizer.kind=adamw",
+            f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} needs the package "
+            f"{package}, which is not installed: pip install 'ratchet[quantised]', or set "
+            "optimizer.kind=adamw",
             "optimizer.kind",
         )
 
@@ -36,16 +36,15 @@ def _check_lora_base(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     if hasattr(stage.learner, "provider"):
         yield clash(
             f"lora.base={quantisation} quantises whole matrices, and learner.kind={learner} "
-            "divides them over processes: set "
-            "learner.kind=local, or remove lora.base",
+            "shards them over processes: set learner.kind=local, or remove lora.base",
             "lora.base",
             "learner.kind",
         )
     if config.model.backend == "transformers":
         yield clash(
-            f"lora.base={quantisation} quantises the maps of Ratchet's own decoder, and "
-            "model.backend=transformers runs another: set "
-            "model.backend=auto, or remove lora.base",
+            f"lora.base={quantisation} quantises the built-in decoder only, and "
+            "model.backend=transformers does not use it: set model.backend=auto, or remove "
+            "lora.base",
             "lora.base",
             "model.backend",
         )
@@ -63,16 +62,16 @@ def _check_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
         )
     if generator is stage.generator and not getattr(generator, "copies_weights", False):
         yield clash(
-            f"generator.quantise={quantisation} is for weights of the generator's own, and here it "
-            "reads those that are trained: "
+            f"generator.quantise={quantisation} needs a generator with its own copy of the "
+            "weights, and this one reads the learner's: "
             "set generator={kind: workers, worker: {kind: engine, quantise: %s}}, or remove it"
             % quantisation,
             "generator.quantise",
         )
     if getattr(generator, "copies_weights", False) and _lacks_cuda(config):
         yield clash(
-            f"generator.quantise={quantisation} is computed by vLLM on CUDA devices alone, and "
-            "there is none here: remove it",
+            f"generator.quantise={quantisation} works in vLLM only on CUDA devices, and there is "
+            "none here: remove it",
             "generator.quantise",
         )
 
@@ -84,21 +83,19 @@ def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     setting = f"learner.fp8={learner.fp8}"
     if _lacks_cuda(config):
         yield clash(
-            f"{setting} is computed on CUDA devices alone, and there is none here: remove "
-            "learner.fp8",
+            f"{setting} works only on CUDA devices, and there is none here: remove learner.fp8",
             "learner.fp8",
         )
-    elif find_spec(ENGINE) is None:
+    elif find_spec(TRANSFORMER_ENGINE) is None:
         yield clash(
-            f"{setting} is computed by the package {ENGINE}, which is not installed: pip install "
-            "'transformer-engine[pytorch]', "
-            "or remove learner.fp8",
+            f"{setting} needs the package {TRANSFORMER_ENGINE}, which is not installed: pip "
+            "install 'transformer-engine[pytorch]', or remove learner.fp8",
             "learner.fp8",
         )
     if learner.weights != "bfloat16":
         yield clash(
-            f"{setting} multiplies what rests in bfloat16, and learner.weights={learner.weights}: "
-            "set learner.weights=bfloat16",
+            f"{setting} needs weights in bfloat16, and learner.weights={learner.weights}: set "
+            "learner.weights=bfloat16",
             "learner.weights",
             "learner.fp8",
         )
@@ -107,28 +104,27 @@ def _check_fp8(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _check_lora_weights(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.lora is not None and getattr(stage.learner, "weights", "float32") != "float32":
         yield clash(
-            "lora trains float32 factors beside weights that rest, and learner.weights=bfloat16 "
-            "keeps copies of what trains: "
-            "set learner.weights=float32, or remove lora",
+            "lora freezes the base weights, and learner.weights=bfloat16 is for training them: set "
+            "learner.weights=float32, or remove lora",
             "learner.weights",
             "lora",
         )
 
 
 def _explain_missing(quantisation: str) -> str:
-    """Return why a quantisation is unavailable, with the first remedy; "" if it is available."""
-    if quantisation != "nf4" or find_spec(BITS) is not None:
+    """Return why a quantisation is unavailable, with a fix; "" if it is available."""
+    if quantisation != "nf4" or find_spec(BITSANDBYTES) is not None:
         return ""
     return (
-        f"is computed by the package {BITS}, which is not installed: pip install "
+        f"needs the package {BITSANDBYTES}, which is not installed: pip install "
         "'ratchet[quantised]'"
     )
 
 
 def _lacks_cuda(config: RunConfig) -> bool:
-    """True if the run is on the CPU, or on this machine alone without CUDA's driver.
+    """True if the run is on the CPU, or on this machine without CUDA's driver.
 
-    torch is not imported to find out.
+    The device files are checked, because importing torch is slow.
     """
     if config.device == "cpu":
         return True

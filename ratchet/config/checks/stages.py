@@ -1,6 +1,7 @@
-"""Check combinations of keys that no section can check alone.
+"""Check the keys of each stage together, and the stages together.
 
-Each conflict names the keys that clash, and the smallest fix.
+Sections check their own keys (`ratchet.config.base`). Here each conflict names the keys that clash,
+and the smallest fix.
 """
 
 from __future__ import annotations
@@ -8,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from ratchet.config.base import Section
-from ratchet.config.checks.async_rollouts import AHEAD_CHECKS
+from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
-from ratchet.config.checks.curriculum import CHOICE_CHECKS
+from ratchet.config.checks.curriculum import SELECTION_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
 from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts
-from ratchet.config.checks.placement import PLACE_CHECKS
+from ratchet.config.checks.placement import PLACEMENT_CHECKS
 from ratchet.config.checks.precision import PRECISION_CHECKS
 from ratchet.config.checks.sizes import SIZE_CHECKS
 from ratchet.config.model_shape.presets import PRESETS
@@ -23,9 +24,10 @@ from ratchet.config.schema import RunConfig, StageConfig, own_rewards
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
+    """Yield all conflicts between the keys of a recipe."""
     yield from model_conflicts(config)
     yield from address_conflicts(config)
-    yield from _one_generator(config)
+    yield from _check_same_generator(config)
     for index, stage in enumerate(config.stages):
         for check in STAGE_CHECKS:
             for conflict in check(stage, config):
@@ -34,27 +36,27 @@ def conflicts(config: RunConfig) -> Iterator[Conflict]:
                 )
 
 
-def _one_generator(config: RunConfig) -> Iterator[Conflict]:
+def _check_same_generator(config: RunConfig) -> Iterator[Conflict]:
     first = config.stages[0]
     for index, stage in enumerate(config.stages):
         if stage.generator != first.generator:
             yield Conflict(
                 (("stages", index, "generator"),),
-                f"stages {first.name} and {stage.name} differ in generator, and one serves the "
-                "whole run: set it at the top",
+                f"stages {first.name} and {stage.name} differ in generator, and one generator "
+                "serves the whole run: set it at the top",
             )
 
 
 # --- checks of one stage
 
 
-def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    maximum, what = stage.batch_size, "groups"
+def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    maximum, noun = stage.batch_size, "groups"
     if getattr(stage.algorithm, "minibatches_of", "groups") == "attempts":
-        maximum, what = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
+        maximum, noun = stage.batch_size * stage.attempts, f"groups of {stage.attempts} attempts"
     if maximum < stage.minibatches:
         yield clash(
-            f"batch_size={stage.batch_size} {what} can't be split into "
+            f"batch_size={stage.batch_size} {noun} can't be split into "
             f"algorithm.minibatches={stage.minibatches}: "
             f"set algorithm.minibatches to {maximum} or less",
             "algorithm.minibatches",
@@ -62,27 +64,26 @@ def _batch(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     optimizer = stage.optimizer
     if optimizer.warmup_steps > stage.optimizer_steps:
         yield clash(
             f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's "
-            f"{stage.optimizer_steps} optimizer steps "
-            f"(steps={stage.steps} x minibatches={stage.minibatches} x epochs={stage.epochs}): "
-            "lower it",
+            f"{stage.optimizer_steps} optimizer steps (steps={stage.steps} x "
+            f"minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
             "optimizer.warmup_steps",
             "steps",
         )
     if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
         yield clash(
             f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with "
-            "optimizer.schedule=constant: "
-            "set optimizer.schedule=linear, cosine or wsd, or remove it",
+            "optimizer.schedule=constant: set optimizer.schedule=linear, cosine or wsd, or remove "
+            "it",
             "optimizer.min_lr_ratio",
         )
 
 
-def _decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     optimizer, steps = stage.optimizer, stage.optimizer_steps
     warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
     if optimizer.schedule != "wsd":
@@ -97,8 +98,7 @@ def _decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         yield clash(
             "optimizer.schedule=wsd without optimizer.decay_steps never decays: set "
             f"optimizer.decay_steps={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer "
-            "steps), or "
-            "optimizer.schedule=constant",
+            "steps), or optimizer.schedule=constant",
             "optimizer.schedule",
         )
     elif warmup <= steps < warmup + decay:
@@ -111,83 +111,79 @@ def _decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _critic(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_critic_warmup(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
     if warmup >= stage.steps:
         yield clash(
             f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's "
-            f"{stage.steps} steps: lower it, or "
-            "raise steps",
+            f"{stage.steps} steps: lower it, or raise steps",
             "algorithm.critic.warmup_steps",
             "steps",
         )
 
 
-def _sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.source != "rollouts":
         return
     sampling = stage.sampling
     if sampling.temperature == 0:
         yield clash(
-            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group alike, so that "
-            "algorithm "
-            f"{_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy attempt "
-            "anyway)",
+            f"sampling.temperature=0 makes the {stage.attempts} attempts of a group equal, so that "
+            f"algorithm {_kind(stage)} learns nothing: set it above 0 (evaluation has a greedy "
+            "attempt anyway)",
             "sampling.temperature",
         )
     for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
         if value != off and getattr(stage.algorithm, "correction", None) is None:
             yield clash(
-                f"sampling.{key}={value:g} cuts tokens from the distribution that algorithm "
-                f"{_kind(stage)} trains on, which "
-                f"needs a rollout correction: set sampling.{key}={off:g}, or algorithm.correction "
-                "where it has one",
+                f"sampling.{key}={value:g} truncates the distribution, which needs a rollout "
+                f"correction in algorithm {_kind(stage)}: set sampling.{key}={off:g}, or "
+                "algorithm.correction if the algorithm has that key",
                 f"sampling.{key}",
             )
 
 
-def _context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_context(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     context = known_context(config.model)
-    asked = {
+    settings = {
         "sampling.max_new_tokens": stage.sampling.max_new_tokens,
         "evaluation.max_new_tokens": stage.evaluation.max_new_tokens or 0,
     }
-    for key, tokens in asked.items():
+    for key, tokens in settings.items():
         if context is not None and tokens >= context:
             yield clash(
                 f"{key}={tokens} leaves no room for a prompt in the model's context of {context} "
-                "tokens: "
-                "lower it, or raise model.overrides.max_positions",
+                "tokens: lower it, or raise model.overrides.max_positions",
                 key,
             )
 
 
-def _named(value: object) -> object:
+def _kind_or_value(value: object) -> object:
     return getattr(value, "kind", value)
 
 
-def _evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     evaluation = stage.evaluation
     for key in ("every", "samples", "environment"):
         value = getattr(evaluation, key)
         if value and not evaluation.tasks:
             yield clash(
-                f"evaluation.{key}={_named(value)} with evaluation.tasks=0 evaluates nothing: "
-                f"set evaluation.tasks, or remove evaluation.{key}",
+                f"evaluation.{key}={_kind_or_value(value)} with evaluation.tasks=0 evaluates "
+                f"nothing: set evaluation.tasks, or remove evaluation.{key}",
                 f"evaluation.{key}",
                 "evaluation.tasks",
             )
     if evaluation.samples and evaluation.temperature is None and stage.sampling.temperature == 0:
         yield clash(
-            f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all alike: set "
+            f"evaluation.samples={evaluation.samples} at sampling.temperature=0 are all equal: set "
             "evaluation.temperature",
             "evaluation.samples",
             "sampling.temperature",
         )
 
 
-def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check end_with=best: only a checkpoint of an evaluated step has a score."""
     checkpoint, every = stage.checkpoint, stage.evaluation.every
     if checkpoint.end_with != "best" or not checkpoint.metric.removeprefix("-").startswith("eval/"):
@@ -195,17 +191,19 @@ def _end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if not every or not checkpoint.every or every % checkpoint.every:
         yield clash(
             "checkpoint.end_with=best needs a checkpoint after each evaluation, and "
-            f"checkpoint.every={checkpoint.every} with "
-            f"evaluation.every={every} does not give that: set both to the same",
+            f"checkpoint.every={checkpoint.every} with evaluation.every={every} does not give "
+            "that: set both to the same",
             "checkpoint.end_with",
             "checkpoint.every",
         )
 
 
-def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check rewards if the algorithm makes no attempts. Those that another stage's rollouts share,
-    as a default, are fine."""
-    expected = stage.rewards == own_rewards(stage.environment)
+def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Refuse rewards that judge nothing, because the algorithm generates no attempts.
+
+    They are fine as a default that a stage with rollouts shares, and if evaluation uses them.
+    """
+    is_default = stage.rewards == own_rewards(stage.environment)
     shared = any(
         other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
     )
@@ -213,52 +211,55 @@ def _rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if (
         stage.source not in ("rollouts", None)
         and stage.rewards
-        and not (expected or shared or evaluated)
+        and not (is_default or shared or evaluated)
     ):
         yield clash(
-            f"rewards judge attempts, and algorithm {_kind(stage)} makes none: remove rewards, "
+            f"rewards judge attempts, and algorithm {_kind(stage)} generates none: remove rewards, "
             "or set eval_rewards if they are meant for evaluation",
             "rewards",
         )
 
 
-def _eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that evaluation reads its rewards. A default that another stage reads is fine."""
-    elsewhere = stage.evaluation.environment
-    readers = [
-        one for one in config.stages if one.evaluation.tasks and one.evaluation.environment is None
+def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that an evaluation uses `eval_rewards`, of this stage or of one that shares them."""
+    eval_environment = stage.evaluation.environment
+    users = [
+        other
+        for other in config.stages
+        if other.evaluation.tasks and other.evaluation.environment is None
     ]
-    expected = stage.eval_rewards == (own_rewards(stage.environment) or stage.rewards)
-    if expected or any(one.eval_rewards == stage.eval_rewards for one in readers):
+    is_default = stage.eval_rewards == (own_rewards(stage.environment) or stage.rewards)
+    if is_default or any(other.eval_rewards == stage.eval_rewards for other in users):
         return
-    key, why = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
-    if elsewhere is not None:
-        key, why = (
+    key, reason = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
+    if eval_environment is not None:
+        key, reason = (
             "evaluation.environment",
-            f"evaluation.environment={_named(elsewhere)} is judged by its own reward",
+            f"evaluation.environment={_kind_or_value(eval_environment)} is judged by its own "
+            "reward",
         )
     yield clash(
-        f"eval_rewards judges in evaluation, and {why}: remove eval_rewards, or {key}",
+        f"eval_rewards judge in evaluation, and {reason}: remove eval_rewards, or {key}",
         "eval_rewards",
         key,
     )
 
 
-def _reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("rewards", "eval_rewards"):
         names = [getattr(reward, "kind", "").rpartition(":")[2] for reward in getattr(stage, key)]
         for name in dict.fromkeys(name for name in names if names.count(name) > 1):
             yield clash(
-                f"{key} has {name} twice, and their parts would share that name: give it once, "
+                f"{key} has {name} twice, and both would write metrics of that name: keep one, "
                 "with one weight",
                 key,
             )
 
 
-def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check sampling filters, which do not act on greedy sampling."""
-    cutting = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for key, off in cutting.items():
+def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that the generator supports top_p, top_k and min_p. Greedy sampling ignores them."""
+    off_values = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+    for key, off in off_values.items():
         value = getattr(stage.sampling, key)
         if (
             value != off
@@ -266,17 +267,17 @@ def _filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
             and not getattr(stage.generator, "filters", True)
         ):
             yield clash(
-                f"sampling.{key}={value:g} cuts the distribution, and generator "
-                f"{getattr(stage.generator, 'kind', '')} doesn't "
-                f"say how much it kept, which training needs: set sampling.{key}={off:g}, or "
+                f"sampling.{key}={value:g} truncates the distribution, and generator "
+                f"{getattr(stage.generator, 'kind', '')} doesn't return the kept probability mass, "
+                f"which training needs: set sampling.{key}={off:g}, or "
                 "generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
             )
 
 
-def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that the generator can run the preset; a model directory is checked when read."""
+def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that the generator can run the preset. A model directory is checked when it is read."""
     misfit, shape = (
         getattr(stage.generator, "misfit", None),
         PRESETS.get(config.model.preset or ""),
@@ -294,52 +295,54 @@ def _shape(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         )
 
 
-def _given(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that the environment has the rows that the algorithm needs. A custom environment is
-    checked when the stage starts."""
+def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that the environment has the rows that the algorithm needs.
+
+    A custom environment is checked when the stage starts.
+    """
     gives = getattr(stage.environment, "gives", None)
     if gives is not None and stage.source is not None and stage.source not in gives:
-        # An environment composed of others has what its parts have.
-        able = [
+        # "played" leaves out mixtures, which have only the rows of their parts.
+        suitable_kinds = [
             kind
             for kind in KINDS["played"]
-            if _may_give(section_class("played", kind), stage.source)
+            if _may_have_rows(section_class("played", kind), stage.source)
         ]
         yield clash(
             f"algorithm {_kind(stage)} learns from {stage.source}, which environment "
-            f"{getattr(stage.environment, 'kind', '')} "
-            f"doesn't have: set environment.kind to {' or '.join(able)}",
+            f"{getattr(stage.environment, 'kind', '')} doesn't have: set environment.kind to "
+            f"{' or '.join(suitable_kinds)}",
             "environment.kind",
             "algorithm.kind",
         )
     if getattr(stage.algorithm, "reference_rows", False) and stage.batch_size == 1:
         yield clash(
             f"batch_size={stage.batch_size} leaves algorithm {_kind(stage)} no other prompt to "
-            "compare an answer with: "
-            "set batch_size=2 or more",
+            "compare an answer with: set batch_size=2 or more",
             "batch_size",
         )
 
 
-def _may_give(environment: type[Section], source: str) -> bool:
-    """Return True if the environment has this source, under some of its keys at least."""
+def _may_have_rows(environment: type[Section], source: str) -> bool:
+    """True if the environment has rows for this source, perhaps only with some of its keys."""
     gives = getattr(environment, "gives", ())
     return isinstance(gives, property) or source in gives
 
 
-def _judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    needed = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
-    if needed and not stage.rewards and not getattr(stage.environment, "judges", True):
+def _check_is_judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that something rewards the attempts."""
+    needs_reward = stage.source == "rollouts" and getattr(stage.algorithm, "reads_reward", True)
+    if needs_reward and not stage.rewards and not getattr(stage.environment, "judges", True):
         yield clash(
-            f"nothing judges the attempts at environment {getattr(stage.environment, 'kind', '')}: "
+            f"nothing judges the attempts in environment {getattr(stage.environment, 'kind', '')}: "
             "set rewards",
             "rewards",
             "environment.kind",
         )
 
 
-def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that an agent is used and judged. A default that another stage reads is fine."""
+def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that an agent is used and judged. A default that another stage uses is fine."""
     if stage.agent is None:
         return
     kind = getattr(stage.agent, "kind", "")
@@ -348,7 +351,8 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     )
     if not shared and not stage.evaluation.tasks:
         yield clash(
-            f"agent {kind} plays attempts, and algorithm {_kind(stage)} makes none: remove agent",
+            f"agent {kind} plays attempts, and algorithm {_kind(stage)} generates none: remove "
+            "agent",
             "agent.kind",
         )
     if (
@@ -357,15 +361,15 @@ def _agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         and not stage.rewards
     ):
         yield clash(
-            f"nothing judges the attempts of agent {kind}, which the steps of environment "
-            f"{getattr(stage.environment, 'kind', '')} don't see: set rewards",
+            f"nothing judges the attempts of agent {kind}, which environment "
+            f"{getattr(stage.environment, 'kind', '')} does not see: set rewards",
             "agent.kind",
             "rewards",
         )
 
 
-def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check the keys that groups played by the generator's workers do not support."""
+def _check_worker_runs(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Refuse the keys that groups played in rollout workers do not support."""
     if not stage.played_by_workers:
         return
     rollouts = stage.rollouts
@@ -378,32 +382,32 @@ def _played(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         "agent.kind": stage.agent is not None,
         "cluster.colocated": bool(getattr(config.cluster, "colocated", False)),
     }
-    for key in (key for key, given in keys.items() if given):
+    for key in (key for key, is_set in keys.items() if is_set):
         yield clash(
             "generator.worker_runs=groups plays whole groups in worker processes, where "
-            f"{key.removesuffix('.kind')} can't be had: remove it, or set "
+            f"{key.removesuffix('.kind')} is not supported: remove it, or set "
             "generator.worker_runs=completions",
             key,
             "generator.worker_runs",
         )
 
 
-def _overlong(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+def _check_overlong_penalty(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     longest = stage.sampling.max_new_tokens
     for index, part in enumerate(getattr(stage.algorithm, "shaping", ())):
         start = getattr(part, "max_length", longest) - getattr(part, "buffer", 1)
         if start >= longest:
             yield clash(
                 f"overlong_penalty begins after {start} tokens, and "
-                f"sampling.max_new_tokens={longest} ends every answer "
-                f"before: set max_length to {longest}",
+                f"sampling.max_new_tokens={longest} ends every answer before that: set max_length "
+                f"to {longest}",
                 f"algorithm.shaping.{index}.max_length",
                 "sampling.max_new_tokens",
             )
 
 
-def _probed(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    """Check that probes have attempts to look at. A default that another stage reads is fine."""
+def _check_sentinels(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
+    """Check that there are attempts to probe. A default that another stage uses is fine."""
     if any(
         other.source in ("rollouts", None) and other.sentinels == stage.sentinels
         for other in config.stages
@@ -412,8 +416,8 @@ def _probed(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     for key in ("second_opinion", "canaries"):
         if getattr(stage.sentinels, key):
             yield clash(
-                f"sentinels.{key} looks at what earns rewards, and algorithm {_kind(stage)} draws "
-                "no attempts: remove it",
+                f"sentinels.{key} probes rewarded attempts, and algorithm {_kind(stage)} generates "
+                "none: remove it",
                 f"sentinels.{key}",
             )
 
@@ -423,28 +427,28 @@ def _kind(stage: StageConfig) -> str:
 
 
 STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
-    _batch,
-    _schedule,
-    _decay,
-    _critic,
-    _sampling,
-    _filters,
-    _shape,
-    _context,
-    _evaluation,
-    _end_with_best,
-    _rewards,
-    _eval_rewards,
-    _reward_names,
-    _given,
-    _judged,
-    _agent,
-    _played,
-    _overlong,
-    _probed,
-    *AHEAD_CHECKS,
-    *CHOICE_CHECKS,
-    *PLACE_CHECKS,
+    _check_minibatches,
+    _check_schedule,
+    _check_decay,
+    _check_critic_warmup,
+    _check_sampling,
+    _check_sampling_filters,
+    _check_model_fits_generator,
+    _check_context,
+    _check_evaluation,
+    _check_end_with_best,
+    _check_rewards,
+    _check_eval_rewards,
+    _check_reward_names,
+    _check_rows,
+    _check_is_judged,
+    _check_agent,
+    _check_worker_runs,
+    _check_overlong_penalty,
+    _check_sentinels,
+    *ASYNC_CHECKS,
+    *SELECTION_CHECKS,
+    *PLACEMENT_CHECKS,
     *LORA_CHECKS,
     *PRECISION_CHECKS,
     *SIZE_CHECKS,

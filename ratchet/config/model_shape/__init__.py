@@ -1,1 +1,1 @@
-"""Shapes of models: decoder configurations, presets and the targets of LoRA. Free of torch."""
+"""Shapes of models: decoder configurations, presets and LoRA targets. Nothing imports torch."""

@@ -79,8 +79,7 @@ def check_types(hf: Mapping[str, Any]) -> None:
         if hf.get(key) is not None and not fits:
             raise ModelError(
                 f"config.json says {key}={shorten_repr(hf[key])}, must be {expected}: take the "
-                "file from "
-                "the original model"
+                "file from the original model"
             )
 
     for key in HF_NUMBERS:
@@ -99,8 +98,7 @@ def check_types(hf: Mapping[str, Any]) -> None:
         if isinstance(value, list):
             raise ModelError(
                 f"config.json says {key:.80}={shorten_repr(value)} of its rotary embedding: the "
-                "built-in "
-                "decoder reads no lists"
+                "built-in decoder reads no lists"
             )
     n_heads = hf.get("num_attention_heads")
     n_layers = hf.get("num_hidden_layers")

@@ -27,7 +27,7 @@ ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "yarn": ("factor", ORIGINAL),
 }
 SILU = ("silu", "swish")
-# Qwen's older key, and Mixtral's, which all families use since transformers 5.
+# The number of experts: Qwen's older key, and the key of all families since transformers 5.
 EXPERT_KEYS = ("num_experts", "num_local_experts")
 REQUIRED = (
     "vocab_size",
@@ -54,7 +54,7 @@ class MoEFormat:
 
 @dataclass(frozen=True)
 class ModelFamily:
-    """The properties that a `model_type` fixes, and its defaults for absent `config.json` keys."""
+    """The fixed properties of a `model_type`, and its defaults for absent `config.json` keys."""
 
     architecture: str
     qk_norm: bool = False
@@ -166,15 +166,17 @@ class DecoderConfig:
                 f"{self.n_heads} attention heads can't share {self.n_kv_heads} KV heads evenly"
             )
         if self.head_dim % 2:
-            raise ModelError(f"head_dim={self.head_dim} must be even: rotary embedding turns pairs")
+            raise ModelError(
+                f"head_dim={self.head_dim} must be even: rotary embedding rotates pairs"
+            )
         keys = ROPE_KEYS.get(str(self.rope.get("rope_type", "")))
         if keys is None or any(self.rope.get(key) is None for key in ("rope_theta", *keys)):
             kinds = "; ".join(
                 f"{kind}: {', '.join(('rope_theta', *keys))}" for kind, keys in ROPE_KEYS.items()
             )
             raise ModelError(
-                f"rope={shorten_repr(dict(self.rope))} lacks a rope_type or a key of it; they are "
-                f"{kinds}"
+                f"rope={shorten_repr(dict(self.rope))} lacks a rope_type or one of its keys; they "
+                f"are {kinds}"
             )
         if bad_key := next(
             (
@@ -227,7 +229,7 @@ class DecoderConfig:
         if bool(self.n_experts) != (self.family in sparse):
             raise ModelError(
                 f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have "
-                "experts, no others"
+                "experts, other families do not"
             )
         if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
             raise ModelError(
@@ -286,11 +288,11 @@ class DecoderConfig:
             tied=bool(hf.get("tie_word_embeddings", False)),
             norm_eps=float(hf.get("rms_norm_eps", family.norm_eps)),
             init_std=float(hf.get("initializer_range", 0.02)),
-            rope=_rope(hf, family),
+            rope=_read_rope(hf, family),
             bos_id=None if (bos := hf.get("bos_token_id", family.bos_id)) is None else int(bos),
-            eos_ids=_ids((generation or {}).get("eos_token_id"))
-            or _ids(hf.get("eos_token_id", family.eos_id)),
-            **_experts(hf, family),
+            eos_ids=_read_ids((generation or {}).get("eos_token_id"))
+            or _read_ids(hf.get("eos_token_id", family.eos_id)),
+            **_read_experts(hf, family),
         )
 
     def to_hf(self) -> dict[str, Any]:
@@ -323,7 +325,7 @@ class DecoderConfig:
             "sliding_window": None,
             "use_sliding_window": False,
             "bos_token_id": self.bos_id,
-            "eos_token_id": _one_or_list(self.eos_ids),
+            "eos_token_id": _unwrap_single(self.eos_ids),
             **self._experts_hf(),
         }
 
@@ -364,7 +366,7 @@ class DecoderConfig:
         for name, value in representable.items():
             if getattr(self, name) != value:
                 raise ModelError(
-                    f"no '{self.family}' config.json can say {name}={getattr(self, name)}, only "
+                    f"a '{self.family}' config.json can't say {name}={getattr(self, name)}, only "
                     f"{name}={value}"
                 )
 
@@ -426,7 +428,7 @@ def _experts_reason(hf: Mapping[str, Any], sparse: MoEFormat) -> str | None:
     return None
 
 
-def _experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     sparse = family.sparse
     if sparse is None:
         return {}
@@ -456,14 +458,14 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
     if missing := [key for key in ROPE_KEYS[kind] if key != ORIGINAL and rope.get(key) is None]:
         return f"rope_type '{kind}' comes without {', '.join(missing)}"
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1, 1.0):
-        return "its rotary embedding turns a part of each head only (partial_rotary_factor)"
+        return "its rotary embedding rotates only a part of each head (partial_rotary_factor)"
     return None
 
 
-def _rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
+def _read_rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     """Return `rope_parameters` in the form of transformers 5.
 
-    It is read from that form or from the older `rope_theta` and `rope_scaling`.
+    The `config.json` may have that form, or the older keys `rope_theta` and `rope_scaling`.
     """
     rope = {key: value for key, value in read_rope_section(hf).items() if key != "type"}
     rope["rope_type"] = read_rope_section(hf).get(
@@ -479,7 +481,7 @@ def _rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
     return rope
 
 
-def _ids(value: Any) -> tuple[int, ...]:
+def _read_ids(value: Any) -> tuple[int, ...]:
     """Return token ids as a tuple. Raises ModelError if `value` is neither an id nor a list."""
     ids = () if value is None else tuple(value) if isinstance(value, list | tuple) else (value,)
     if not all(type(token_id) is int for token_id in ids):
@@ -489,7 +491,7 @@ def _ids(value: Any) -> tuple[int, ...]:
     return ids
 
 
-def _one_or_list(ids: tuple[int, ...]) -> int | list[int] | None:
+def _unwrap_single(ids: tuple[int, ...]) -> int | list[int] | None:
     if len(ids) < 2:
         return ids[0] if ids else None
     return list(ids)

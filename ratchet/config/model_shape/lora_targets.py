@@ -17,20 +17,19 @@ MLP = ("gate_proj", "up_proj", "down_proj")
 def resolve_decoder_targets(config: DecoderConfig, lora: LoRAConfig) -> tuple[str, ...]:
     """Return the names of the built-in decoder's linear maps that get an adapter.
 
-    Raise ConfigError for an unknown name, and in a model with experts for "all-linear" or, if no
-    layer is dense, for a name of an MLP map.
+    Raises ConfigError for an unknown name. In a model with experts it also raises for "all-linear",
+    and for the name of an MLP map if every layer has experts.
     """
-    dense = len(config.sparse_layers) < config.n_layers
+    has_dense_layers = len(config.sparse_layers) < config.n_layers
     names = resolve_target_modules(lora, (*ATTENTION, *MLP))
     if (
         config.n_experts
         and (experts := [name for name in names if name in MLP])
-        and (lora.target_modules == ALL or not dense)
+        and (lora.target_modules == ALL or not has_dense_layers)
     ):
         raise ConfigError(
-            f"lora.target_modules={ALL if lora.target_modules == ALL else experts[0]} includes the "
-            "experts of a mixture, which "
-            f"get no adapters here: set lora.target_modules=[{', '.join(ATTENTION)}]"
+            f"lora.target_modules={ALL if lora.target_modules == ALL else experts[0]} includes "
+            f"experts, which get no adapters: set lora.target_modules=[{', '.join(ATTENTION)}]"
         )
     return names
 
@@ -41,7 +40,7 @@ def resolve_target_modules(lora: LoRAConfig, available: Iterable[str]) -> tuple[
     Args:
         available: names of the linear maps that the model has.
 
-    Raise ConfigError for a name that no map has, and suggests the nearest one.
+    Raises ConfigError for a name that no map has; the error suggests the nearest name.
     """
     names = list(dict.fromkeys(available))
     if lora.target_modules == ALL:

@@ -50,7 +50,7 @@ PRESETS: Mapping[str, Mapping[str, Any]] = {
 
 
 def get_preset(name: str, vocab_size: int, **overrides: Any) -> DecoderConfig:
-    """Return the preset `name` with a vocabulary size.
+    """Return the decoder shape of a preset.
 
     Args:
         name: a key of `PRESETS`.

@@ -1,7 +1,7 @@
 """Find the assistant's turns in a conversation that a chat template has rendered.
 
-A turn's span comes from rendering the messages before it and the messages up to it, never from
-searching for the message's text.
+A turn's span is found by rendering the conversation without and with it. Searching for the
+message's text would fail where the template changes it, or where the text occurs twice.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ PRIVATE_USE = range(0xF0000, 0xFFFFE)
 class Piece(NamedTuple):
     """A piece of text that is tokenized by itself.
 
-    `turn` is the index of the assistant's message that it belongs to; None: the template's text.
+    Attributes:
+        turn: The index of the assistant message that wrote the text; None for the template's text.
     """
 
     text: str
@@ -39,8 +40,8 @@ class TurnShape:
     Attributes:
         lead: Text after the prompt that the model has to write (Mistral's space, Qwen3's empty
             reasoning).
-        prefill: The opposite of `lead`: the beginning of the answer that the prompt already holds
-            (DeepSeek-R1's <think>).
+        prefill: The beginning of the answer that the prompt already contains (DeepSeek-R1's
+            <think>). Either `lead` or `prefill` is empty.
         end: Text up to and including the token `end_id`, which ends the turn.
         rest: Text that the template adds after the turn.
         end_id: None if the template has no such token.
@@ -53,11 +54,11 @@ class TurnShape:
     end_id: int | None
 
 
-def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
-    """Return the shape of a turn, found by rendering one.
+def find_turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
+    """Return the shape of a turn, found by rendering a probe.
 
-    Raise DataError if the template leaves out the assistant's text, or if its prompt and its turn
-    begin differently.
+    Raise DataError if the template omits the assistant's text, or if the header of its prompt
+    differs from the header of its turns.
     """
     user = Message("user", "u")
     prompt = template.render([user], None, prompt=True)
@@ -66,13 +67,13 @@ def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
     ).partition(SENTINEL)
     if not separator:
         raise DataError(
-            "the chat template leaves out what the assistant says: it can't be trained or sampled "
-            "with"
+            "the chat template leaves out what the assistant says, so it can't be used: choose "
+            "another `tokenizer.template`"
         )
     if not (header.startswith(prompt) or prompt.startswith(header)):
         raise DataError(
-            "the chat template's prompt and its assistant's turn begin differently: they can't be "
-            "aligned"
+            "the chat template writes another header for the assistant's turn than for its prompt, "
+            "so they can't be aligned: choose another `tokenizer.template`"
         )
     specials = tokenizer.specials(trailer)
     split, end_id = (specials[0].end, specials[0].id) if specials else (0, None)
@@ -82,7 +83,7 @@ def turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
 
 
 class Conversation:
-    """A conversation rendered by one template."""
+    """A conversation that one template renders, with the spans of its assistant turns."""
 
     def __init__(
         self,
@@ -96,17 +97,17 @@ class Conversation:
         self._tokenizer = tokenizer
         self._shape = shape
         self._tools = tools
-        self._messages, self._typed = _shield(messages, tokenizer.special_ids)
+        self._messages, self._shielded = _shield(messages, tokenizer.special_ids)
 
     def text(self, n: int, *, prompt: bool) -> str:
-        """Return the first n messages rendered; `prompt` adds the assistant's next header."""
+        """Return the first n messages as text. `prompt` adds the header of the assistant's turn."""
         return self._template.render(self._messages[:n], self._tools, prompt=prompt)
 
     def turn(self, i: int) -> tuple[str, str]:
         """Return the prompt for message i, and the assistant's text with the end of its turn.
 
-        Both are rendered with message i as the last one, as when it was written. Raise DataError if
-        the turn does not continue the prompt.
+        Both are rendered without the later messages, as when message i was written. Raise DataError
+        if the turn does not continue the prompt.
         """
         prompt = self.text(i, prompt=True)
         whole = self.text(i + 1, prompt=False)
@@ -115,8 +116,8 @@ class Conversation:
             return prompt, whole[len(prompt) : self._turn_end(whole, len(prompt))]
         if shape.prefill and whole.startswith(prompt.removesuffix(shape.prefill)):
             return prompt, self._after_prefill(i) + shape.end
-        # With the answer, the template changes the text before it (Mistral drops the system
-        # message). The model still reads the prompt, so only the answer is taken from `whole`.
+        # The template changes earlier text once the answer is there (Mistral drops the system
+        # message). The model reads the prompt as it is, so only the answer is taken from `whole`.
         probe = [*self._messages[:i], Message("assistant", SENTINEL)]
         header, separator, _ = self._template.render(probe, self._tools, prompt=False).partition(
             SENTINEL
@@ -124,7 +125,8 @@ class Conversation:
         header = header.removesuffix(shape.lead)
         if not separator or shape.prefill or not whole.startswith(header):
             raise DataError(
-                f"message {i}: the chat template begins this turn otherwise than its prompt does"
+                f"message {i}: the chat template writes another header for this turn than for its "
+                "prompt"
             )
         return prompt, whole[len(header) : self._turn_end(whole, len(header))]
 
@@ -143,15 +145,16 @@ class Conversation:
         if not answer.startswith(prefill) or self._messages[i].tool_calls:
             raise DataError(
                 f"message {i}: the chat template's prompt ends with {prefill!r}, so the "
-                "assistant's text must begin with it: "
-                "put it there, or choose another `tokenizer.template`"
+                "assistant's text must begin with it: put it there, or choose another "
+                "`tokenizer.template`"
             )
         return answer[len(prefill) :]
 
-    def before(self, n: int) -> tuple[list[Piece], list[int]]:
+    def prompt_pieces(self, n: int) -> tuple[list[Piece], list[int]]:
         """Return the pieces of the prompt for message n, and the rewritten assistant messages.
 
-        The latter are the indices of those that the prompt does not show as they were written.
+        These are the indices of the messages that the prompt shows otherwise than they were
+        written, for example without their reasoning.
         """
         text = self.text(n, prompt=True)
         pieces: list[Piece] = []
@@ -175,7 +178,10 @@ class Conversation:
     ) -> list[tuple[int, int | None]]:
         """Return (id, turn) of every token.
 
-        Only the template's text can hold control tokens; in a message they are plain text.
+        Only the template's text can contain control tokens. Their text in a message is plain text.
+
+        Args:
+            after: What precedes the pieces, see `Tokenizer.encode`.
         """
         tokens: list[tuple[int, int | None]] = []
         for piece in pieces:
@@ -184,7 +190,7 @@ class Conversation:
                     tokens.append((part, piece.turn))
                     after = "special"
                 else:
-                    ids = self._tokenizer.encode(part.translate(self._typed), after=after)
+                    ids = self._tokenizer.encode(part.translate(self._shielded), after=after)
                     tokens += [(token, piece.turn) for token in ids]
                     after = "text"
         return tokens
@@ -193,39 +199,42 @@ class Conversation:
 def _shield(
     messages: Sequence[Message], specials: Mapping[str, int]
 ) -> tuple[list[Message], dict[int, str]]:
-    """Return the messages with a private code point for each control token in their text.
+    """Return the messages with private code points in place of control tokens in their text.
 
-    Also return the control token of each code point.
+    Also return the control token of each code point. The template's own control tokens can then be
+    told from those that a user typed.
     """
     joined = "\n".join(text for message in messages for text in _texts(message))
-    typed = sorted([special for special in specials if special in joined], key=len, reverse=True)
-    if not typed:
+    typed_tokens = sorted(
+        [special for special in specials if special in joined], key=len, reverse=True
+    )
+    if not typed_tokens:
         return list(messages), {}
-    free = (point for point in PRIVATE_USE if chr(point) not in joined)
-    table = dict(zip(free, typed, strict=False))
+    unused_points = (point for point in PRIVATE_USE if chr(point) not in joined)
+    token_of_point = dict(zip(unused_points, typed_tokens, strict=False))
 
-    def hide(value: Any) -> Any:
+    def shield(value: Any) -> Any:
         if isinstance(value, str):
-            for point, special in table.items():
+            for point, special in token_of_point.items():
                 value = value.replace(special, chr(point))
             return value
         if isinstance(value, Part):
-            return replace(value, value=hide(value.value)) if value.type == "text" else value
+            return replace(value, value=shield(value.value)) if value.type == "text" else value
         if isinstance(value, Mapping):
-            return {hide(key): hide(item) for key, item in value.items()}
-        return type(value)(map(hide, value)) if isinstance(value, list | tuple) else value
+            return {shield(key): shield(item) for key, item in value.items()}
+        return type(value)(map(shield, value)) if isinstance(value, list | tuple) else value
 
-    hidden = [
+    shielded = [
         replace(
             message,
-            content=hide(message.content),
+            content=shield(message.content),
             tool_calls=tuple(
-                replace(call, arguments=hide(call.arguments)) for call in message.tool_calls
+                replace(call, arguments=shield(call.arguments)) for call in message.tool_calls
             ),
         )
         for message in messages
     ]
-    return hidden, table
+    return shielded, token_of_point
 
 
 def _texts(message: Message) -> list[str]:

@@ -1,7 +1,7 @@
 """Create tokenizers in code: one token per character, one per byte, or trained byte-level BPE.
 
-All can be saved as Hugging Face directories. Their special tokens fit the template `turns`; their
-default template is `plain`.
+All can be saved as Hugging Face directories. Their default template is `plain`, and they have the
+special tokens of the template `turns`.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ SPECIALS = (
 BYTES = 256
 
 # BPE merges only within these pieces: words with the space before them, single digits, punctuation,
-# line breaks. It is the pattern of Qwen2's tokenizer, so that models made here see text split as
-# real ones do.
+# line breaks. It is the pattern of Qwen2's tokenizer, so that text is split as by the tokenizers of
+# published models.
 WORDS = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -62,7 +62,7 @@ def character_tokenizer(
 
     Args:
         multiple_of: reserved tokens pad the vocabulary to a multiple of this.
-        controls: further special tokens; `eos` may be one of them.
+        controls: additional special tokens, which may include `eos`.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
@@ -86,8 +86,9 @@ def byte_tokenizer() -> Tokenizer:
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     """Return a byte-level BPE tokenizer trained on `texts`, which can encode every text.
 
-    It depends on nothing but the arguments, and has fewer than `vocab_size` tokens if the texts
-    have too few pairs to merge. Raises ConfigError if `vocab_size` can't hold bytes and specials.
+    Equal arguments give equal tokenizers. It has fewer than `vocab_size` tokens if the texts have
+    too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of bytes and
+    special tokens.
     """
     if vocab_size < len(SPECIALS) + BYTES:
         raise ConfigError(
@@ -95,11 +96,11 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
             "264 or more"
         )
     backend = Backend(models.BPE())
-    words, as_bytes = (
+    split_words, map_bytes = (
         pre_tokenizers.Split(Regex(WORDS), "isolated"),
         pre_tokenizers.ByteLevel(False, use_regex=False),
     )
-    backend.pre_tokenizer = pre_tokenizers.Sequence([words, as_bytes])
+    backend.pre_tokenizer = pre_tokenizers.Sequence([split_words, map_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
@@ -117,6 +118,7 @@ def _wrap(
     names: dict[str, str],
     template: str = BUILTIN["plain"],
 ) -> Tokenizer:
+    """Return a Tokenizer around a backend. `names`: special tokens by their name in the config."""
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in specials]
     )
@@ -137,8 +139,8 @@ def build_auto(config: AutoTokenizerConfig, model: str | None) -> Tokenizer:
     if source is None:
         raise ConfigError(
             "tokenizer.kind 'auto' reads the model's tokenizer, but the model starts from random "
-            "weights: "
-            "set tokenizer.path to a directory, or tokenizer.kind to 'characters' or 'bytes'"
+            "weights: set tokenizer.path to a directory, or tokenizer.kind to 'characters' or "
+            "'bytes'"
         )
     return load_tokenizer(source, revision=config.revision)
 

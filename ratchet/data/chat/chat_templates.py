@@ -1,9 +1,8 @@
-"""Chat templates: the built-in ones, and the Jinja templates of Hugging Face tokenizers, rendered
-as transformers renders them.
+"""Chat templates: built-in ones, and Jinja templates of Hugging Face tokenizers.
 
-Source: transformers' `apply_chat_template` (sandboxed Jinja with trimmed blocks, `raise_exception`,
-`strftime_now`, `tojson` without HTML escapes, loop controls, `{% generation %}` blocks). Messages
-are dictionaries in the OpenAI form.
+They are rendered as by transformers' `apply_chat_template`: in sandboxed Jinja with trimmed blocks,
+`raise_exception`, `strftime_now`, `tojson` without HTML escapes, loop controls, and
+`{% generation %}` blocks. A template reads messages as dictionaries in OpenAI's format.
 """
 
 from __future__ import annotations
@@ -29,9 +28,9 @@ from ratchet.utils.terminal_text import shorten_text
 ROLES: tuple[str, ...] = get_args(Role)
 
 MAX_INDENT = 100
-MAX_BYTES = 128 << 10  # of a template; the longest published ones have about 20 KiB
+MAX_BYTES = 128 << 10  # size of a template; the longest published ones have about 20 KiB
 
-# The content of a probe's message: a text that no template contains, splits, strips or escapes.
+# The content of a probe message: text that no template contains, splits, strips or escapes.
 SENTINEL = "\ue000RatchetProbe\ue001"
 
 BUILTIN: Mapping[str, str] = {
@@ -87,8 +86,7 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
         if tokenizer.chat_template is None:
             raise DataError(
                 "the tokenizer has no chat template, so messages can't become tokens: set "
-                "`tokenizer.template: chatml` "
-                "(or plain, turns, or the path of a .jinja file)"
+                "`tokenizer.template: chatml` (or plain, turns, or the path of a .jinja file)"
             )
         return tokenizer.chat_template
     if choice in BUILTIN:
@@ -111,9 +109,9 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
 
 
 class _Generation(Extension):
-    """A tag that some templates put around the assistant's text.
+    """The tag {% generation %}, which some templates put around the assistant's text.
 
-    Ratchet finds that text without the tag, so only the content is rendered.
+    Ratchet finds the assistant's text without the tag, so the tag only renders its content.
     """
 
     tags = {"generation"}  # noqa: RUF012  (jinja2 declares it so)
@@ -132,7 +130,9 @@ def _tojson(
     sort_keys: bool = False,
 ) -> str:
     if isinstance(indent, int) and indent > MAX_INDENT:
-        raise ValueError(f"tojson indents by {indent}, at most {MAX_INDENT} is for templates")
+        raise ValueError(
+            f"tojson indents by {indent}, but templates may indent by at most {MAX_INDENT}"
+        )
     return json.dumps(
         value, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
     )
@@ -146,7 +146,7 @@ def _raise_exception(message: str) -> None:
 def _compile(source: str) -> jinja2.Template:
     if len(source) > MAX_BYTES:
         raise DataError(
-            f"the chat template has more than {format_size(MAX_BYTES)}: none is so long"
+            f"the chat template has more than {format_size(MAX_BYTES)}, which no real one needs"
         )
     environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -181,43 +181,44 @@ def _compile(source: str) -> jinja2.Template:
         ) from error
 
 
-_printed: datetime | None = None
+_printed_date: datetime | None = None
 
 
-def print_date(date: str | None) -> None:
-    """Set the day that templates created from now on in this process print as today.
+def set_printed_date(date: str | None) -> None:
+    """Set the date that templates print as today, for templates created later in this process.
 
-    A run sets its first day in all of its processes, so that prompts stay the same after midnight
-    and after a resume.
+    A run sets the date of its start in all of its processes, so that prompts stay the same after
+    midnight and after a resume.
 
     Args:
         date: The day in ISO 8601; None for the day on which a template is created.
     """
-    global _printed
-    _printed = None if date is None else datetime.fromisoformat(date)
+    global _printed_date
+    _printed_date = None if date is None else datetime.fromisoformat(date)
 
 
 def printed_time() -> datetime:
-    """Return the time that a template prints unless its caller passes another."""
-    return _printed or datetime.now()
+    """Return the default time that a template prints."""
+    return _printed_date or datetime.now()
 
 
 def today() -> str:
-    """Return the current day in the format that `print_date` takes."""
+    """Return the current day in the format that `set_printed_date` takes."""
     return datetime.now().date().isoformat()
 
 
 def may_print_date(choice: str | None, *, has_template: bool) -> bool:
-    """Return True if the template that a recipe chooses may print a date.
+    """True if the template that a recipe chooses may print a date.
 
     Args:
+        choice: The recipe's `tokenizer.template`.
         has_template: True if the tokenizer may have a template.
     """
     return has_template if choice is None else choice not in BUILTIN
 
 
 class ChatTemplate:
-    """A template with its variables.
+    """A compiled chat template with its variables.
 
     `strftime_now` always formats the time `now`, so that a prompt with today's date is the same in
     the whole run.
@@ -273,13 +274,17 @@ class ChatTemplate:
         ) as error:
             self._refuse(messages, shorten_text(str(error), 400) or type(error).__name__, error)
         except RecursionError as error:
-            self._refuse(messages, "it calls itself too deeply", error)
+            self._refuse(messages, "its macros call each other too deeply", error)
         except MemoryError as error:
             self._refuse(messages, "memory ran out", error)
 
-    def _refuse(self, messages: list[dict[str, Any]], why: str, error: BaseException) -> NoReturn:
+    def _refuse(
+        self, messages: list[dict[str, Any]], reason: str, error: BaseException
+    ) -> NoReturn:
         roles = shorten_text(", ".join(message["role"] for message in messages), 200)
-        raise DataError(f"the chat template can't render messages by ({roles}): {why}") from error
+        raise DataError(
+            f"the chat template can't render messages of these roles ({roles}): {reason}"
+        ) from error
 
     def _check_roles(self, messages: Sequence[Message]) -> None:
         for i, message in enumerate(messages):
@@ -294,9 +299,9 @@ class ChatTemplate:
 
     @cached_property
     def _writes_role(self) -> dict[str, bool]:
-        """Return for each role whether the template writes its messages.
+        """Map each optional role to True if the template writes its messages.
 
-        A template that raises on the probe counts as True; it raises again in `render`.
+        A template that raises on the probe counts as True, because `render` will raise again.
         """
         user, assistant = Message("user", "u"), Message("assistant", "a")
         probes = {
@@ -315,7 +320,7 @@ class ChatTemplate:
             return True
 
     def _dialect(self, messages: Sequence[Message]) -> Dialect:
-        """Return the form in which the template reads messages; it matters only for tool calls."""
+        """Return the form in which the template reads messages, which differs for tool calls."""
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
         )
@@ -338,22 +343,22 @@ class ChatTemplate:
         )
 
 
-# A template's form of messages with tool calls: empty content ("" or None), and the function that
-# writes arguments (as an object or as JSON).
+# The form in which a template reads messages with tool calls: the value of empty content ("" or
+# None), and a function that converts arguments (to an object or to JSON).
 Dialect = tuple[str | None, Callable[[Mapping[str, Any]], Any]]
 DIALECTS: tuple[Dialect, ...] = (("", dict), (None, dict), ("", _tojson), (None, _tojson))
 
 
 def _to_dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict[str, Any]]:
-    """Return messages in the form that templates read. A tool's message also gets the tool's name."""
+    """Return messages in the form that templates read, with the tool's name in tool messages."""
     empty_content, write_arguments = dialect
     dictionaries: list[dict[str, Any]] = []
-    names = {call.id: call.name for message in messages for call in message.tool_calls}
+    tool_names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
-        item: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        dictionary: dict[str, Any] = {"role": message.role, "content": _content(message)}
         if message.tool_calls:
-            item["content"] = item["content"] or empty_content
-            item["tool_calls"] = [
+            dictionary["content"] = dictionary["content"] or empty_content
+            dictionary["tool_calls"] = [
                 {
                     "id": call.id,
                     "type": "function",
@@ -362,10 +367,10 @@ def _to_dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict
                 for call in message.tool_calls
             ]
         if message.tool_call_id is not None:
-            item["tool_call_id"] = message.tool_call_id
-            if message.tool_call_id in names:
-                item["name"] = names[message.tool_call_id]
-        dictionaries.append(item)
+            dictionary["tool_call_id"] = message.tool_call_id
+            if message.tool_call_id in tool_names:
+                dictionary["name"] = tool_names[message.tool_call_id]
+        dictionaries.append(dictionary)
     return dictionaries
 
 

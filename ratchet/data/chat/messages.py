@@ -1,5 +1,7 @@
-"""Reading conversations from data, in OpenAI's format with tool calls or in ShareGPT's ({"from":
-"human", "value": ...})."""
+"""Read conversations in OpenAI's format with tool calls, or in ShareGPT's format.
+
+A message of ShareGPT's is {"from": "human", "value": ...}.
+"""
 
 from __future__ import annotations
 
@@ -22,11 +24,11 @@ ROLES: Mapping[str, Role] = {
     "gpt": "assistant",
     "tool": "tool",
 }
-READ = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name")
+KNOWN_KEYS = ("role", "from", "content", "value", "tool_calls", "tool_call_id", "name")
 
 
 def read_messages(value: Any, where: str) -> tuple[Message, ...]:
-    """Return the messages of a conversation. Raise DataError for anything that would be misread.
+    """Return the messages of a conversation. Raise DataError for what would be lost or misread.
 
     Args:
         where: The file, the row and the column, for errors.
@@ -37,15 +39,17 @@ def read_messages(value: Any, where: str) -> tuple[Message, ...]:
             f'{where} is {actual}, must be an array of messages such as {{"role": "user", '
             f'"content": "..."}}'
         )
-    return tuple(_message(item, f"{where}, message {index}") for index, item in enumerate(value))
+    return tuple(
+        _read_message(item, f"{where}, message {index}") for index, item in enumerate(value)
+    )
 
 
 def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
-    """Return descriptions of functions in OpenAI's format.
+    """Return the tools of a conversation: descriptions of functions in OpenAI's format.
 
     Args:
-        value: A list of descriptions, or its JSON, since Arrow can't hold lists of different
-            objects. None: no tools.
+        value: A list of descriptions, or the list as JSON text, since Arrow can't hold lists of
+            different objects. None: no tools.
         where: The file, the row and the column, for errors.
     """
     if isinstance(value, str):
@@ -55,8 +59,7 @@ def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     if not isinstance(value, list) or not all(isinstance(item, dict) for item in value):
         raise DataError(
             f"{where} is {describe_type(value)}, must be an array of the functions that may be "
-            "called, "
-            "or its JSON"
+            "called, or its JSON text"
         )
     for index, tool in enumerate(value):
         function = tool.get("function", tool)
@@ -70,18 +73,17 @@ def read_tools(value: Any, where: str) -> tuple[Mapping[str, Any], ...]:
     )
 
 
-def _message(item: Any, where: str) -> Message:
+def _read_message(item: Any, where: str) -> Message:
     if not isinstance(item, dict):
         raise DataError(
             f'{where} is {describe_type(item)}, must be an object such as {{"role": "user", '
-            '"content": '
-            f'"..."}}'
+            f'"content": "..."}}'
         )
-    unread = next((key for key, value in item.items() if key not in READ and value), None)
+    unread = next((key for key, value in item.items() if key not in KNOWN_KEYS and value), None)
     if unread is not None:
         raise DataError(
-            f"{where} has '{unread}', which would be lost: only {', '.join(READ)} are read; remove "
-            "it"
+            f"{where} has '{unread}', which would be lost: only {', '.join(KNOWN_KEYS)} are read; "
+            "remove it"
         )
     role_name = item.get("role", item.get("from"))
     role = ROLES.get(role_name) if isinstance(role_name, str) else None
@@ -95,7 +97,7 @@ def _message(item: Any, where: str) -> Message:
         raise DataError(
             f"{where} has {describe_type(raw_calls)} as 'tool_calls', must be an array of calls"
         )
-    calls = tuple(_call(call, index, where) for index, call in enumerate(raw_calls))
+    calls = tuple(_read_call(call, index, where) for index, call in enumerate(raw_calls))
     if calls and role != "assistant":
         raise DataError(
             f"{where} has tool_calls, and its role is '{role}': only the assistant calls tools"
@@ -103,20 +105,22 @@ def _message(item: Any, where: str) -> Message:
     call_id = item.get("tool_call_id")
     return Message(
         role,
-        _content(item, where, empty=bool(calls)),
+        _read_content(item, where, may_be_null=bool(calls)),
         calls,
         call_id if isinstance(call_id, str) else None,
     )
 
 
-def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple[Part, ...]:
+def _read_content(
+    item: Mapping[str, Any], where: str, *, may_be_null: bool
+) -> str | tuple[Part, ...]:
     """Return the content as text, or as parts if some of them are not text.
 
     Args:
-        empty: True if null means the empty text, as it does beside tool calls.
+        may_be_null: True if null stands for empty text, as it does in a message with tool calls.
     """
     content = item.get("content", item.get("value"))
-    if content is None and empty:
+    if content is None and may_be_null:
         return ""
     parts = read_content(content, where) if isinstance(content, list) else ()
     if isinstance(content, list) and all(part.type == "text" for part in parts):
@@ -135,13 +139,13 @@ def _content(item: Mapping[str, Any], where: str, *, empty: bool) -> str | tuple
         raise DataError(f"{where} {problem}: write it as a string")
     if any("\ud800" <= c <= "\udfff" for c in text):
         raise DataError(
-            f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: "
+            f"{where} holds half of a surrogate pair (\\ud800 to \\udfff), which is not text: "
             "remove it"
         )
     return content if isinstance(content, str) else parts
 
 
-def _call(call: Any, index: int, where: str) -> ToolCall:
+def _read_call(call: Any, index: int, where: str) -> ToolCall:
     where = f"{where}, tool call {index}"
     function = call.get("function", call) if isinstance(call, dict) else None
     if not isinstance(function, dict) or not isinstance(function.get("name"), str):
@@ -154,7 +158,8 @@ def _call(call: Any, index: int, where: str) -> ToolCall:
         arguments = _parse_json_text(arguments, where) if arguments.strip() else {}
     if not isinstance(arguments, dict):
         raise DataError(
-            f"{where} has {describe_type(arguments)} as arguments, must be an object, or its JSON"
+            f"{where} has {describe_type(arguments)} as arguments, must be an object, or its JSON "
+            "text"
         )
     call_id = call.get("id")
     return ToolCall(

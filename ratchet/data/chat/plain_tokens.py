@@ -1,6 +1,7 @@
-"""A copy of a tokenizer for untrusted text, such as the contents of messages.
+"""Copies of tokenizers for untrusted text, such as the contents of messages.
 
-No text encodes to one of its special tokens, and every character without a token gets one id.
+With such a copy no text encodes to a special token (the text "<|im_end|>" stays plain text), and
+every character without a token encodes to the same unknown id.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ import tokenizers
 from ratchet.errors import DataError
 from ratchet.utils.terminal_text import get_first_line
 
-# GUARD is put before a text so that the text is not encoded as the start of a sequence. HIDDEN is
-# put before a special token's content so that no text spells it. Both are random, so that no text
-# can contain them on purpose; only the copies know them.
+# GUARD is put before a text, so that the text is not encoded as the start of a sequence. HIDDEN is
+# put before the content of a special token, so that no text spells the token. Both are random, so
+# that no text can contain them on purpose.
 GUARD = f"\U0010fffd{secrets.token_hex(8)}"
 HIDDEN = f"\U0010fffc{secrets.token_hex(8)}:"
 UNKNOWN = f"{HIDDEN}unknown"
 
 
 @contextmanager
-def refusing_panics(text: str) -> Iterator[None]:
-    """Raise DataError if the tokenizers library panics: its regular expressions fail on some texts.
+def convert_panics(text: str) -> Iterator[None]:
+    """Raise DataError if the tokenizers library panics, as its regexes do on some texts.
 
-    The class of a panic can't be imported, and it is no subclass of Exception.
+    The exception class of a panic can't be imported, and it is no subclass of Exception.
     """
     try:
         yield
@@ -42,15 +43,18 @@ def refusing_panics(text: str) -> Iterator[None]:
         ) from error
 
 
-def largest_growth(section: Any) -> int:
-    """Return how many characters the normalizers or decoders of a tokenizer.json make of one at
-    most."""
+def max_growth(section: Any) -> int:
+    """Return the most characters that one character can become.
+
+    Args:
+        section: The normalizers or decoders of a tokenizer.json.
+    """
     if not isinstance(section, dict):
         return 1
     parts = section.get("normalizers") or section.get("decoders") or ()
-    inserted = [section.get(name) for name in ("content", "prepend")]
-    growth = max([1, *(len(text) for text in inserted if isinstance(text, str))])
-    return growth * math.prod(map(largest_growth, parts))
+    inserted_texts = [section.get(name) for name in ("content", "prepend")]
+    growth = max([1, *(len(text) for text in inserted_texts if isinstance(text, str))])
+    return growth * math.prod(map(max_growth, parts))
 
 
 def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int | None]:
@@ -66,7 +70,7 @@ def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, 
         name = copy.model.unk_token
         unknown = None if name is None else copy.token_to_id(name)
         # Rewriting a vocabulary of 150,000 tokens takes 1.6 s, and hardly any BPE needs it.
-        # An unknown token of one character is ambiguous: it is that character's token too.
+        # An unknown token of one character is also the token of that character, so it needs it.
         covers_all = _has_all_bytes(copy) if name is None else unknown is not None and len(name) > 1
         if covers_all and not _spells_special(copy):
             return copy, unknown
@@ -83,7 +87,7 @@ def _has_all_bytes(backend: tokenizers.Tokenizer) -> bool:
 
 
 def _spells_special(copy: tokenizers.Tokenizer) -> bool:
-    """Return True if the text of a special token encodes to its id.
+    """True if the text of a special token encodes to its id.
 
     Tokens of one character are exempt, since they can't be split.
     """
@@ -103,8 +107,8 @@ def _spells_special(copy: tokenizers.Tokenizer) -> bool:
 def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     """Return a copy whose special tokens no text can spell, and the id of a new unknown token.
 
-    `encode_special_tokens` alone is not enough: a model that looks up whole pieces (Unigram,
-    WordLevel, BPE that ignores merges) has special tokens in its vocabulary. And a BPE without an
+    `encode_special_tokens` alone is not enough. A model that looks up whole pieces (Unigram,
+    WordLevel, BPE that ignores merges) has special tokens in its vocabulary. A BPE without an
     unknown token drops characters.
     """
     state = json.loads(serialised)
@@ -112,7 +116,7 @@ def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     special |= _unknown_tokens(state["model"])
     special = {content for content in special if len(content) > 1}
     for token in state["added_tokens"]:
-        token["content"] = _hide(token["content"], special)
+        token["content"] = _hide_special(token["content"], special)
     unknown = _rewrite_vocabulary(state, special)
     copy = tokenizers.Tokenizer.from_str(json.dumps(state))
     copy.encode_special_tokens = True
@@ -121,25 +125,25 @@ def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
 
 
 def _unknown_tokens(model: dict[str, Any]) -> set[str]:
-    """Return the text of the model's unknown token, which not every file marks as special."""
+    """Return the text of the model's unknown token, which some files do not mark as special."""
     if isinstance(model["vocab"], list):
         return {model["vocab"][model["unk_id"]][0]} if model["unk_id"] is not None else set()
     return {model["unk_token"]} - {None}
 
 
-def _hide(content: str, special: set[str]) -> str:
+def _hide_special(content: str, special: set[str]) -> str:
     return HIDDEN + content if content in special else content
 
 
 def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
     """Hide special tokens in the vocabulary, append an unknown token, and return its id.
 
-    The library numbers added tokens that the vocabulary lacks from its end on. They are put into
-    the vocabulary first, because the unknown token would shift their ids.
+    Added tokens that the vocabulary lacks have the ids after its end. They are put into the
+    vocabulary first, because the new unknown token would otherwise shift their ids.
     """
     model, added = state["model"], state["added_tokens"]
     if isinstance(model["vocab"], list):
-        vocabulary = [[_hide(piece, special), score] for piece, score in model["vocab"]]
+        vocabulary = [[_hide_special(piece, special), score] for piece, score in model["vocab"]]
         appended = sorted(
             (token for token in added if token["id"] >= len(vocabulary)),
             key=lambda token: token["id"],
@@ -147,7 +151,7 @@ def _rewrite_vocabulary(state: dict[str, Any], special: set[str]) -> int:
         vocabulary += [[token["content"], 0.0] for token in appended]
         model["vocab"], model["unk_id"] = [*vocabulary, [UNKNOWN, 0.0]], len(vocabulary)
         return len(vocabulary)
-    pieces = {_hide(piece, special): i for piece, i in model["vocab"].items()}
+    pieces = {_hide_special(piece, special): i for piece, i in model["vocab"].items()}
     pieces |= {token["content"]: token["id"] for token in added}
     pieces[UNKNOWN] = max(pieces.values(), default=-1) + 1
     model["vocab"], model["unk_token"] = pieces, UNKNOWN

@@ -1,10 +1,10 @@
-"""Limit the work of Jinja templates: they come with models, so they may be written to hang or to
-fill memory.
+"""Limit the work of Jinja chat templates.
 
-Each loop pass, call, operation and filter spends steps of a budget, more for long values.
-Operations that would multiply lengths are refused before they run. The count depends on the
-template and its input alone, never on a clock. Constants are not folded where that could take long,
-since the compiler's work is not counted.
+Templates come with models, so they may be written to hang or to fill memory. Each loop pass, call,
+operation and filter spends steps of a budget, more for long values. Operations that would multiply
+lengths are refused before they run. The count depends only on the template and its input, never on
+a clock. Constant folding is disabled where it could take long, because the compiler's work is not
+counted.
 """
 
 from __future__ import annotations
@@ -27,18 +27,19 @@ TICK, WEIGH = "ratchet.tick", "ratchet.weigh"
 
 BASE_STEPS = 500_000  # a long published template takes about 300 per message
 STEPS_PER_MESSAGE = 1_000
-CHARS_A_STEP = 32  # of texts, since C code reads these fast
+CHARS_A_STEP = 32  # characters of text that one step reads: C code is fast
 STEPS_A_CALL = 10
-STEPS_AN_ITEM = 20  # of a list, in a filter that loops over it in Python
-MAX_CHARS = 1 << 26  # of a text, or items of a list, that one operation creates
-MAX_BITS = 4096  # of an integer
-# The maximum sum of a format's widths, and argument to a GROWING filter if the value is not text.
+STEPS_AN_ITEM = 20  # for an item of a list, in a filter that loops in Python
+MAX_CHARS = 1 << 26  # characters of a text, or items of a list, that one operation creates
+MAX_BITS = 4096  # size of an integer
+# Maximum sum of the widths in a format string, and maximum argument of a GROWING filter whose value
+# is not text.
 MAX_WIDTH = 1 << 20
 
 Text = (str, bytes)
 Container = (list, tuple, dict, set, frozenset)
 
-# Filters that pass their value on, or take its length, without reading nested values.
+# Filters that only pass on their value or take its length. They do not read nested values.
 SHALLOW = frozenset(
     (
         *(
@@ -105,59 +106,64 @@ SLOW = frozenset(
 class TemplateWork:
     """The step budget of one rendering."""
 
-    __slots__ = ("allowed", "left")
+    __slots__ = ("budget", "remaining")
 
     def __init__(self, messages: int, chars: int) -> None:
-        self.allowed = self.left = BASE_STEPS + STEPS_PER_MESSAGE * messages + chars
+        self.budget = self.remaining = BASE_STEPS + STEPS_PER_MESSAGE * messages + chars
 
     def spend(self, steps: int) -> None:
         """Take steps from the budget. Raises TemplateRuntimeError if too few are left."""
-        self.left -= steps
-        if self.left < 0:
+        self.remaining -= steps
+        if self.remaining < 0:
             _refuse(
-                f"it takes more than {self.allowed:,} steps, which so few messages need in no sane "
-                "template"
+                f"it takes more than {self.budget:,} steps, more than any sane template needs for "
+                "so few messages"
             )
 
     def weigh(self, value: Any, *, deep: bool = True) -> None:
-        """Spend the steps of reading `value`. deep: also count nested values, at each
-        occurrence."""
+        """Spend the steps of reading `value`.
+
+        Args:
+            deep: True to count nested values too, at each occurrence.
+        """
         if isinstance(value, Text):
             self.spend(len(value) // CHARS_A_STEP)
         elif not deep:
             self.spend(len(value) if isinstance(value, (*Container, range)) else 0)
         elif isinstance(value, Container):
-            self._weigh_within(value)
+            self._weigh_nested(value)
         elif isinstance(value, range):
             self.spend(len(value))
 
-    def _weigh_within(self, value: Any) -> None:
-        waiting = [value]
-        while waiting:
-            inner = waiting.pop()
+    def _weigh_nested(self, value: Any) -> None:
+        pending = [value]
+        while pending:
+            inner = pending.pop()
             if isinstance(inner, Container):
                 self.spend(1 + len(inner))
                 if isinstance(inner, dict):
-                    waiting += inner.keys()
+                    pending += inner.keys()
                     inner = inner.values()
-                waiting += (item for item in inner if isinstance(item, (*Container, *Text)))
+                pending += (item for item in inner if isinstance(item, (*Container, *Text)))
             elif isinstance(inner, Text):
                 self.spend(len(inner) // CHARS_A_STEP)
 
 
-def _refuse(why: str) -> NoReturn:
-    raise jinja2.TemplateRuntimeError(why)
+def _refuse(reason: str) -> NoReturn:
+    raise jinja2.TemplateRuntimeError(reason)
 
 
-# --- counts that are compiled into a template
+# --- step counts that are compiled into a template
 
 
-class _Counting(NodeTransformer):
-    """A transformer that inserts a count into each loop, and before each operation that reads its
-    operands without a call."""
+class _StepCounter(NodeTransformer):
+    """A transformer of a template's syntax tree that inserts step counts.
+
+    They stand in each loop, and before each operation that reads its operands without a call.
+    """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        tick = _tick_for(node)
+        tick = _make_tick(node)
         self.generic_visit(node)
         if node.test is not None:  # skipped items never reach the body
             node.test = nodes.And(tick, node.test, lineno=node.lineno)
@@ -165,69 +171,69 @@ class _Counting(NodeTransformer):
             node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return node
 
-    def _visit_called(self, node: Any) -> nodes.Node:
-        tick = _tick_for(node)
+    def _visit_body(self, node: Any) -> nodes.Node:
+        tick = _make_tick(node)
         self.generic_visit(node)
         node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
         return node
 
-    visit_Macro = visit_CallBlock = visit_Block = _visit_called
+    visit_Macro = visit_CallBlock = visit_Block = _visit_body
 
     def visit_Add(self, node: nodes.Add) -> nodes.Node:
         self.generic_visit(node)
         for side in ("left", "right"):
             operand = getattr(node, side)
             if not isinstance(operand, nodes.Const | nodes.Add):
-                setattr(node, side, _filtered(operand, WEIGH, nodes.Const(False)))
+                setattr(node, side, _apply_filter(operand, WEIGH, nodes.Const(False)))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
         self.generic_visit(node)
-        constant = isinstance(node.expr, nodes.Const)
+        is_constant = isinstance(node.expr, nodes.Const)
         for operand in node.ops:
             if operand.op in ("in", "notin") or not (
-                constant or isinstance(operand.expr, nodes.Const)
+                is_constant or isinstance(operand.expr, nodes.Const)
             ):
-                operand.expr = _weighed(operand.expr)
-            constant = isinstance(operand.expr, nodes.Const)
+                operand.expr = _add_weighing(operand.expr)
+            is_constant = isinstance(operand.expr, nodes.Const)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_weighed(part) for part in node.nodes]
+        node.nodes = [_add_weighing(part) for part in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _filtered(node.node, WEIGH, nodes.Const(False))
+            node.node = _apply_filter(node.node, WEIGH, nodes.Const(False))
         else:
-            node.arg = _weighed(node.arg)
+            node.arg = _add_weighing(node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _weighed(node.key)
+        node.key = _add_weighing(node.key)
         return node
 
 
-def _tick_for(node: nodes.Node) -> nodes.Expr:
-    """Return a node that spends the cost of one pass through a body, its literal texts included."""
-    texts = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
+def _make_tick(node: nodes.Node) -> nodes.Expr:
+    """Return a node that spends the steps of one pass through a body with its literal texts."""
+    literals = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
     chars = sum(
         len(text)
-        for each in texts
-        if isinstance(text := getattr(each, "data", getattr(each, "value", None)), str)
+        for literal in literals
+        if isinstance(text := getattr(literal, "data", getattr(literal, "value", None)), str)
     )
-    each = STEPS_A_CALL if getattr(node, "recursive", False) else 1
-    return _filtered(nodes.Const(each + chars // CHARS_A_STEP), TICK)
+    base_steps = STEPS_A_CALL if getattr(node, "recursive", False) else 1
+    return _apply_filter(nodes.Const(base_steps + chars // CHARS_A_STEP), TICK)
 
 
-def _weighed(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _filtered(node, WEIGH)
+def _add_weighing(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _apply_filter(node, WEIGH)
 
 
-def _filtered(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Expr:
+def _apply_filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Expr:
     return nodes.Filter(node, name, list(arguments), [], None, None, lineno=node.lineno)
 
 
@@ -239,7 +245,7 @@ def _tick(context: Context, steps: int) -> bool:
 
 @pass_context
 def _weigh(context: Context, value: Any, deep: bool = True) -> Any:
-    """Weigh a value and return it. Jinja also calls this for all that a template writes."""
+    """Spend the steps of reading a value, and return it. Jinja also calls it on all output."""
     if type(value) is not str or len(value) >= CHARS_A_STEP:
         context.parent[WORK].weigh(value, deep=deep)
     return value
@@ -248,16 +254,18 @@ def _weigh(context: Context, value: Any, deep: bool = True) -> Any:
 # --- the environment of renderings
 
 
-class _Opaque(Namespace):
-    """A namespace whose repr omits its contents, since they may contain the namespace."""
+class _OpaqueNamespace(Namespace):
+    """A namespace whose repr omits its content, which may contain the namespace itself."""
 
     def __repr__(self) -> str:
         return "<Namespace>"
 
 
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
-    """A sandbox whose templates need a `TemplateWork` among their variables, under the name
-    WORK."""
+    """A Jinja sandbox that counts the steps of its templates.
+
+    Templates need a `TemplateWork` among their variables, under the name WORK.
+    """
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
@@ -270,19 +278,19 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         self.tests = {
             name: _metered_test(name, function) for name, function in DEFAULT_TESTS.items()
         }
-        self.globals["namespace"] = _Opaque
+        self.globals["namespace"] = _OpaqueNamespace
         for name in DEFAULT_NAMESPACE.keys() & {"lipsum"}:
             del self.globals[name]
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
-        """Add a function as a filter; its value is weighed."""
+        """Add a function as a filter whose steps are counted."""
         self.filters[name] = _metered(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
-        return _Counting().visit(super()._parse(source, name, filename))
+        return _StepCounter().visit(super()._parse(source, name, filename))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        """Count and run a template's call; methods of texts and numbers are checked first."""
+        """Count the steps of a call in a template, check the growth of its result, and run it."""
         work = __context.parent[WORK]
         work.spend(STEPS_A_CALL)
         owner = getattr(__obj, "__self__", None)
@@ -293,7 +301,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             for argument in (*args, *kwargs.values()):
                 work.weigh(argument)
             if __obj.__name__ == "join" and args:
-                args = (_sized(args[0]), *args[1:])
+                args = (_to_sized(args[0]), *args[1:])
             _check_growth(__obj.__name__, owner, args, kwargs)
         elif isinstance(owner, Container):
             work.weigh(owner, deep=False)
@@ -302,7 +310,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
-        """Check and compute an operation that can make long values of short ones."""
+        """Check and compute *, ** or %, which can make long values of short ones."""
         work = context.parent[WORK]
         if operator == "**":
             if (
@@ -312,7 +320,7 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
             ):
                 _refuse("a power has more digits than a template needs")
         elif operator == "%" and isinstance(left, Text):
-            _check_format(left, (right,))
+            _check_format(left)
             work.weigh(right)
         elif operator == "*":
             _check_product(left, right)
@@ -326,34 +334,33 @@ def _check_product(left: Any, right: Any) -> None:
         if left.bit_length() + right.bit_length() > MAX_BITS:
             _refuse("a product has more digits than a template needs")
         return
-    for one, other in ((left, right), (right, left)):
+    for sequence, count in ((left, right), (right, left)):
         if (
-            isinstance(one, (*Text, list, tuple))
-            and isinstance(other, int)
-            and len(one) * other > MAX_CHARS
+            isinstance(sequence, (*Text, list, tuple))
+            and isinstance(count, int)
+            and len(sequence) * count > MAX_CHARS
         ):
             _refuse(f"a repetition makes more than {MAX_CHARS:,} characters or items")
 
 
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
-    """Raise TemplateRuntimeError if a filter's or method's result would be far longer than its
-    inputs."""
+    """Raise TemplateRuntimeError if a filter's or method's result would be very long."""
     values = (*args, *kwargs.values())
     if name in ("format", "format_map") and isinstance(value, Text):
-        _check_format(value, values)
+        _check_format(value)
     elif name == "translate":
         _refuse("translate() is not for templates: use replace")
     elif (
         name == "replace"
         and isinstance(value, Text)
         and len(values) >= 2
-        and all(isinstance(g, type(value)) for g in values[:2])
+        and all(isinstance(argument, type(value)) for argument in values[:2])
     ):
         if value.count(values[0]) * len(values[1]) > MAX_CHARS:
             _refuse(f"a replacement makes more than {MAX_CHARS:,} characters")
     elif name == "join":
-        other = values[0] if values else ""
-        items, separator = (other, value) if isinstance(value, Text) else (value, other)
+        argument = values[0] if values else ""
+        items, separator = (argument, value) if isinstance(value, Text) else (value, argument)
         if (
             isinstance(items, Sized)
             and isinstance(separator, Text)
@@ -366,55 +373,58 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
             if isinstance(value, (*Text, *Container)) and name not in ("center", "ljust", "rjust")
             else 1
         )
-        largest = max(
-            (
-                abs(g) if isinstance(g, int) else len(g) if isinstance(g, Text) else 0
-                for g in values
-            ),
-            default=0,
-        )
+        largest = max(map(_magnitude, values), default=0)
         if times * largest > MAX_CHARS or (not isinstance(value, Text) and largest > MAX_WIDTH):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
 
-def _sized(items: Any) -> Any:
+def _magnitude(value: Any) -> int:
+    """Return the absolute value of an integer, or the length of a text."""
+    if isinstance(value, int):
+        return abs(value)
+    return len(value) if isinstance(value, Text) else 0
+
+
+def _to_sized(items: Any) -> Any:
     """Return a generator's items as a list, so that they can be counted before they are joined."""
     return items if isinstance(items, Sized) or not isinstance(items, Iterable) else list(items)
 
 
-def _check_format(form: Any, given: tuple[Any, ...]) -> None:
-    """Raise TemplateRuntimeError if a format states too large widths, or takes widths from its
-    values."""
-    text = form if isinstance(form, str) else form.decode("latin-1")
-    taken = "*" in text or re.search(r"\{[^{}]*\{", text.replace("{{", "")) is not None
+def _check_format(format_text: Any) -> None:
+    """Raise TemplateRuntimeError for too large widths in a format, or widths from its values."""
+    text = format_text if isinstance(format_text, str) else format_text.decode("latin-1")
+    has_variable_widths = (
+        "*" in text or re.search(r"\{[^{}]*\{", text.replace("{{", "")) is not None
+    )
     widths = [
         min(int(digits[-9:]), MAX_WIDTH + 1) if len(digits) < 10 else MAX_WIDTH + 1
         for digits in re.findall(r"[0-9]+", text)
     ]
-    if taken or sum(widths) > MAX_WIDTH:
-        _refuse("a format states wider fields than a template needs")
+    if has_variable_widths or sum(widths) > MAX_WIDTH:
+        _refuse("a format has wider fields than a template needs")
 
 
 def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a filter that is counted, and never folded into a constant."""
-    takes, deep, slow = PassArg.from_obj(function), name not in SHALLOW, name in SLOW
-    grows = name in GROWING or name in ("format", "replace", "join")
+    """Return a filter whose steps are counted. It is never folded into a constant."""
+    pass_arg = PassArg.from_obj(function)
+    is_deep, is_slow = name not in SHALLOW, name in SLOW
+    can_grow = name in GROWING or name in ("format", "replace", "join")
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
         work = context.parent[WORK]
         work.spend(1)
         if name == "join":
-            value = _sized(value)
-        work.weigh(value, deep=deep)
-        if slow and isinstance(value, Sized):
+            value = _to_sized(value)
+        work.weigh(value, deep=is_deep)
+        if is_slow and isinstance(value, Sized):
             work.spend(len(value) * (1 if isinstance(value, str) else STEPS_AN_ITEM))
         if args or kwargs:
             for argument in (*args, *kwargs.values()):
                 work.weigh(argument)
-            if grows:
+            if can_grow:
                 _check_growth(name, value, args, kwargs)
-        result = function(*_first(takes, context), value, *args, **kwargs)
+        result = function(*_first_arguments(pass_arg, context), value, *args, **kwargs)
         work.weigh(result, deep=False)
         return result
 
@@ -422,21 +432,22 @@ def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _metered_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a test that is counted if it compares its values."""
+    """Return a test whose steps are counted if it compares its values."""
     if name not in COMPARING:
         return function
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any) -> Any:
-        for each in (value, *args):
-            context.parent[WORK].weigh(each)
+        for argument in (value, *args):
+            context.parent[WORK].weigh(argument)
         return function(value, *args)
 
     return counted
 
 
-def _first(takes: PassArg | None, context: Context) -> tuple[Any, ...]:
-    match takes:
+def _first_arguments(pass_arg: PassArg | None, context: Context) -> tuple[Any, ...]:
+    """Return the first argument of a filter that Jinja passes its context or environment to."""
+    match pass_arg:
         case PassArg.context:
             return (context,)
         case PassArg.eval_context:

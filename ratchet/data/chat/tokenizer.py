@@ -1,7 +1,7 @@
-"""Convert text to token ids and back, by the Rust library `tokenizers` and in Hugging Face's files.
+"""Convert text to token ids and back, with the Rust library `tokenizers` and Hugging Face files.
 
-Two kinds of text are kept apart. In text of a person or program (`encode(text)`) "<|im_end|>" is
-ten ordinary characters. In text of a template (`allow_special=True`) it is the control token.
+There are two kinds of text. In untrusted text (`encode(text)`), such as a message, "<|im_end|>" is
+ten ordinary characters. In a template's text (`allow_special=True`) it is the control token.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ from typing import Any, Literal, NamedTuple, NoReturn
 
 import tokenizers
 
-from ratchet.data.chat.plain_tokens import GUARD, copy_for_text, refusing_panics
+from ratchet.data.chat.plain_tokens import GUARD, convert_panics, copy_for_text
 from ratchet.errors import DataError, ModelError
 from ratchet.utils.terminal_text import shorten_text
 
+# What precedes a text that is encoded: nothing, a special token, or other text.
 After = Literal["start", "special", "text"]
 
 # Tokens that templates may name. The rest of tokenizer_config.json is kept as it is.
@@ -48,21 +49,21 @@ DOWNLOADS = [
     "vocab.*",
     "merges.txt",
 ]
-MAX_GROWTH = 64  # most characters that a normalizer may make of one; published ones make 3
+MAX_GROWTH = 64  # most characters that one may become in a normalizer; in published ones 3
 # White space as the library defines it: Unicode's, without four separators that Python includes.
 SPACE = re.compile(r"[^\S\x1c-\x1f]")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Texts of at least this many characters are encoded by the library's batch call, which releases
-# Python's lock. Encoding one text of 2 MiB otherwise blocks every other thread for seconds (12.2 s
-# against 0.3 s). The batch call takes 9 us longer.
-LONG = 2**14
+# Python's GIL. Without it a text of 2 MiB blocks all other threads for 12.2 s, with it for 0.3 s.
+# The batch call takes 9 us longer.
+BATCH_CALL_CHARS = 2**14
 
 
 class Special(NamedTuple):
     """A control token in a text, at characters [start, end).
 
-    These include adjacent white space if the token is defined to strip it.
+    The range includes adjacent white space if the token is defined to strip it.
     """
 
     start: int
@@ -73,7 +74,7 @@ class Special(NamedTuple):
 class Tokenizer:
     """A tokenizer with its special tokens and chat template.
 
-    Nothing in Ratchet pads by id: `pad_id` is only saved for other programs.
+    Batches in Ratchet are packed, without padding: `pad_id` is only saved for other programs.
 
     Args:
         backend: The library's tokenizer.
@@ -90,7 +91,7 @@ class Tokenizer:
         eos_ids: Sequence[int] = (),
         chat_template: str | None = None,
     ) -> None:
-        # tokenizer.json may enable either, which would silently change texts.
+        # tokenizer.json may enable truncation or padding, which would silently change texts.
         backend.no_truncation()
         backend.no_padding()
         self._backend = backend
@@ -105,30 +106,31 @@ class Tokenizer:
             if backend.token_to_id(token) is not None:
                 # Some files name a special token without marking it as special.
                 backend.add_special_tokens([token])
-        self.bos_id, self.pad_id = self._named("bos_token"), self._named("pad_token")
-        eos_id = self._named("eos_token")
+        self.bos_id, self.pad_id = self._special_id("bos_token"), self._special_id("pad_token")
+        eos_id = self._special_id("eos_token")
         self.eos_ids: tuple[int, ...] = tuple(
             dict.fromkeys([eos_id, *eos_ids] if eos_id is not None else eos_ids)
         )
         self._check_eos(eos_id)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state without cached properties: some contain `GUARD`, which is random in each
-        process.
+        """Return the state without cached properties.
+
+        Some of them contain `GUARD`, which is random in each process.
         """
         cached = {
             name for name, value in vars(type(self)).items() if isinstance(value, cached_property)
         }
         return {name: value for name, value in self.__dict__.items() if name not in cached}
 
-    def _named(self, name: str) -> int | None:
+    def _special_id(self, name: str) -> int | None:
         return self.token_id(self.special_tokens[name]) if name in self.special_tokens else None
 
     def _check_eos(self, eos_id: int | None) -> None:
         if eos_id is None and "eos_token" in self.special_tokens:
             token = self.special_tokens["eos_token"]
             raise ModelError(
-                f"eos_token {token!r} of tokenizer_config.json is no token of tokenizer.json: "
+                f"eos_token {token!r} of tokenizer_config.json is not a token of tokenizer.json: "
                 "correct one of them"
             )
         for i in self.eos_ids:
@@ -150,8 +152,8 @@ class Tokenizer:
 
         Args:
             allow_special: Encode the text of a control token as that token.
-            after: What `text` follows: nothing ("start"), a special token, or other text (then it
-                gets no SentencePiece space in front).
+            after: What precedes `text`: nothing ("start"), a special token ("special"), or other
+                text ("text"; SentencePiece then adds no space in front).
         """
         if not allow_special:
             return self._encode_text(text, after)
@@ -184,7 +186,7 @@ class Tokenizer:
         for match in pattern.finditer(text) if tokens else ():
             token, token_id = tokens[(match.lastindex or 0) - 1]
             start = match.start()
-            # White space in front is found backwards from the token. A pattern that begins with
+            # White space before the token is searched backwards, because a pattern that begins with
             # white space takes quadratic time, and a model may write any number of spaces.
             while token.lstrip and start > end and SPACE.fullmatch(text[start - 1]):
                 start -= 1
@@ -213,12 +215,14 @@ class Tokenizer:
     @cached_property
     def fingerprint(self) -> str:
         """The SHA-256 (hex) of everything that determines the ids of a conversation."""
-        rest = json.dumps([self.special_tokens, self.eos_ids, self.chat_template], sort_keys=True)
-        return hashlib.sha256(f"{self._backend.to_str()}\n{rest}".encode()).hexdigest()
+        other_state = json.dumps(
+            [self.special_tokens, self.eos_ids, self.chat_template], sort_keys=True
+        )
+        return hashlib.sha256(f"{self._backend.to_str()}\n{other_state}".encode()).hexdigest()
 
     @cached_property
-    def longest(self) -> int:
-        """The largest number of characters in the vocabulary's entry for one token."""
+    def max_token_chars(self) -> int:
+        """The largest number of characters of one token in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
     def same_tokens(self, other: Tokenizer) -> bool:
@@ -228,8 +232,8 @@ class Tokenizer:
     def save(self, directory: str | Path) -> None:
         """Write the files that `load_tokenizer` and `transformers.AutoTokenizer` read.
 
-        If there are several EOS ids, they go to generation_config.json, unless that file exists
-        already (the model's own).
+        Several EOS ids are written to generation_config.json, unless the model's own file is there
+        already.
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
@@ -248,28 +252,29 @@ class Tokenizer:
     # --- plain text
 
     @cached_property
-    def _copy(self) -> tuple[tokenizers.Tokenizer, int | None]:
-        with refusing_panics(GUARD):
+    def _plain_copy(self) -> tuple[tokenizers.Tokenizer, int | None]:
+        """The tokenizer of plain text, and the id of its unknown token."""
+        with convert_panics(GUARD):
             return copy_for_text(self._backend)
 
     @property
     def _plain(self) -> tokenizers.Tokenizer:
-        return self._copy[0]
+        return self._plain_copy[0]
 
     @cached_property
     def _contexts(self) -> dict[After, tuple[str, list[int]]]:
         """Return, for each `after`, the context that is encoded in front of a text, and its ids.
 
         Some SentencePiece conversions put a space before every stretch of text, even after a
-        special token. A text that continues another must not get one; a newline at the end of its
-        context prevents it.
+        special token. Text that continues other text must not get this space. A newline at the end
+        of its context prevents it.
         """
         probe = self._encoding(f"{GUARD}a")
-        spaced = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
+        adds_space = len(probe.tokens) > 1 and probe.tokens[1][0] in "▁Ġ"
         contexts: dict[After, str] = {
             "start": "",
             "special": GUARD,
-            "text": f"{GUARD}\n" if spaced else GUARD,
+            "text": f"{GUARD}\n" if adds_space else GUARD,
         }
         return {after: (text, self._encoding(text).ids) for after, text in contexts.items()}
 
@@ -281,7 +286,7 @@ class Tokenizer:
         if encoding.ids[: len(context_ids)] != context_ids:  # the newline merged with the text
             return self._encode_text(text, "special")
         ids = encoding.ids[len(context_ids) :]
-        unknown = self._copy[1]
+        unknown = self._plain_copy[1]
         if unknown is not None and unknown in ids:
             start, end = encoding.offsets[len(context_ids) + ids.index(unknown)]
             self._refuse((context + text)[start:end])
@@ -290,15 +295,15 @@ class Tokenizer:
     def _encoding(self, text: str) -> tokenizers.Encoding:
         """Encode plain text. Raises DataError if the library can't encode it."""
         try:
-            with refusing_panics(text):
-                if len(text) < LONG:
+            with convert_panics(text):
+                if len(text) < BATCH_CALL_CHARS:
                     return self._plain.encode(text, add_special_tokens=False)
                 return self._plain.encode_batch([text], add_special_tokens=False)[0]
         except TypeError as error:  # the library rejects half of a surrogate pair
-            lone = next(c for c in text if "\ud800" <= c <= "\udfff")
+            surrogate = next(c for c in text if "\ud800" <= c <= "\udfff")
             raise DataError(
-                f"the text holds the lone surrogate U+{ord(lone):04X}, which is no character: "
-                "remove it"
+                f"the text holds the lone surrogate U+{ord(surrogate):04X}, which is not a "
+                "character: remove it"
             ) from error
 
     def _refuse(self, characters: str) -> NoReturn:
@@ -307,16 +312,15 @@ class Tokenizer:
         )
         raise DataError(
             f"{shorten_text(repr(characters), 80)} ({code_points}) has no token: add it to "
-            "`tokenizer.alphabet`, or use "
-            "`tokenizer.kind: bytes`, which has a token for everything"
+            "`tokenizer.alphabet`, or use `tokenizer.kind: bytes`, which can encode all text"
         )
 
     @cached_property
     def _special_pattern(self) -> tuple[re.Pattern[str], list[tuple[tokenizers.AddedToken, int]]]:
         """Return a pattern that matches special tokens, and the (token, id) pair of each.
 
-        Longer tokens come first. Group n of the pattern is the n-th token; the match also includes
-        white space behind the token if the token strips it.
+        Longer tokens come first. Group n of the pattern is the n-th token. The match also includes
+        white space after the token if the token strips it.
         """
         added = [
             (token, i)
@@ -335,7 +339,7 @@ def _token_pattern(token: tokenizers.AddedToken) -> str:
 
 
 def _token_text(value: Any) -> str | None:
-    """Return a special token of tokenizer_config.json, which may be an object with flags."""
+    """Return the text of a special token in tokenizer_config.json, where it may be an object."""
     return value["content"] if isinstance(value, Mapping) else value
 
 

@@ -1,4 +1,4 @@
-"""Load a tokenizer from a local directory, an object store or the Hugging Face hub."""
+"""Load a tokenizer from a local directory, an object store or the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import tokenizers
 
-from ratchet.data.chat.plain_tokens import largest_growth
+from ratchet.data.chat.plain_tokens import max_growth
 from ratchet.data.chat.tokenizer import (
     DOWNLOADS,
     HUB_ID,
@@ -30,8 +30,8 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
 
     Args:
         source: A local directory, an address (s3://bucket/model), or a model on the Hugging Face
-            hub ("owner/name").
-        revision: The revision on the hub.
+            Hub ("owner/name").
+        revision: The branch, tag or commit on the Hub.
 
     Raises:
         ModelError: If there is no tokenizer, or its files can't be used or contradict each other.
@@ -63,8 +63,8 @@ def _check_special_tokens(directory: Path, config: Mapping[str, Any]) -> None:
 
 
 def _fetch(address: str) -> Path:
-    if why := explain_bad_address(address):
-        raise ModelError(f"{address} can't hold a tokenizer: {why}")
+    if reason := explain_bad_address(address):
+        raise ModelError(f"{address} can't hold a tokenizer: {reason}")
     try:
         return fetch_directory(address, DOWNLOADS, deep=False)
     except OSError as error:
@@ -77,29 +77,27 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
         state = _read_json(path)
         if "model" not in state:
             raise ModelError(
-                f"{path} is no tokenizer: it has no 'model'. Copy the file from the original model "
-                "again"
+                f"{path} is not a tokenizer, because it has no 'model'. Copy the file from the "
+                "original model again"
             )
         for name in ("normalizer", "decoder"):
-            if (growth := largest_growth(state.get(name))) > MAX_GROWTH:
+            if (growth := max_growth(state.get(name))) > MAX_GROWTH:
                 raise ModelError(
                     f"{path}: its {name} makes up to {growth:,} characters of one, and "
-                    f"{MAX_GROWTH} are allowed: "
-                    "copy the file from the original model again"
+                    f"at most {MAX_GROWTH} are allowed: copy the file from the original model again"
                 )
         try:
             backend = tokenizers.Tokenizer.from_file(str(path))
-        # For a file that it can't use, the library raises a plain Exception.
+        # The library raises a plain Exception for a file that it can't use.
         except Exception as error:
             raise ModelError(
                 f"{path} can't be used: {get_first_line(str(error))}: copy it from the original "
-                "model "
-                "again"
+                "model again"
             ) from error
         if not backend.get_vocab_size():
             raise ModelError(
-                f"{path} is no tokenizer: it has no tokens. Copy the file from the original model "
-                "again"
+                f"{path} is not a tokenizer, because it has no tokens. Copy the file from the "
+                "original model again"
             )
         return backend
     if not any((directory / name).is_file() for name in SLOW_FILES):
@@ -121,7 +119,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
     backend = getattr(converted, "backend_tokenizer", None)
     if backend is None:
         raise ModelError(
-            f"{directory}: its tokenizer is written in Python and has no fast form: save one as "
+            f"{directory}: its tokenizer is written in Python and has no fast version: save one as "
             "tokenizer.json"
         )
     return backend
@@ -136,7 +134,7 @@ def _eos_ids(directory: Path) -> list[int]:
         value = _read_json(directory / name).get("eos_token_id")
         if value is not None:
             ids = value if isinstance(value, list) else [value]
-            if not all(type(one) is int for one in ids):
+            if not all(type(token_id) is int for token_id in ids):
                 raise ModelError(
                     f"{directory / name}: eos_token_id={shorten_text(repr(value), 80)} must be a "
                     "number, or a list of them"
@@ -146,7 +144,7 @@ def _eos_ids(directory: Path) -> list[int]:
 
 
 def _chat_template(directory: Path, configured: Any) -> str | None:
-    """Return the chat template: chat_template.jinja, else the configured (default) one.
+    """Return the chat template: chat_template.jinja, else the one in tokenizer_config.json.
 
     Raises ModelError if the template is not text or can't be read.
     """
@@ -161,15 +159,15 @@ def _chat_template(directory: Path, configured: Any) -> str | None:
     if configured is None or isinstance(configured, str):
         return configured
     try:
-        chosen = {item["name"]: item["template"] for item in configured}.get("default")
+        template = {item["name"]: item["template"] for item in configured}.get("default")
     except (TypeError, KeyError):
-        chosen = 0
-    if chosen is not None and not isinstance(chosen, str):
+        template = 0  # refused below
+    if template is not None and not isinstance(template, str):
         raise ModelError(
             f"{directory}: chat_template of tokenizer_config.json must be a text, or a list of "
-            "named ones"
+            "templates with names"
         )
-    return chosen
+    return template
 
 
 def _read_json(path: Path) -> dict[str, Any]:
@@ -189,7 +187,7 @@ def _read_json(path: Path) -> dict[str, Any]:
         ) from error
     if not isinstance(content, dict):
         raise ModelError(
-            f"{path} holds no JSON object: copy the file from the original model again"
+            f"{path} does not hold a JSON object: copy the file from the original model again"
         )
     return content
 
@@ -205,6 +203,7 @@ def _download(name: str, revision: str | None) -> Path:
         )
     except (OSError, ValueError) as error:
         raise ModelError(
-            f"'{name}' is no directory here, and the Hugging Face hub does not give it: {error}\n"
-            "Check the spelling and the network, or download the model and give its directory"
+            f"'{name}' is not a local directory, and can't be downloaded from the Hugging Face "
+            f"Hub: {error}\nCheck the spelling and the network, or download the model and give its "
+            "directory"
         ) from error

@@ -1,7 +1,8 @@
 """Convert rows of published benchmarks to the usual form.
 
-Choices are written out below their question, and tests take the form that the reward `code` reads.
-A shape is a function (values of a row, its file and line) -> values.
+The choices of a question are written below it, and tests get the form that the reward `code` reads.
+A shape is a function that converts a row: (values, file and line for errors) -> values. It puts the
+prompt into the column PROMPT_COLUMN.
 """
 
 from __future__ import annotations
@@ -23,14 +24,16 @@ from ratchet.utils.safe_read import parse_json
 Values = Mapping[str, Any]
 Shape = Callable[[Values, str], Values]
 
+PROMPT_COLUMN = "asked"  # the column that shapes add
+
 LETTERS = "ABCDEFGHIJ"
-CHOOSE = (
+CHOOSE_REQUEST = (
     '\nThink step by step, and end with "The answer is X", where X is the letter of your choice.'
 )
-IN_A_BLOCK = "\nAnswer with the whole program in one block that begins with ```python."
+CODE_BLOCK_REQUEST = "\nAnswer with the whole program in one block that begins with ```python."
 MAX_TESTS_BYTES = 1 << 30  # limit for the tests of one problem, unpacked
 # pickle opcodes whose argument is text
-TEXTS = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
+TEXT_OPCODES = ("UNICODE", "SHORT_BINUNICODE", "BINUNICODE", "BINUNICODE8")
 # The imports that LeetCode puts before a solution.
 USUAL_IMPORTS = "\n".join(
     f"from {name} import *"
@@ -38,8 +41,8 @@ USUAL_IMPORTS = "\n".join(
 )
 
 
-class Shaped:
-    """A table whose rows pass through a shape as they are read."""
+class ShapedTable:
+    """A table whose rows are converted by a shape when they are read."""
 
     def __init__(self, table: Table, shape: Shape) -> None:
         self.table, self.shape = table, shape
@@ -52,7 +55,7 @@ class Shaped:
         return len(self.table)
 
     def row(self, index: int) -> DataRow:
-        """Return the shaped row. Raises DataError if the shape can't read it."""
+        """Return the converted row. Raises DataError if the shape can't read the row."""
         row = self.table.row(index)
         return row._replace(values=dict(self.shape(row.values, self.where(index))))
 
@@ -64,27 +67,29 @@ class Shaped:
 
 
 def mmlu(values: Values, where: str) -> Values:
-    """Convert a row with `choices` and, in `answer`, the index of the right one."""
+    """Convert a row with `choices` and, in `answer`, the index of the correct one."""
     check_columns(values, {"question": str, "choices": list}, where)
     choices = [str(choice) for choice in values["choices"]]
     return {
         **values,
-        **_lettered(values["question"], choices, _index(values, "answer", choices, where)),
+        **_write_choices(values["question"], choices, _index(values, "answer", choices, where)),
     }
 
 
 def mmlu_pro(values: Values, where: str) -> Values:
-    """Convert a row with up to ten `options` and, in `answer_index`, the index of the right one."""
+    """Convert a row with up to ten `options` and, in `answer_index`, the correct one's index."""
     check_columns(values, {"question": str, "options": list}, where)
     choices = [str(choice) for choice in values["options"]]
     return {
         **values,
-        **_lettered(values["question"], choices, _index(values, "answer_index", choices, where)),
+        **_write_choices(
+            values["question"], choices, _index(values, "answer_index", choices, where)
+        ),
     }
 
 
 def gpqa(values: Values, where: str) -> Values:
-    """Convert a row with one column for the right answer and three for wrong ones.
+    """Convert a row with one column for the correct answer and three for incorrect ones.
 
     The choices are shuffled, with the question as the seed.
     """
@@ -92,11 +97,11 @@ def gpqa(values: Values, where: str) -> Values:
     check_columns(values, dict.fromkeys(("Question", *columns), str), where)
     order = random.Random(values["Question"]).sample(range(len(columns)), len(columns))
     choices = [values[columns[i]].strip() for i in order]
-    return {**values, **_lettered(values["Question"], choices, order.index(0))}
+    return {**values, **_write_choices(values["Question"], choices, order.index(0))}
 
 
 def _index(values: Values, column: str, choices: Sequence[str], where: str) -> int:
-    """Return the index of the right choice, which is text in a CSV file."""
+    """Return the index of the correct choice. In a CSV file it is text."""
     value = values.get(column)
     if isinstance(value, str) and value.strip().isdecimal():
         value = int(value)
@@ -112,48 +117,53 @@ def _index(values: Values, column: str, choices: Sequence[str], where: str) -> i
     return value
 
 
-def _lettered(question: str, choices: Sequence[str], right: int) -> Values:
+def _write_choices(question: str, choices: Sequence[str], correct: int) -> Values:
     lines = [f"{letter}. {choice}" for letter, choice in zip(LETTERS, choices, strict=False)]
-    return {"asked": "\n".join([question.strip(), "", *lines]) + CHOOSE, "answer": LETTERS[right]}
+    return {
+        PROMPT_COLUMN: "\n".join([question.strip(), "", *lines]) + CHOOSE_REQUEST,
+        "answer": LETTERS[correct],
+    }
 
 
 # --- questions about images and clips
 
 
-def in_answer_tags(values: Values, where: str) -> Values:
+def read_answer_tags(values: Values, where: str) -> Values:
     """Set `answer` to the text of the last <answer></answer> in `solution`."""
     check_columns(values, {"problem": str, "solution": str}, where)
-    inner = values["solution"].rpartition("<answer>")[2].partition("</answer>")
-    if not inner[1] or not inner[0].strip():
+    answer, closing_tag, _ = values["solution"].rpartition("<answer>")[2].partition("</answer>")
+    if not closing_tag or not answer.strip():
         raise DataError(
             f"{where}: column 'solution' has no answer in <answer></answer>: add it, or drop the "
             "row"
         )
-    return {**values, "answer": inner[0].strip()}
+    return {**values, "answer": answer.strip()}
 
 
 def avqa(values: Values, where: str) -> Values:
-    """Replace "video" by "audio" in the question, because the rows have only a video's sound."""
+    """Replace "video" by "audio" in the question: the rows have only the sound of each video."""
     check_columns(values, {"question": str, "answer": str}, where)
-    return {**values, "asked": re.sub(r"\bvideo\b", "audio", values["question"])}
+    return {**values, PROMPT_COLUMN: re.sub(r"\bvideo\b", "audio", values["question"])}
 
 
 # --- programs
 
 
 def humaneval(values: Values, where: str) -> Values:
+    """Convert a row whose `prompt` is the beginning of a function."""
     check_columns(values, {"prompt": str, "entry_point": str, "test": str}, where)
     return {
         **values,
-        "asked": f"Complete this function.{IN_A_BLOCK}\n\n```python\n{values['prompt']}```",
+        PROMPT_COLUMN: f"Complete this function.{CODE_BLOCK_REQUEST}\n\n```python\n"
+        f"{values['prompt']}```",
     }
 
 
 def mbpp(values: Values, where: str) -> Values:
     """Convert a row whose `test_list` holds assertions that call a function of `code`.
 
-    The sanitized rows have the task in `prompt` and the set-up of tests in `test_imports`, the full
-    rows in `text` and `test_setup_code`.
+    The sanitized rows have the task in `prompt` and the tests' set-up in `test_imports`. The full
+    rows have them in `text` and `test_setup_code`.
     """
     check_columns(values, {"code": str, "test_list": list}, where)
     task = values.get("prompt") if values.get("text") is None else values["text"]
@@ -163,22 +173,28 @@ def mbpp(values: Values, where: str) -> Values:
             "strings"
         )
     setup = [*(values.get("test_imports") or ()), values.get("test_setup_code") or ""]
-    name = _called(values["code"], values["test_list"], where)
+    name = _tested_function(values["code"], values["test_list"], where)
     test = "\n".join(
         [
             *setup,
             "def check(candidate):",
             f"    {name} = candidate",
-            *_indented(values["test_list"]),
+            *_indent(values["test_list"]),
         ]
     )
-    shown = "\n".join(values["test_list"])
-    asked = f"{task.strip()}{IN_A_BLOCK}\nIt must pass these tests:\n\n```python\n{shown}\n```"
+    tests = "\n".join(values["test_list"])
+    request = f"{CODE_BLOCK_REQUEST}\nIt must pass these tests:\n\n```python\n{tests}\n```"
     # The reward `code` runs `prompt` as code, so it must not be the task.
-    return {**values, "asked": asked, "entry_point": name, "test": test, "prompt": ""}
+    return {
+        **values,
+        PROMPT_COLUMN: task.strip() + request,
+        "entry_point": name,
+        "test": test,
+        "prompt": "",
+    }
 
 
-def _called(code: str, tests: Sequence[str], where: str) -> str:
+def _tested_function(code: str, tests: Sequence[str], where: str) -> str:
     """Return the name of the function of `code` that the tests call."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
@@ -189,31 +205,30 @@ def _called(code: str, tests: Sequence[str], where: str) -> str:
             if isinstance(node, ast.Call)
         ]
     except (SyntaxError, ValueError) as error:
-        raise DataError(f"{where}: column 'code' or 'test_list' is no Python: {error}") from error
+        raise DataError(f"{where}: column 'code' or 'test_list' is not Python: {error}") from error
     names = list(
         dict.fromkeys(
             call.id for call in calls if isinstance(call, ast.Name) and call.id in defined
         )
     )
     if len(names) != 1:
-        present = ", ".join(names) or "none"
+        called = ", ".join(names) or "none"
         raise DataError(
-            f"{where}: the tests must call one function that 'code' defines, and they call "
-            f"{present}"
+            f"{where}: the tests must call one function that 'code' defines, and they call {called}"
         )
     return names[0]
 
 
-def _indented(lines: Sequence[str]) -> list[str]:
+def _indent(lines: Sequence[str]) -> list[str]:
     return [f"    {part}" for line in lines for part in line.strip().splitlines()]
 
 
 def livecodebench(values: Values, where: str) -> Values:
-    """Convert a row with tests of one of two kinds.
+    """Convert a row with tests, which are all of one of two kinds.
 
-    stdin: what a program reads and writes.
-    functional: the arguments of a method of `Solution` (`starter_code`), a line of JSON each, and
-      what it returns.
+    Tests of the kind "stdin" have the input and output of a program. Tests of the kind "functional"
+    have the arguments of a method of `Solution` in `starter_code`, each as a line of JSON, and its
+    result.
     """
     check_columns(
         values,
@@ -223,20 +238,20 @@ def livecodebench(values: Values, where: str) -> Values:
         where,
     )
     tests = [
-        *_tests(values["public_test_cases"], where),
-        *_tests(values["private_test_cases"], where),
+        *_read_tests(values["public_test_cases"], where),
+        *_read_tests(values["private_test_cases"], where),
     ]
     kinds = {test["testtype"] for test in tests}
     starter = values.get("starter_code") or ""
     # These columns may hold megabytes, and `tests` has their content.
     dropped = {"public_test_cases", "private_test_cases"}
-    kept = {name: value for name, value in values.items() if name not in dropped}
-    asked = values["question_content"].strip() + IN_A_BLOCK
+    other_values = {name: value for name, value in values.items() if name not in dropped}
+    prompt = values["question_content"].strip() + CODE_BLOCK_REQUEST
     if kinds == {"stdin"}:
-        asked += "\nIt reads standard input and writes to standard output."
+        prompt += "\nIt reads standard input and writes to standard output."
         return {
-            **kept,
-            "asked": asked,
+            **other_values,
+            PROMPT_COLUMN: prompt,
             "tests": [{"stdin": test["input"], "stdout": test["output"]} for test in tests],
         }
     if kinds != {"functional"}:
@@ -244,24 +259,24 @@ def livecodebench(values: Values, where: str) -> Values:
             f"{where}: its tests are of the kinds {sorted(kinds)}, must be all stdin or all "
             "functional"
         )
-    name = _loads(values["metadata"], f"{where}: column 'metadata'").get("func_name")
+    name = _parse_json(values["metadata"], f"{where}: column 'metadata'").get("func_name")
     if not isinstance(name, str) or not name.isidentifier():
         raise DataError(f"{where}: column 'metadata' names no func_name, which its tests call")
-    asked += f"\nIt begins with this:\n\n```python\n{starter}\n```"
+    prompt += f"\nIt begins with this:\n\n```python\n{starter}\n```"
     prefix = (
         f"{USUAL_IMPORTS}\n\n\ndef call_solution(*arguments):\n    return "
         f"Solution().{name}(*arguments)\n\n\n"
     )
     return {
-        **kept,
-        "asked": asked,
+        **other_values,
+        PROMPT_COLUMN: prompt,
         "entry_point": "call_solution",
         "prompt": prefix,
-        "test": _functional(tests, where),
+        "test": _write_functional_tests(tests, where),
     }
 
 
-def _functional(tests: Sequence[Values], where: str) -> str:
+def _write_functional_tests(tests: Sequence[Values], where: str) -> str:
     lines = [
         "def plain(value):",
         "    return list(value) if isinstance(value, tuple) else value",
@@ -269,54 +284,54 @@ def _functional(tests: Sequence[Values], where: str) -> str:
     ]
     for test in tests:
         arguments = [
-            _loads(line, f"{where}: a test's input")
+            _parse_json(line, f"{where}: a test's input")
             for line in test["input"].split("\n")
             if line.strip()
         ]
-        expected = _loads(test["output"], f"{where}: a test's output")
+        expected = _parse_json(test["output"], f"{where}: a test's output")
         lines.append(
             f"    assert plain(candidate({', '.join(map(repr, arguments))})) == {expected!r}"
         )
     return "\n".join(lines)
 
 
-def _tests(text: str, where: str) -> list[dict[str, str]]:
-    """Return the tests in a text: JSON, or base64 of zlib of pickled JSON.
+def _read_tests(text: str, where: str) -> list[dict[str, str]]:
+    """Return the tests in a text: JSON, or pickled JSON packed with zlib and base64.
 
     Only the pickle's opcodes are read, so no code in it runs.
     """
     try:
-        opcodes = parse_json(text)
+        tests = parse_json(text)
     except ValueError:
         try:
             unpacker = zlib.decompressobj()
-            packed = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
+            pickled = unpacker.decompress(base64.b64decode(text, validate=True), MAX_TESTS_BYTES)
             texts = [
                 str(argument)
-                for opcode, argument, _ in pickletools.genops(packed)
-                if opcode.name in TEXTS
+                for opcode, argument, _ in pickletools.genops(pickled)
+                if opcode.name in TEXT_OPCODES
             ]
-            opcodes = (
+            tests = (
                 parse_json(texts[0]) if len(texts) == 1 and not unpacker.unconsumed_tail else None
             )
         except (ValueError, zlib.error) as error:
             raise DataError(
-                f"{where}: its tests are neither JSON nor that packed by zlib: {error}"
+                f"{where}: its tests are neither JSON nor packed JSON: {error}"
             ) from error
     columns = ("input", "output", "testtype")
-    if not isinstance(opcodes, list) or not all(
+    if not isinstance(tests, list) or not all(
         isinstance(test, dict) and all(isinstance(test.get(column), str) for column in columns)
-        for test in opcodes
+        for test in tests
     ):
         raise DataError(
-            f"{where}: its tests are {describe_type(opcodes)}, must be an array of objects with "
+            f"{where}: its tests are {describe_type(tests)}, must be an array of objects with "
             f"{', '.join(columns)}"
         )
-    return opcodes
+    return tests
 
 
-def _loads(text: str, what: str) -> Any:
+def _parse_json(text: str, where: str) -> Any:
     try:
         return parse_json(text)
     except ValueError as error:
-        raise DataError(f"{what} is no JSON: {error}") from error
+        raise DataError(f"{where} is not JSON: {error}") from error

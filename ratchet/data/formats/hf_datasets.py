@@ -1,4 +1,4 @@
-"""Tables of Hugging Face hub datasets: the package `datasets` downloads once and memory-maps."""
+"""Read datasets of the Hugging Face Hub with the package `datasets`, which memory-maps them."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ class HubTable:
     """A split of a Hugging Face dataset as a table.
 
     Args:
-        hub: Id of the dataset, or a directory of the same form.
-        subset: The hub's "configuration".
+        hub: Id of the dataset on the Hub, or a directory with the same files.
+        subset: The dataset's "configuration" on the Hub.
 
     Raises DataError if the dataset, subset or split does not exist or can't be reached.
     """
@@ -33,7 +33,7 @@ class HubTable:
         try:
             self._rows: Any = datasets.load_dataset(hub, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-            raise DataError(f"{self.name}: can't be had: {_first_line(error)}") from error
+            raise DataError(f"{self.name}: can't be loaded: {_first_line(error)}") from error
         self._rows = _disable_decoding(self._rows)
         if not len(self._rows):
             raise DataError(f"{self.name}: the split holds no rows")
@@ -53,25 +53,25 @@ class HubTable:
 
 
 def _disable_decoding(rows: Any) -> Any:
-    """Return the rows with media as encoded files, to be decoded on use, within limits."""
+    """Return the rows with encoded media, which Ratchet decodes later, within its limits."""
     import datasets
 
     media_features = (datasets.Image, datasets.Audio, datasets.Video)
 
-    def without_decoding(feature: Any) -> Any:
+    def disable(feature: Any) -> Any:
         if isinstance(feature, media_features):
             return type(feature)(decode=False)
         if isinstance(feature, dict):
-            return {name: without_decoding(inner) for name, inner in feature.items()}
+            return {name: disable(inner) for name, inner in feature.items()}
         if isinstance(feature, list):
-            return [without_decoding(inner) for inner in feature]
+            return [disable(inner) for inner in feature]
         return (
-            datasets.List(without_decoding(feature.feature))
+            datasets.List(disable(feature.feature))
             if isinstance(feature, datasets.List)
             else feature
         )
 
-    features = {name: without_decoding(feature) for name, feature in rows.features.items()}
+    features = {name: disable(feature) for name, feature in rows.features.items()}
     return rows if features == dict(rows.features) else rows.cast(datasets.Features(features))
 
 

@@ -26,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
-from ratchet.data.files import open_binary, reading
+from ratchet.data.files import convert_read_errors, open_binary
 from ratchet.errors import DataError, MissingDependency
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGES
@@ -34,11 +34,11 @@ from ratchet.utils.object_store import PACKAGES
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The Pillow formats that are read. EPS is excluded (it runs Ghostscript), as are rare formats.
+# The image formats that Pillow may read: not EPS, which runs Ghostscript, and no rare formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGES, "hf", "memory")
 SHOWN_CHARS = 80
-# Media types by the first bytes of a file; a `data:` URL names its type.
+# Media types by the first bytes of a file. A `data:` URL needs the media type.
 SIGNATURES = (
     (b"\x89PNG\r\n", "image/png"),
     (b"\xff\xd8\xff", "image/jpeg"),
@@ -49,7 +49,7 @@ SIGNATURES = (
     (b"ID3", "audio/mpeg"),
 )
 # Exceptions that decoders raise on malformed bytes.
-BROKEN = (
+DECODE_ERRORS = (
     OSError,
     SyntaxError,
     ValueError,
@@ -60,19 +60,19 @@ BROKEN = (
     MemoryError,
     EOFError,
 )
-BROKEN += (AttributeError, AssertionError, struct.error, zlib.error)
-SAMPLE_TYPES = {1: "<u1", 2: "<i2", 4: "<i4"}
+DECODE_ERRORS += (AttributeError, AssertionError, struct.error, zlib.error)
+SAMPLE_TYPES = {1: "<u1", 2: "<i2", 4: "<i4"}  # numpy types by bytes of a sample
 
 
 class Audio(NamedTuple):
-    """A decoded audio clip. `samples_N`: one channel, in [-1, 1]."""
+    """A decoded audio clip with one channel."""
 
-    samples_N: NDArray[np.float32]
+    samples_N: NDArray[np.float32]  # N samples in [-1, 1]
     rate_hz: int
 
 
-def shown(reference: str) -> str:
-    """Return a reference as errors show it: the end of a long one, the head of a `data:` URL."""
+def shorten_reference(reference: str) -> str:
+    """Return a reference for errors: the end of a long one, or the head of a `data:` URL."""
     if reference.startswith("data:"):
         return f"{reference.partition(',')[0][:SHOWN_CHARS]},..."
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
@@ -87,25 +87,25 @@ def fetch(
     """Return the encoded file behind a reference. Raises DataError.
 
     Args:
-        reference: A path, a `data:` URL, an address of an object store or, if `limits.urls`, an
-            http(s) one.
+        reference: A path, a `data:` URL, an address of an object store or, if `limits.urls` allows
+            it, an http(s) address.
         where: File and row (or task), for errors.
-        root: Directory or store that paths are relative to and may not leave; None takes them as
-            they are.
+        root: Directory or store that paths are relative to and may not leave; None: paths are used
+            unchanged.
     """
     if not isinstance(reference, str) or not reference or "\0" in reference:
         raise DataError(
             f"{where}: {reference!r:.40} names no file: give a path, a data: URL or an address"
         )
-    name = f"{where}: {shown(reference)}"
+    name = f"{where}: {shorten_reference(reference)}"
     scheme = reference.partition(":")[0].lower()
     if scheme == "data":
         return _decode_data_url(reference, name, limits)
     if scheme in ("http", "https"):
         return _download(reference, name, limits)
-    location = located(reference, where=where, root=root)
+    location = locate(reference, where=where, root=root)
     try:
-        with open_binary(location) as file, reading(location):
+        with open_binary(location) as file, convert_read_errors(location):
             return _read_within_limit(file, name, limits)
     except MissingDependency:
         raise
@@ -115,12 +115,12 @@ def fetch(
         ) from error
 
 
-def located(reference: str, *, where: str, root: Path | str | None) -> Path | str:
+def locate(reference: str, *, where: str, root: Path | str | None) -> Path | str:
     """Return the path or object store address of a reference.
 
     Raises DataError if it lies outside `root`.
     """
-    name = f"{where}: {shown(reference)}"
+    name = f"{where}: {shorten_reference(reference)}"
     if reference[:7].lower() == "file://":
         reference = urllib.parse.unquote(reference[7:])
     if "://" in reference or (isinstance(root, str) and "://" in root):
@@ -131,10 +131,10 @@ def located(reference: str, *, where: str, root: Path | str | None) -> Path | st
     try:
         path = (base / reference).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # e.g. a loop of symbolic links
-        raise DataError(f"{name}: is no path: {_first_line(error)}") from error
+        raise DataError(f"{name}: is not a path: {_first_line(error)}") from error
     if not path.is_relative_to(base):
         raise DataError(
-            f"{name}: lies outside {base}: name the directory that holds all of them as the root"
+            f"{name}: lies outside {base}: set the root to a directory that contains all files"
         )
     return path
 
@@ -146,13 +146,13 @@ def _locate_in_store(reference: str, name: str, root: Path | str | None) -> str:
     if scheme not in OBJECT_STORES or "::" in address:
         schemes = ", ".join((*OBJECT_STORES, "http", "https"))
         raise DataError(
-            f"{name}: nothing reads media from {scheme}://: give a path, a data: URL, or one of "
+            f"{name}: media can't be read from {scheme}://: give a path, a data: URL, or one of "
             f"{schemes}"
         )
     if (base and not address.startswith(base)) or ".." in address.split("/"):
         raise DataError(
-            f"{name}: lies outside {root}: name the directory or store that holds all of them as "
-            "the root"
+            f"{name}: lies outside {root}: set the root to a directory or store that contains "
+            "all files"
         )
     return address
 
@@ -160,7 +160,7 @@ def _locate_in_store(reference: str, name: str, root: Path | str | None) -> str:
 def _decode_data_url(reference: str, name: str, limits: MediaLimits) -> bytes:
     head, comma, body = reference.partition(",")
     if not comma or not head.endswith(";base64"):
-        raise DataError(f"{name}: is no data: URL in base64: write data:image/png;base64,...")
+        raise DataError(f"{name}: is not a base64 data: URL: write data:image/png;base64,...")
     if len(body) * 3 // 4 > limits.max_mib * 2**20 + 2:
         _refuse_size(name, limits)
     try:
@@ -174,7 +174,7 @@ def _decode_data_url(reference: str, name: str, limits: MediaLimits) -> bytes:
 def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
     if not limits.urls:
         raise DataError(
-            f"{name}: addresses of the web are not fetched: set urls: true under media, or "
+            f"{name}: web addresses are not fetched: set urls: true under media, or "
             "download the files"
         )
     try:
@@ -208,8 +208,13 @@ def _refuse_size(name: str, limits: MediaLimits) -> None:
 def decode_image(source: bytes, *, where: str, limits: MediaLimits) -> Image:
     """Decode an image to RGB, rotated by its EXIF orientation, with white behind transparency.
 
-    where: row and file, for errors. Raises DataError if the bytes are no image, are cut off, or
-    exceed the limits (the header is checked before decoding); MissingDependency without Pillow.
+    The header is checked against the limits before decoding.
+
+    Args:
+        where: Row and file, for errors.
+
+    Raises DataError if the bytes are not an image, are cut off, or exceed the limits, and
+    MissingDependency without Pillow.
     """
     with _open_image(source, where, limits) as image:
         return _convert_to_rgb(image)
@@ -224,7 +229,7 @@ def decode_video(
     """
     if not isinstance(source, bytes):
         if not source:
-            raise DataError(f"{where}: the video has no frames: give it some, or drop the row")
+            raise DataError(f"{where}: the video has no frames: add frames, or drop the row")
         frame_indices = _evenly_spaced(len(source), limits.max_frames)
         return [
             decode_image(source[i], where=f"{where}, frame {i}", limits=limits)
@@ -250,8 +255,12 @@ def decode_audio(
 ) -> Audio:
     """Decode a clip to one channel (the mean), resampled to `rate_hz` if given.
 
-    Formats other than integer WAV need the package soundfile. where: row and file, for errors.
-    Raises DataError if the bytes are no audio, are cut off, or exceed the limits.
+    Formats other than integer WAV need the package soundfile.
+
+    Args:
+        where: Row and file, for errors.
+
+    Raises DataError if the bytes are not audio, are cut off, or exceed the limits.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
@@ -275,7 +284,7 @@ def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | N
     too large.
     """
     source = fetch(part.value, where=where, limits=limits)
-    name = f"{where}: {shown(part.value)}"
+    name = f"{where}: {shorten_reference(part.value)}"
     if not source:
         raise DataError(f"{name}: the file is empty: copy it again, or drop the row")
     if part.type != "image":
@@ -285,26 +294,25 @@ def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | N
 
 
 def embed(image: Image) -> Part:
-    """Return an image as a PNG inside a `data:` URL: equal pixels give equal bytes."""
+    """Return an image as a PNG in a `data:` URL. Equal pixels give equal bytes."""
     buffer = io.BytesIO()
     image.convert("RGB").save(buffer, "PNG")
-    return embedded("image", buffer.getvalue())
+    return embed_bytes("image", buffer.getvalue())
 
 
-def embedded(kind: MediaKind, source: bytes) -> Part:
-    """Return an encoded file inside a `data:` URL. Its decoder must tell its format from the
-    content."""
-    media_form = next(
-        (form for signature, form in SIGNATURES if source.startswith(signature)), None
+def embed_bytes(kind: MediaKind, source: bytes) -> Part:
+    """Return an encoded file in a `data:` URL, with a generic media type if it is unknown."""
+    media_type = next(
+        (media_type for signature, media_type in SIGNATURES if source.startswith(signature)), None
     )
-    if media_form is None and source[:4] == b"RIFF":
-        media_form = {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(source[8:12])
+    if media_type is None and source[:4] == b"RIFF":
+        media_type = {b"WAVE": "audio/wav", b"WEBP": "image/webp"}.get(source[8:12])
     content = base64.b64encode(source).decode()
-    return Part(kind, f"data:{media_form or 'application/octet-stream'};base64,{content}")
+    return Part(kind, f"data:{media_type or 'application/octet-stream'};base64,{content}")
 
 
-def pillow(needed_for: str = "reading and drawing images") -> Any:
-    """Return the package PIL. Raises MissingDependency without it."""
+def import_pillow(needed_for: str = "reading and drawing images") -> Any:
+    """Import and return the package PIL. Raises MissingDependency without it."""
     try:
         import PIL.Image
         import PIL.ImageDraw
@@ -314,54 +322,55 @@ def pillow(needed_for: str = "reading and drawing images") -> Any:
     return PIL
 
 
-# --- inside
+# --- decoding
 
 
 @contextmanager
 def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Image]:
-    """Open an image whose header is within the limits.
+    """Open an image after checking its header against the limits.
 
-    Decoder errors inside the block also become DataError.
+    Decoder errors in the with block also become DataError.
     """
     if not source:
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
-    PIL = pillow()
+    PIL = import_pillow()
     try:
         image = PIL.Image.open(io.BytesIO(source), formats=FORMATS)
     except PIL.UnidentifiedImageError as error:
         formats = ", ".join(FORMATS)
         raise DataError(
-            f"{where}: is no whole image of a form that is read: give {formats}, or drop the row"
+            f"{where}: is not an image of a supported format: give {formats}, or drop the row"
         ) from error
     except PIL.Image.DecompressionBombError as error:
         raise DataError(
             f"{where}: {_first_line(error)}: make it smaller, or drop the row"
         ) from error
-    except BROKEN as error:
+    except DECODE_ERRORS as error:
         raise _damaged_image_error(where, error) from error
     with image:
         width, height = image.size
         if max(width, height) > limits.max_side:
             limit_hint = (
-                f"{limits.max_side} at most on a side: make it smaller, or raise max_side "
-                "under media"
+                f"at most {limits.max_side} on a side are allowed: make it smaller, or raise "
+                "max_side under media"
             )
             raise DataError(f"{where}: is {width} x {height} pixels, {limit_hint}")
         if width * height > limits.max_pixels:
             limit_hint = (
-                f"{limits.max_pixels} at most: make it smaller, or raise max_pixels under media"
+                f"at most {limits.max_pixels} are allowed: make it smaller, or raise max_pixels "
+                "under media"
             )
             raise DataError(
                 f"{where}: declares {width} x {height} = {width * height} pixels, {limit_hint}"
             )
         if image.mode in ("I", "F"):
             raise DataError(
-                f"{where}: has {image.mode} pixels of 32 bits, which have no range: save it with 8 "
+                f"{where}: has 32-bit pixels (mode {image.mode}) of unknown range: save it with 8 "
                 "bits"
             )
         try:
             yield image
-        except (PIL.Image.DecompressionBombError, *BROKEN) as error:
+        except (PIL.Image.DecompressionBombError, *DECODE_ERRORS) as error:
             raise _damaged_image_error(where, error) from error
 
 
@@ -373,7 +382,7 @@ def _damaged_image_error(where: str, error: Exception) -> DataError:
 
 
 def _convert_to_rgb(image: Image) -> Image:
-    PIL = pillow()
+    PIL = import_pillow()
     image.load()
     image = PIL.ImageOps.exif_transpose(image)
     if image.mode.startswith("I;16"):  # Pillow would clip the 16-bit values at 255
@@ -388,16 +397,17 @@ def _convert_to_rgb(image: Image) -> Image:
     )
 
 
-def _evenly_spaced(count: int, at_most: int) -> list[int]:
-    """Return at most `at_most` evenly spaced indices below `count`, with the first and last."""
+def _evenly_spaced(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` evenly spaced indices below `count`, with the first and last."""
     return (
         list(range(count))
-        if count <= at_most
-        else np.linspace(0, count - 1, at_most).round().astype(int).tolist()
+        if count <= max_count
+        else np.linspace(0, count - 1, max_count).round().astype(int).tolist()
     )
 
 
 def _is_plain_wave(source: bytes) -> bool:
+    """True for a WAV file of integer samples (PCM)."""
     return (
         source[:4] == b"RIFF"
         and source[8:12] == b"WAVE"
@@ -406,11 +416,11 @@ def _is_plain_wave(source: bytes) -> bool:
 
 
 def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[np.float64], int]:
-    """Return [samples, channels] in [-1, 1], and the rate in Hz."""
+    """Return samples in [-1, 1] of shape [samples, channels], and the rate in Hz."""
     try:
         with wave.open(io.BytesIO(source)) as file:
             channels, width, rate, declared = file.getparams()[:4]
-            _refuse_long(declared, rate, where, limits)
+            _check_duration(declared, rate, where, limits)
             raw = file.readframes(declared)
     except (wave.Error, EOFError, struct.error, ValueError, ArithmeticError) as error:
         raise DataError(
@@ -419,8 +429,8 @@ def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[
         ) from error
     if len(raw) != declared * channels * width:
         counts = (
-            f"its header declares {declared} samples, and {len(raw) // (channels * width)} "
-            "are there"
+            f"its header declares {declared} samples, and there are "
+            f"{len(raw) // (channels * width)}"
         )
         raise DataError(f"{where}: the clip is cut off: {counts}: copy it again, or drop the row")
     if width == 3:  # pad 24-bit samples to 32 bits with a low byte of 0
@@ -445,33 +455,34 @@ def _read_soundfile(
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
-            f"{where}: is no WAV file of whole numbers: convert it, or pip install "
+            f"{where}: is not a WAV file of integer samples: convert it, or pip install "
             "'ratchet[audio]' for FLAC, Ogg and MP3"
         ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(source)) as file:
-            _refuse_long(file.frames, file.samplerate, where, limits)
+            _check_duration(file.frames, file.samplerate, where, limits)
             return file.read(dtype="float64", always_2d=True), file.samplerate
-    except (soundfile.SoundFileError, *BROKEN) as error:
+    except (soundfile.SoundFileError, *DECODE_ERRORS) as error:
         raise DataError(
-            f"{where}: is no audio, or damaged ({_first_line(error)}): copy it again, or drop "
+            f"{where}: is not audio, or is damaged ({_first_line(error)}): copy it again, or drop "
             "the row"
         ) from error
 
 
-def _refuse_long(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
+def _check_duration(samples: int, rate: int, where: str, limits: MediaLimits) -> None:
     if rate <= 0 or samples > limits.max_audio_s * rate:
-        limit_hint = f"{limits.max_audio_s:g} s at most: cut it, or raise max_audio_s under media"
+        limit_hint = f"at most {limits.max_audio_s:g} s are allowed: cut it, or raise max_audio_s "
+        "under media"
         raise DataError(f"{where}: declares {samples} samples at {rate} Hz, {limit_hint}")
 
 
 def _resample(samples_N: NDArray[np.float64], rate: int, new_rate: int) -> NDArray[np.float64]:
-    """Resample by cutting or zero-padding the spectrum, which avoids aliasing."""
+    """Resample by truncating or zero-padding the spectrum, which avoids aliasing."""
     count = max(1, round(len(samples_N) * new_rate / rate))
     spectrum = np.fft.rfft(samples_N)
     new_spectrum = np.zeros(count // 2 + 1, spectrum.dtype)
-    count_kept = min(len(spectrum), len(new_spectrum))
-    new_spectrum[:count_kept] = spectrum[:count_kept]
+    n_copied = min(len(spectrum), len(new_spectrum))
+    new_spectrum[:n_copied] = spectrum[:n_copied]
     return np.fft.irfft(new_spectrum, count) * (count / len(samples_N))
 
 

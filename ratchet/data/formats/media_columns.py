@@ -1,8 +1,8 @@
-"""Turn the media of a row, named in columns or in messages, into parts of its messages.
+"""Put the images, audio clips and videos of a row into the parts of its messages.
 
 A place for a medium is a message part without a file, such as {"type": "image"}, or a mark in the
-text, such as <image>. Places take the media of the columns in order. If a kind has no place, its
-media come first in the first user message.
+text, such as <image>. The media of the columns fill the places in order. If a kind of media has no
+place, its media are put at the beginning of the first user message.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
-from ratchet.data.files import reading
-from ratchet.data.formats.media import check, embedded, fetch, located, shown
+from ratchet.data.files import convert_read_errors
+from ratchet.data.formats.media import check, embed_bytes, fetch, locate, shorten_reference
 from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
 COLUMNS: Mapping[str, MediaKind] = {"images": "image", "audio": "audio", "videos": "video"}
 MARK = re.compile(r"(<image>|<audio>|<video>)")
-# Types of media parts. A part names its file under one of these keys or one of SOURCES.
+# Types of media parts. A part has its file under one of these keys, or under one of SOURCES.
 PART_TYPES: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -39,12 +39,12 @@ SOURCES = ("url", "path", "bytes", "data", "base64")
 def read_content(value: list[Any], where: str) -> tuple[Part, ...]:
     """Parse the parts of a message in OpenAI's or Hugging Face's format. Raises DataError.
 
-    A part without a file gets an empty value.
+    A place for a medium becomes a part with an empty value.
     """
-    return tuple(_part(item, f"{where}, part {index}") for index, item in enumerate(value))
+    return tuple(_read_part(item, f"{where}, part {index}") for index, item in enumerate(value))
 
 
-def _part(item: Any, where: str) -> Part:
+def _read_part(item: Any, where: str) -> Part:
     if isinstance(item, str):
         return Part("text", item)
     values: Mapping[str, Any] = item if isinstance(item, dict) else {}
@@ -55,8 +55,7 @@ def _part(item: Any, where: str) -> Part:
         part_types = ", ".join(("text", *PART_TYPES))
         raise DataError(
             f"{where} is {describe_type(item)} of type '{kind:.40}', must be an object whose type "
-            "is one "
-            f"of {part_types}"
+            f"is one of {part_types}"
         )
     sources = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
     return Part(
@@ -67,12 +66,13 @@ def _part(item: Any, where: str) -> Part:
 def media_reference(kind: MediaKind, value: Any, where: str) -> str:
     """Return the path, `data:` URL or address of one medium.
 
-    value: A string, bytes, or an object with one of them, as `datasets` writes images.
+    Args:
+        value: A string, bytes, or an object with one of them, as `datasets` writes images.
     """
     if isinstance(value, str):
         return value
     if isinstance(value, bytes):
-        return embedded(kind, value).value
+        return embed_bytes(kind, value).value
     if isinstance(value, dict):
         # OpenAI's input_audio
         if isinstance(value.get("data"), str) and isinstance(value.get("format"), str):
@@ -98,11 +98,12 @@ def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
 
 
 @dataclass(frozen=True, slots=True)
-class Placing:
-    """A rule for putting the media of rows into messages.
+class MediaPlacer:
+    """Puts the media of rows into messages, and checks their paths and sizes.
 
-    root: Directory or store that paths are relative to and may not leave; None: rows may not name
-      paths.
+    Attributes:
+        root: Directory or store that paths are relative to and may not leave; None: rows may not
+            name paths.
     """
 
     root: Path | str | None
@@ -113,12 +114,12 @@ class Placing:
     ) -> tuple[Message, ...]:
         """Return the messages with every medium at its place.
 
-        Marks of a kind that is no key of `media` stay text. Raises DataError if the number of media
-        of a kind differs from its number of places, or if a reference is not allowed.
+        Marks of kinds that are not keys of `media` stay text. Raises DataError if the numbers of
+        media and places of a kind differ, or if a reference is not allowed.
         """
         parts_by_message = [_split_at_marks(message, media) for message in messages]
         first_user = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
-        # Each kind is put in front of the ones before, so reversed order ends with images first.
+        # Each kind is put in front of the previous one, so reversed order puts images first.
         for kind in reversed(tuple(COLUMNS.values())):
             media_parts = media.get(kind, ())
             places = sum(
@@ -129,9 +130,8 @@ class Placing:
                 parts_by_message[first_user] = [*new_places, *parts_by_message[first_user]]
             elif len(media_parts) != places:
                 raise DataError(
-                    f"{where}: the text has {places} places for {kind}s, as <{kind}>, and the row "
-                    f"has {len(media_parts)} of them: "
-                    "give each its place, or leave all marks out"
+                    f"{where}: the text has {places} marks <{kind}>, and the row has "
+                    f"{len(media_parts)} {kind}s: write one mark for each, or none at all"
                 )
         queues = {kind: iter(parts) for kind, parts in media.items()}
 
@@ -157,23 +157,23 @@ class Placing:
             return part
         if self.root is None:
             raise DataError(
-                f"{where}: {shown(reference)}: nothing says what this path is relative to: set "
-                "media_root"
+                f"{where}: {shorten_reference(reference)}: it is unknown what this path is "
+                "relative to: set media_root"
             )
-        location = located(reference, where=where, root=self.root)
+        location = locate(reference, where=where, root=self.root)
         if isinstance(location, Path):
-            with reading(f"{where}: {shown(reference)}"):
+            with convert_read_errors(f"{where}: {shorten_reference(reference)}"):
                 location.stat()  # raises if the file is missing
         return Part(part.type, str(location))
 
     def check(self, messages: Iterable[Message], where: str) -> None:
-        """Raise DataError for an unreadable or too large medium, unless it is at an address."""
+        """Raise DataError for an unreadable or too large medium. Media at addresses are skipped."""
         for part in list_media(messages):
             if "://" not in part.value:
                 check(part, where=where, limits=self.limits)
 
     def key(self, message: Message) -> Any:
-        """Return a key of a message's text and media that is the same on every machine."""
+        """Return the message's text and media paths, in a form that is equal on all machines."""
         if isinstance(message.content, str):
             return message.content
         root = f"{Path(self.root).resolve()}/" if isinstance(self.root, Path) else ""
@@ -184,12 +184,13 @@ class Placing:
 
 
 def list_media(messages: Iterable[Message]) -> list[Part]:
+    """Return the media parts of all messages, in order."""
     contents = (message.content for message in messages if not isinstance(message.content, str))
     return [part for content in contents for part in content if part.type != "text"]
 
 
-def without_media(value: Any) -> Any:
-    """Return a row's value without embedded files.
+def strip_media(value: Any) -> Any:
+    """Return a value of a row without embedded files.
 
     Bytes become null; `data:` URLs and objects with bytes become empty strings.
     """
@@ -199,12 +200,12 @@ def without_media(value: Any) -> Any:
         return "" if value.startswith("data:") and ";base64," in value[:100] else value
     if isinstance(value, dict):
         has_bytes = isinstance(value.get("bytes"), bytes)
-        return "" if has_bytes else {key: without_media(item) for key, item in value.items()}
-    return [without_media(item) for item in value] if isinstance(value, list) else value
+        return "" if has_bytes else {key: strip_media(item) for key, item in value.items()}
+    return [strip_media(item) for item in value] if isinstance(value, list) else value
 
 
 def _split_at_marks(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
-    """Return the parts of a message, in which marks of these kinds have become places.
+    """Return the parts of a message, with places instead of marks of these kinds.
 
     Marks in assistant messages stay text.
     """

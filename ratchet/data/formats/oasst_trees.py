@@ -8,20 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from ratchet.data.jsonl import DataRow, names
-from ratchet.data.row_filters import number_in
+from ratchet.data.jsonl import DataRow, list_names
+from ratchet.data.row_filters import read_number
 from ratchet.data.tables import Table
 from ratchet.errors import DataError
 
-NAMED = ("message_id", "parent_id", "message_tree_id", "text", "role")
+REQUIRED_COLUMNS = ("message_id", "parent_id", "message_tree_id", "text", "role")
 
 
-class Trees:
+class ConversationTrees:
     """A table of the best conversation of each tree.
 
-    It begins with the tree's first message, follows the reply that people ranked first at each
-    step, and ends with the assistant's last message. Trees without an answer of the assistant's are
-    left out. The object holds row indices, not text.
+    A conversation begins with the tree's first message, follows the reply that people ranked first
+    at each step, and ends with the assistant's last message. Trees without an answer of the
+    assistant are left out. The object holds row indices, not text.
 
     Raises DataError for a row that lacks a column of this format, and if no tree has an answer.
     """
@@ -33,10 +33,10 @@ class Trees:
         is_assistant: list[bool] = []
         for index in range(len(table)):
             values = table.row(index).values
-            missing = next((name for name in NAMED if name not in values), None)
+            missing = next((name for name in REQUIRED_COLUMNS if name not in values), None)
             if missing is not None:
                 raise DataError(
-                    f"{table.where(index)}: no column '{missing}'; the row has {names(values)}"
+                    f"{table.where(index)}: no column '{missing}'; the row has {list_names(values)}"
                 )
             is_assistant.append(values["role"] == "assistant")
             parent, rank = values["parent_id"], values.get("rank")
@@ -46,16 +46,16 @@ class Trees:
                 roots.append((index, values["message_id"]))
             else:
                 reply = (
-                    float("inf") if rank is None else number_in(rank, "rank", table.where(index)),
+                    float("inf") if rank is None else read_number(rank, "rank", table.where(index)),
                     index,
                     values["message_id"],
                 )
                 children.setdefault(parent, []).append(reply)
-        paths = (_best(root, children, is_assistant) for root in roots)
+        paths = (_best_path(root, children, is_assistant) for root in roots)
         self.paths = [path for path in paths if path]
         if not self.paths:
             raise DataError(
-                f"{table.where(0)}: no tree of this file has an answer of the assistant's"
+                f"{table.where(0)}: no tree of this file has an answer of the assistant"
             )
 
     @property
@@ -77,12 +77,12 @@ class Trees:
         return self.table.where(self.paths[index][0])
 
 
-def _best(
+def _best_path(
     root: tuple[int, str],
     children: Mapping[str, list[tuple[float, int, str]]],
     is_assistant: Sequence[bool],
 ) -> list[int]:
-    """Return the row indices of a tree's best conversation; empty without an answer."""
+    """Return the row indices of a tree's best conversation; [] if it has no answer."""
     index, message_id = root
     path = [index]
     while replies := children.get(message_id):

@@ -1,7 +1,7 @@
 """Presets of published benchmarks, for evaluation only.
 
 `ratchet.data.presets.datasets` has the presets for training, and explains the comment before each
-preset. Some of those are also benchmarks: gsm8k and the AIMEs.
+preset. Its presets gsm8k and aime_* are also benchmarks.
 """
 
 from __future__ import annotations
@@ -9,13 +9,13 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from ratchet.data.formats import benchmark_rows
-from ratchet.data.presets.datasets import BOXED, PRESETS, Preset
+from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS, Preset
 
-OF_FOUR, OF_TEN = (
+FOUR_CHOICES, TEN_CHOICES = (
     {"kind": "multiple_choice", "letters": letters} for letters in ("ABCD", benchmark_rows.LETTERS)
 )
-# Value of `Preset.gives` for a benchmark: only the policy's own answers, no rows to imitate.
-MEASURES = frozenset({"rollouts"})
+# Value of `Preset.gives` for a benchmark: it has prompts for rollouts, and no rows to imitate.
+ROLLOUTS_ONLY = frozenset({"rollouts"})
 
 BENCHMARKS: Mapping[str, Preset] = {
     # problem, solution, answer, subject, level (1 to 5), unique_id; 500 rows, split test. Seen: the
@@ -31,7 +31,7 @@ BENCHMARKS: Mapping[str, Preset] = {
         },
         train="",
         test="test",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         tag="subject",
         reward="math",
         about="competition problems, arXiv:2305.20050",
@@ -42,14 +42,14 @@ BENCHMARKS: Mapping[str, Preset] = {
     # (tasks/gpqa), NeMo RL and inspect_evals.
     "gpqa": Preset(
         "Idavidrein/gpqa",
-        {"prompt": "asked", "answer": "answer"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
         subset="gpqa_diamond",
         train="",
         test="train",
         shape=benchmark_rows.gpqa,
         tag="High-level domain",
-        gives=MEASURES,
-        reward=OF_FOUR,
+        gives=ROLLOUTS_ONLY,
+        reward=FOUR_CHOICES,
         about="graduate-level science, arXiv:2311.12022",
     ),
     # question, subject, choices (four), answer (an index); configurations all and one for each
@@ -57,27 +57,27 @@ BENCHMARKS: Mapping[str, Preset] = {
     # choices[0..3], answer), other code that reads it.
     "mmlu": Preset(
         "cais/mmlu",
-        {"prompt": "asked", "answer": "answer"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer"},
         subset="all",
         train="",
         test="test",
         shape=benchmark_rows.mmlu,
         tag="subject",
-        gives=MEASURES,
-        reward=OF_FOUR,
+        gives=ROLLOUTS_ONLY,
+        reward=FOUR_CHOICES,
         about="57 subjects, arXiv:2009.03300",
     ),
     # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content,
     # category, src; splits test, validation. Seen: its card.
     "mmlu_pro": Preset(
         "TIGER-Lab/MMLU-Pro",
-        {"prompt": "asked", "answer": "answer", "id": "question_id"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer", "id": "question_id"},
         train="",
         test="test",
         shape=benchmark_rows.mmlu_pro,
         tag="category",
-        gives=MEASURES,
-        reward=OF_TEN,
+        gives=ROLLOUTS_ONLY,
+        reward=TEN_CHOICES,
         about="harder questions with ten choices, arXiv:2406.01574",
     ),
     # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow adds null
@@ -88,7 +88,7 @@ BENCHMARKS: Mapping[str, Preset] = {
         {"prompt": "prompt", "id": "key"},
         train="",
         test="train",
-        gives=MEASURES,
+        gives=ROLLOUTS_ONLY,
         reward="ifeval",
         about="verifiable instructions, arXiv:2311.07911",
     ),
@@ -96,25 +96,25 @@ BENCHMARKS: Mapping[str, Preset] = {
     # published file.
     "humaneval_chat": Preset(
         "openai/openai_humaneval",
-        {"prompt": "asked", "solution": "canonical_solution", "id": "task_id"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "solution": "canonical_solution", "id": "task_id"},
         train="",
         test="test",
         shape=benchmark_rows.humaneval,
-        gives=MEASURES,
+        gives=ROLLOUTS_ONLY,
         reward="code",
-        about="programs, arXiv:2107.03374, as a chat model is asked for them",
+        about="programs, arXiv:2107.03374, with prompts for chat models",
     ),
     # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
     # text and test_setup_code in place of prompt and test_imports, and challenge_test_list; splits
     # train, test, validation, prompt. Seen: its card, lm-evaluation-harness's mbpp.yaml.
     "mbpp": Preset(
         "google-research-datasets/mbpp",
-        {"prompt": "asked", "id": "task_id", "solution": "code"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "task_id", "solution": "code"},
         subset="sanitized",
         train="",
         test="test",
         shape=benchmark_rows.mbpp,
-        gives=MEASURES,
+        gives=ROLLOUTS_ONLY,
         reward="code",
         about="small programs, arXiv:2108.07732",
     ),
@@ -126,25 +126,25 @@ BENCHMARKS: Mapping[str, Preset] = {
     # lcb_runner/benchmarks/code_generation.py, the features on the card of a copy.
     "livecodebench": Preset(
         "livecodebench/code_generation_lite",
-        {"prompt": "asked", "id": "question_id"},
+        {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "question_id"},
         train="",
         test="test",
         shape=benchmark_rows.livecodebench,
         tag="difficulty",
-        gives=MEASURES,
+        gives=ROLLOUTS_ONLY,
         reward={"kind": "code", "timeout_s": 6},
         about="contest problems by date, arXiv:2403.07974",
     ),
 }
 
 # Other spellings that `--on` accepts.
-ALSO_CALLED: Mapping[str, str] = {
+ALIASES: Mapping[str, str] = {
     "math-500": "math_500",
     "mmlu-pro": "mmlu_pro",
     "aime24": "aime_2024",
     "aime25": "aime_2025",
     "humaneval": "humaneval_chat",
 }
-MEASURED_ON = frozenset(
+BENCHMARK_NAMES = frozenset(
     {*BENCHMARKS, *(name for name, preset in PRESETS.items() if preset.test and preset.reward)}
 )

@@ -1,8 +1,8 @@
 """Presets of published datasets: their location, the meaning of their columns, and their reward.
 
-A comment before each preset lists the columns that the dataset really has, and the card, file or
-code that shows them ("Seen"). A recipe may use a preset for files of the same form: `environment:
-{kind: dataset, preset: gsm8k, train: train.jsonl}`.
+A comment before each preset lists the columns of the published dataset. After "Seen" it names the
+card, file or code that shows them. A recipe may use a preset for its own files of the same form:
+`environment: {kind: dataset, preset: gsm8k, train: train.jsonl}`.
 """
 
 from __future__ import annotations
@@ -13,32 +13,34 @@ from typing import Any
 
 from ratchet.data.formats.benchmark_rows import Shape
 
-BOXED = "\nReason step by step, and put the final answer into \\boxed{}."
-# Kinds of training data that rows offer, see `Preset.gives`.
-TRAINS = frozenset({"rows", "rollouts"})
-PAIRS = frozenset({"rows", "pairs"})
+BOXED_REQUEST = "\nReason step by step, and put the final answer into \\boxed{}."
+# Kinds of training data, see `Preset.gives`.
+ROWS_AND_ROLLOUTS = frozenset({"rows", "rollouts"})
+ROWS_AND_PAIRS = frozenset({"rows", "pairs"})
 # The usual reward for short answers (arXiv:1606.05250).
-F1 = {"kind": "similarity", "measure": "bag", "ignore_case": True}
+F1_REWARD = {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
 @dataclass(frozen=True, slots=True)
 class Preset:
-    """A dataset as it is published.
+    """A published dataset: its location, columns and reward.
 
     Args:
-        hub, subset: Its id and configuration on the hub.
-        columns: Its column for each column of docs/data.md; dots reach nested values.
-        train, test: Names of its splits; "" if it has none.
-        prompt: Template over its columns; "" if a column is the prompt.
+        hub: Id of the dataset on the Hugging Face Hub.
+        columns: The dataset's name of each column of docs/data.md. Dots reach nested values.
+        subset: Configuration of the dataset on the Hub.
+        train: Name of the training split; "" if there is none.
+        test: Name of the test split; "" if there is none.
+        prompt: Template of the prompt over the columns; "" if a column is the prompt.
         answer_after: Marker before the answer in the answer's column.
-        keep: Rows to train on, as in a recipe.
+        keep: Filters of the rows, as in a recipe.
         distinct: True to keep one row of each prompt, because the dataset repeats prompts.
-        trees: True if its rows are messages of conversation trees.
-        shape: Function that converts its rows into those that the other fields describe.
+        trees: True if the rows are messages of conversation trees.
+        shape: Function that converts a row before the other fields apply.
         tag: Column that names a row's domain.
-        gives: Kinds of training data that algorithms may take from it.
-        reward: Kind or section of the reward; "" if no reward can judge its answers.
-        about: Description for people.
+        gives: Kinds of training data that the dataset offers.
+        reward: Kind or section of the reward; "" if no reward can judge the answers.
+        about: A short description.
     """
 
     hub: str
@@ -53,7 +55,7 @@ class Preset:
     trees: bool = False
     shape: Shape | None = None
     tag: str = ""
-    gives: frozenset[str] = TRAINS
+    gives: frozenset[str] = ROWS_AND_ROLLOUTS
     reward: str | Mapping[str, Any] = ""
     about: str = field(default="", compare=False)
 
@@ -78,7 +80,7 @@ PRESETS: Mapping[str, Preset] = {
         "nvidia/OpenMathInstruct-2",
         {"prompt": "problem", "answer": "expected_answer", "solution": "generated_solution"},
         train="train_1M",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         about="synthetic solutions, arXiv:2410.01560",
     ),
@@ -86,7 +88,7 @@ PRESETS: Mapping[str, Preset] = {
     "deepscaler": Preset(
         "agentica-org/DeepScaleR-Preview-Dataset",
         {"prompt": "problem", "answer": "answer"},
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         distinct=True,
         reward="math",
         about="competition problems with answers",
@@ -107,7 +109,7 @@ PRESETS: Mapping[str, Preset] = {
         "AI-MO/NuminaMath-CoT",
         {"prompt": "problem", "answer": "solution", "solution": "solution"},
         test="test",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         keep=({"column": "solution", "contains": "\\boxed{"},),
         distinct=True,
         reward="math",
@@ -130,7 +132,7 @@ PRESETS: Mapping[str, Preset] = {
         {"prompt": "problem", "answer": "answer"},
         train="",
         test="train",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         about="AIME I and II of 2024",
     ),
@@ -140,7 +142,7 @@ PRESETS: Mapping[str, Preset] = {
         {"prompt": "problem", "answer": "answer"},
         train="",
         test="test",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         about="AIME I and II of 2025",
     ),
@@ -149,7 +151,7 @@ PRESETS: Mapping[str, Preset] = {
     "aime_2022_2024": Preset(
         "AI-MO/aimo-validation-aime",
         {"prompt": "problem", "answer": "answer", "solution": "solution"},
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         about="AIME I and II of 2022 to 2024",
     ),
@@ -160,7 +162,7 @@ PRESETS: Mapping[str, Preset] = {
         {"prompt": "question", "answer": "answers.text.0", "id": "id"},
         test="validation",
         prompt="{context}\n\n{question}\nAnswer with a few words of the text.",
-        reward=F1,
+        reward=F1_REWARD,
         about="questions about a text, arXiv:1606.05250",
     ),
     # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id,
@@ -185,7 +187,7 @@ PRESETS: Mapping[str, Preset] = {
     "tulu3_preference": Preset(
         "allenai/llama-3.1-tulu-3-8b-preference-mixture",
         {"chosen": "chosen", "rejected": "rejected", "id": "id"},
-        gives=PAIRS,
+        gives=ROWS_AND_PAIRS,
         about="pairs on and off policy, arXiv:2411.15124",
     ),
     # domain, language, context [{role, content}], response1, response2, overall_preference (-3:
@@ -202,7 +204,7 @@ PRESETS: Mapping[str, Preset] = {
         subset="preference",
         test="validation",
         keep=({"column": "overall_preference", "none_of": (0,)},),
-        gives=PAIRS,
+        gives=ROWS_AND_PAIRS,
         about="pairs compared by people, arXiv:2505.11475",
     ),
     # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen,
@@ -218,7 +220,7 @@ PRESETS: Mapping[str, Preset] = {
         },
         train="train_prefs",
         test="test_prefs",
-        gives=PAIRS,
+        gives=ROWS_AND_PAIRS,
         about="pairs scored by GPT-4, arXiv:2310.01377",
     ),
     # chosen, rejected: both "\n\nHuman: ...\n\nAssistant: ...". Seen: a published file.
@@ -226,7 +228,7 @@ PRESETS: Mapping[str, Preset] = {
         "Anthropic/hh-rlhf",
         {"chosen": "chosen", "rejected": "rejected"},
         test="test",
-        gives=PAIRS,
+        gives=ROWS_AND_PAIRS,
         about="helpful and harmless, arXiv:2204.05862",
     ),
     # task_id, prompt, entry_point, canonical_solution, test; split test. Seen: the published file.

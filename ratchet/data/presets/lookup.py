@@ -1,4 +1,4 @@
-"""Look up presets of published datasets, for training or as benchmarks, by name."""
+"""Look up presets of published datasets and benchmarks by name."""
 
 from __future__ import annotations
 
@@ -17,5 +17,7 @@ def find_dataset_preset(name: str) -> Preset:
     if name not in PUBLISHED:
         near = get_close_matches(name, PUBLISHED, n=1, cutoff=0.4)
         hint = f"did you mean '{near[0]}'? " if near else ""
-        raise ConfigError(f"'{name}' is no preset of data: {hint}there are {', '.join(PUBLISHED)}")
+        raise ConfigError(
+            f"'{name}' is not the preset of a dataset: {hint}there are {', '.join(PUBLISHED)}"
+        )
     return PUBLISHED[name]

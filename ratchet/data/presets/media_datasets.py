@@ -6,10 +6,14 @@ from collections.abc import Mapping
 from typing import Any
 
 from ratchet.data.formats import benchmark_rows
-from ratchet.data.presets.datasets import BOXED, PAIRS, Preset
+from ratchet.data.presets.datasets import BOXED_REQUEST, ROWS_AND_PAIRS, Preset
 
-IN_TAGS = "\nThink first, and give the answer in <answer></answer>."
-WORDS: Mapping[str, Any] = {"kind": "exact_match", "marked": True, "ignore_case": True}
+ANSWER_TAGS_REQUEST = "\nThink first, and give the answer in <answer></answer>."
+TAGGED_ANSWER_REWARD: Mapping[str, Any] = {
+    "kind": "exact_match",
+    "marked": True,
+    "ignore_case": True,
+}
 
 MEDIA_PRESETS: Mapping[str, Preset] = {
     # Columns: image, problem, solution ("<answer> 3 </answer>"); split train. Other parts of
@@ -18,9 +22,9 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     "clevr_cogent": Preset(
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         {"images": "image", "prompt": "problem", "answer": "answer", "solution": "solution"},
-        prompt="{problem}" + IN_TAGS,
-        shape=benchmark_rows.in_answer_tags,
-        reward=WORDS,
+        prompt="{problem}" + ANSWER_TAGS_REQUEST,
+        shape=benchmark_rows.read_answer_tags,
+        reward=TAGGED_ANSWER_REWARD,
         about="questions about rendered scenes, arXiv:1612.06890",
     ),
     # Columns: images (one a row), problem ("<image>..."), answer; splits train, validation, test.
@@ -29,7 +33,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         "hiyouga/geometry3k",
         {"images": "images", "prompt": "problem", "answer": "answer"},
         test="test",
-        prompt="{problem}" + BOXED,
+        prompt="{problem}" + BOXED_REQUEST,
         reward="math",
         about="geometry with diagrams, arXiv:2105.04165",
     ),
@@ -52,7 +56,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     "mmpr": Preset(
         "OpenGVLab/MMPR-v1.2",
         {"images": "image", "prompt": "question", "chosen": "chosen", "rejected": "rejected"},
-        gives=PAIRS,
+        gives=ROWS_AND_PAIRS,
         about="pairs of reasoning about images, arXiv:2411.10442",
     ),
     # Columns: audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,

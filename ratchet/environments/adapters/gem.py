@@ -9,12 +9,16 @@ from typing import Any, ClassVar
 from pydantic import Field, model_validator
 
 from ratchet.config.resolve import imported
-from ratchet.environments.adapters.reset_step import Observation, Seeded, SeededConfig
+from ratchet.environments.adapters.reset_step import (
+    Observation,
+    ResetStepConfig,
+    ResetStepEnvironment,
+)
 from ratchet.errors import ConfigError
 
 
-class GemConfig(SeededConfig):
-    """The settings of a gem environment, by its id or by the import path of a class like gem's.
+class GemConfig(ResetStepConfig):
+    """A gem environment, by its id or by the import path of a class with gem's interface.
 
     The class's `reset(seed)` returns `(observation, info)`, and its `step(text)` returns
     `(observation, reward, terminated, truncated, info)`.
@@ -23,35 +27,37 @@ class GemConfig(SeededConfig):
     builds: ClassVar[str] = "ratchet.environments.adapters.gem:GemEnvironment"
 
     id: str | None = Field(
-        None, min_length=1, description='As for gem.make: "game:GuessTheNumber-v0-easy".'
+        None, min_length=1, description='Id for gem.make: "game:GuessTheNumber-v0-easy".'
     )
     path: str | None = Field(
-        None, pattern=r"^[\w.]+:\w+$", description="my_pkg.my_mod:MyEnvironment, instead of an id."
+        None,
+        pattern=r"^[\w.]+:\w+$",
+        description="Import path instead of an id: my_pkg.my_mod:MyEnvironment.",
     )
     kwargs: dict[str, Any] = Field({}, description="Arguments of gem.make, or of the class.")
 
     @model_validator(mode="after")
-    def _one_of_both(self) -> GemConfig:
+    def _check_id_or_path(self) -> GemConfig:
         if (self.id is None) == (self.path is None):
             raise ValueError("set either id (of a gem environment) or path (of a class)")
         return self
 
 
-class GemEnvironment(Seeded):
-    """A gem environment. Creating it raises ConfigError for an unknown id or path."""
+class GemEnvironment(ResetStepEnvironment):
+    """An adapter of a gem environment. Raises ConfigError for an unknown id or path."""
 
     def __init__(self, config: GemConfig) -> None:
         super().__init__(config, config.id or str(config.path))
         self.config = config
-        self.factory = _from_gem(config.id) if config.id else imported(str(config.path))
+        self.factory = _gem_factory(config.id) if config.id else imported(str(config.path))
 
     def make(self) -> Any:
         return self.factory(**self.config.kwargs)
 
     def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         instruction = info.get("env_instruction")
-        told = "\n".join(str(text) for text in (instruction, _text(observation, info)) if text)
-        return Observation(told, str(observation))
+        prompt = "\n".join(str(text) for text in (instruction, _text(observation, info)) if text)
+        return Observation(prompt, str(observation))
 
     def act(self, text: str) -> Observation:
         observation, reward, terminated, truncated, info = self.inner.step(text)
@@ -73,7 +79,7 @@ def _text(observation: Any, info: Mapping[str, Any]) -> str:
     return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
 
 
-def _from_gem(name: str) -> Any:
+def _gem_factory(name: str) -> Any:
     root = logging.getLogger()
     handlers, level = list(root.handlers), root.level
     try:
@@ -88,6 +94,6 @@ def _from_gem(name: str) -> Any:
         root.setLevel(level)
     if name not in ENV_REGISTRY:
         raise ConfigError(
-            f"environment.id: gem has no '{name}'; gem.print_envs() lists what there is"
+            f"environment.id: gem has no '{name}'; gem.print_envs() lists its environments"
         )
     return lambda **kwargs: gem.make(name, **kwargs)

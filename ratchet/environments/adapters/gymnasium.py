@@ -8,12 +8,16 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ratchet.environments.adapters.reset_step import Observation, Seeded, SeededConfig
+from ratchet.environments.adapters.reset_step import (
+    Observation,
+    ResetStepConfig,
+    ResetStepEnvironment,
+)
 from ratchet.errors import ConfigError, MissingDependency
 
 
-class GymnasiumConfig(SeededConfig):
-    """A Gymnasium environment with discrete or text observations and actions, made by its id."""
+class GymnasiumConfig(ResetStepConfig):
+    """A Gymnasium environment with discrete or text observations and actions, by its id."""
 
     builds: ClassVar[str] = "ratchet.environments.adapters.gymnasium:GymnasiumEnvironment"
 
@@ -23,27 +27,26 @@ class GymnasiumConfig(SeededConfig):
     )
     kwargs: dict[str, Any] = Field({}, description="Further arguments of gymnasium.make.")
     actions: tuple[str, ...] = Field(
-        (), description="Words for the actions of a Discrete space, in order; none: numbers."
+        (), description="Words for the actions of a Discrete space, in order; empty: numbers."
     )
     prompt: str = Field(
         "{observation}",
-        description="The first message; {observation} and {screen} (what render gives) are filled "
-        "in.",
+        description="First message, with {observation} or {screen} (the result of render).",
     )
     reply: str = Field(
         "{observation}",
-        description="The messages after the first; {observation} and {screen} are filled in.",
+        description="Further messages, with {observation} or {screen}.",
     )
     process_random: bool = Field(
         False,
-        description="The environment draws from Python's or numpy's generator of the whole "
-        "process: its calls run one at a time, each with that generator as its own last call left "
-        "it. false: calls run at once, in threads. Gymnasium's own environments have their own "
-        "generators, and don't need it.",
+        description="True for an environment that uses the global generator of Python's random or "
+        "of numpy. Its calls then run one at a time, and the generator's state is saved between "
+        "them. False: calls run concurrently in threads. Gymnasium's own environments don't need "
+        "it.",
     )
 
     @model_validator(mode="after")
-    def _shows_something(self) -> GymnasiumConfig:
+    def _check_templates_and_actions(self) -> GymnasiumConfig:
         for name in ("prompt", "reply"):
             text = getattr(self, name)
             if "{observation}" not in text and "{screen}" not in text:
@@ -52,13 +55,13 @@ class GymnasiumConfig(SeededConfig):
                 )
         if len({action.lower() for action in self.actions}) < len(self.actions):
             raise ValueError(
-                "actions repeat a word (case does not count): give each a word of its own"
+                "actions repeat a word (case is ignored): give each action another word"
             )
         return self
 
 
-class GymnasiumEnvironment(Seeded):
-    """An adapter that shows a Gymnasium environment to the policy as text.
+class GymnasiumEnvironment(ResetStepEnvironment):
+    """An adapter of a Gymnasium environment, which the policy sees and controls as text.
 
     Raises ConfigError if the id can't be made, if a space is neither Discrete nor Text, or if the
     settings don't fit the environment.
@@ -67,7 +70,7 @@ class GymnasiumEnvironment(Seeded):
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config, config.id)
         self.config = config
-        sample = self._first_one()
+        sample = self._make_first()
         self.discrete = sample.action_space if hasattr(sample.action_space, "n") else None
         self._check(sample)
         sample.close()
@@ -77,7 +80,7 @@ class GymnasiumEnvironment(Seeded):
 
         return gymnasium.make(self.config.id, **self.config.kwargs)
 
-    def _first_one(self) -> Any:
+    def _make_first(self) -> Any:
         try:
             import gymnasium
         except ImportError as error:
@@ -92,11 +95,11 @@ class GymnasiumEnvironment(Seeded):
     def _check(self, sample: Any) -> None:
         from gymnasium.spaces import Discrete, Text
 
-        both = {"observation": sample.observation_space, "action": sample.action_space}
-        for name, space in both.items():
+        spaces = {"observation": sample.observation_space, "action": sample.action_space}
+        for name, space in spaces.items():
             if not isinstance(space, Discrete | Text):
                 hint = (
-                    "wrap it so that it gives text"
+                    "wrap it so that it returns text"
                     if name == "observation"
                     else "wrap it so that it takes text"
                 )
@@ -104,11 +107,11 @@ class GymnasiumEnvironment(Seeded):
                     f"environment.id {self.config.id}: its {name}s are {space}, not Discrete or "
                     f"Text: {hint}"
                 )
-        words = len(self.config.actions)
-        if words and (self.discrete is None or words != self.discrete.n):
+        n_words = len(self.config.actions)
+        if n_words and (self.discrete is None or n_words != self.discrete.n):
             raise ConfigError(
-                f"environment.actions names {words} actions, but those of {self.config.id} are "
-                f"{both['action']}"
+                f"environment.actions names {n_words} actions, but the actions of {self.config.id} "
+                f"are {spaces['action']}"
             )
         if "{screen}" in self.config.prompt + self.config.reply and sample.render_mode != "ansi":
             raise ConfigError(
@@ -117,28 +120,28 @@ class GymnasiumEnvironment(Seeded):
             )
 
     def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
-        self._seen = observation
-        return Observation(self._filled(self.config.prompt), str(observation))
+        self._observation = observation
+        return Observation(self._fill_template(self.config.prompt), str(observation))
 
     def act(self, text: str) -> Observation:
         action = self._action(text)
         if action is None:
-            told = "There is no such action.\n" + self._filled(self.config.reply)
-            return Observation(told, str(self._seen), metrics=_metrics(illegal=True))
-        self._seen, reward, terminated, truncated, _ = self.inner.step(action)
+            reply = "There is no such action.\n" + self._fill_template(self.config.reply)
+            return Observation(reply, str(self._observation), metrics=_metrics(illegal=True))
+        self._observation, reward, terminated, truncated, _ = self.inner.step(action)
         return Observation(
-            text=self._filled(self.config.reply),
-            state=str(self._seen),
+            text=self._fill_template(self.config.reply),
+            state=str(self._observation),
             reward=float(reward),
             done=bool(terminated or truncated),
             metrics=_metrics(illegal=False, truncated=bool(truncated)),
         )
 
     def _action(self, text: str) -> Any | None:
-        """Return the action that a text names; None if it names none.
+        """Return the action in the policy's text, or None.
 
-        In a Text space this is the whole text, in a Discrete space the last word or number that is
-        an action.
+        In a Text space the action is the whole text. In a Discrete space it is the last word or
+        number that names an action.
         """
         if self.discrete is None:
             return text if self.inner.action_space.contains(text) else None
@@ -148,8 +151,8 @@ class GymnasiumEnvironment(Seeded):
         actions = [word for word in re.findall(r"\w+", text.lower()) if word in words]
         return self.discrete.start + words[actions[-1]] if actions else None
 
-    def _filled(self, template: str) -> str:
-        text = template.replace("{observation}", str(self._seen))
+    def _fill_template(self, template: str) -> str:
+        text = template.replace("{observation}", str(self._observation))
         return text.replace("{screen}", str(self.inner.render())) if "{screen}" in text else text
 
 

@@ -1,7 +1,7 @@
 """Base class of adapters for environments with `reset(seed)` and `step(action)`.
 
-Gymnasium, gem and ROLL have such environments. Their calls may block, so they run in a thread while
-other attempts go on.
+Gymnasium, gem and ROLL have such environments. Their calls may block, so they run in threads, and
+other attempts continue meanwhile.
 """
 
 from __future__ import annotations
@@ -23,51 +23,56 @@ from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
 
-class SeededConfig(EnvironmentConfig):
-    """The settings of an environment whose tasks are seeds and whose own steps give the rewards."""
+class ResetStepConfig(EnvironmentConfig):
+    """The settings of an environment whose tasks are seeds, and whose steps return the rewards."""
 
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
-    test_tasks: int = Field(100, ge=1, description="Seeds from 0 on that are held out.")
-    max_turns: int = Field(100, ge=1, description="An episode that is not over by then ends there.")
+    test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
+    max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
     replayable: bool = Field(
         True, description="The same seed and the same actions give the same episode."
     )
     process_random: bool = Field(
         True,
-        description="It draws from Python's or numpy's generator of the whole process: its calls "
-        "run one at a time, each with "
-        "that generator as its own last call left it. false: calls run at once, in threads.",
+        description="True for an environment that uses the global generator of Python's random or "
+        "of numpy. Its calls then run one at a time, and the generator's state is saved between "
+        "them. False: calls run concurrently in threads.",
     )
 
 
 T = TypeVar("T")
-ONE_AT_A_TIME = threading.Lock()
+GLOBAL_RANDOM_LOCK = threading.Lock()
 
 
 class Observation(NamedTuple):
-    """An observation after a reset or a step."""
+    """An observation after a reset or a step.
 
-    text: str  # the message to the policy
-    state: str  # identifies the environment's state; the next step's `state_key`
+    Attributes:
+        text: The message to the policy.
+        state: A key of the environment's state, which becomes the next step's `state_key`.
+    """
+
+    text: str
+    state: str
     reward: float = 0.0
     done: bool = False
     metrics: Mapping[str, float] = {}
 
 
-class Seeded(ABC):
-    """A base class that runs episodes of an inner environment.
+class ResetStepEnvironment(ABC):
+    """A base class of adapters, which runs episodes of an inner environment.
 
-    A subclass creates the inner environment, and translates its observations and actions to and
-    from text. An instance keeps its inner environment between episodes; a copy creates a new one.
+    A subclass creates the inner environment, and converts its observations to text and text to its
+    actions. An instance reuses its inner environment in later episodes. A copy creates a new one.
     """
 
     judges = True
 
-    def __init__(self, config: SeededConfig, name: str) -> None:
+    def __init__(self, config: ResetStepConfig, name: str) -> None:
         self.settings, self.name, self.replayable = config, name, config.replayable
         self.inner: Any = None
-        self._random: tuple[Any, Any] | None = None
+        self._random_state: tuple[Any, Any] | None = None
 
     @abstractmethod
     def make(self) -> Any:
@@ -79,12 +84,12 @@ class Seeded(ABC):
 
     @abstractmethod
     def act(self, text: str) -> Observation:
-        """Take the action that the policy's text names, and return the observation after it."""
+        """Take the action in the policy's text, and return the observation after it."""
 
     def __copy__(self) -> Self:
-        twin = type(self).__new__(type(self))
-        vars(twin).update({**vars(self), "inner": None, "_random": None})
-        return twin
+        copy = type(self).__new__(type(self))
+        vars(copy).update({**vars(self), "inner": None, "_random_state": None})
+        return copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return a split's tasks. A task's message only names it; `reset` returns the prompt."""
@@ -109,27 +114,28 @@ class Seeded(ABC):
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         raise DataError(
-            f"{self.name} comes without solutions: train with rollouts, or write demonstrations of "
-            "your own"
+            f"{self.name} has no solutions: train with rollouts, or write demonstrations of your "
+            "own"
         )
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self._turns = 0
-        answer = await self._call(lambda: self._begin(task.seed))
-        self._state = answer.state
-        return (Message("user", answer.text),)
+        observation = await self._call(lambda: self._begin(task.seed))
+        self._state = observation.state
+        return (Message("user", observation.text),)
 
     async def step(self, message: Message) -> Step:
         self._turns += 1
-        before, answer = self._state, await self._call(lambda: self.act(message.text))
-        self._state = answer.state
-        is_done = answer.done or self._turns >= self.settings.max_turns
+        previous_state = self._state
+        observation = await self._call(lambda: self.act(message.text))
+        self._state = observation.state
+        is_done = observation.done or self._turns >= self.settings.max_turns
         return Step(
-            messages=() if is_done else (Message("user", answer.text),),
-            reward=answer.reward,
+            messages=() if is_done else (Message("user", observation.text),),
+            reward=observation.reward,
             done=is_done,
-            state_key=before,
-            metrics=answer.metrics,
+            state_key=previous_state,
+            metrics=observation.metrics,
         )
 
     async def close(self) -> None:
@@ -144,25 +150,26 @@ class Seeded(ABC):
 
     async def _call(self, work: Callable[[], T]) -> T:
         return await asyncio.to_thread(
-            self._with_own_random if self.settings.process_random else _plain, work
+            self._run_with_random_state if self.settings.process_random else _run, work
         )
 
-    def _with_own_random(self, work: Callable[[], T]) -> T:
-        """Call `work` with the process's random generators as this environment's last call left
-        them, and restore them afterwards.
+    def _run_with_random_state(self, work: Callable[[], T]) -> T:
+        """Call `work` with this environment's state of the global random generators.
+
+        The state is saved after each call, and the previous global state is restored.
         """
-        with ONE_AT_A_TIME:
-            before = random.getstate(), np.random.get_state()
+        with GLOBAL_RANDOM_LOCK:
+            global_state = random.getstate(), np.random.get_state()
             try:
-                if self._random is not None:
-                    random.setstate(self._random[0])
-                    np.random.set_state(self._random[1])
+                if self._random_state is not None:
+                    random.setstate(self._random_state[0])
+                    np.random.set_state(self._random_state[1])
                 return work()
             finally:
-                self._random = random.getstate(), np.random.get_state()
-                random.setstate(before[0])
-                np.random.set_state(before[1])
+                self._random_state = random.getstate(), np.random.get_state()
+                random.setstate(global_state[0])
+                np.random.set_state(global_state[1])
 
 
-def _plain(work: Callable[[], T]) -> T:
+def _run(work: Callable[[], T]) -> T:
     return work()

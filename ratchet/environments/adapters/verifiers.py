@@ -1,9 +1,9 @@
 """Adapt environments of the package verifiers (its v1 interface).
 
-There a taskset provides tasks, `Env.run(task, agents)` plays a task with agents, and the task's own
-functions score the trace. The policy is one of the agents: `run` continues until it requests a turn
-of that agent, and then waits for Ratchet's message. A task that needs a sandbox or served tools is
-refused; use Ratchet's proxy for it.
+In verifiers a taskset provides tasks, `Env.run(task, agents)` plays a task with agents, and the
+task's own functions score the trace. The policy plays one of the agents, whose place is called a
+seat. Whenever `run` requests a turn of that agent, it waits for Ratchet's message. A task that
+needs a sandbox or served tools is refused; use Ratchet's OpenAI-compatible proxy for it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 class VerifiersConfig(EnvironmentConfig):
-    """An environment of the package verifiers (its v1 interface) by the id of its taskset."""
+    """An environment of the package verifiers (its v1 interface), by the id of its taskset."""
 
     builds: ClassVar[str] = "ratchet.environments.adapters.verifiers:VerifiersEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
@@ -38,19 +38,18 @@ class VerifiersConfig(EnvironmentConfig):
     options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
     env: dict[str, Any] = Field(
         {},
-        description="Keys of the environment's config, its id among them where it is not the "
-        "taskset's.",
+        description="Keys of the environment's config, with its id if that is not the taskset's.",
     )
     seat: str | None = Field(
-        None, description="The agent that the policy plays; null: the only one that there is."
+        None, description="Name of the agent that the policy plays; null: the only one."
     )
     tasks: int | None = Field(
-        None, ge=2, description="Only the first so many; an endless taskset needs it."
+        None, ge=2, description="Number of tasks to use, which an endless taskset needs; null: all."
     )
     max_turns: int = Field(
         64,
         ge=1,
-        description="Replies of the policy before the environment is told that it has stopped.",
+        description="Replies of the policy after which the episode is stopped.",
     )
     replayable: bool = Field(True, description="The same replies give the same episode.")
 
@@ -68,14 +67,14 @@ class VerifiersEnvironment(Rows):
 
     def __init__(self, config: VerifiersConfig) -> None:
         self.config, self.replayable = config, config.replayable
-        self.inner = _loaded(config)
-        self.seat = _seat(self.inner, config.seat)
-        self.given: dict[str, vf.Task] = {}
+        self.inner = _load(config)
+        self.seat = _choose_seat(self.inner, config.seat)
+        self.inner_tasks: dict[str, vf.Task] = {}
         self._rows: dict[Split, list[Task]] = {"train": [], "test": []}
-        self._read()
+        self._read_tasks()
         self._episode: asyncio.Task[vf.Episode] | None = None
 
-    def _read(self) -> None:
+    def _read_tasks(self) -> None:
         taskset = (
             self.inner.taskset
             if self.config.tasks is None
@@ -87,50 +86,49 @@ class VerifiersEnvironment(Rows):
                 "number"
             )
         tasks = list(taskset)
-        prompts = [_opening(task) for task in tasks]
-        alike = len(set(prompts)) < len(prompts)
+        prompts = [_read_prompt(task) for task in tasks]
+        has_repeats = len(set(prompts)) < len(prompts)
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
-            _check_needs_no_box(task)
-            text = task.hash if alike else "\n".join(message.text for message in prompt)
+            _check_needs(task)
+            text = task.hash if has_repeats else "\n".join(message.text for message in prompt)
             split = "test" if held_out(text) else "train"
-            read_task = Task(
+            converted_task = Task(
                 id=f"{self.config.taskset}/{index}",
                 messages=prompt or (Message("user", f"{self.config.taskset}, task {index}"),),
                 environment=self.name,
                 tag=self.config.taskset,
             )
-            self.given[read_task.id] = task
-            self._rows[split].append(read_task)
+            self.inner_tasks[converted_task.id] = task
+            self._rows[split].append(converted_task)
 
     def rows(self, split: Split) -> Sequence[Task]:
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(
-            f"taskset {self.config.taskset} comes without solutions: train with rollouts"
-        )
+        raise DataError(f"taskset {self.config.taskset} has no solutions: train with rollouts")
 
     async def reset(self, task: Task) -> Sequence[Message]:
         await self.close()
         self._turns = 0
-        self._asked, self._replies = asyncio.Queue[Sequence[Message]](), asyncio.Queue[str | None]()
-        self._episode = asyncio.create_task(self._play(self.given[task.id]))
-        asked = await self._next()
-        if asked is None:
+        self._requests = asyncio.Queue[Sequence[Message]]()
+        self._replies = asyncio.Queue[str | None]()
+        self._episode = asyncio.create_task(self._play(self.inner_tasks[task.id]))
+        request = await self._next_request()
+        if request is None:
             raise DataError(
-                f"{task.id}: its environment ended without asking seat '{self.seat}' for a turn"
+                f"{task.id}: its environment ended without a turn of seat '{self.seat}'"
             )
-        return asked
+        return request
 
     async def step(self, message: Message) -> Step:
         self._turns += 1
         await self._replies.put(message.text)
-        asked = await self._next()
-        if asked is not None and self._turns >= self.config.max_turns:
+        request = await self._next_request()
+        if request is not None and self._turns >= self.config.max_turns:
             await self._replies.put(None)
-            asked = await self._next()
-        if asked is not None:
-            return Step(messages=tuple(asked), reward=0.0)
+            request = await self._next_request()
+        if request is not None:
+            return Step(messages=tuple(request), reward=0.0)
         assert self._episode is not None
         (trace,) = self._episode.result().traces
         parts = {name: part.value for name, part in trace.rewards.items() if part is not None}
@@ -142,22 +140,23 @@ class VerifiersEnvironment(Rows):
         if episode is not None:
             episode.cancel()
 
-    async def _next(self) -> Sequence[Message] | None:
+    async def _next_request(self) -> Sequence[Message] | None:
         """Return the next messages for the policy; None once the episode is over.
 
         Exceptions of the environment propagate.
         """
         assert self._episode is not None
-        asked = asyncio.ensure_future(self._asked.get())
-        await asyncio.wait({asked, self._episode}, return_when=asyncio.FIRST_COMPLETED)
-        if asked.done():
-            return asked.result()
-        asked.cancel()
+        request = asyncio.ensure_future(self._requests.get())
+        await asyncio.wait({request, self._episode}, return_when=asyncio.FIRST_COMPLETED)
+        if request.done():
+            return request.result()
+        request.cancel()
         self._episode.result()
         return None
 
-    async def _ask(self, messages: Sequence[Message]) -> str | None:
-        await self._asked.put(messages)
+    async def request_turn(self, messages: Sequence[Message]) -> str | None:
+        """Pass messages to the policy and return its reply; None to stop the episode."""
+        await self._requests.put(messages)
         return await self._replies.get()
 
     async def _play(self, task: vf.Task) -> vf.Episode:
@@ -171,23 +170,23 @@ class VerifiersEnvironment(Rows):
         await self.inner.finalize(task, episode)
         if len(episode.traces) != 1:
             raise DataError(
-                f"the episode holds {len(episode.traces)} conversations of the policy, and one can "
-                "be trained"
+                f"the episode holds {len(episode.traces)} conversations of the policy, and only "
+                "one can be trained on"
             )
         return episode
 
 
 class _Seats:
-    """A replacement of `vf.Agents` that has only the policy's seat."""
+    """A replacement of `vf.Agents` that has only the agent of the policy."""
 
-    def __init__(self, table: VerifiersEnvironment, episode: vf.Episode) -> None:
-        self._policy = _Seat(table, episode)
-        self._name = table.seat
+    def __init__(self, environment: VerifiersEnvironment, episode: vf.Episode) -> None:
+        self._policy = _Seat(environment, episode)
+        self._name = environment.seat
 
     def __getattr__(self, name: str) -> _Seat:
         if name != self._name:
             raise DataError(
-                f"seat '{name}' needs an agent of its own, which can't be played here: {USE_PROXY}"
+                f"seat '{name}' needs another agent, which this adapter can't play: {USE_PROXY}"
             )
         return self._policy
 
@@ -197,8 +196,8 @@ class _Seat:
 
     trainable = True
 
-    def __init__(self, table: VerifiersEnvironment, episode: vf.Episode) -> None:
-        self.table, self.episode = table, episode
+    def __init__(self, environment: VerifiersEnvironment, episode: vf.Episode) -> None:
+        self.environment, self.episode = environment, episode
 
     async def run(self, task: vf.Task) -> vf.Trace:
         async with self.interaction(task) as conversation:
@@ -207,12 +206,12 @@ class _Seat:
 
     @asynccontextmanager
     async def interaction(self, task: vf.Task) -> AsyncIterator[_Conversation]:
-        conversation = _Conversation(self.table, task)
+        conversation = _Conversation(self.environment, task)
         self.episode.traces.append(conversation.trace)
         if len(self.episode.traces) > 1:
             raise DataError(
-                "the policy is asked for a second conversation in one episode, and one can be "
-                "trained"
+                "the environment requests a second conversation of the policy in one episode, and "
+                "only one can be trained on"
             )
         yield conversation
         if conversation.trace.stop_condition is None:
@@ -221,48 +220,48 @@ class _Seat:
 
 
 class _Conversation:
-    """A replacement of `vf.Interaction` with replies from the policy; it records the same trace."""
+    """A replacement of `vf.Interaction` with the policy's replies. It records the same trace."""
 
-    def __init__(self, table: VerifiersEnvironment, task: vf.Task) -> None:
+    def __init__(self, environment: VerifiersEnvironment, task: vf.Task) -> None:
         from verifiers.v1 import AgentInfo, Trace, TraceTask
         from verifiers.v1.state import state_cls
 
-        self.table, self.task = table, task
+        self.environment, self.task = environment, task
         self.trace: Any = Trace(
             task=TraceTask(type=type(task).__name__, data=task.data, key=task.key, hash=task.hash),
             state=state_cls(type(task))(),
-            agent=AgentInfo(config=getattr(table.inner.config, table.seat)),
+            agent=AgentInfo(config=getattr(environment.inner.config, environment.seat)),
         )
-        self.said: list[vf.Message] = []
-        # True after a terminated segment. As in `vf.Interaction`, a further turn is then an error.
-        self.over = False
+        self.messages: list[vf.Message] = []
+        # True after a terminated segment. As in `vf.Interaction`, another turn is then an error.
+        self.is_over = False
 
     async def turn(self, message: str | Sequence[Any] | None = None) -> vf.Segment:
         from verifiers.v1 import AssistantMessage, Response, Segment
         from verifiers.v1.graph import prepare_turn
 
-        if self.over:
+        if self.is_over:
             raise RuntimeError("the exchange is over (the run ended); read interaction.trace")
         if self.trace.stop_condition is not None:
-            self.over = True
+            self.is_over = True
             return Segment(messages=[], terminated=True)
-        new = _prompt(self.task) if not self.said else []
-        new += _typed(message)
-        self.said += new
-        text = await self.table._ask(tuple(map(_ours, new)))
+        new_messages = _prompt(self.task) if not self.messages else []
+        new_messages += _parse_messages(message)
+        self.messages += new_messages
+        text = await self.environment.request_turn(tuple(map(_convert_message, new_messages)))
         if text is None:
             self.trace.stop("max_turns")
-            self.over = True
+            self.is_over = True
             return Segment(messages=[], terminated=True)
         reply = AssistantMessage(content=text)
-        answered = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
-        prepare_turn(self.trace, list(self.said)).commit(answered)
-        self.said.append(reply)
-        await self._stopped()
+        response = Response(id="", created=0, model="policy", message=reply, finish_reason="stop")
+        prepare_turn(self.trace, list(self.messages)).commit(response)
+        self.messages.append(reply)
+        await self._apply_stop_hooks()
         return Segment(messages=[reply])
 
-    async def _stopped(self) -> None:
-        """Stop the trace if one of the task's `@vf.stop` functions returns true for it."""
+    async def _apply_stop_hooks(self) -> None:
+        """Stop the trace if one of the task's `@vf.stop` functions returns true."""
         from verifiers.v1 import Trace
         from verifiers.v1.session import call_hook
 
@@ -272,12 +271,13 @@ class _Conversation:
                 return
 
 
-def _loaded(config: VerifiersConfig) -> vf.Env:
+def _load(config: VerifiersConfig) -> vf.Env:
     try:
         import verifiers.v1 as vf
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind 'verifiers' can't import it ({error}): pip install 'verifiers>=0.4'"
+            f"environment.kind 'verifiers' can't import the package ({error}): pip install "
+            "'verifiers>=0.4'"
         ) from error
     taskset = {**config.options, "id": config.taskset}
     try:
@@ -287,21 +287,22 @@ def _loaded(config: VerifiersConfig) -> vf.Env:
         raise ConfigError(f"environment.taskset {config.taskset}: {error}") from error
 
 
-def _seat(inner: vf.Env, wanted: str | None) -> str:
+def _choose_seat(inner: vf.Env, configured: str | None) -> str:
     from verifiers.v1.configs.agent import agent_config_fields
 
     seats = list(agent_config_fields(inner.config))
-    if wanted is None and len(seats) == 1:
+    if configured is None and len(seats) == 1:
         return seats[0]
-    if wanted not in seats:
+    if configured not in seats:
         raise ConfigError(
             f"environment.seat: the policy must play one of {', '.join(seats)}, not "
-            f"{wanted or 'all of them'}"
+            f"{configured or 'all of them'}"
         )
-    return wanted
+    return configured
 
 
-def _check_needs_no_box(task: vf.Task) -> None:
+def _check_needs(task: vf.Task) -> None:
+    """Raise ConfigError for a task that needs a container or other services of verifiers."""
     from verifiers.v1 import Task as Base
     from verifiers.v1 import Trace
     from verifiers.v1.session import hook_boundary
@@ -311,20 +312,21 @@ def _check_needs_no_box(task: vf.Task) -> None:
     needs = {
         "a container": kind.NEEDS_CONTAINER or task.data.image is not None,
         "served tools": bool(kind.toolsets(task.config)),
-        "a box for its setup": kind.setup is not Base.setup or kind.finalize is not Base.finalize,
+        "a runtime for its setup": kind.setup is not Base.setup
+        or kind.finalize is not Base.finalize,
         "intercepted requests": bool(discover_decorated(task, "intercept"))
         or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop")),
-        "a box for its rewards": any(
-            (box := inspect.signature(function).parameters.get("runtime"))
-            and box.default is box.empty
+        "a runtime for its rewards": any(
+            (parameter := inspect.signature(function).parameters.get("runtime"))
+            and parameter.default is parameter.empty
             for function in (*task.hooks("reward"), *task.hooks("metric"))
         ),
     }
     if any(needs.values()):
-        missing = next(need for need, needed in needs.items() if needed)
+        missing = next(name for name, is_needed in needs.items() if is_needed)
         raise ConfigError(
-            f"environment.taskset: {kind.__name__} needs {missing}, which this adapter has not: "
-            f"{USE_PROXY}"
+            f"environment.taskset: {kind.__name__} needs {missing}, which this adapter does not "
+            f"offer: {USE_PROXY}"
         )
 
 
@@ -336,11 +338,11 @@ def _prompt(task: vf.Task) -> list[vf.Message]:
     return [*opening, *([UserMessage(content=prompt)] if isinstance(prompt, str) else prompt or [])]
 
 
-def _opening(task: vf.Task) -> tuple[Message, ...]:
-    return tuple(map(_ours, _prompt(task)))
+def _read_prompt(task: vf.Task) -> tuple[Message, ...]:
+    return tuple(map(_convert_message, _prompt(task)))
 
 
-def _typed(message: str | Sequence[Any] | None) -> list[vf.Message]:
+def _parse_messages(message: str | Sequence[Any] | None) -> list[vf.Message]:
     from verifiers.v1 import UserMessage
     from verifiers.v1.dialects import parse_message
 
@@ -348,10 +350,10 @@ def _typed(message: str | Sequence[Any] | None) -> list[vf.Message]:
         return []
     if isinstance(message, str):
         return [UserMessage(content=message)]
-    return [parse_message(each) if isinstance(each, dict) else each for each in message]
+    return [parse_message(item) if isinstance(item, dict) else item for item in message]
 
 
-def _ours(message: vf.Message) -> Message:
+def _convert_message(message: vf.Message) -> Message:
     content = message.content or ""
     if not isinstance(content, str):
         content = "\n".join(_text(part) for part in content)
@@ -362,6 +364,6 @@ def _ours(message: vf.Message) -> Message:
 def _text(part: Any) -> str:
     if part.type != "text":
         raise DataError(
-            f"a message holds a part of type {part.type}, and only text can be played here"
+            f"a message holds a part of type {part.type}, and this adapter supports only text"
         )
     return part.text

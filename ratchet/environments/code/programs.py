@@ -1,6 +1,6 @@
-"""An environment of programs to write, judged by tests: made-up functions or the rows of a file.
+"""An environment of programs to write, judged by tests: generated functions or rows of a file.
 
-A made-up function: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
+A generated function: "*3+2" -> "def f(x):\\n x*=3\\n x+=2\\n return x".
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ratchet.types import Message, Split, Task
 
 
 class ProgramsConfig(EnvironmentConfig):
-    """Programs judged by tests: small functions that are made up, or the rows of a file.
+    """Programs judged by tests: generated small functions, or the rows of a file.
 
-    A file holds rows with `prompt`, and `tests` ([{"stdin", "stdout"}]) or HumanEval's
-    `entry_point` and `test`; a `canonical_solution` serves as demonstration. The test split is the
-    file `test`, or else one in ten of the prompts.
+    A file has rows with `prompt`, and `tests` ([{"stdin", "stdout"}]) or HumanEval's `entry_point`
+    and `test`. A `canonical_solution` becomes the demonstration. The test split is the file `test`,
+    or else a tenth of the prompts.
     """
 
     builds: ClassVar[str] = "ratchet.environments.code.programs:programs"
@@ -33,18 +33,18 @@ class ProgramsConfig(EnvironmentConfig):
 
     train: DataFile | None = Field(
         None,
-        description="File of tasks; null: made-up functions, f: *3 +2 -> def f(x):return x*3+2.",
+        description="File of tasks; null: generated functions, f: *3 +2 -> def f(x):return x*3+2.",
     )
     test: DataFile | None = Field(None, description="File of the test split.")
-    operations: int = Field(2, ge=1, le=6, description="Operations of a made-up function.")
+    operations: int = Field(2, ge=1, le=6, description="Operations of a generated function.")
 
     @model_validator(mode="after")
-    def _test_needs_train(self) -> ProgramsConfig:
+    def _check_unread_keys(self) -> ProgramsConfig:
         if self.test is not None and self.train is None:
-            raise ValueError("test is read beside train: set train, or remove test")
+            raise ValueError("test has no effect without train: set train, or remove test")
         if self.train is not None and "operations" in self.changed:
             raise ValueError(
-                f"operations={self.operations} is of made-up functions: remove it, or train"
+                f"operations={self.operations} is for generated functions: remove it, or train"
             )
         return self
 
@@ -54,11 +54,12 @@ ARGUMENTS = (0, 1, 7, -12)  # enough to tell any two different functions apart
 TEST_COLUMNS = ("tests", "test", "entry_point")
 
 
-def programs(config: ProgramsConfig) -> MadeUpPrograms | ProgramRows:
-    return MadeUpPrograms(config) if config.train is None else ProgramRows(config)
+def programs(config: ProgramsConfig) -> GeneratedPrograms | ProgramRows:
+    """Return the environment of a config."""
+    return GeneratedPrograms(config) if config.train is None else ProgramRows(config)
 
 
-class MadeUpPrograms(Procedural):
+class GeneratedPrograms(Procedural):
     """Tasks to write a function that applies the prompt's operations to a number in order."""
 
     name = "programs"
@@ -68,7 +69,7 @@ class MadeUpPrograms(Procedural):
 
     def sample(self, rng: random.Random) -> Problem:
         steps = [(rng.choice("+-*"), rng.randint(1, 9)) for _ in range(self.config.operations)]
-        lines = [f"assert candidate({x}) == {_value(x, steps)}" for x in ARGUMENTS]
+        lines = [f"assert candidate({x}) == {_apply_steps(x, steps)}" for x in ARGUMENTS]
         test = "def check(candidate):\n" + "".join(f"    {line}\n" for line in lines)
         body = "".join(f" x{sign}={n}\n" for sign, n in steps)
         prompt = "".join(f"{sign}{n}" for sign, n in steps) + "\n"
@@ -77,13 +78,15 @@ class MadeUpPrograms(Procedural):
         )
 
 
-def _value(x: int, steps: Sequence[tuple[str, int]]) -> int:
+def _apply_steps(x: int, steps: Sequence[tuple[str, int]]) -> int:
     for sign, n in steps:
         x = OPERATIONS[sign](x, n)
     return x
 
 
 class ProgramRows(Rows):
+    """Tasks to write a program, from the rows of a file."""
+
     name = "programs"
 
     def __init__(self, config: ProgramsConfig) -> None:
@@ -92,7 +95,7 @@ class ProgramRows(Rows):
     def rows(self, split: Split) -> Sequence[Task]:
         """Return all tasks of a split.
 
-        Raises DataError naming the file for a row without tests, or a prompt in both splits.
+        Raises DataError, which names the file, for a row without tests or a prompt in both splits.
         """
         return self._rows[split]
 
@@ -106,29 +109,27 @@ class ProgramRows(Rows):
     def _rows(self) -> dict[Split, list[Task]]:
         """Return the tasks of both splits.
 
-        The file is read on first use: an instance that only plays attempts never reads it.
+        The file is read on first use, because an instance that only plays attempts never needs it.
         """
         assert self.config.train is not None
         rows = _read("train", self.config.train)
         if self.config.test is None:
-            out = [held_out(task.messages[0].text) for task in rows]
-            train = [task for task, kept in zip(rows, out, strict=True) if not kept]
-            return {
-                "train": train,
-                "test": [task for task, kept in zip(rows, out, strict=True) if kept],
-            }
+            splits: dict[Split, list[Task]] = {"train": [], "test": []}
+            for task in rows:
+                splits["test" if held_out(task.messages[0].text) else "train"].append(task)
+            return splits
         prompts, test = {task.messages for task in rows}, _read("test", self.config.test)
-        both = next((task for task in test if task.messages in prompts), None)
-        if both is not None:
+        shared = next((task for task in test if task.messages in prompts), None)
+        if shared is not None:
             raise DataError(
-                f"{self.config.test}: the prompt of '{both.id}' is also in {self.config.train}: "
+                f"{self.config.test}: the prompt of '{shared.id}' is also in {self.config.train}: "
                 "remove it from one"
             )
         return {"train": rows, "test": test}
 
 
 def _read(split: Split, path: DataFile) -> list[Task]:
-    """Return the tasks of a file. Raises DataError naming file and line for a row without tests."""
+    """Return the tasks of a file. Raises DataError for a row without tests."""
     tasks: list[Task] = []
     for row in read_rows(path, {"prompt": str}):
         if not any(column in row.values for column in TEST_COLUMNS):

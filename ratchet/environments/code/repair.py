@@ -1,4 +1,4 @@
-"""An environment of programs with several tries: a failed try is answered with its error."""
+"""An environment of programs with several tries. After a failed try the policy sees its error."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pydantic import Field, SerializeAsAny
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.tool_use.python import failure
+from ratchet.environments.tool_use.python import describe_failure
 from ratchet.protocols import Environment, Step
 from ratchet.rewards.code.extract_program import extract_program, right_output
 from ratchet.rewards.code.function_tests import FunctionTask
@@ -20,56 +20,53 @@ from ratchet.types import Message, Split, Task
 
 
 class CodeRepairConfig(EnvironmentConfig):
-    """An environment of programs in which the policy sees the error of a failed try, and tries
-    again.
-    """
+    """An environment of programs: the policy sees the error of a failed try, and tries again."""
 
     builds: ClassVar[str] = "ratchet.environments.code.repair:CodeRepair"
 
     problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="Environment of the tasks, with tests as the reward code reads them: {kind: "
-        "programs}."
+        description="Environment with the tasks and tests for the reward code: {kind: programs}."
     )
     judge: CodeConfig = Field(
-        CodeConfig.model_validate({}), description="How a program is run and judged."
+        CodeConfig.model_validate({}), description="Settings for running and judging a program."
     )
-    tries: int = Field(3, ge=1, description="Programs of one attempt.")
+    tries: int = Field(3, ge=1, description="Maximum number of programs in one attempt.")
     discount: float = Field(
-        1.0, gt=0, le=1, description="Factor on the reward for each try that failed before."
+        1.0, gt=0, le=1, description="Factor of the reward for each failed try before."
     )
     error_chars: int = Field(
-        800, gt=0, description="Characters of an error that are shown, at its end."
+        800, gt=0, description="Characters of an error's end that the policy sees."
     )
 
 
-# Maximum number of characters shown of an input, an output or an expected output.
+# Maximum characters of an input, an output or an expected output in a hint.
 SHOWN_CHARS = 500
 
 
 class CodeRepair:
     """An environment of programs with several tries.
 
-    The last try's reward is that of `code`, times `discount` for each earlier try.
+    The reward is that of `code` for the last try, times `discount` for each earlier try.
 
-    After a failed try the program runs again for a hint, which does not change the reward. That
-    process holds the input of one test, or the arguments of one call, and nothing else of the
-    tests, so everything that the program prints there can be shown. An attempt shows the expected
-    output of at most one input, and only if copying it into the next program earns nothing by
-    itself: other inputs are tested too, and all tests have to pass.
+    After a failed try the program runs again to produce a hint, which does not change the reward.
+    This run contains only the input of one test, or the arguments of one call, so all that the
+    program prints can be shown without leaking other tests. An attempt shows the expected output of
+    at most one input. It shows none if copying that output into the next program would earn a
+    reward: all tests must be required, and other inputs tested too.
     """
 
     replayable = True
     judges = True
 
     def __init__(self, config: CodeRepairConfig) -> None:
-        """Raise SandboxError if the machine isolates programs less than the judge requires."""
+        """Raise SandboxError if this machine can't isolate programs as the judge requires."""
         self.config = config
         self.problems: Environment = build(config.problems)
         self._code = Code(config.judge)
         self._task: Task | None = None
         self._tries = 0
-        # The one input whose expected output was shown in this attempt.
-        self._shown: bytes | None = None
+        # The input whose expected output was shown in this attempt.
+        self._shown_input: bytes | None = None
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return self.problems.tasks(split, seed=seed, start=start)
@@ -78,90 +75,90 @@ class CodeRepair:
         return self.problems.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._task, self._tries, self._shown = task, 0, None
+        self._task, self._tries, self._shown_input = task, 0, None
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        """Judge a program: end if it passes or was the last try, else answer with a hint.
+        """Judge a program. End the episode if it passes or was the last try, else give a hint.
 
         Raises DataError for a task with broken tests, SandboxError if the sandbox failed.
         """
         assert self._task is not None, "step before reset"
         self._tries += 1
         verdict = await self._code.grade(message.text, self._task)
-        passed = verdict.parts["passed"] == 1.0
-        if passed or self._tries >= self.config.tries:
+        has_passed = verdict.parts["passed"] == 1.0
+        if has_passed or self._tries >= self.config.tries:
             reward = verdict.reward * self.config.discount ** (self._tries - 1)
             return Step(
                 reward=reward,
                 done=True,
-                metrics={"programs": 1, "repaired": float(passed and self._tries > 1)},
+                metrics={"programs": 1, "repaired": float(has_passed and self._tries > 1)},
             )
-        error = await self._error(message.text, self._task)
-        return Step(messages=(Message("user", error),), reward=0.0, metrics={"programs": 1})
+        hint = await self._hint(message.text, self._task)
+        return Step(messages=(Message("user", hint),), reward=0.0, metrics={"programs": 1})
 
     async def close(self) -> None:
         return None
 
-    async def _error(self, text: str, task: Task) -> str:
+    async def _hint(self, text: str, task: Task) -> str:
         judge = self.config.judge
         program = extract_program(text, judge.blocks, require_block=judge.require_block)
         if program is None:
             return "There is no program in your answer: write it between ```python and ```."
         tests = given_tests(task)
         if isinstance(tests, FunctionTask):
-            return await self._failing_call(program, tests)
+            return await self._call_hint(program, tests)
         pairs = io_tests(tests["tests"], task.id)
         for stdin, expected in pairs:
             result = await Programs(self._code.sandbox).run(program, stdin, self._code.limits)
             if result.ok and right_output(result, expected, judge.compare, judge.tolerance):
                 continue
-            where = f"For the input\n{_short(stdin.decode('utf-8', 'replace'))}\n"
+            where = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
             if not result.ok:
-                return where + self._end_of(failure(result))
+                return where + self._shorten_error(describe_failure(result))
             printed = (
-                f"{where}your program prints\n{_short(result.stdout.decode('utf-8', 'replace'))}\n"
+                f"{where}your program "
+                f"prints\n{_shorten(result.stdout.decode('utf-8', 'replace'))}\n"
             )
-            if not self._may_show(stdin, pairs):
+            if not self._may_show_output(stdin, pairs):
                 return f"{printed}which is not expected."
-            return f"{printed}and this is expected:\n{_short(expected)}"
+            return f"{printed}and this is expected:\n{_shorten(expected)}"
         return "Your program does not pass its tests every time."
 
-    def _may_show(self, stdin: bytes, pairs: Sequence[tuple[bytes, str]]) -> bool:
+    def _may_show_output(self, stdin: bytes, pairs: Sequence[tuple[bytes, str]]) -> bool:
         if self.config.judge.credit != "all" or all(other == stdin for other, _ in pairs):
             return False
-        if self._shown is None:
-            self._shown = stdin
-        return self._shown == stdin
+        if self._shown_input is None:
+            self._shown_input = stdin
+        return self._shown_input == stdin
 
-    async def _failing_call(self, program: str, task: FunctionTask) -> str:
+    async def _call_hint(self, program: str, task: FunctionTask) -> str:
         verdict = await self._code.functions.judge(program, task)
         if verdict.end == "passed":
             return "Your program does not pass its tests every time."
         if not verdict.call:
             return "Your program does not pass its tests."
-        explained = await self._code.functions.explain(program, task, verdict.call)
-        where = f"For the call\n{explained.call}\n"
-        if not explained.result.ok:
-            return where + self._end_of(failure(explained.result))
+        explanation = await self._code.functions.explain(program, task, verdict.call)
+        where = f"For the call\n{explanation.call}\n"
+        if not explanation.result.ok:
+            return where + self._shorten_error(describe_failure(explanation.result))
         if verdict.end == "limit":
             return (
                 "Your program does not pass its tests: the calls together take too much time "
-                "or "
-                "memory."
+                "or memory."
             )
-        if explained.returned is None:
+        if explanation.returned is None:
             return f"{where}your program ends without an answer."
-        return f"{where}your program returns\n{explained.returned}\nand a test fails after it."
+        return f"{where}your program returns\n{explanation.returned}\nand a test fails after it."
 
-    def _end_of(self, error: str) -> str:
-        kept = (
+    def _shorten_error(self, error: str) -> str:
+        shortened = (
             error
             if len(error) <= self.config.error_chars
             else f"...{error[-self.config.error_chars :]}"
         )
-        return f"Your program does not pass its tests:\n{kept}"
+        return f"Your program does not pass its tests:\n{shortened}"
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."

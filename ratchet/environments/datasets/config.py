@@ -1,4 +1,4 @@
-"""Configuration of the environments that read datasets; it imports neither them nor torch."""
+"""The configuration of environments that read datasets. Importing it loads no data library."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.media_limits import FileLimits
 from ratchet.data.files import DataFile, expand
-from ratchet.data.formats.media_columns import COLUMNS as OF_MEDIA
+from ratchet.data.formats.media_columns import COLUMNS as MEDIA_COLUMNS
 from ratchet.data.presets.datasets import Preset
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
@@ -23,7 +23,7 @@ from ratchet.utils.object_store import is_address
 class PreferencesConfig(EnvironmentConfig):
     """A dataset of preferences from files, in any common format (docs/preference-data.md).
 
-    The test split is the file `test`; without one, it is a tenth of the prompts of `train`.
+    The test split is the file `test`, or else a tenth of the prompts of `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
@@ -40,19 +40,22 @@ class PreferencesConfig(EnvironmentConfig):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Names of columns in the files, where not the usual ones: {chosen: preferred}.",
+        description="Column names of the file by usual name, where they differ: {chosen: "
+        "preferred}.",
     )
-    separator: str = Field("\n", description="Appended to each step of an answer in steps.")
+    separator: str = Field(
+        "\n", description="Text appended to each step of an answer with step labels."
+    )
 
     @field_validator("columns")
     @classmethod
-    def _usual_columns_by_distinct_names(cls, columns: dict[str, str]) -> dict[str, str]:
+    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
         for usual in columns:
             if usual not in cls.usual_columns:
                 near = get_close_matches(usual, cls.usual_columns, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is no column: {hint}there are {', '.join(cls.usual_columns)}"
+                    f"{usual} is not a usual column: {hint}there are {', '.join(cls.usual_columns)}"
                 )
         names = [columns.get(usual, usual) for usual in cls.usual_columns]
         repeated = next((name for name in names if names.count(name) > 1), None)
@@ -61,43 +64,44 @@ class PreferencesConfig(EnvironmentConfig):
                 usual for usual in cls.usual_columns if columns.get(usual, usual) == repeated
             )
             raise ValueError(
-                f"{colliding} would both be read from '{repeated}': give each a column of its own"
+                f"{colliding} would both be read from '{repeated}': name another column for one"
             )
         return columns
 
 
-OF_PROMPTS = ("prompt", "answer", "solution")
-OF_CONVERSATIONS = ("messages", "tools")
-OF_EITHER_RESPONSE = ("first", "second", "preference")
-OF_ANY = ("id", "system", "difficulty")
+# Usual column names by the kind of row that has them.
+PROMPT_COLUMNS = ("prompt", "answer", "solution")
+CONVERSATION_COLUMNS = ("messages", "tools")
+PREFERENCE_COLUMNS = ("first", "second", "preference")  # two answers, and which is better
+COMMON_COLUMNS = ("id", "system", "difficulty")
 USUAL_COLUMNS = tuple(
     dict.fromkeys(
         (
-            *OF_ANY,
-            *OF_PROMPTS,
-            *OF_CONVERSATIONS,
+            *COMMON_COLUMNS,
+            *PROMPT_COLUMNS,
+            *CONVERSATION_COLUMNS,
             *PreferencesConfig.usual_columns,
-            *OF_EITHER_RESPONSE,
-            *OF_MEDIA,
+            *PREFERENCE_COLUMNS,
+            *MEDIA_COLUMNS,
         )
     )
 )
 
 
 class DatasetConfig(EnvironmentConfig):
-    """A dataset from files, an object store or the Hugging Face hub (docs/data.md).
+    """A dataset from files, an object store or the Hugging Face Hub (docs/data.md).
 
-    Its rows are prompts with answers, conversations, pairs or labelled answers. A preset says where
-    a published dataset is and what its columns mean; any key set beside it overrides the preset.
+    Its rows are prompts with answers, conversations, preference pairs or labelled answers. A preset
+    names a published dataset and its columns. Keys that are set too override the preset's.
 
-    The test split is `test`, or the hub's; without either, a hash selects a share of the rows.
+    The test split is `test`, or the test split on the Hub, or else a share of the rows by hash.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.dataset:dataset"
     needs_media: ClassVar[bool] = False
 
     preset: str | None = Field(
-        None, description="A published dataset by its name: gsm8k, hh_rlhf, tulu3_sft, ..."
+        None, description="Name of a published dataset: gsm8k, hh_rlhf, tulu3_sft, ..."
     )
     train: tuple[DataFile, ...] = Field(
         (), description="Files, patterns, directories or addresses (s3://, gs://, hf://)."
@@ -106,32 +110,33 @@ class DatasetConfig(EnvironmentConfig):
         (), description="Files, patterns, directories or addresses of the test split."
     )
     hub: str | None = Field(
-        None, description="A dataset of the hub, where train is not given; null: the preset's."
+        None, description="Id of a dataset on the Hub, instead of train; null: the preset's."
     )
     subset: str | None = Field(
         None,
-        description="Configuration of the dataset on the hub; null: the preset's, or the "
-        "dataset's own.",
+        description="Configuration of the dataset on the Hub; null: the preset's, or the dataset's "
+        "default.",
     )
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
     train_split: str | None = Field(
-        None, description="Training split on the hub; null: the preset's, or train. Empty: none."
+        None, description="Training split on the Hub; null: the preset's, or train. Empty: none."
     )
     test_split: str | None = Field(
-        None, description="Test split on the hub; null: the preset's. Empty: none."
+        None, description="Test split on the Hub; null: the preset's. Empty: none."
     )
     columns: dict[str, str] = Field(
         {},
-        description="Names of columns in the rows: {prompt: problem, answer: extra.answer}; dots "
-        "lead into values.",
+        description="Column names of the rows by usual name: {prompt: problem, answer: "
+        "extra.answer}. Dots reach nested values.",
     )
     prompt: str | None = Field(
         None,
-        description="The prompt, made of columns: '{question} Think first.'; null: the preset's.",
+        description="Template of the prompt over columns: '{question} Think first.'; null: the "
+        "preset's.",
     )
     system: str = Field(
         "",
-        description="A system message before prompts that are text; empty: none, or the column "
+        description="System message before prompts that are text; empty: none, or the column "
         "system.",
     )
     answer_after: str | None = Field(
@@ -139,57 +144,58 @@ class DatasetConfig(EnvironmentConfig):
     )
     media_root: DataFile | None = Field(
         None,
-        description="Directory, or store, of images and clips that rows name; null: where the "
-        "first file lies.",
+        description="Directory or store of the images and clips that rows name; null: the first "
+        "file's directory.",
     )
     media: FileLimits = Field(
         FileLimits(), description="Limits of images, clips and videos of rows."
     )
     keep: tuple[KeepConfig, ...] = Field(
-        (), description="Filters of the rows: all of these hold for a row, and the preset's."
+        (), description="Filters that all rows must pass, besides the preset's."
     )
     distinct: bool | None = Field(
-        None, description="Keep the first of rows with equal prompts; null: the preset's, or false."
+        None,
+        description="Keep only the first of rows with equal prompts; null: the preset's, or false.",
     )
     test_share: float = Field(
         0.1,
         ge=0,
         lt=1,
-        description="Share of the rows held out, where no test split is named; 0: none.",
+        description="Share of the rows held out if there is no test split; 0: none.",
     )
     overlap: Literal["refuse", "drop"] = Field(
         "refuse",
-        description="Prompts of the test split among those for training are an error, or are left "
-        "out there.",
+        description="Handling of training rows with a prompt of the test split: refuse raises an "
+        "error, drop leaves them out.",
     )
     shuffle: bool = Field(
-        True, description="Each pass over the rows has an order of its own; false: as they lie."
+        True, description="Shuffle the rows anew in each pass; false: keep their order."
     )
     scan: bool = Field(
         True,
-        description="Read every row once before training, to check and to select. False: rows are "
-        "checked when met.",
+        description="Read every row once before training, to check and filter it. False: rows are "
+        "checked when they are used.",
     )
 
     @field_validator("train", "test", mode="before")
     @classmethod
-    def _one_or_several(cls, value: Any) -> Any:
+    def _make_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) or not hasattr(value, "__iter__") else value
 
     @field_validator("columns")
     @classmethod
-    def _usual_columns(cls, columns: dict[str, str]) -> dict[str, str]:
+    def _check_columns(cls, columns: dict[str, str]) -> dict[str, str]:
         for usual in columns:
             if usual not in USUAL_COLUMNS:
                 near = get_close_matches(usual, USUAL_COLUMNS, n=1)
                 hint = f"did you mean {near[0]}? " if near else ""
                 raise ValueError(
-                    f"{usual} is no column: {hint}there are {', '.join(USUAL_COLUMNS)}"
+                    f"{usual} is not a usual column: {hint}there are {', '.join(USUAL_COLUMNS)}"
                 )
         return columns
 
     @model_validator(mode="after")
-    def _can_be_read(self) -> DatasetConfig:
+    def _check_source(self) -> DatasetConfig:
         try:
             published = self.published
         except ConfigError as error:
@@ -197,31 +203,31 @@ class DatasetConfig(EnvironmentConfig):
         if not self.train and not self.test and self.hub is None and published is None:
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
-            self._refuse_keys_that_scan(published)
+            self._refuse_keys_without_scan(published)
         return self
 
-    def _refuse_keys_that_scan(self, published: Preset | None) -> None:
+    def _refuse_keys_without_scan(self, published: Preset | None) -> None:
+        """Raise ValueError for keys that need all rows to be read before training."""
         has_filters = self.keep or (published and published.keep)
         if has_filters or self.is_distinct or self.overlap == "drop":
             key = "keep" if has_filters else "distinct" if self.is_distinct else "overlap: drop"
             raise ValueError(
-                f"scan: false reads no row before it is met, and {key} selects rows: remove one "
-                "of them"
+                f"scan: false reads a row only when it is used, and {key} needs all rows: remove "
+                "one of them"
             )
         if self.test_share and not self.test and not self.test_name:
-            raise ValueError(
-                "scan: false can't hold rows out by their hash: name test, or set test_share: 0"
-            )
+            raise ValueError("scan: false can't hold out rows by hash: set test, or test_share: 0")
 
     @property
     def published(self) -> Preset | None:
+        """The preset, if one is named."""
         return None if self.preset is None else find_dataset_preset(self.preset)
 
     @property
     def names(self) -> Mapping[str, str]:
-        """The name in the rows of each usual column; by default the usual name itself.
+        """The column names of the rows by usual name. The default is the usual name itself.
 
-        With a preset, it has only the columns that the preset or `columns` names.
+        With a preset, only the columns that the preset or `columns` names are included.
         """
         published = self.published
         return {
@@ -233,7 +239,7 @@ class DatasetConfig(EnvironmentConfig):
     def root(self) -> Path | str | None:
         """Return the directory that media paths are relative to and may not leave.
 
-        None for rows of the hub without `media_root`.
+        None for rows of the Hub without `media_root`.
         """
         if self.media_root:
             return self.media_root
@@ -255,9 +261,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def data_files(self) -> Sequence[Path]:
-        """Return the dataset's local files, so that a resumed run can check that they have not
-        changed.
-        """
+        """Return the dataset's local files. A resumed run checks that they have not changed."""
         return [
             file
             for file in expand((*self.train, *self.test))
@@ -266,7 +270,7 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def hub_id(self) -> str | None:
-        """Return `hub`, or the preset's hub id if no files are named; None if neither applies."""
+        """Return `hub`, or the preset's Hub id if no files are named; None for files."""
         if self.hub is not None:
             return self.hub
         return (
@@ -277,13 +281,14 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def train_name(self) -> str:
-        """The hub's name of the training split; "" if there is none, or rows come from files."""
+        """The name of the training split on the Hub; "" if there is none, or for files."""
         return self._split(
             self.train_split, "train" if self.published is None else self.published.train
         )
 
     @property
     def test_name(self) -> str:
+        """The name of the test split on the Hub; "" if there is none, or for files."""
         return self._split(self.test_split, "" if self.published is None else self.published.test)
 
     def _split(self, configured: str | None, default: str) -> str:
@@ -299,8 +304,8 @@ class DatasetConfig(EnvironmentConfig):
     def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the kinds of training data that the rows offer.
 
-        Without a preset, or with `columns`, this is all kinds: a row that lacks what the algorithm
-        needs raises when it is read.
+        Without a preset, or with `columns`, this is all kinds: a row without the data that the
+        algorithm needs raises an error when it is read.
         """
         return (
             ALL_SOURCES

@@ -1,8 +1,8 @@
-"""The environment of tasks from data: files, object stores, the hub, or a published dataset.
+"""The environment of tasks from data: files, object stores, the Hub, or a published dataset.
 
-Every row is read once before training (unless `scan: false`), so that an unusable row is an error
-before anything trains. The scan keeps only the row numbers of each split; a row is read again when
-its task is due.
+Unless `scan: false` is set, every row is read once before training, so that an unusable row is an
+error at the start. The scan keeps only the row numbers of each split. A row is read again when its
+task is used.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.formats.benchmark_rows import Shaped
+from ratchet.data.formats.benchmark_rows import ShapedTable
 from ratchet.data.formats.hf_datasets import HubTable
-from ratchet.data.formats.media_columns import COLUMNS, list_media, without_media
-from ratchet.data.formats.oasst_trees import Trees
+from ratchet.data.formats.media_columns import COLUMNS, list_media, strip_media
+from ratchet.data.formats.oasst_trees import ConversationTrees
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.data.shuffle import Order
 from ratchet.data.tables import Table, open_table
 from ratchet.environments.datasets.config import DatasetConfig
-from ratchet.environments.datasets.dataset_rows import DatasetRowReader, Given
+from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
 from ratchet.environments.datasets.preference_rows import LabelledSteps
 from ratchet.environments.datasets.preferences import GOOD_STEP
 from ratchet.environments.single_turn import SingleTurn
@@ -40,7 +40,7 @@ log = logging.getLogger(__name__)
 def dataset(config: DatasetConfig) -> Dataset:
     """Return the environment of a config.
 
-    It has `tools` only if rows may have them: the player must then know the policy's call format.
+    It has `tools` only if rows may have them, because they require a known format of tool calls.
     """
     published = config.published
     has_tools = "tools" in config.columns or (
@@ -54,28 +54,28 @@ class SplitRows:
     """The rows of one split of a table."""
 
     table: Table
-    kept: NDArray[np.int64] | None  # ascending row numbers; None: all rows
+    numbers: NDArray[np.int64] | None  # ascending row numbers in the table; None: all rows
 
     def __len__(self) -> int:
-        return len(self.table) if self.kept is None else len(self.kept)
+        return len(self.table) if self.numbers is None else len(self.numbers)
 
     def number(self, index: int) -> int:
         """Return the table's row number of the split's row `index`."""
-        return index if self.kept is None else int(self.kept[index])
+        return index if self.numbers is None else int(self.numbers[index])
 
     @property
     def blocks(self) -> Sequence[int]:
         """Return the number of the split's rows in each block of the table."""
-        if self.kept is None:
+        if self.numbers is None:
             return self.table.blocks
         ends = np.cumsum(self.table.blocks)
-        return np.diff(np.searchsorted(self.kept, ends), prepend=0).tolist()
+        return np.diff(np.searchsorted(self.numbers, ends), prepend=0).tolist()
 
 
 class Dataset(SingleTurn):
     """An environment whose tasks are the rows of a dataset."""
 
-    judges = False  # answers need a reward of the recipe
+    judges = False  # the recipe needs a reward
 
     def __init__(self, config: DatasetConfig) -> None:
         self.config = config
@@ -104,7 +104,7 @@ class Dataset(SingleTurn):
     def _repeat(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
         position = start
         while True:
-            yield self._task("train", rows, order.at(position))
+            yield self._task("train", rows, order.row_at(position))
             position += 1
 
     def rows(self, split: Split) -> SplitRows | tuple[()]:
@@ -113,13 +113,13 @@ class Dataset(SingleTurn):
     # --- Training targets of a row.
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return the messages to imitate.
+        """Return the messages to imitate. Raises DataError if the row has none.
 
-        They are the better of two answers, an answer labelled as good, the solution (such as the
-        end of a conversation), or else the task's answer. Raises DataError if the row has none.
+        They are the better of two answers, an answer that is labelled as good, the solution (for
+        example the end of a conversation), or else the task's answer.
         """
         contents = self._read_contents(task)
-        match contents.about:
+        match contents.judgement:
             case Comparison(chosen=chosen):
                 return chosen
             case Judged(messages=messages, reward=reward) if reward > 0:
@@ -134,44 +134,43 @@ class Dataset(SingleTurn):
                 self._raise_missing(contents, "solution", "an answer")
         raise DataError(
             f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
-            "drop "
-            "such rows by `keep`"
+            "drop such rows with `keep`"
         )
 
     def comparison(self, task: Task) -> Comparison:
         contents = self._read_contents(task)
         return (
-            contents.about
-            if isinstance(contents.about, Comparison)
+            contents.judgement
+            if isinstance(contents.judgement, Comparison)
             else self._raise_missing(contents, "chosen", "two answers to compare")
         )
 
     def judged(self, task: Task) -> Judged:
         contents = self._read_contents(task)
         return (
-            contents.about
-            if isinstance(contents.about, Judged)
+            contents.judgement
+            if isinstance(contents.judgement, Judged)
             else self._raise_missing(contents, "completion", "one labelled answer")
         )
 
     def steps(self, task: Task) -> LabelledSteps:
         contents = self._read_contents(task)
         return (
-            contents.about
-            if isinstance(contents.about, tuple)
+            contents.judgement
+            if isinstance(contents.judgement, tuple)
             else self._raise_missing(contents, "completions", "labelled steps")
         )
 
-    def _raise_missing(self, contents: Given, usual: str, wanted: str) -> NoReturn:
+    def _raise_missing(self, contents: RowContents, usual: str, needed: str) -> NoReturn:
         name = self.reader.names.get(usual, usual)
         raise DataError(
-            f"{contents.where}: no column '{name}'; the row has {', '.join(contents.has)}, but "
-            f"this algorithm learns from {wanted}: "
+            f"{contents.where}: no column '{name}'; the row has {', '.join(contents.columns)}, but "
+            f"this algorithm learns from {needed}: "
             f"name yours in `columns`: {{{usual}: ...}}, or use another algorithm"
         )
 
-    def _read_contents(self, task: Task) -> Given:
-        """Return the contents of a task's row, read again from the plain values in `meta`."""
+    def _read_contents(self, task: Task) -> RowContents:
+        """Return the contents of a task's row, from the values in the task's `meta`."""
         values = {name: value for name, value in task.meta.items() if name != READ_FROM}
         return self.reader.read_again(DataRow(0, values), task.where)
 
@@ -190,20 +189,20 @@ class Dataset(SingleTurn):
             meta={**self._meta(contents), **difficulty, READ_FROM: contents.where},
         )
 
-    def _meta(self, contents: Given) -> Mapping[str, Any]:
+    def _meta(self, contents: RowContents) -> Mapping[str, Any]:
         """Return the row's values without its media, which the task's messages already hold."""
         if not list_media(contents.prompt):
             return _plain(contents.values)
         media_columns = {self.reader.names.get(usual) for usual in COLUMNS}
         return _plain(
             {
-                name: without_media(value)
+                name: strip_media(value)
                 for name, value in contents.values.items()
                 if name not in media_columns
             }
         )
 
-    def _tag(self, contents: Given) -> str:
+    def _tag(self, contents: RowContents) -> str:
         published = self.config.published
         domain = (
             contents.values.get(published.tag) if published is not None and published.tag else None
@@ -212,8 +211,10 @@ class Dataset(SingleTurn):
 
     @cached_property
     def _splits(self) -> Mapping[str, SplitRows]:
-        """Return the rows of each split, read on first use: an instance that only plays attempts
-        reads nothing."""
+        """Return the rows of each split.
+
+        They are read on first use, because an instance that only plays attempts never needs them.
+        """
         config = self.config
         train = self._table(config.train, config.train_name)
         test = self._table(config.test, config.test_name)
@@ -225,11 +226,11 @@ class Dataset(SingleTurn):
         if train is None:
             return {name: self._select(table) for name, table in tables.items()}
         if test is None:
-            kept, prompts, is_test = self._scan(train)
-            train_rows, train_prompts = kept[~is_test], prompts[~is_test]
+            rows, prompts, is_test = self._scan(train)
+            train_rows, train_prompts = rows[~is_test], prompts[~is_test]
             return {
                 "train": self._drop_overlap(train, train_rows, train_prompts, prompts[is_test]),
-                "test": SplitRows(train, kept[is_test]),
+                "test": SplitRows(train, rows[is_test]),
             }
         return self._separate(train, test)
 
@@ -244,8 +245,8 @@ class Dataset(SingleTurn):
             table = HubTable(config.hub_id, split, subset=subset, revision=config.revision)
         published = config.published
         if published is not None and published.shape is not None:
-            table = Shaped(table, published.shape)
-        return Trees(table) if published is not None and published.trees else table
+            table = ShapedTable(table, published.shape)
+        return ConversationTrees(table) if published is not None and published.trees else table
 
     def _select(self, table: Table) -> SplitRows:
         return SplitRows(table, self._scan(table)[0])
@@ -263,8 +264,8 @@ class Dataset(SingleTurn):
             test_row = int(test_rows[test_prompts == train_prompts[is_shared][0]][0])
             raise DataError(
                 f"{test.where(test_row)}: the prompt is also in the training split "
-                f"({train.where(train_row)}), so for {int(is_shared.sum())} "
-                "rows there: remove them, or set overlap: drop"
+                f"({train.where(train_row)}), as are those of {int(is_shared.sum())} training "
+                "rows: remove these rows, or set overlap: drop"
             )
         return {
             "train": self._drop_overlap(train, train_rows, train_prompts, test_prompts),
@@ -278,14 +279,15 @@ class Dataset(SingleTurn):
         prompts: NDArray[np.uint64],
         test_prompts: NDArray[np.uint64],
     ) -> SplitRows:
-        """Return the training rows without those that have a prompt of the test split.
+        """Return the training rows whose prompt is not in the test split.
 
-        Even one file can have them: rows with equal prompts but different ids are split apart.
+        There can be such prompts even without a test file: of two rows with equal prompts and
+        different ids, one may be held out.
         """
         is_shared = np.isin(prompts, test_prompts)
         if is_shared.any():
             log.warning(
-                "%d rows for training have a prompt of the test split and are left out",
+                "%d training rows have a prompt of the test split and are left out",
                 int(is_shared.sum()),
             )
         return SplitRows(train, rows[~is_shared])
@@ -293,33 +295,34 @@ class Dataset(SingleTurn):
     def _scan(
         self, table: Table
     ) -> tuple[NDArray[np.int64], NDArray[np.uint64], NDArray[np.bool_]]:
-        """Return (numbers of the kept rows, hash of each one's prompt, True for held-out rows).
+        """Return the numbers of the rows that pass the filters, and two values for each row.
 
-        A row is held out by the hash of its id, or of its prompt if it has no id.
+        These are the hash of its prompt, and True if the row is held out. That is decided by the
+        hash of its id, or of its prompt if it has no id.
         """
         test_limit = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
-        # Arrays, not lists: rows may be many millions.
-        kept, prompts, is_test = array("q"), array("Q"), array("B")
+        # Arrays take less memory than lists for many millions of rows.
+        numbers, prompts, is_test = array("q"), array("Q"), array("B")
         seen: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
-            if not self.reader.keeps(row, where):
+            if not self.reader.passes_filters(row, where):
                 continue
             contents = self.reader.read(row, where)
-            self.reader.placing.check(contents.prompt, where)
+            self.reader.placer.check(contents.prompt, where)
             prompt = _hash(
-                [[message.role, self.reader.placing.key(message)] for message in contents.prompt]
+                [[message.role, self.reader.placer.key(message)] for message in contents.prompt]
             )
             if is_distinct and prompt in seen:
                 continue
             if is_distinct:
                 seen.add(prompt)
-            kept.append(index)
+            numbers.append(index)
             prompts.append(prompt)
             is_test.append((_hash(contents.id) if contents.id else prompt) < test_limit)
         return (
-            np.asarray(kept, np.int64),
+            np.asarray(numbers, np.int64),
             np.asarray(prompts, np.uint64),
             np.asarray(is_test).astype(np.bool_),
         )
@@ -329,9 +332,10 @@ class Dataset(SingleTurn):
         if split not in self._splits:
             alternative = ", or set evaluation.tasks: 0" if split == "test" else ""
             return (
-                f"name its files in `{split}`, or the hub's split in `{split}_split`{alternative}"
+                f"name its files in `{split}`, or the split on the Hub in "
+                f"`{split}_split`{alternative}"
             )
-        return f"`keep` leaves none of them, or all are in the {other} split: loosen it"
+        return f"`keep` filters out all rows, or all are in the {other} split: loosen it"
 
 
 class DatasetWithTools(Dataset):
@@ -342,7 +346,7 @@ class DatasetWithTools(Dataset):
 
 
 def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the values that are plain data, so without Arrow's dates, bytes and the like.
+    """Return the values of JSON types, without Arrow's dates, bytes and the like.
 
     Tasks are sent to other processes and written into records.
     """
@@ -352,5 +356,5 @@ def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _hash(value: Any) -> int:
-    """Return a 64-bit hash of the value alone, so that a row always stays in its split."""
+    """Return a 64-bit hash that is equal in all processes, so that a row stays in its split."""
     return int.from_bytes(blake2b(json.dumps(value).encode(), digest_size=8).digest(), "big")

@@ -1,7 +1,7 @@
 """Read the contents of a row: a prompt with an answer, a solution or judged answers.
 
 A conversation is split into a prompt and a solution. Every error names the file, the row and the
-column, by its name in the file.
+column (by its name in the file).
 """
 
 from __future__ import annotations
@@ -13,30 +13,30 @@ from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.chat.messages import read_messages, read_tools
-from ratchet.data.formats.media_columns import COLUMNS, Placing, list_media, read_column
+from ratchet.data.formats.media_columns import COLUMNS, MediaPlacer, list_media, read_column
 from ratchet.data.jsonl import DataRow, describe_type
-from ratchet.data.row_filters import KeepConfig, fill, number_in, value_at
+from ratchet.data.row_filters import KeepConfig, fill, find_value, read_number
 from ratchet.environments.datasets.config import (
-    OF_EITHER_RESPONSE,
+    PREFERENCE_COLUMNS,
     DatasetConfig,
     PreferencesConfig,
 )
-from ratchet.environments.datasets.preference_rows import About, Messages, RowReader
+from ratchet.environments.datasets.preference_rows import Judgement, Messages, PreferenceReader
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
-OF_PAIRS = ("chosen", "rejected", "completion", "completions")
+ANSWER_COLUMNS = ("chosen", "rejected", "completion", "completions")
 
 
 @dataclass(frozen=True, slots=True)
-class Given:
+class RowContents:
     """The contents of a row.
 
     Attributes:
         where: The file and the row, for errors.
-        values: The whole row, for rewards that read more of it.
-        about: The judgement of answers: a comparison, one reward, or a label for each step.
-        has: Names of the columns that are not null, as in the file.
+        values: The whole row, for rewards that read further columns.
+        judgement: A comparison of answers, one reward, or a label for each step.
+        columns: Names of the columns that are not null, as in the file.
     """
 
     where: str
@@ -45,10 +45,10 @@ class Given:
     id: str = ""
     answer: str | None = None
     solution: Messages = ()
-    about: About | None = None
+    judgement: Judgement | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     difficulty: float | None = None
-    has: tuple[str, ...] = field(default=())
+    columns: tuple[str, ...] = field(default=())
 
 
 class DatasetRowReader:
@@ -64,82 +64,89 @@ class DatasetRowReader:
         self.template = (
             config.prompt if config.prompt is not None else published.prompt if published else ""
         )
-        self.mark = (
+        self.answer_marker = (
             config.answer_after
             if config.answer_after is not None
             else published.answer_after
             if published
             else ""
         )
-        held = config.media
+        media = config.media
         limits = MediaLimits(
-            max_side=held.max_side, max_pixels=held.max_pixels, max_mib=held.max_mib, urls=held.urls
+            max_side=media.max_side,
+            max_pixels=media.max_pixels,
+            max_mib=media.max_mib,
+            urls=media.urls,
         )
-        self.placing = Placing(config.root, limits)
-        self.keep = (
+        self.placer = MediaPlacer(config.root, limits)
+        self.filters = (
             *(
-                KeepConfig.model_validate(dict(one))
-                for one in (published.keep if published else ())
+                KeepConfig.model_validate(dict(row_filter))
+                for row_filter in (published.keep if published else ())
             ),
             *config.keep,
         )
 
-    def keeps(self, row: DataRow, where: str) -> bool:
-        return all(one.keeps(row.values, where) for one in self.keep)
+    def passes_filters(self, row: DataRow, where: str) -> bool:
+        return all(row_filter.keeps(row.values, where) for row_filter in self.filters)
 
-    def read(self, row: DataRow, where: str) -> Given:
+    def read(self, row: DataRow, where: str) -> RowContents:
         """Return a row's contents, with its media in the prompt.
 
         Raises DataError if the row lacks a declared column, or has a value that can't be used.
         """
-        row_of = _RowOf(self, row, where)
-        contents = row_of.given()
-        prompt = self.placing.place(contents.prompt, row_of.media(), where)
+        parser = _RowParser(self, row, where)
+        contents = parser.parse()
+        prompt = self.placer.place(contents.prompt, parser.media(), where)
         if self.config.needs_media and not list_media(prompt):
-            has = ", ".join(contents.has)
+            columns = ", ".join(contents.columns)
             raise DataError(
-                f"{where}: no image and no clip; the row has {has}: name its column in `columns`: "
-                f"{{images: ...}}"
+                f"{where}: no image and no clip; the row has {columns}: name its column in "
+                f"`columns`: {{images: ...}}"
             )
         return replace(contents, prompt=prompt)
 
-    def read_again(self, row: DataRow, where: str) -> Given:
-        """Return the contents of a task's row again, without media.
+    def read_again(self, row: DataRow, where: str) -> RowContents:
+        """Return the contents of a row without its media, from the values in a task's `meta`.
 
-        Only the task's messages have the media.
+        The media are only in the task's messages.
         """
-        return _RowOf(self, row, where).given()
+        return _RowParser(self, row, where).parse()
 
 
-class _RowOf:
+class _RowParser:
+    """A parser of one row. Its methods take usual column names."""
+
     def __init__(self, reader: DatasetRowReader, row: DataRow, where: str) -> None:
         self.reader, self.row, self.where = reader, row, where
-        self.has = tuple(name for name, value in row.values.items() if value is not None)
+        self.columns = tuple(name for name, value in row.values.items() if value is not None)
 
-    def given(self) -> Given:
-        identity, difficulty = self.get("id"), self.get("difficulty")
+    def parse(self) -> RowContents:
+        row_id, difficulty = self.get("id"), self.get("difficulty")
         common: dict[str, Any] = {
             "where": self.where,
             "values": self.row.values,
-            "id": "" if identity is None else str(identity),
+            "id": "" if row_id is None else str(row_id),
             "difficulty": None
             if difficulty is None
-            else number_in(difficulty, self.reader.names["difficulty"], self.where),
-            "has": self.has,
+            else read_number(difficulty, self.reader.names["difficulty"], self.where),
+            "columns": self.columns,
         }
-        if self.any_of(OF_EITHER_RESPONSE) or self.any_of(OF_PAIRS):
-            prompt, about = self.compared()
-            return Given(prompt=prompt, about=about, answer=self.answer(), **common)
+        if self.has_any(PREFERENCE_COLUMNS) or self.has_any(ANSWER_COLUMNS):
+            prompt, judgement = self.judged_answers()
+            return RowContents(prompt=prompt, judgement=judgement, answer=self.answer(), **common)
         if self.get("messages") is not None:
             return self.conversation(common)
         prompt = self.prompt()
         solution = self.text("solution")
         solution_messages = () if solution is None else (Message("assistant", solution),)
-        return Given(prompt=prompt, answer=self.answer(), solution=solution_messages, **common)
+        return RowContents(
+            prompt=prompt, answer=self.answer(), solution=solution_messages, **common
+        )
 
     # --- Kinds of rows.
 
-    def conversation(self, common: Mapping[str, Any]) -> Given:
+    def conversation(self, common: Mapping[str, Any]) -> RowContents:
         """Return a conversation's contents.
 
         If the assistant has the last message, that is the solution. All other messages are the
@@ -147,13 +154,15 @@ class _RowOf:
         """
         column = f"column '{self.reader.names['messages']}'"
         messages = read_messages(self.get("messages"), f"{self.where}: {column}")
-        ends = messages[-1].role == "assistant"
+        has_solution = messages[-1].role == "assistant"
         if messages[-1].role == "system":
-            raise DataError(f"{self.where}: {column} ends with a system message: add what is asked")
-        prompt = messages[:-1] if ends else messages
+            raise DataError(
+                f"{self.where}: {column} ends with a system message: add a user message"
+            )
+        prompt = messages[:-1] if has_solution else messages
         if not prompt:
             raise DataError(
-                f"{self.where}: {column} holds nothing but an answer: add what is asked before it"
+                f"{self.where}: {column} has only an answer: add the message that it answers"
             )
         tools = read_tools(
             self.get("tools"), f"{self.where}: column '{self.reader.names.get('tools', 'tools')}'"
@@ -161,17 +170,17 @@ class _RowOf:
         if tools and "tools" not in self.reader.declared:
             raise DataError(
                 f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
-                f"tools}}, or call it otherwise"
+                f"tools}}, or rename it"
             )
-        return Given(
+        return RowContents(
             prompt=self.with_system(prompt),
-            solution=messages[-1:] if ends else (),
+            solution=messages[-1:] if has_solution else (),
             answer=self.answer(),
             tools=tools,
             **common,
         )
 
-    def compared(self) -> tuple[Messages, About]:
+    def judged_answers(self) -> tuple[Messages, Judgement]:
         """Return the prompt, built by the template if there is one, and the judged answers."""
         names = {
             usual: self.reader.names.get(usual, f"no {usual}")
@@ -181,30 +190,31 @@ class _RowOf:
         for usual, name in names.items():
             if usual in self.reader.names:
                 values[name] = self.get(usual)
-        if self.any_of(OF_EITHER_RESPONSE):
-            names["chosen"], names["rejected"] = self.ordered()
+        if self.has_any(PREFERENCE_COLUMNS):
+            names["chosen"], names["rejected"] = self.ordered_responses()
             values |= {
                 names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")
             }
         if self.reader.template:
             values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
-        entry = RowReader(names, "\n", media=True).read(DataRow(self.row.line, values), self.where)
-        return self.with_system(entry.prompt), entry.about
+        parsed = PreferenceReader(names, "\n", media=True).read(
+            DataRow(self.row.line, values), self.where
+        )
+        return self.with_system(parsed.prompt), parsed.judgement
 
-    def ordered(self) -> tuple[str, str]:
-        """Return the columns of the better and of the worse of two responses.
+    def ordered_responses(self) -> tuple[str, str]:
+        """Return the columns of the better and of the worse response.
 
-        A preference below 0 is for the first.
+        A preference below 0 means that the first is better.
         """
-        first, second, preference = (self.reader.names[name] for name in OF_EITHER_RESPONSE)
-        worth = number_in(self.need("preference"), preference, self.where)
-        if worth == 0:
+        first, second, preference = (self.reader.names[name] for name in PREFERENCE_COLUMNS)
+        preference_value = read_number(self.need("preference"), preference, self.where)
+        if preference_value == 0:
             raise DataError(
                 f"{self.where}: column '{preference}' is 0, so neither is better: leave such rows "
-                "out by "
-                f"keep: [{{column: {preference}, none_of: [0]}}]"
+                f"out with keep: [{{column: {preference}, none_of: [0]}}]"
             )
-        return (first, second) if worth < 0 else (second, first)
+        return (first, second) if preference_value < 0 else (second, first)
 
     # --- Columns of a row.
 
@@ -221,8 +231,7 @@ class _RowOf:
         text = self.text("prompt")
         if not text:
             raise DataError(
-                f"{self.where}: column '{self.reader.names['prompt']}' is empty: write what is to "
-                "be answered"
+                f"{self.where}: column '{self.reader.names['prompt']}' is empty: write a prompt"
             )
         return self.with_system((Message("user", text),))
 
@@ -233,7 +242,7 @@ class _RowOf:
         return (Message("system", system), *prompt)
 
     def answer(self) -> str | None:
-        value, mark = self.get("answer"), self.reader.mark
+        value, marker = self.get("answer"), self.reader.answer_marker
         if value is None:
             if "answer" in self.reader.declared:
                 self.need("answer")
@@ -247,21 +256,20 @@ class _RowOf:
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
                 f"{self.where}: column '{self.reader.names['answer']}' is {describe_type(value)}, "
-                "must "
-                "be text or a number: "
-                "name one inside it with dots in `columns`"
+                "must be text or a number: name a nested value with dots in `columns`"
             )
-        _, marker, after = str(value).rpartition(mark) if mark else ("", "yes", str(value))
-        if not marker or not after.strip():
-            what = f"has no answer after '{mark}'" if mark else "is empty"
+        has_marker = not marker or marker in str(value)
+        answer = str(value).rpartition(marker)[2] if marker else str(value)
+        if not has_marker or not answer.strip():
+            problem = f"has no answer after '{marker}'" if marker else "is empty"
             raise DataError(
-                f"{self.where}: column '{self.reader.names['answer']}' {what}: add it, or drop the "
-                "row by `keep`"
+                f"{self.where}: column '{self.reader.names['answer']}' {problem}: add it, or drop "
+                "the row with `keep`"
             )
-        return after.strip()
+        return answer.strip()
 
     def media(self) -> Mapping[MediaKind, list[Part]]:
-        """Return the media, by kind, of each media column that has a value or is declared."""
+        """Return the media by kind, for each media column that has a value or is declared."""
         parts_by_kind: dict[MediaKind, list[Part]] = {}
         for usual, kind in COLUMNS.items():
             value = self.get(usual)
@@ -276,8 +284,7 @@ class _RowOf:
         if value is not None and not isinstance(value, str):
             raise DataError(
                 f"{self.where}: column '{self.reader.names[usual]}' is {describe_type(value)}, "
-                "must be a "
-                "string"
+                "must be a string"
             )
         if value is not None and any("\ud800" <= c <= "\udfff" for c in value):
             name = self.reader.names[usual]
@@ -287,7 +294,7 @@ class _RowOf:
             )
         return value
 
-    def any_of(self, usual: tuple[str, ...]) -> bool:
+    def has_any(self, usual: tuple[str, ...]) -> bool:
         return any(self.get(name) is not None for name in usual)
 
     def get(self, usual: str) -> Any:
@@ -300,16 +307,18 @@ class _RowOf:
         name = self.reader.names[usual]
         if name not in self.row.values and usual not in self.reader.declared:
             return None
-        return value_at(self.row.values, name, self.where)
+        return find_value(self.row.values, name, self.where)
 
     def need(self, usual: str) -> Any:
         value = self.get(usual)
         if value is None:
             name = self.reader.names.get(usual, usual)
-            what = f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
-            has = ", ".join(self.has) or "no columns"
+            problem = (
+                f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
+            )
+            columns = ", ".join(self.columns) or "no columns"
             raise DataError(
-                f"{self.where}: {what}; the row has {has}: name yours in `columns`: {{{usual}: "
-                f"...}}"
+                f"{self.where}: {problem}; the row has {columns}: name yours in `columns`: "
+                f"{{{usual}: ...}}"
             )
         return value

@@ -1,4 +1,4 @@
-"""GSM8K, grade school maths word problems (arXiv:2110.14168), from files with published columns.
+"""GSM8K: grade school maths word problems (arXiv:2110.14168), from files in the published form.
 
 The answer column holds the worked solution, then "#### " and the result.
 """
@@ -22,11 +22,10 @@ from ratchet.types import Message, Split, Task
 
 
 class GSM8KConfig(EnvironmentConfig):
-    """Grade school maths word problems (arXiv:2110.14168) from a file with the columns `question`
-    and `answer`.
+    """Grade school maths word problems (arXiv:2110.14168).
 
-    The test split is the file `test`, or the rows of `train` with "test" in `split_column`. With
-    neither key it is one in ten rows of `train`.
+    Files have the columns `question` and `answer`. The test split is the file `test`, or the rows
+    of `train` with "test" in `split_column`, or else a tenth of the rows of `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.gsm8k:GSM8K"
@@ -37,7 +36,9 @@ class GSM8KConfig(EnvironmentConfig):
         None, description="File of the test split, or an address in an object store."
     )
     split_column: str | None = Field(
-        None, min_length=1, description='Column of `train` that holds "train" or "test".'
+        None,
+        min_length=1,
+        description='Column of `train` with the split of each row: "train" or "test".',
     )
     suffix: str = Field(
         '\nEnd with "#### " and the answer as a number.', description="Appended to each question."
@@ -46,27 +47,29 @@ class GSM8KConfig(EnvironmentConfig):
         0,
         ge=0,
         le=64,
-        description="Solved examples before the question: the first rows for training.",
+        description="Few-shot examples before each question: the first training rows.",
     )
 
     @model_validator(mode="after")
-    def _one_way_to_split(self) -> GSM8KConfig:
+    def _check_split(self) -> GSM8KConfig:
         if self.test is not None and self.split_column is not None:
-            raise ValueError(
-                "`test` and `split_column` both say what the test split is: remove one"
-            )
+            raise ValueError("`test` and `split_column` both define the test split: remove one")
         return self
 
 
 class Example(NamedTuple):
+    """A row of the file."""
+
     line: int
     question: str
     solution: str
-    result: str
-    others: Mapping[str, Any]  # the other columns of the file
+    result: str  # the number after "####"
+    other_values: Mapping[str, Any]  # the other columns
 
 
 class GSM8K(Rows):
+    """The environment of GSM8K's problems."""
+
     name = "gsm8k"
 
     def __init__(self, config: GSM8KConfig) -> None:
@@ -75,7 +78,7 @@ class GSM8K(Rows):
     def rows(self, split: Split) -> Sequence[Task]:
         """Return the tasks of a split.
 
-        Raises DataError with file and line if a row can't be used, or a question is in both splits.
+        Raises DataError, with file and line, for an unusable row or a question in both splits.
         """
         return self._tasks[split]
 
@@ -94,11 +97,13 @@ class GSM8K(Rows):
         if k >= len(train):
             raise DataError(
                 f"{self.config.train}: {len(train)} training rows are too few for shots={k}: lower "
-                "it"
+                "shots"
             )
-        # The examples are no training tasks, because their answers are in every prompt.
+        # The few-shot examples are not trained on, because their answers are in every prompt.
         context = tuple(
-            m for shot in train[:k] for m in (self._ask(shot), Message("assistant", shot.solution))
+            message
+            for shot in train[:k]
+            for message in (self._question(shot), Message("assistant", shot.solution))
         )
         return {
             "train": [self._task("train", example, context) for example in train[k:]],
@@ -111,10 +116,12 @@ class GSM8K(Rows):
         train: list[Example] = []
         test: list[Example] = []
         for row in read_rows(path, columns):
-            example = _example(path, row)
+            example = _read_example(path, row)
             (test if self._is_test(row) else train).append(example)
         if self.config.test:
-            test = [_example(self.config.test, row) for row in read_rows(self.config.test, columns)]
+            test = [
+                _read_example(self.config.test, row) for row in read_rows(self.config.test, columns)
+            ]
         return train, test
 
     def _is_test(self, row: DataRow) -> bool:
@@ -136,31 +143,30 @@ class GSM8K(Rows):
             if example.question in lines:
                 raise DataError(
                     f"{self.config.test or self.config.train}, line {example.line}: the question "
-                    "is also in the training "
-                    f"split ({self.config.train}, line {lines[example.question]}): remove one of "
-                    "the two"
+                    f"is also in the training split ({self.config.train}, line "
+                    f"{lines[example.question]}): remove one of the two"
                 )
 
-    def _ask(self, example: Example) -> Message:
+    def _question(self, example: Example) -> Message:
         return Message("user", example.question + self.config.suffix)
 
     def _task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
         return Task(
             id=f"{self.name}/{split}/{example.line}",
-            messages=(*context, self._ask(example)),
+            messages=(*context, self._question(example)),
             answer=example.result,
             environment=self.name,
             tag=self.name,
-            meta={**example.others, "solution": example.solution},
+            meta={**example.other_values, "solution": example.solution},
         )
 
 
-def _example(path: DataFile, row: DataRow) -> Example:
+def _read_example(path: DataFile, row: DataRow) -> Example:
     solution = row.values["answer"]
     _, mark, result = solution.rpartition("####")
     if not mark or read_number(result) is None:
         raise DataError(f"{path}, {row.where}: column 'answer' must end with '#### ' and a number")
-    others = {
+    other_values = {
         name: value for name, value in row.values.items() if name not in ("question", "answer")
     }
-    return Example(row.line, row.values["question"], solution, result.strip(), others)
+    return Example(row.line, row.values["question"], solution, result.strip(), other_values)

@@ -1,6 +1,6 @@
-"""Parse rows of preference data in the published formats: a prompt, and judgements of answers.
+"""Parse rows of preference data in all common formats: a prompt, and judgements of answers.
 
-Every error says what to change in the row, and names its columns as the file does.
+Every error says what to change in the row, with the column names of the file.
 """
 
 from __future__ import annotations
@@ -11,14 +11,16 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn, get_args
 
-from ratchet.data.formats.media_columns import read_content
+from ratchet.data.formats.media_columns import read_content as read_parts
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Role
 
 Messages = tuple[Message, ...]
+# The text and the label of each step.
 LabelledSteps = tuple[tuple[str, float], ...]
-About = Comparison | Judged | LabelledSteps
+# A comparison of two answers, a reward for one, or a label for each step of one.
+Judgement = Comparison | Judged | LabelledSteps
 
 # Conversations in one string, as in HH-RLHF (arXiv:2204.05862): "\n\nHuman: ...\n\nAssistant: ...".
 SPEAKERS: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
@@ -27,29 +29,28 @@ SPEAKER = re.compile(r"\n\n(Human|Assistant):")
 
 @dataclass(frozen=True, slots=True)
 class PreferenceRow:
-    """A parsed row.
+    """A parsed row of preference data.
 
     Attributes:
         where: The file and the line, for errors.
-        about: The judgement of answers: a comparison, one reward, or a label for each step.
-        has: Names of the columns that are not null, as in the file.
+        columns: Names of the columns that are not null, as in the file.
     """
 
     where: str
     line: int
     prompt: Messages
-    about: About
-    has: tuple[str, ...]
+    judgement: Judgement
+    columns: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
-class RowReader:
-    """A parser of rows.
+class PreferenceReader:
+    """A parser of rows of preference data.
 
     Attributes:
         names: The file's column names, by usual name.
         separator: The text appended to each step.
-        media: True if messages may have media parts; the caller fills in their files.
+        media: True if messages may have media parts, whose files the caller fills in.
     """
 
     names: Mapping[str, str]
@@ -58,19 +59,19 @@ class RowReader:
 
     def read(self, row: DataRow, where: str) -> PreferenceRow:
         """Parse a row. Raises DataError unless it fits exactly one format with usable values."""
-        return _RowOf(self, where, row).entry()
+        return _PreferenceParser(self, where, row).parse()
 
 
-class _RowOf:
-    """The values of one row, by usual column name; a null counts as absent."""
+class _PreferenceParser:
+    """A parser of one row. Its methods take usual column names. A null counts as absent."""
 
-    def __init__(self, reader: RowReader, where: str, row: DataRow) -> None:
+    def __init__(self, reader: PreferenceReader, where: str, row: DataRow) -> None:
         self.reader, self.where, self.line = reader, where, row.line
-        self.has = tuple(name for name, value in row.values.items() if value is not None)
+        self.columns = tuple(name for name, value in row.values.items() if value is not None)
         values = {usual: row.values.get(name) for usual, name in reader.names.items()}
         self.values = {usual: value for usual, value in values.items() if value is not None}
 
-    def entry(self) -> PreferenceRow:
+    def parse(self) -> PreferenceRow:
         formats = [
             names
             for names in (("chosen", "rejected"), ("completion",), ("completions",))
@@ -82,7 +83,7 @@ class _RowOf:
             )
             expected = f"{chosen} and {rejected}, or {' or '.join(others)}"
             self.refuse(
-                f"no column with an answer, which are {expected}; {self.columns()}: name yours in "
+                f"no column has an answer ({expected}); {self.list_columns()}: name yours in "
                 "`columns`"
             )
         if len(formats) > 1:
@@ -90,44 +91,52 @@ class _RowOf:
                 self.name(next(n for n in names if n in self.values)) for names in formats
             )
             self.refuse(f"columns {present} belong to two formats: remove one of them")
-        prompt, about = {"chosen": self.pair, "completion": self.judged, "completions": self.steps}[
-            formats[0][0]
-        ]()
-        return PreferenceRow(self.where, self.line, prompt, about, self.has)
+        parsers = {
+            "chosen": self.parse_pair,
+            "completion": self.parse_labelled_answer,
+            "completions": self.parse_steps,
+        }
+        prompt, judgement = parsers[formats[0][0]]()
+        return PreferenceRow(self.where, self.line, prompt, judgement, self.columns)
 
     # --- the formats
 
-    def pair(self) -> tuple[Messages, Comparison]:
+    def parse_pair(self) -> tuple[Messages, Comparison]:
         chosen, rejected = (
-            self.said(column, self.need(column)) for column in ("chosen", "rejected")
+            self.read_content(column, self.need(column)) for column in ("chosen", "rejected")
         )
         both = f"{self.name('chosen')} and {self.name('rejected')}"
         if chosen == rejected:
             self.refuse(f"{both} are the same: remove the row")
         prompt = self.prompt() if "prompt" in self.values else ()
-        whole = [self.is_whole(said, prompt) for said in (chosen, rejected)]
-        if whole[0] != whole[1]:
+        is_conversation = self.is_conversation(chosen, prompt)
+        if is_conversation != self.is_conversation(rejected, prompt):
             self.refuse(
-                f"one of {both} is a whole conversation, the other an answer alone: write both "
-                "alike"
+                f"one of {both} is a whole conversation, the other only an answer: write both in "
+                "the same way"
             )
-        if not whole[0]:
+        if not is_conversation:
             if not prompt:
                 self.refuse(
-                    f"no column {self.name('prompt')}, and {both} are answers alone; "
-                    f"{self.columns()}: add the prompt"
+                    f"no column {self.name('prompt')}, and {both} are only answers; "
+                    f"{self.list_columns()}: add the prompt"
                 )
-            return prompt, self.scored(
+            return prompt, self.compare(
                 self.answer("chosen", chosen), self.answer("rejected", rejected)
             )
         assert isinstance(chosen, tuple)
         assert isinstance(rejected, tuple)
-        return self.parted(prompt, chosen, rejected, both)
+        return self.split_conversations(prompt, chosen, rejected, both)
 
-    def parted(
-        self, given: Messages, chosen: Messages, rejected: Messages, both: str
+    def split_conversations(
+        self, declared_prompt: Messages, chosen: Messages, rejected: Messages, both: str
     ) -> tuple[Messages, Comparison]:
-        """Split two whole conversations after their common beginning, which is the prompt."""
+        """Split two whole conversations after their common beginning, which is the prompt.
+
+        Args:
+            declared_prompt: The row's prompt, which must be part of both; () if it has none.
+            both: The names of the two columns, for errors.
+        """
         common = 0
         while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
             common += 1
@@ -136,37 +145,40 @@ class _RowOf:
             self.refuse(f"{both} begin with different messages: they must answer the same prompt")
         if common == min(len(chosen), len(rejected)):
             self.refuse(
-                f"one of {both} ends where the other goes on: give each a last answer of its own"
+                f"one of {both} is the beginning of the other: give each another last answer"
             )
-        if given and not any(prompt[i : i + len(given)] == given for i in range(common)):
+        size = len(declared_prompt)
+        if size and not any(prompt[i : i + size] == declared_prompt for i in range(common)):
             self.refuse(
-                f"{both} don't both hold what {self.name('prompt')} says: make it what they begin "
-                "with, or drop it"
+                f"{both} do not contain {self.name('prompt')}: set it to their common beginning, "
+                "or drop it"
             )
-        return prompt, self.scored(
+        return prompt, self.compare(
             self.answer("chosen", chosen[common:]), self.answer("rejected", rejected[common:])
         )
 
-    def scored(self, chosen: Messages, rejected: Messages) -> Comparison:
+    def compare(self, chosen: Messages, rejected: Messages) -> Comparison:
+        """Return the comparison of two answers, with their scores if the row has them."""
         columns = ("score_chosen", "score_rejected")
         if not self.values.keys() & columns:
             return Comparison(chosen, rejected)
         better, worse = (self.number(column, self.need(column)) for column in columns)
         return Comparison(chosen, rejected, rewards=(better, worse))
 
-    def judged(self) -> tuple[Messages, Judged]:
-        prompt, completion = self.prompt(), self.said("completion", self.need("completion"))
-        if self.is_whole(completion, prompt):
+    def parse_labelled_answer(self) -> tuple[Messages, Judged]:
+        prompt = self.prompt()
+        completion = self.read_content("completion", self.need("completion"))
+        if self.is_conversation(completion, prompt):
             if completion[: len(prompt)] != prompt:
                 self.refuse(
-                    f"{self.name('completion')} doesn't begin with {self.name('prompt')}: give the "
-                    "answer alone"
+                    f"{self.name('completion')} doesn't begin with {self.name('prompt')}: give "
+                    "only the answer"
                 )
             completion = completion[len(prompt) :]
         answer = self.answer("completion", completion)
         return prompt, Judged(answer, self.number("label", self.need("label")))
 
-    def steps(self) -> tuple[Messages, LabelledSteps]:
+    def parse_steps(self) -> tuple[Messages, LabelledSteps]:
         prompt, texts, labels = self.prompt(), self.items("completions"), self.items("labels")
         if len(texts) != len(labels):
             lengths = (
@@ -178,8 +190,8 @@ class _RowOf:
         for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
             if not isinstance(text, str) or not text:
                 self.refuse(
-                    f"item {index} of {self.name('completions')} is {_kind(text)}, must be the "
-                    "text of a step"
+                    f"item {index} of {self.name('completions')} is {_describe_value(text)}, must "
+                    "be the text of a step"
                 )
             value = self.number("labels", label, index)
             if not 0 <= value <= 1:
@@ -193,50 +205,52 @@ class _RowOf:
     # --- parts of the formats
 
     def prompt(self) -> Messages:
-        messages = self.said("prompt", self.need("prompt"))
+        messages = self.read_content("prompt", self.need("prompt"))
         if messages == "":
-            self.refuse(f"{self.name('prompt')} is empty: write what is to be answered")
+            self.refuse(f"{self.name('prompt')} is empty: write a prompt")
         if isinstance(messages, str):
             return (Message("user", messages),)
         if messages[-1] == Message("assistant"):  # "...\n\nAssistant:" asks for the answer
             messages = messages[:-1]
         if not messages:
-            self.refuse(f"{self.name('prompt')} holds no message: write what is to be answered")
+            self.refuse(f"{self.name('prompt')} has no message: write a prompt")
         if messages[-1].role == "assistant":
             self.refuse(
-                f"{self.name('prompt')} ends with a message of the assistant: end it with what is "
-                "to be answered"
+                f"{self.name('prompt')} ends with a message of the assistant: end it with a user "
+                "message"
             )
         return messages
 
-    def is_whole(self, said: str | Messages, prompt: Messages) -> bool:
-        """True for a conversation from its beginning, False for a continuation of the prompt."""
-        return not isinstance(said, str) and (not prompt or said[0].role != "assistant")
+    def is_conversation(self, content: str | Messages, prompt: Messages) -> bool:
+        """True for a whole conversation, False for a continuation of the prompt."""
+        return not isinstance(content, str) and (not prompt or content[0].role != "assistant")
 
-    def answer(self, column: str, said: str | Messages) -> Messages:
-        if isinstance(said, str):
-            open_transcript = str(self.values["prompt"]).endswith("\n\nAssistant:")
-            return (Message("assistant", said.removeprefix(" ") if open_transcript else said),)
-        if not said or said[-1].role != "assistant":
+    def answer(self, column: str, content: str | Messages) -> Messages:
+        """Return the content of a column as the assistant's answer to the prompt."""
+        if isinstance(content, str):
+            is_transcript = str(self.values["prompt"]).endswith("\n\nAssistant:")
+            return (Message("assistant", content.removeprefix(" ") if is_transcript else content),)
+        if not content or content[-1].role != "assistant":
             self.refuse(
                 f"{self.name(column)} ends without an answer of the assistant: drop what follows "
-                "its last one"
+                "the last answer"
             )
-        if said[0].role != "assistant":
+        if content[0].role != "assistant":
             self.refuse(
-                f"{self.name(column)} goes on from the prompt as '{said[0].role}': an answer "
-                "begins as 'assistant'"
+                f"{self.name(column)} continues the prompt with a message of '{content[0].role}': "
+                "an answer begins with one of 'assistant'"
             )
-        return said
+        return content
 
-    def said(self, column: str, value: Any) -> str | Messages:
+    def read_content(self, column: str, value: Any) -> str | Messages:
         """Return the text, or the messages of an array or a transcript."""
         if isinstance(value, str):
             text = self.text(value, column)
-            return _transcript(text) if SPEAKER.match(text) else text
+            return _read_transcript(text) if SPEAKER.match(text) else text
         if not isinstance(value, list):
             self.refuse(
-                f"{self.name(column)} is {_kind(value)}, must be a string or an array of messages"
+                f"{self.name(column)} is {_describe_value(value)}, must be a string or an array of "
+                "messages"
             )
         if not value:
             self.refuse(f"{self.name(column)} is an empty array: give it messages")
@@ -246,22 +260,25 @@ class _RowOf:
         where = f"message {index} of {self.name(column)}"
         if not isinstance(item, dict):
             self.refuse(
-                f'{where} is {_kind(item)}, must be an object such as {{"role": "user", "content": '
+                f'{where} is {_describe_value(item)}, must be an object such as {{"role": "user", '
+                f'"content": '
                 f'"..."}}'
             )
         parts = item.get("content")
         if self.reader.media and isinstance(parts, list):
-            content = read_content(parts, f"{self.where}: {where}")
+            content = read_parts(parts, f"{self.where}: {where}")
             text = "".join(part.value for part in content if part.type == "text")
             item = {**item, "content": text}
         else:
             content = ()
         for key in ("role", "content"):
             if not isinstance(item.get(key), str):
-                what = (
-                    f"has no '{key}'" if key not in item else f"has {_kind(item[key])} as '{key}'"
+                problem = (
+                    f"has no '{key}'"
+                    if key not in item
+                    else f"has {_describe_value(item[key])} as '{key}'"
                 )
-                self.refuse(f"{where} {what}: write it as a string")
+                self.refuse(f"{where} {problem}: write it as a string")
         extra = next(
             (key for key, value in item.items() if key not in ("role", "content") and value), None
         )
@@ -282,8 +299,8 @@ class _RowOf:
     def items(self, column: str) -> list[Any]:
         value = self.need(column)
         if not isinstance(value, list) or not value:
-            what = "an empty array" if value == [] else _kind(value)
-            self.refuse(f"{self.name(column)} is {what}, must be an array with one item a step")
+            content = "an empty array" if value == [] else _describe_value(value)
+            self.refuse(f"{self.name(column)} is {content}, must be an array with one item a step")
         return value
 
     def number(self, column: str, value: Any, index: int | None = None) -> float:
@@ -291,7 +308,7 @@ class _RowOf:
         is_label = column in ("label", "labels")
         if not isinstance(value, int | float) or (isinstance(value, bool) and not is_label):
             self.refuse(
-                f"{where} is {_kind(value)}, must be "
+                f"{where} is {_describe_value(value)}, must be "
                 f"{'true, false or a number' if is_label else 'a number'}"
             )
         try:
@@ -306,14 +323,14 @@ class _RowOf:
         if any("\ud800" <= c <= "\udfff" for c in text):
             self.refuse(
                 f"{self.name(column)} holds half of a surrogate pair (\\ud800 to \\udfff), which "
-                "is no text: remove it"
+                "is not text: remove it"
             )
         return text
 
     def need(self, column: str) -> Any:
         if column not in self.values:
             self.refuse(
-                f"no column {self.name(column)}; {self.columns()}: add it, or name yours in "
+                f"no column {self.name(column)}; {self.list_columns()}: add it, or name yours in "
                 "`columns`"
             )
         return self.values[column]
@@ -321,22 +338,23 @@ class _RowOf:
     def name(self, column: str) -> str:
         return f"'{self.reader.names[column]}'"
 
-    def columns(self) -> str:
-        return f"the row has {', '.join(self.has) or 'no columns'}"
+    def list_columns(self) -> str:
+        return f"the row has {', '.join(self.columns) or 'no columns'}"
 
-    def refuse(self, what: str) -> NoReturn:
-        raise DataError(f"{self.where}: {what}")
+    def refuse(self, problem: str) -> NoReturn:
+        raise DataError(f"{self.where}: {problem}")
 
 
-def _transcript(text: str) -> Messages:
+def _read_transcript(text: str) -> Messages:
+    """Return the messages of a conversation in one string."""
     _, *parts = SPEAKER.split(text)
     return tuple(
-        Message(SPEAKERS[speaker], said.removeprefix(" "))
-        for speaker, said in zip(parts[::2], parts[1::2], strict=True)
+        Message(SPEAKERS[speaker], content.removeprefix(" "))
+        for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     )
 
 
-def _kind(value: Any) -> str:
+def _describe_value(value: Any) -> str:
     if value == "":
         return "empty"
     return "null" if value is None else TYPE_NAMES[type(value)]

@@ -1,7 +1,7 @@
-"""Read preference data from files: pairs of a better and a worse answer, labelled answers, and
-answers in labelled steps.
+"""The environment of preference data from files.
 
-A file may mix the formats. A row that lacks what an algorithm needs is an error only when that
+The rows are pairs of a better and a worse answer, labelled answers, or answers with step labels. A
+file may mix them. A row without the data that the algorithm needs is an error only when the
 algorithm reads it.
 """
 
@@ -18,19 +18,21 @@ from ratchet.environments.datasets.config import PreferencesConfig
 from ratchet.environments.datasets.preference_rows import (
     LabelledSteps,
     Messages,
+    PreferenceReader,
     PreferenceRow,
-    RowReader,
 )
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Split, Task
 
-GOOD_STEP = 0.5  # a step counts as right if its label is above this
+GOOD_STEP = 0.5  # a step counts as correct if its label is above this
 
 
 class Preferences(Rows):
+    """An environment whose tasks are rows of preference data."""
+
     name = "preferences"
-    # The labels judge only the file's answers; the policy's need rewards from the recipe.
+    # The labels judge only the file's answers. For the policy's, the recipe needs a reward.
     judges = False
 
     def __init__(self, config: PreferencesConfig) -> None:
@@ -39,42 +41,41 @@ class Preferences(Rows):
     def rows(self, split: Split) -> Sequence[Task]:
         """Return all tasks of a split.
 
-        Raises DataError with file and line for a row that can't be used, and for a prompt in both
-        splits.
+        Raises DataError, with file and line, for an unusable row and for a prompt in both splits.
         """
         return self._tasks[split]
 
     def comparison(self, task: Task) -> Comparison:
-        entry = _entry(task)
+        row = _row_of_task(task)
         return (
-            entry.about
-            if isinstance(entry.about, Comparison)
-            else self._refuse(entry, "chosen", "two answers to compare")
+            row.judgement
+            if isinstance(row.judgement, Comparison)
+            else self._raise_missing(row, "chosen", "two answers to compare")
         )
 
     def judged(self, task: Task) -> Judged:
-        entry = _entry(task)
+        row = _row_of_task(task)
         return (
-            entry.about
-            if isinstance(entry.about, Judged)
-            else self._refuse(entry, "completion", "one labelled answer")
+            row.judgement
+            if isinstance(row.judgement, Judged)
+            else self._raise_missing(row, "completion", "one labelled answer")
         )
 
     def steps(self, task: Task) -> LabelledSteps:
-        entry = _entry(task)
+        row = _row_of_task(task)
         return (
-            entry.about
-            if isinstance(entry.about, tuple)
-            else self._refuse(entry, "completions", "labelled steps")
+            row.judgement
+            if isinstance(row.judgement, tuple)
+            else self._raise_missing(row, "completions", "labelled steps")
         )
 
     def demonstration(self, task: Task) -> Messages:
-        """Return the chosen answer, or one that is labelled as good (in all its steps).
+        """Return the chosen answer, or an answer that is labelled as good (in all its steps).
 
         Raises DataError for an answer that is labelled as bad.
         """
-        entry = _entry(task)
-        match entry.about:
+        row = _row_of_task(task)
+        match row.judgement:
             case Comparison(chosen=chosen):
                 return chosen
             case Judged(messages=messages, reward=reward) if reward > 0:
@@ -82,16 +83,15 @@ class Preferences(Rows):
             case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
                 return (Message("assistant", "".join(text for text, _ in steps)),)
         raise DataError(
-            f"{entry.where}: the answer is labelled as bad, so there is none to learn from: drop "
+            f"{row.where}: the answer is labelled as bad, so there is none to learn from: drop "
             "such rows"
         )
 
-    def _refuse(self, entry: PreferenceRow, column: str, wanted: str) -> NoReturn:
-        has = ", ".join(entry.has)
+    def _raise_missing(self, row: PreferenceRow, column: str, needed: str) -> NoReturn:
+        columns = ", ".join(row.columns)
         raise DataError(
-            f"{entry.where}: no column '{self._names[column]}'; the row has {has}, but this "
-            f"algorithm learns from {wanted}: "
-            "use a file with them, or another algorithm"
+            f"{row.where}: no column '{self._names[column]}'; the row has {columns}, but this "
+            f"algorithm learns from {needed}: use a file with them, or another algorithm"
         )
 
     @property
@@ -100,50 +100,57 @@ class Preferences(Rows):
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        """The tasks by split, read on first use: an instance that only plays attempts never reads
-        the file."""
-        entries = self._read(self.config.train)
+        """The tasks by split.
+
+        The file is read on first use, because an instance that only plays attempts never needs it.
+        """
+        rows = self._read(self.config.train)
         if self.config.test is None:
-            test = [entry for entry in entries if held_out(_key(entry))]
-            train = [entry for entry in entries if not held_out(_key(entry))]
+            test = [row for row in rows if held_out(_key(row))]
+            train = [row for row in rows if not held_out(_key(row))]
         else:
-            train, test = entries, self._read(self.config.test)
+            train, test = rows, self._read(self.config.test)
             self._refuse_overlap(train, test)
         return {
-            "train": [self._task("train", e) for e in train],
-            "test": [self._task("test", e) for e in test],
+            "train": [self._task("train", row) for row in train],
+            "test": [self._task("test", row) for row in test],
         }
 
     def _read(self, path: DataFile) -> list[PreferenceRow]:
-        reader = RowReader(self._names, self.config.separator)
+        reader = PreferenceReader(self._names, self.config.separator)
         return [reader.read(row, f"{path}, {row.where}") for row in read_rows(path)]
 
     def _refuse_overlap(self, train: list[PreferenceRow], test: list[PreferenceRow]) -> None:
-        seen = {entry.prompt: entry.line for entry in train}
-        shared = [entry for entry in test if entry.prompt in seen]
+        train_lines = {row.prompt: row.line for row in train}
+        shared = [row for row in test if row.prompt in train_lines]
         if shared:
-            rows = f"{len(shared)} row{'s' if len(shared) > 1 else ''} of this file"
+            affected = f"{len(shared)} row{'s' if len(shared) > 1 else ''} of this file"
             raise DataError(
                 f"{shared[0].where}: the prompt is also in the training split "
-                f"({self.config.train}, line "
-                f"{seen[shared[0].prompt]}), so for {rows}: remove them, or drop `test`, and one "
-                "prompt in ten is held out"
+                f"({self.config.train}, line {train_lines[shared[0].prompt]}), as are those of "
+                f"{affected}: remove these rows, or drop `test` to hold out a tenth of the prompts"
             )
 
-    def _task(self, split: Split, entry: PreferenceRow) -> Task:
+    def _task(self, split: Split, row: PreferenceRow) -> Task:
         return Task(
-            id=f"{self.name}/{split}/{entry.line}",
-            messages=entry.prompt,
+            id=f"{self.name}/{split}/{row.line}",
+            messages=row.prompt,
             environment=self.name,
             tag=self.name,
-            meta={"about": entry.about, "where": entry.where, "line": entry.line, "has": entry.has},
+            meta={
+                "about": row.judgement,
+                "where": row.where,
+                "line": row.line,
+                "has": row.columns,
+            },
         )
 
 
-def _entry(task: Task) -> PreferenceRow:
-    return PreferenceRow(prompt=task.messages, **task.meta)
+def _row_of_task(task: Task) -> PreferenceRow:
+    meta = task.meta
+    return PreferenceRow(meta["where"], meta["line"], task.messages, meta["about"], meta["has"])
 
 
-def _key(entry: PreferenceRow) -> str:
+def _key(row: PreferenceRow) -> str:
     """Return the prompt as one text, so that rows with the same prompt get the same split."""
-    return json.dumps([[message.role, message.content] for message in entry.prompt])
+    return json.dumps([[message.role, message.content] for message in row.prompt])

@@ -11,16 +11,16 @@ from pydantic import Field
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
 from ratchet.environments.single_turn import Rows, held_out
-from ratchet.environments.tool_use.environment import WithTools, WithToolsConfig
+from ratchet.environments.tool_use.environment import ToolEnvironment, ToolEnvironmentConfig
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task
 
 
-class QAConfig(WithToolsConfig):
+class QAConfig(ToolEnvironmentConfig):
     """Questions from a file with the columns `question` and `answer`, and search tools.
 
-    The tools find the answer (kind: search). The test split is the file `test`, or else one in ten
-    of the questions in `train`.
+    The policy finds answers with the tools (kind: search). The test split is the file `test`, or
+    else a tenth of the questions in `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.qa:QA"
@@ -32,11 +32,13 @@ class QAConfig(WithToolsConfig):
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the F1 of words, as usual for short answers (arXiv:1606.05250)."""
+        """The F1 score of words, which is usual for short answers (arXiv:1606.05250)."""
         return {"kind": "similarity", "measure": "bag", "ignore_case": True}
 
 
-class QA(WithTools):
+class QA(ToolEnvironment):
+    """The environment of questions with search tools."""
+
     def __init__(self, config: QAConfig) -> None:
         super().__init__(config)
         self.config = config
@@ -44,14 +46,12 @@ class QA(WithTools):
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return the tasks of a split.
 
-        Raise DataError with file and line for an unusable row, or a question in both splits.
+        Raises DataError, with file and line, for an unusable row or a question in both splits.
         """
-        return map(self.asked, self._questions.tasks(split, seed=seed, start=start))
+        return map(self.add_system_message, self._questions.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(
-            "question answering comes without demonstrations of searches: train with rollouts"
-        )
+        raise DataError("question answering has no demonstrations of searches: train with rollouts")
 
     @cached_property
     def _questions(self) -> Questions:
@@ -59,6 +59,8 @@ class QA(WithTools):
 
 
 class Questions(Rows):
+    """The tasks of a question file, without tools."""
+
     name = "qa"
 
     def __init__(self, config: QAConfig) -> None:
@@ -75,7 +77,7 @@ class Questions(Rows):
                 if question in train_lines:
                     raise DataError(
                         f"{config.test}, line {line}: this question is also in {config.train}, "
-                        f"line {train_lines[question]}"
+                        f"line {train_lines[question]}: remove one of the two"
                     )
         self._rows = {
             split: [_task(split, row) for row in rows] for split, rows in rows_by_split.items()
@@ -86,7 +88,7 @@ class Questions(Rows):
 
 
 def _read_questions(path: DataFile) -> list[tuple[int, str, str]]:
-    """Return (line, question, answer) of each row; of equal questions, the last row."""
+    """Return (line, question, answer) of each row. Of equal questions the last row is used."""
     row_by_question = {
         row.values["question"]: (row.line, row.values["question"], row.values["answer"])
         for row in read_rows(path, {"question": str, "answer": str})

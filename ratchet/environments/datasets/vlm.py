@@ -1,7 +1,7 @@
-"""Environment of questions about images, audio clips and videos.
+"""The configuration of questions about images, audio clips and videos.
 
-The rows are those of `dataset`, each with a medium. The kind of answer chooses the reward. Imports
-neither torch nor the readers of rows.
+The rows are those of `dataset`, each with a medium. The kind of answer chooses the reward.
+Importing the module loads no data library.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from pydantic import Field
 
 from ratchet.environments.datasets.config import DatasetConfig
 
-# The reward for each kind of answer, unless the recipe names rewards.
-JUDGES: Mapping[str, Mapping[str, Any]] = {
+# The default reward for each kind of answer.
+DEFAULT_REWARDS: Mapping[str, Mapping[str, Any]] = {
     "text": {"kind": "exact_match", "marked": True, "ignore_case": True},
     "number": {"kind": "numeric_answer"},
     "choice": {"kind": "multiple_choice"},
@@ -32,12 +32,12 @@ class VLMConfig(DatasetConfig):
 
     answers: Literal["text", "number", "choice", "box"] | None = Field(
         None,
-        description="Kind of the answers, which chooses the reward; null: as the preset says, or "
+        description="Kind of the answers, which chooses the reward; null: the preset's reward, or "
         "text.",
     )
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
         if self.answers is not None:
-            return JUDGES[self.answers]
-        return super().default_reward or JUDGES["text"]
+            return DEFAULT_REWARDS[self.answers]
+        return super().default_reward or DEFAULT_REWARDS["text"]

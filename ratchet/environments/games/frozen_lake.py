@@ -16,7 +16,7 @@ from ratchet.environments.games.game import (
     BoardConfig,
     BoardGame,
     neighbours,
-    shortest_way,
+    shortest_path,
 )
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -28,22 +28,25 @@ class FrozenLakeConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.frozen_lake:FrozenLake"
 
-    size: int = Field(4, ge=2, le=20, description="Cells a side.")
+    size: int = Field(4, ge=2, le=20, description="Cells on a side.")
     holes: float = Field(
-        0.25, ge=0, lt=1, description="Chance of each cell to be a hole. There is always a way."
+        0.25,
+        ge=0,
+        lt=1,
+        description="Probability that a cell is a hole. There is always a path to the goal.",
     )
     slip: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Chance of a step to go to a side instead of ahead (the usual game: 2/3).",
+        description="Probability that a step goes to a side instead of ahead (2/3 in Gymnasium).",
     )
     min_distance: int = Field(
-        2, ge=1, description="Steps from the start to the goal, at the least."
+        2, ge=1, description="Least number of steps from the start to the goal."
     )
 
     @model_validator(mode="after")
-    def _can_be_reached(self) -> FrozenLakeConfig:
+    def _check_distance(self) -> FrozenLakeConfig:
         if self.max_moves < self.min_distance:
             raise ValueError(
                 f"max_moves={self.max_moves} is less than min_distance={self.min_distance}: raise "
@@ -61,25 +64,29 @@ Lake = tuple[str, int]  # (the map without the player, row by row; the player's 
 
 
 class FrozenLake(BoardGame[Lake]):
+    """The frozen lake as an environment."""
+
     name = "frozen_lake"
 
     def __init__(self, config: FrozenLakeConfig) -> None:
         super().__init__(config)
         self.config = config
         self.size = config.size
-        # The same game without slipping, in which `sample` looks for a shortest way.
-        self.firm = FrozenLake(config.model_copy(update={"slip": 0.0})) if config.slip else self
+        # The same game without slipping, in which `sample` searches a shortest path.
+        self.without_slip = (
+            FrozenLake(config.model_copy(update={"slip": 0.0})) if config.slip else self
+        )
 
     def sample(self, rng: random.Random) -> Problem | None:
         cells = [HOLE if rng.random() < self.config.holes else ICE for _ in range(self.size**2)]
         start, goal = rng.sample(range(self.size**2), 2)
         cells[start], cells[goal] = ICE, GOAL
         lake = "".join(cells)
-        firm = self.firm
-        moves = shortest_way(
+        without_slip = self.without_slip
+        moves = shortest_path(
             (lake, start),
-            lambda state: firm.won(state) is True,
-            lambda state: neighbours(firm, state),
+            lambda state: without_slip.has_won(state) is True,
+            lambda state: neighbours(without_slip, state),
         )
         if moves is None or not self.config.min_distance <= len(moves) <= self.max_moves:
             return None
@@ -91,15 +98,15 @@ class FrozenLake(BoardGame[Lake]):
     def start(self, task: Task) -> Lake:
         return task.meta["lake"], task.meta["start"]
 
-    def move(self, state: Lake, move: str, luck: random.Random) -> Lake | None:
+    def move(self, state: Lake, move: str, rng: random.Random) -> Lake | None:
         if move not in OFFSETS:
             return None
-        return state[0], luck.choices(*zip(*self._ends(state[1], move), strict=True))[0]
+        return state[0], rng.choices(*zip(*self._ends(state[1], move), strict=True))[0]
 
     def _ends(self, cell: int, move: str) -> list[tuple[int, float]]:
         """Return the cells where a step may end, with their probabilities.
 
-        At the edge the player stays.
+        A step over the edge leaves the player in place.
         """
         ahead = OFFSETS[move]
         sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
@@ -109,11 +116,11 @@ class FrozenLake(BoardGame[Lake]):
             [ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True
         ):
             row, column = cell // self.size + down, cell % self.size + right
-            inside = 0 <= row < self.size and 0 <= column < self.size
-            ends.append((row * self.size + column if inside else cell, probability))
+            is_inside = 0 <= row < self.size and 0 <= column < self.size
+            ends.append((row * self.size + column if is_inside else cell, probability))
         return ends
 
-    def won(self, state: Lake) -> bool | None:
+    def has_won(self, state: Lake) -> bool | None:
         return {GOAL: True, HOLE: False}.get(state[0][state[1]])
 
     def show(self, state: Lake) -> str:
@@ -131,17 +138,17 @@ class FrozenLake(BoardGame[Lake]):
         return [drawn_cells[i : i + self.size] for i in range(0, len(drawn_cells), self.size)]
 
     def player(self, task: Task) -> Callable[[Lake], str]:
-        """Return a player that takes the move with the best chance to win in the moves left."""
+        """Return a player whose moves maximise the probability of winning in the moves left."""
         lake, _ = self.start(task)
         plan = self._plan(lake)
-        moves_left = iter(range(self.max_moves - 1, -1, -1))
-        return lambda state: plan[next(moves_left)][state[1]]
+        moves_after = iter(range(self.max_moves - 1, -1, -1))
+        return lambda state: plan[next(moves_after)][state[1]]
 
     def _plan(self, lake: str) -> list[list[str]]:
-        """Return the best move by moves left after it, then by cell.
+        """Return the best moves: plan[n][cell] is the best move if n moves remain after it.
 
-        This is value iteration backwards from the last move (Bellman, 1957). A discount of 0.9999
-        prefers the shorter of two sure ways.
+        They are computed by value iteration, backwards from the last move (Bellman, 1957). A
+        discount of 0.9999 prefers the shorter of two certain paths.
         """
         values = [float(cell == GOAL) for cell in lake]
         plan: list[list[str]] = []

@@ -1,9 +1,8 @@
-"""The base classes of games of one player: each move is a word or a letter; a game is won or lost.
-`sliding_puzzle.py` is a short example.
+"""The base classes of single-player games, in which each move is a word or a letter.
 
-A task's `meta` holds the whole start of its game, and its `seed` determines all later chance: the
-same messages give the same game, so all attempts at a task meet the same luck. The winning turn
-has the reward 1, all others 0.
+`sliding_puzzle.py` is a short example. A task's `meta` holds the initial state of its game, and its
+`seed` determines all random events. So the same messages give the same game in all attempts at a
+task. The winning turn has the reward 1, all others 0.
 """
 
 from __future__ import annotations
@@ -33,12 +32,12 @@ class GameConfig(EnvironmentConfig):
         20,
         ge=1,
         le=10_000,
-        description="Messages of the player, those that are no legal move included.",
+        description="Maximum messages of the player, with illegal moves.",
     )
     style: Literal["words", "compact"] = Field(
         "words",
-        description="words: rules, then whole words; compact: bare boards and single letters, for "
-        "a model from scratch.",
+        description="words: rules and whole words; compact: boards without rules and single "
+        "letters, for a model that is trained from random weights.",
     )
 
 
@@ -47,10 +46,9 @@ class BoardConfig(GameConfig):
 
     observation: Literal["text", "image", "both"] = Field(
         "text",
-        description="How the player sees each state: as text, as a picture, or the picture and the "
-        "text.",
+        description="Form in which the player sees each state: text, an image, or both.",
     )
-    cell_px: int = Field(16, ge=6, le=256, description="Pixels a side of a cell in the picture.")
+    cell_px: int = Field(16, ge=6, le=256, description="Side of a cell in the image, in pixels.")
 
     @property
     def needs_media(self) -> bool:
@@ -59,7 +57,7 @@ class BoardConfig(GameConfig):
 
 State = TypeVar("State", bound=Hashable)
 
-MAX_STATES = 200_000  # limit on the states that `shortest_way` visits
+MAX_STATES = 200_000  # limit on the states that `shortest_path` visits
 DIRECTIONS = {"u": "up", "d": "down", "l": "left", "r": "right"}
 LETTERS = {word: letter for letter, word in DIRECTIONS.items()}
 OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (row, column)
@@ -68,24 +66,28 @@ OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (
 class Game(Procedural, Generic[State]):
     """A game for one player.
 
-    A subclass implements the abstract methods and `sample`, which returns a problem with the start
-    in its `meta` and the text of `prompt`. `move` and `player` use moves in the form that `read`
-    returns: a word, or a number.
+    A subclass implements the abstract methods and `sample`, which returns a problem with the
+    initial state in its `meta` and the text of `prompt`. `move` and `player` use moves in the form
+    that `read` returns: a word, or a number.
     """
 
     def __init__(self, config: GameConfig) -> None:
         self.max_moves, self.in_words = config.max_moves, config.style == "words"
 
     @abstractmethod
-    def start(self, task: Task) -> State: ...
+    def start(self, task: Task) -> State:
+        """Return the initial state of a task's game."""
 
     @abstractmethod
-    def move(self, state: State, move: str, luck: random.Random) -> State | None:
-        """Return the next state, or None if the rules forbid the move. `luck` is the turn's random
-        generator."""
+    def move(self, state: State, move: str, rng: random.Random) -> State | None:
+        """Return the next state, or None for an illegal move.
+
+        Args:
+            rng: The turn's random generator.
+        """
 
     @abstractmethod
-    def won(self, state: State) -> bool | None:
+    def has_won(self, state: State) -> bool | None:
         """Return True for a win, False for a loss, and None while the game continues."""
 
     @abstractmethod
@@ -94,18 +96,21 @@ class Game(Procedural, Generic[State]):
 
     @abstractmethod
     def player(self, task: Task) -> Callable[[State], str]:
-        """Return the best player of a task. It is called with each state in turn, from the start,
-        and returns the next move."""
+        """Return the best player of a task: a function from each state to the next move.
+
+        It is called with all states of a game in order.
+        """
 
     @abstractmethod
-    def rules(self) -> str: ...
+    def rules(self) -> str:
+        """Return the rules as text for the player."""
 
-    def observed(self, state: State, before: str = "") -> Message:
-        """Return the message about a state, after the text `before`."""
-        return Message("user", before + self.show(state))
+    def observation(self, state: State, prefix: str = "") -> Message:
+        """Return the message that shows a state, after the text `prefix`."""
+        return Message("user", prefix + self.show(state))
 
     def key(self, state: State) -> str:
-        """Return a key that states share if the game continues alike from them."""
+        """Return a key that is equal for states from which the game continues in the same way."""
         return self.show(state)
 
     def read(self, text: str) -> str:
@@ -115,15 +120,17 @@ class Game(Procedural, Generic[State]):
         return DIRECTIONS.get(last, last)
 
     def write(self, move: str) -> str:
+        """Return a move as the player writes it."""
         return move if self.in_words else LETTERS.get(move, move)
 
     def prompt(self, state: State) -> str:
+        """Return the first message of a game: the rules, if they are shown, and the state."""
         return f"{self.rules()}\n\n{self.show(state)}" if self.in_words else self.show(state)
 
     # --- the protocol
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a whole game of the best player; in games with luck it may be lost."""
+        """Return a game of the best player, who may lose if the game has random events."""
         state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
@@ -135,11 +142,11 @@ class Game(Procedural, Generic[State]):
         raise AssertionError("a game ends at its last move")
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        self._playing, self._state, self._turns = task, self.start(task), 0
+        self._current_task, self._state, self._turns = task, self.start(task), 0
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        self._state, step = self._turn(self._playing, self._state, self._turns, message.text)
+        self._state, step = self._turn(self._current_task, self._state, self._turns, message.text)
         self._turns += 1
         return step
 
@@ -148,29 +155,34 @@ class Game(Procedural, Generic[State]):
 
         A message without a legal move uses up the turn and changes nothing.
         """
-        after = self.move(state, self.read(text), random.Random(f"{self.name}/{task.seed}/{turn}"))
-        illegal = after is None
-        after = state if after is None else after
-        won = self.won(after)
-        is_done = won is not None or turn + 1 >= self.max_moves
+        rng = random.Random(f"{self.name}/{task.seed}/{turn}")
+        moved = self.move(state, self.read(text), rng)
+        is_illegal = moved is None
+        next_state = state if moved is None else moved
+        has_won = self.has_won(next_state)
+        is_done = has_won is not None or turn + 1 >= self.max_moves
         step = Step(
-            messages=() if is_done else (self.observed(after, self._complaint(illegal)),),
-            reward=float(won is True),
+            messages=()
+            if is_done
+            else (self.observation(next_state, self._complaint(is_illegal)),),
+            reward=float(has_won is True),
             done=is_done,
             state_key=self.key(state),
-            metrics={"illegal_moves": float(illegal)},
+            metrics={"illegal_moves": float(is_illegal)},
         )
-        return after, step
+        return next_state, step
 
-    def _complaint(self, illegal: bool) -> str:
-        if not illegal:
+    def _complaint(self, is_illegal: bool) -> str:
+        if not is_illegal:
             return ""
         return "That is no legal move.\n" if self.in_words else "!"
 
 
 class BoardGame(Game[State]):
-    """A game whose states can be drawn. How they are shown changes neither their keys nor the split
-    of a task."""
+    """A game whose states can be drawn.
+
+    The form of observations changes neither the states' keys nor the split of a task.
+    """
 
     def __init__(self, config: BoardConfig) -> None:
         super().__init__(config)
@@ -183,76 +195,90 @@ class BoardGame(Game[State]):
 
     @abstractmethod
     def rules(self, in_text: bool = True) -> str:
-        """Return the rules. in_text: they name things by their signs in the text, else by their
-        look in the picture."""
+        """Return the rules.
+
+        Args:
+            in_text: True to name things by their signs in the text, False to describe their look in
+                the picture.
+        """
 
     def picture(self, state: State) -> Part:
         return embed(board(self.cells(state), self.cell_px))
 
-    def observed(self, state: State, before: str = "") -> Message:
+    def observation(self, state: State, prefix: str = "") -> Message:
         if not self.in_pictures:
-            return super().observed(state, before)
-        text = before + (self.show(state) if self.in_text else "")
+            return super().observation(state, prefix)
+        text = prefix + (self.show(state) if self.in_text else "")
         return Message("user", (self.picture(state), *((Part("text", text),) if text else ())))
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         if not self.in_pictures:
             return super().messages(problem)
         state = self.start(Task("", (), meta=problem.meta))
-        return (self.observed(state, f"{self.rules(self.in_text)}\n\n" if self.in_words else ""),)
+        return (
+            self.observation(state, f"{self.rules(self.in_text)}\n\n" if self.in_words else ""),
+        )
 
 
 def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
-    """Yield the moves of a game without luck that change the state, and the states after them; none
-    if the game is over."""
-    if game.won(state) is not None:
+    """Yield the moves that change the state, with the states after them; none after the game's end.
+
+    The game must have no random events.
+    """
+    if game.has_won(state) is not None:
         return
     for move in OFFSETS:
-        after = game.move(state, move, random.Random(0))
-        if after is not None and after != state:
-            yield move, after
+        next_state = game.move(state, move, random.Random(0))
+        if next_state is not None and next_state != state:
+            yield move, next_state
 
 
-def shortest_way(
+def shortest_path(
     start: State,
-    solved: Callable[[State], bool],
+    is_solved: Callable[[State], bool],
     moves: Callable[[State], Iterable[tuple[str, State]]],
     estimate: Callable[[State], int] = lambda _: 0,
 ) -> list[str] | None:
-    """Return the fewest moves from `start` to a solved state.
+    """Return the fewest moves from `start` to a solved state, by A* search.
 
-    None if there is no way, or none was found within MAX_STATES states. The search is A* (Hart,
-    Nilsson and Raphael, 1968).
+    Return None if there is no path, or none was found within MAX_STATES states. Source: Hart,
+    Nilsson and Raphael (1968).
 
     Args:
         start: The first state.
-        solved: True for a goal state.
+        is_solved: True for a goal state.
         moves: Returns the moves from a state, and the states after them.
         estimate: A lower bound on the remaining moves that falls by at most one a move.
     """
     came_from: dict[State, tuple[State, str] | None] = {}
-    order = itertools.count()  # breaks ties: first in, first out
+    order = itertools.count()  # of equal estimates, the first added is visited first
     # (estimated moves in all, order, moves made, state, previous state and move)
-    waiting: list[tuple[int, int, int, State, tuple[State, str] | None]] = [
+    queue: list[tuple[int, int, int, State, tuple[State, str] | None]] = [
         (estimate(start), 0, 0, start, None)
     ]
-    while waiting and len(came_from) < MAX_STATES:
-        _, _, made, state, origin = heapq.heappop(waiting)
+    while queue and len(came_from) < MAX_STATES:
+        _, _, n_moves, state, origin = heapq.heappop(queue)
         if state in came_from:
             continue
         came_from[state] = origin
-        if solved(state):
-            return _retraced(came_from, state)
-        for move, after in moves(state):
-            if after not in came_from:
+        if is_solved(state):
+            return _retrace(came_from, state)
+        for move, next_state in moves(state):
+            if next_state not in came_from:
                 heapq.heappush(
-                    waiting,
-                    (made + 1 + estimate(after), next(order), made + 1, after, (state, move)),
+                    queue,
+                    (
+                        n_moves + 1 + estimate(next_state),
+                        next(order),
+                        n_moves + 1,
+                        next_state,
+                        (state, move),
+                    ),
                 )
     return None
 
 
-def _retraced(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
+def _retrace(came_from: dict[State, tuple[State, str] | None], state: State) -> list[str]:
     moves: list[str] = []
     step = came_from[state]
     while step is not None:
@@ -261,7 +287,7 @@ def _retraced(came_from: dict[State, tuple[State, str] | None], state: State) ->
     return moves[::-1]
 
 
-def recited(moves: Iterable[str]) -> Callable[[object], str]:
-    """Return a player that makes these moves, whatever the state."""
-    plan = iter(moves)
-    return lambda state: next(plan)
+def replay_moves(moves: Iterable[str]) -> Callable[[object], str]:
+    """Return a player that makes these moves in order."""
+    remaining = iter(moves)
+    return lambda state: next(remaining)

@@ -1,6 +1,6 @@
 """Draw shapes and boards with Pillow.
 
-Neither fonts nor smoothing are used, so equal arguments give equal pixels.
+No fonts and no antialiasing are used, so equal arguments give equal pixels.
 """
 
 from __future__ import annotations
@@ -8,15 +8,15 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from ratchet.data.formats.media import pillow
+from ratchet.data.formats.media import import_pillow
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 Rgb = tuple[int, int, int]
-# left, top, right, bottom in pixels; right and bottom are inside the box
+# (left, top, right, bottom) in pixels; the right and bottom pixels belong to the box
 Box = tuple[float, float, float, float]
-Mark = tuple[str, Rgb]  # name of a shape, or digits; and the colour
+Mark = tuple[str, Rgb]  # (the name of a shape or digits, the colour)
 
 WHITE: Rgb = (255, 255, 255)
 COLOURS: Mapping[str, Rgb] = {
@@ -37,17 +37,17 @@ DIGITS = {
 
 
 def blank(width: int, height: int, colour: Rgb = WHITE) -> Image:
-    return pillow("drawing pictures").Image.new("RGB", (width, height), colour)
+    return import_pillow("drawing pictures").Image.new("RGB", (width, height), colour)
 
 
 def draw(image: Image, mark: Mark, box: Box) -> None:
-    """Draw a shape, given by name, or a number, given by its digits, inside a box."""
-    what, colour = mark
-    pen = pillow().ImageDraw.Draw(image)
-    if what in SHAPES:
-        SHAPES[what](pen, box, colour)
+    """Draw a shape or a number inside a box."""
+    name, colour = mark
+    pen = import_pillow().ImageDraw.Draw(image)
+    if name in SHAPES:
+        SHAPES[name](pen, box, colour)
     else:
-        _number(pen, what, box, colour)
+        _draw_number(pen, name, box, colour)
 
 
 def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
@@ -57,12 +57,12 @@ def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) ->
         rows: The background colour and the marks of each cell.
     """
     image = blank(len(rows[0]) * cell_px, len(rows) * cell_px)
-    pen = pillow().ImageDraw.Draw(image)
+    pen = import_pillow().ImageDraw.Draw(image)
     margin = cell_px // 6
     for y, row in enumerate(rows):
-        for x, (ground, marks) in enumerate(row):
+        for x, (background, marks) in enumerate(row):
             left, top = x * cell_px, y * cell_px
-            pen.rectangle((left, top, left + cell_px - 2, top + cell_px - 2), fill=ground)
+            pen.rectangle((left, top, left + cell_px - 2, top + cell_px - 2), fill=background)
             for mark in marks:
                 draw(
                     image,
@@ -77,40 +77,40 @@ def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) ->
     return image
 
 
-def _circle(pen: Any, box: Box, colour: Rgb) -> None:
+def _draw_circle(pen: Any, box: Box, colour: Rgb) -> None:
     pen.ellipse(box, fill=colour)
 
 
-def _square(pen: Any, box: Box, colour: Rgb) -> None:
+def _draw_square(pen: Any, box: Box, colour: Rgb) -> None:
     pen.rectangle(box, fill=colour)
 
 
-def _triangle(pen: Any, box: Box, colour: Rgb) -> None:
+def _draw_triangle(pen: Any, box: Box, colour: Rgb) -> None:
     left, top, right, bottom = box
     pen.polygon([((left + right) / 2, top), (right, bottom), (left, bottom)], fill=colour)
 
 
-def _cross(pen: Any, box: Box, colour: Rgb) -> None:
+def _draw_cross(pen: Any, box: Box, colour: Rgb) -> None:
     left, top, right, bottom = box
     third = (right - left) / 3
     pen.rectangle((left, top + third, right, bottom - third), fill=colour)
     pen.rectangle((left + third, top, right - third, bottom), fill=colour)
 
 
-def _ring(pen: Any, box: Box, colour: Rgb) -> None:
+def _draw_ring(pen: Any, box: Box, colour: Rgb) -> None:
     pen.ellipse(box, outline=colour, width=max(1, round((box[2] - box[0]) / 5)))
 
 
 SHAPES: Mapping[str, Callable[[Any, Box, Rgb], None]] = {
-    "circle": _circle,
-    "square": _square,
-    "triangle": _triangle,
-    "cross": _cross,
-    "ring": _ring,
+    "circle": _draw_circle,
+    "square": _draw_square,
+    "triangle": _draw_triangle,
+    "cross": _draw_cross,
+    "ring": _draw_ring,
 }
 
 
-def _number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
+def _draw_number(pen: Any, digits: str, box: Box, colour: Rgb) -> None:
     left, top, right, bottom = box
     dot = max(1, int(min((right - left + 1) / (4 * len(digits) - 1), (bottom - top + 1) / 5)))
     x0, y0 = (

@@ -17,8 +17,8 @@ from ratchet.environments.games.game import (
     BoardConfig,
     BoardGame,
     neighbours,
-    recited,
-    shortest_way,
+    replay_moves,
+    shortest_path,
 )
 from ratchet.environments.games.rendering import COLOURS, WHITE, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -30,16 +30,19 @@ class SlidingPuzzleConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.sliding_puzzle:SlidingPuzzle"
 
-    size: int = Field(3, ge=2, le=6, description="Tiles a side, the gap included.")
+    size: int = Field(3, ge=2, le=6, description="Cells on a side.")
     shuffle_moves: int = Field(
-        10, ge=1, le=1000, description="The board is at most so many moves from being solved."
+        10,
+        ge=1,
+        le=1000,
+        description="Maximum random moves from the solved board to the initial one.",
     )
     min_shuffle_moves: int = Field(
-        1, ge=1, description="And made by at least so many, which may lead to a nearer one."
+        1, ge=1, description="Minimum random moves; the shortest solution may be shorter."
     )
 
     @model_validator(mode="after")
-    def _can_be_solved(self) -> SlidingPuzzleConfig:
+    def _check_moves(self) -> SlidingPuzzleConfig:
         if self.min_shuffle_moves > self.shuffle_moves:
             raise ValueError(
                 f"min_shuffle_moves={self.min_shuffle_moves} is more than "
@@ -55,10 +58,12 @@ class SlidingPuzzleConfig(BoardConfig):
 
 Board = tuple[int, ...]  # row by row; 0 is the gap
 
-UNDO = {"up": "down", "down": "up", "left": "right", "right": "left"}
+OPPOSITE = {"up": "down", "down": "up", "left": "right", "right": "left"}
 
 
 class SlidingPuzzle(BoardGame[Board]):
+    """The sliding puzzle as an environment."""
+
     name = "sliding_puzzle"
 
     def __init__(self, config: SlidingPuzzleConfig) -> None:
@@ -72,70 +77,71 @@ class SlidingPuzzle(BoardGame[Board]):
         for _ in range(rng.randint(self.config.min_shuffle_moves, self.config.shuffle_moves)):
             legal = dict(self._slides(board))
             if shuffle:
-                # No move undoes the previous one, so that the moves do not cancel out.
-                legal.pop(UNDO[shuffle[-1]])
+                # No move reverses the previous one, so that moves do not cancel out.
+                legal.pop(OPPOSITE[shuffle[-1]])
             shuffle.append(rng.choice(list(legal)))
             board = legal[shuffle[-1]]
         if board == self.solved:
             return None
-        way_back = [UNDO[move] for move in reversed(shuffle)]
-        return Problem(self.prompt(board), " ".join(way_back), {"board": list(board)})
+        solution = [OPPOSITE[move] for move in reversed(shuffle)]
+        return Problem(self.prompt(board), " ".join(solution), {"board": list(board)})
 
     def start(self, task: Task) -> Board:
         return tuple(task.meta["board"])
 
-    def move(self, state: Board, move: str, luck: random.Random) -> Board | None:
+    def move(self, state: Board, move: str, rng: random.Random) -> Board | None:
         return dict(self._slides(state)).get(move)
 
     def _slides(self, board: Board) -> Iterator[tuple[str, Board]]:
         """Yield each legal move and the board after it.
 
-        A tile that slides up comes from below the gap.
+        A tile that slides up comes from the cell below the gap.
         """
         gap = board.index(0)
         row, column = divmod(gap, self.size)
         for move, (down, right) in OFFSETS.items():
             if 0 <= row - down < self.size and 0 <= column - right < self.size:
                 tile = gap - down * self.size - right
-                slid = list(board)
-                slid[gap], slid[tile] = board[tile], 0
-                yield move, tuple(slid)
+                next_board = list(board)
+                next_board[gap], next_board[tile] = board[tile], 0
+                yield move, tuple(next_board)
 
-    def won(self, state: Board) -> bool | None:
+    def has_won(self, state: Board) -> bool | None:
         return True if state == self.solved else None
 
     def show(self, state: Board) -> str:
-        between = " " if self.in_words or self.size > 3 else ""
-        width = len(str(self.size**2 - 1)) if between else 1
+        separator = " " if self.in_words or self.size > 3 else ""
+        width = len(str(self.size**2 - 1)) if separator else 1
         cells = [f"{tile or '_':>{width}}" for tile in state]
         return "\n".join(
-            between.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size)
+            separator.join(cells[i : i + self.size]) for i in range(0, len(cells), self.size)
         )
 
     def cells(self, state: Board) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
-        drawn = [
+        drawn_cells = [
             (COLOURS["blue"], [(str(tile), WHITE)]) if tile else (COLOURS["grey"], [])
             for tile in state
         ]
-        return [drawn[i : i + self.size] for i in range(0, len(drawn), self.size)]
+        return [drawn_cells[i : i + self.size] for i in range(0, len(drawn_cells), self.size)]
 
     def player(self, task: Task) -> Callable[[Board], str]:
-        """Return a player of the fewest moves, or of the reversed shuffle if A* gives up."""
+        """Return a player that makes the fewest moves, or the reversed shuffle if A* gives up."""
         start = self.start(task)
-        way = shortest_way(
+        moves = shortest_path(
             start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance
         )
-        return recited(task.answer.split() if way is None else way)
+        return replay_moves(task.answer.split() if moves is None else moves)
 
     def _distance(self, board: Board) -> int:
-        """Return the summed Manhattan distance of the tiles from their places."""
+        """Return the sum of the tiles' Manhattan distances from their places: the A* estimate."""
         places = (
             (divmod(i, self.size), divmod(tile - 1, self.size))
             for i, tile in enumerate(board)
             if tile
         )
         return sum(
-            abs(row - home_row) + abs(column - home) for (row, column), (home_row, home) in places
+            abs(row - home_row) + abs(column - home_column)
+            for (row, column), (home_row, home_column) in places
         )
 
     def rules(self, in_text: bool = True) -> str:

@@ -1,8 +1,7 @@
-"""Sokoban: push every box ($) onto a goal (.). Boxes can't be pulled, and only one is pushed at a
-time.
+"""Sokoban: push every box ($) onto a goal (.).
 
-A room is made backwards: the boxes start on the goals and are pulled away, so that the reversed
-pulls are a solution.
+Boxes can't be pulled, and only one can be pushed at a time. A room is generated backwards: the
+boxes start on the goals and are pulled away, so that the reversed pulls are a solution.
 """
 
 from __future__ import annotations
@@ -18,8 +17,8 @@ from ratchet.environments.games.game import (
     BoardConfig,
     BoardGame,
     neighbours,
-    recited,
-    shortest_way,
+    replay_moves,
+    shortest_path,
 )
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -27,7 +26,7 @@ from ratchet.types import Task
 
 
 class SokobanConfig(BoardConfig):
-    """The section of Sokoban: push boxes onto goals."""
+    """Push boxes onto goals."""
 
     builds: ClassVar[str] = "ratchet.environments.games.sokoban:Sokoban"
 
@@ -35,17 +34,17 @@ class SokobanConfig(BoardConfig):
         30,
         ge=1,
         le=10_000,
-        description="Messages of the player, those that are no legal move included.",
+        description="Maximum messages of the player, with illegal moves.",
     )
-    size: int = Field(4, ge=3, le=10, description="Cells a side, without the walls around.")
-    boxes: int = Field(1, ge=1, le=5, description="Boxes, and goals.")
-    walls: float = Field(0.1, ge=0, le=0.5, description="Chance of each inner cell to be a wall.")
+    size: int = Field(4, ge=3, le=10, description="Cells on a side, without the outer walls.")
+    boxes: int = Field(1, ge=1, le=5, description="Number of boxes and of goals.")
+    walls: float = Field(0.1, ge=0, le=0.5, description="Probability that an inner cell is a wall.")
     pulls: int = Field(
-        3, ge=1, le=50, description="Pushes by which a room can be solved; fewer may do."
+        3, ge=1, le=50, description="Number of pushes in the known solution; fewer may suffice."
     )
 
 
-# The usual characters: player and box, on the floor and on a goal.
+# The usual characters: the first on the floor, the second on a goal.
 SIGNS = {"player": "@+", "box": "$*", "floor": " ."}
 WALL = "#"
 STONE: Rgb = (70, 70, 80)
@@ -62,6 +61,8 @@ class Room(NamedTuple):
 
 
 class Sokoban(BoardGame[Room]):
+    """Sokoban as an environment."""
+
     name = "sokoban"
 
     def __init__(self, config: SokobanConfig) -> None:
@@ -73,8 +74,11 @@ class Sokoban(BoardGame[Room]):
         self.inside = [row * self.width + column for row in inner for column in inner]
 
     def sample(self, rng: random.Random) -> Problem | None:
-        """Return a room, or None if it has too few free cells, a box can't be pulled far enough or
-        ends on a goal, or the solution is longer than `max_moves`."""
+        """Return a room, or None if the drawn one is unsuitable.
+
+        It may have too few free cells, a box that can't be pulled far enough or ends on a goal, or
+        a solution that is longer than `max_moves`.
+        """
         walls = frozenset(range(self.width**2)) - {
             cell for cell in self.inside if rng.random() >= self.config.walls
         }
@@ -87,30 +91,30 @@ class Sokoban(BoardGame[Room]):
             options = list(self._pulls(room))
             if not options:
                 return None
-            pulled, pushes = rng.choice(options)
-            room, solution = pulled, [*pushes, *solution]
+            room, moves = rng.choice(options)
+            solution = [*moves, *solution]
         if room.boxes & room.goals or len(solution) > self.max_moves:
             return None
-        return Problem(self.prompt(room), " ".join(solution), {"room": self._drawn(room)})
+        return Problem(self.prompt(room), " ".join(solution), {"room": self._write_room(room)})
 
     def _pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
-        """Yield each room from which a push and then a walk lead to this one, with those moves."""
+        """Yield each room before this one, with the moves from it: a push and then a walk."""
         for move, offset in self.offsets.items():
             for box in sorted(room.boxes):
-                # After the push the box is at `box` and the player behind it; before the push, both
-                # stood one cell further back.
-                player, before = box - offset, box - 2 * offset
+                # After the push the box is at `box` and the player behind it. Before the push both
+                # were one cell further back.
+                player, previous_player = box - offset, box - 2 * offset
                 blocked = room.walls | room.boxes
-                if player in blocked or before in blocked:
+                if player in blocked or previous_player in blocked:
                     continue
                 pushed = room._replace(player=player)
                 walk = self._walk(pushed, room.player)
                 if walk is not None:
                     boxes = room.boxes - {box} | {player}
-                    yield room._replace(boxes=boxes, player=before), [move, *walk]
+                    yield room._replace(boxes=boxes, player=previous_player), [move, *walk]
 
-    def _walk(self, room: Room, to: int) -> list[str] | None:
-        """Return the player's shortest walk to the cell `to` without a push, or None."""
+    def _walk(self, room: Room, target: int) -> list[str] | None:
+        """Return the player's shortest walk to the cell `target` without a push, or None."""
         blocked = room.walls | room.boxes
 
         def steps(cell: int) -> Iterator[tuple[str, int]]:
@@ -120,7 +124,7 @@ class Sokoban(BoardGame[Room]):
                 if cell + offset not in blocked
             )
 
-        return shortest_way(room.player, to.__eq__, steps)
+        return shortest_path(room.player, target.__eq__, steps)
 
     def start(self, task: Task) -> Room:
         text = task.meta["room"]
@@ -132,37 +136,37 @@ class Sokoban(BoardGame[Room]):
         (player,) = cells["@"] | cells["+"]
         return Room(cells[WALL], goals, cells["$"] | cells["*"], player)
 
-    def move(self, state: Room, move: str, luck: random.Random) -> Room | None:
+    def move(self, state: Room, move: str, rng: random.Random) -> Room | None:
         if move not in self.offsets:
             return None
         offset = self.offsets[move]
-        to, boxes = state.player + offset, state.boxes
-        if to in boxes:
-            if to + offset in state.walls | boxes:
+        target, boxes = state.player + offset, state.boxes
+        if target in boxes:
+            if target + offset in state.walls | boxes:
                 return None
-            boxes = boxes - {to} | {to + offset}
-        return None if to in state.walls else state._replace(boxes=boxes, player=to)
+            boxes = boxes - {target} | {target + offset}
+        return None if target in state.walls else state._replace(boxes=boxes, player=target)
 
-    def won(self, state: Room) -> bool | None:
+    def has_won(self, state: Room) -> bool | None:
         return True if state.boxes == state.goals else None
 
     def show(self, state: Room) -> str:
-        drawn = self._drawn(state)
-        return "\n".join(drawn[i : i + self.width] for i in range(0, len(drawn), self.width))
+        text = self._write_room(state)
+        return "\n".join(text[i : i + self.width] for i in range(0, len(text), self.width))
 
     def cells(self, state: Room) -> Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]]:
-        def cell(at: int) -> tuple[Rgb, Sequence[Mark]]:
-            marks: list[Mark] = [("square", COLOURS["orange"])] if at in state.boxes else []
-            marks += [("circle", COLOURS["blue"])] if at == state.player else []
-            marks += [("ring", COLOURS["red"])] if at in state.goals else []
-            return STONE if at in state.walls else FLOOR, marks
+        def draw_cell(cell: int) -> tuple[Rgb, Sequence[Mark]]:
+            marks: list[Mark] = [("square", COLOURS["orange"])] if cell in state.boxes else []
+            marks += [("circle", COLOURS["blue"])] if cell == state.player else []
+            marks += [("ring", COLOURS["red"])] if cell in state.goals else []
+            return STONE if cell in state.walls else FLOOR, marks
 
         return [
-            [cell(row * self.width + column) for column in range(self.width)]
+            [draw_cell(row * self.width + column) for column in range(self.width)]
             for row in range(self.width)
         ]
 
-    def _drawn(self, room: Room) -> str:
+    def _write_room(self, room: Room) -> str:
         def sign(cell: int) -> str:
             thing = "player" if cell == room.player else "box" if cell in room.boxes else "floor"
             return WALL if cell in room.walls else SIGNS[thing][cell in room.goals]
@@ -170,11 +174,14 @@ class Sokoban(BoardGame[Room]):
         return "".join(map(sign, range(self.width**2)))
 
     def player(self, task: Task) -> Callable[[Room], str]:
-        """Return a player that makes the fewest moves, or those of the task's solution if the
-        search gives up."""
+        """Return a player that makes the fewest moves, or the task's solution if A* gives up."""
         room = self.start(task)
-        way = shortest_way(room, lambda at: self.won(at) is True, lambda at: neighbours(self, at))
-        return recited(task.answer.split() if way is None else way)
+        moves = shortest_path(
+            room,
+            lambda state: self.has_won(state) is True,
+            lambda state: neighbours(self, state),
+        )
+        return replay_moves(task.answer.split() if moves is None else moves)
 
     def rules(self, in_text: bool = True) -> str:
         signs, drawn = (

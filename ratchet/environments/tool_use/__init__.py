@@ -1,2 +1,1 @@
-"""Tools that environments offer to a policy. `base` holds the protocol and what runs calls; any
-environment may use them."""
+"""Tools that environments offer to a policy. `base` has the protocol, and runs the calls."""

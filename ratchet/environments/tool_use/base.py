@@ -1,7 +1,7 @@
 """Define tools, and run the tool calls of a policy.
 
-An error of the policy (an unknown tool, wrong arguments, an expression that can't be evaluated) or
-of a tool becomes the call's answer, so the policy may try again. An error of the infrastructure (a
+An error of the policy (an unknown tool, wrong arguments, an invalid expression) or of a tool
+becomes the answer to the call, and the policy may try again. An error of the infrastructure (a
 failed sandbox, a lost server) is a RatchetError and fails the attempt.
 """
 
@@ -23,10 +23,10 @@ from ratchet.types import Message, ToolCall
 
 
 class ToolConfig(Section):
-    """A base class of tool sections; `builds` names what builds a tool, or a sequence of tools."""
+    """A base class of tool sections, whose `builds` names the factory of a tool or of several."""
 
 
-Tools = Annotated[tuple[SerializeAsAny[Section], ...], Slot("tool", many=True)]
+Tools = Annotated[tuple[SerializeAsAny[Section], ...], Slot("tool", is_list=True)]
 
 
 TYPES: Mapping[str, tuple[type, ...]] = {
@@ -45,15 +45,15 @@ class ToolError(Exception):
 
 
 class ToolUnavailable(RatchetError):
-    """An error of the infrastructure behind a tool: the attempt fails, and is not judged."""
+    """An error of the infrastructure behind a tool. The attempt fails, and is not judged."""
 
 
 @runtime_checkable
 class Tool(Protocol):
     """A tool that the policy can call.
 
-    `parameters` is the JSON schema of an object. `call` gets them by name, and returns the answer,
-    which is converted to text. It may be async.
+    `parameters` is the JSON schema of an object. `call` gets the arguments by name, and returns the
+    answer, which is converted to text. It may be async.
     """
 
     name: str
@@ -65,8 +65,10 @@ class Tool(Protocol):
 
 @dataclass(frozen=True)
 class ToolAnswer:
+    """The answer to a tool call, for the policy."""
+
     text: str
-    error: bool = False
+    is_error: bool = False
 
 
 class Toolbox:
@@ -90,6 +92,7 @@ class Toolbox:
 
     @property
     def schemas(self) -> tuple[Mapping[str, Any], ...]:
+        """The descriptions of the tools in OpenAI's format."""
         return tuple(
             {
                 "type": "function",
@@ -106,16 +109,16 @@ class Toolbox:
         return name in self._tools
 
     async def answers(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
-        """Run the calls of one turn, and return (a message for each call, number of errors).
+        """Run the calls of one turn. Return a message for each call, and the number of errors.
 
-        Calls run one after the other, because a later one may build on an earlier one.
+        Calls run one after the other, because a later one may depend on an earlier one.
         """
         messages: list[Message] = []
         errors = 0
         for call in calls:
             answer = await self.answer(call)
             messages.append(Message("tool", answer.text, tool_call_id=call.id))
-            errors += answer.error
+            errors += answer.is_error
         return messages, errors
 
     async def answer(self, call: ToolCall) -> ToolAnswer:
@@ -127,11 +130,11 @@ class Toolbox:
                     f"there is no tool '{call.name}'; there are {', '.join(self._tools)}"
                 )
             check_arguments(tool.parameters, call.arguments)
-            return ToolAnswer(self._cut(str(await self._called(tool, call.arguments))))
+            return ToolAnswer(self._truncate(str(await self._run(tool, call.arguments))))
         except ToolError as error:
-            return ToolAnswer(self._cut(f"Error: {error}"), error=True)
+            return ToolAnswer(self._truncate(f"Error: {error}"), is_error=True)
 
-    async def _called(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
+    async def _run(self, tool: Tool, arguments: Mapping[str, Any]) -> Any:
         try:
             async with Deadline(self.timeout_s):
                 if inspect.iscoroutinefunction(tool.call):
@@ -141,11 +144,11 @@ class Toolbox:
             raise ToolError(f"{tool.name} gave no answer within {self.timeout_s:g} s") from None
         except (RatchetError, ToolError):
             raise
-        # A tool is user code and may raise anything. The policy reads the error, and may go on.
+        # A tool is user code and may raise any exception. The policy reads it, and may go on.
         except Exception as error:
             raise ToolError(f"{type(error).__name__}: {error}") from error
 
-    def _cut(self, text: str) -> str:
+    def _truncate(self, text: str) -> str:
         return (
             text
             if len(text) <= self.max_chars
@@ -153,14 +156,14 @@ class Toolbox:
         )
 
 
-def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> None:
+def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any]) -> None:
     """Raise ToolError for arguments that violate a JSON schema's names or types.
 
     Only the outer level of the schema is checked.
     """
     properties = parameters.get("properties", {})
-    missing = [name for name in parameters.get("required", ()) if name not in given]
-    unknown = [name for name in given if name not in properties]
+    missing = [name for name in parameters.get("required", ()) if name not in arguments]
+    unknown = [name for name in arguments if name not in properties]
     if missing:
         raise ToolError(
             f"the argument '{missing[0]}' is missing; it takes {', '.join(properties) or 'none'}"
@@ -169,25 +172,27 @@ def check_arguments(parameters: Mapping[str, Any], given: Mapping[str, Any]) -> 
         raise ToolError(
             f"there is no argument '{unknown[0]}'; it takes {', '.join(properties) or 'none'}"
         )
-    for name, value in given.items():
+    for name, value in arguments.items():
         expected = properties.get(name, {}).get("type")
-        if isinstance(expected, str) and expected in TYPES and not _is(value, expected):
+        if isinstance(expected, str) and expected in TYPES and not _has_type(value, expected):
             raise ToolError(f"the argument '{name}' must be of type {expected}, not {value!r:.80}")
 
 
-def _is(value: Any, wanted: str) -> bool:
-    return isinstance(value, TYPES[wanted]) and (wanted == "boolean" or not isinstance(value, bool))
+def _has_type(value: Any, expected: str) -> bool:
+    """True if a value has a JSON type. True and False are not numbers."""
+    is_wrong_boolean = isinstance(value, bool) and expected != "boolean"
+    return isinstance(value, TYPES[expected]) and not is_wrong_boolean
 
 
 def make_tools(sections: Sequence[Section]) -> list[Tool]:
-    """Build the tools of these sections. Raises ConfigError if a section builds something else."""
+    """Build the tools of sections. Raises ConfigError if a section builds something else."""
     tools: list[Tool] = []
     for section in sections:
         built = build(section)
         for tool in built if isinstance(built, list | tuple) else (built,):
             if not isinstance(tool, Tool):
                 raise ConfigError(
-                    f"{tool!r:.80} is no tool: it needs name, description, parameters and call"
+                    f"{tool!r:.80} is not a tool: it needs name, description, parameters and call"
                 )
             tools.append(tool)
     return tools

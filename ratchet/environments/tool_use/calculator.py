@@ -1,6 +1,6 @@
-"""Calculate arithmetic with a parser of our own.
+"""The calculator tool, with its own parser of arithmetic.
 
-The policy's text is never executed as Python, and no expression takes long.
+The policy's text is never executed as Python, and every expression is computed quickly.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class CalculatorConfig(ToolConfig):
 
 MAX_CHARS = 1000
 MAX_DEPTH = 50
-MAX_BITS = 4096  # of numerator and denominator of each intermediate value
+MAX_BITS = 4096  # size of the numerator and denominator of each intermediate value
 TOKEN = re.compile(
     r"\s*(\d+(?:\.\d*)?(?:[eE][+-]?\d{1,3})?|\.\d+(?:[eE][+-]?\d{1,3})?|\*\*|//|[-+*/%()])"
 )
@@ -30,6 +30,8 @@ SIGNS = {"×": "*", "·": "*", "÷": "/", "−": "-", "^": "**"}
 
 
 class Calculator:
+    """A tool that computes an arithmetic expression exactly."""
+
     name = "calculator"
     description = "Works out an arithmetic expression with + - * / // % ** and parentheses."
 
@@ -42,27 +44,27 @@ class Calculator:
         }
 
     async def call(self, expression: str) -> str:
-        return written(calculate(expression))
+        return format_value(calculate(expression))
 
 
 def calculate(expression: str) -> Fraction:
     """Return the exact value of an expression, or raise ToolError."""
     if len(expression) > MAX_CHARS:
         raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARS} are allowed")
-    for sign, plain in SIGNS.items():
-        expression = expression.replace(sign, plain)
-    parser = _Parser(_tokens(expression))
-    value = parser.sum(0)
+    for sign, operator in SIGNS.items():
+        expression = expression.replace(sign, operator)
+    parser = _Parser(_tokenize(expression))
+    value = parser.parse_sum(0)
     if parser.next is not None:
         raise ToolError(f"'{parser.next}' can't stand there")
     return value
 
 
-def written(value: Fraction) -> str:
+def format_value(value: Fraction) -> str:
     """Return the value as a whole number, a short exact decimal, or 12 significant digits."""
     if value.denominator == 1:
         return str(value.numerator)
-    # A decimal is exact if the denominator has no prime factors but 2 and 5.
+    # A decimal is exact if 2 and 5 are the only prime factors of the denominator.
     cofactor = value.denominator
     for prime in (2, 5):
         while cofactor % prime == 0:
@@ -73,7 +75,7 @@ def written(value: Fraction) -> str:
     return f"{decimal:.12g}"
 
 
-def _tokens(expression: str) -> list[str]:
+def _tokenize(expression: str) -> list[str]:
     tokens: list[str] = []
     position, end = 0, len(expression.rstrip())
     while position < end:
@@ -90,7 +92,10 @@ def _tokens(expression: str) -> list[str]:
 
 
 class _Parser:
-    """A recursive-descent parser with Python's precedence: sum, product, sign, power."""
+    """A recursive-descent parser with Python's precedence: sum, product, sign, power.
+
+    Each method parses and evaluates one level of precedence.
+    """
 
     def __init__(self, tokens: list[str]) -> None:
         self._tokens, self._position = tokens, 0
@@ -106,30 +111,30 @@ class _Parser:
         self._position += 1
         return token
 
-    def sum(self, depth: int) -> Fraction:
-        value = self._product(depth)
+    def parse_sum(self, depth: int) -> Fraction:
+        value = self._parse_product(depth)
         while operator := self._take("+", "-"):
-            value = _bounded(_apply(operator, value, self._product(depth)))
+            value = _check_size(_apply(operator, value, self._parse_product(depth)))
         return value
 
-    def _product(self, depth: int) -> Fraction:
-        value = self._signed(depth)
+    def _parse_product(self, depth: int) -> Fraction:
+        value = self._parse_signed(depth)
         while operator := self._take("*", "/", "//", "%"):
-            value = _bounded(_apply(operator, value, self._signed(depth)))
+            value = _check_size(_apply(operator, value, self._parse_signed(depth)))
         return value
 
-    def _signed(self, depth: int) -> Fraction:
+    def _parse_signed(self, depth: int) -> Fraction:
         if depth > MAX_DEPTH:
             raise ToolError(f"the expression is nested more than {MAX_DEPTH} deep")
         if operator := self._take("+", "-"):
-            value = self._signed(depth + 1)
+            value = self._parse_signed(depth + 1)
             return -value if operator == "-" else value
-        base = self._atom(depth)
-        return _power(base, self._signed(depth + 1)) if self._take("**") else base
+        base = self._parse_atom(depth)
+        return _power(base, self._parse_signed(depth + 1)) if self._take("**") else base
 
-    def _atom(self, depth: int) -> Fraction:
+    def _parse_atom(self, depth: int) -> Fraction:
         if self._take("("):
-            value = self.sum(depth + 1)
+            value = self.parse_sum(depth + 1)
             if not self._take(")"):
                 raise ToolError("a ')' is missing")
             return value
@@ -139,7 +144,7 @@ class _Parser:
         if not (token[0].isdigit() or token[0] == "."):
             raise ToolError(f"'{token}' can't stand there")
         self._position += 1
-        return _bounded(Fraction(token))
+        return _check_size(Fraction(token))
 
 
 OPERATIONS: dict[str, Callable[[Fraction, Fraction], Fraction]] = {
@@ -169,7 +174,8 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction:
     return base ** int(exponent % 2 if bits <= 1 and exponent > 1 else exponent)
 
 
-def _bounded(value: Fraction) -> Fraction:
+def _check_size(value: Fraction) -> Fraction:
+    """Return the value. Raises ToolError if it is too large."""
     if max(value.numerator.bit_length(), value.denominator.bit_length()) > MAX_BITS:
         raise ToolError("the result is too large")
     return value

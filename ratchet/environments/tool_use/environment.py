@@ -1,5 +1,4 @@
-"""Environments with tools: the policy calls tools, reads their answers, and gives its own answer in
-a message without calls."""
+"""Environments with tools: the policy calls tools, reads their answers, and then answers itself."""
 
 from __future__ import annotations
 
@@ -14,35 +13,35 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, make_tools
-from ratchet.environments.tool_use.calculator import calculate, written
+from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Step
 from ratchet.types import Message, Split, Task, ToolCall
 
 
-class WithToolsConfig(EnvironmentConfig):
+class ToolEnvironmentConfig(EnvironmentConfig):
     """The keys that all environments with tools share."""
 
-    tools: Tools = Field(
-        min_length=1, description="Tools that the policy may call; each with its kind."
-    )
-    system: str = Field("", description="A system message before each task; empty: none.")
+    tools: Tools = Field(min_length=1, description="Tools that the policy may call.")
+    system: str = Field("", description="System message before each task; empty: none.")
     max_calling_turns: int = Field(
-        8, gt=0, description="Turns with calls; one more ends the attempt without an answer."
+        8,
+        gt=0,
+        description="Maximum turns with calls; a further one ends the attempt without an answer.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Wall time of one tool call, in seconds.")
     max_chars: int = Field(
-        4000, gt=0, description="Characters of one tool's answer; the rest is cut off."
+        4000, gt=0, description="Maximum characters of a tool's answer; the rest is cut off."
     )
 
 
-class ToolUseConfig(WithToolsConfig):
+class ToolUseConfig(ToolEnvironmentConfig):
     """An environment that adds tools to the problems of another environment."""
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.environment:ToolUse"
 
     problems: Annotated[SerializeAsAny[Section], Slot("problems")] = Field(
-        description="An environment of one prompt and one answer; its reward judges the final "
+        description="Single-turn environment with the problems; its reward judges the final "
         "message."
     )
 
@@ -51,16 +50,16 @@ class ToolUseConfig(WithToolsConfig):
         return getattr(self.problems, "default_reward", "")
 
 
-class WithTools:
-    """A base class that plays the turns of an episode with tools; a subclass yields the tasks.
+class ToolEnvironment:
+    """A base class that plays the turns of an episode with tools. A subclass provides the tasks.
 
-    A message without calls is the final answer: it ends the episode, and a reward judges it. Copies
-    share the tools, which keep no state of an attempt.
+    A message without calls is the final answer, which ends the episode and which a reward judges.
+    Copies share the tools, which keep no state of an attempt.
     """
 
     replayable = True
 
-    def __init__(self, config: WithToolsConfig) -> None:
+    def __init__(self, config: ToolEnvironmentConfig) -> None:
         self.settings = config
         self.toolbox = Toolbox(
             make_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars
@@ -70,8 +69,8 @@ class WithTools:
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         return self.toolbox.schemas
 
-    def asked(self, task: Task) -> Task:
-        """Return the task with the system message, if there is one, before its messages."""
+    def add_system_message(self, task: Task) -> Task:
+        """Return the task with the configured system message, if there is one."""
         if not self.settings.system:
             return task
         return replace(task, messages=(Message("system", self.settings.system), *task.messages))
@@ -81,7 +80,7 @@ class WithTools:
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        """Run the calls of a message. Raise RatchetError if the machinery behind a tool failed."""
+        """Run the calls of a message. Raises RatchetError if the infrastructure failed."""
         if not message.tool_calls or self._turns >= self.settings.max_calling_turns:
             return Step(done=True)
         self._turns += 1
@@ -94,29 +93,31 @@ class WithTools:
         return None
 
 
-class ToolUse(WithTools):
+class ToolUse(ToolEnvironment):
+    """The problems of another environment with tools."""
+
     def __init__(self, config: ToolUseConfig) -> None:
         super().__init__(config)
         self.config = config
         self.problems: Environment = build(config.problems)
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        return map(self.asked, self.problems.tasks(split, seed=seed, start=start))
+        return map(self.add_system_message, self.problems.tasks(split, seed=seed, start=start))
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode that evaluates the prompt's expression with the calculator.
 
-        Raise DataError if there is no calculator, or if its result is not the task's answer.
+        Raises DataError if there is no calculator, or if its result is not the task's answer.
         """
         expression = re.sub(r"\s*=?\s*\??$", "", task.messages[-1].text)
         try:
-            result = written(calculate(expression)) if "calculator" in self.toolbox else None
+            result = format_value(calculate(expression)) if "calculator" in self.toolbox else None
         except ToolError:
             result = None
         if result is None or result != str(task.answer):
             raise DataError(
-                f"task '{task.id}' has no demonstration with tools: its prompt is no expression "
-                "for the calculator"
+                f"task '{task.id}' has no demonstration with tools: its prompt is not an "
+                "expression for the calculator"
             )
         call = ToolCall("call_0", "calculator", {"expression": expression})
         return (

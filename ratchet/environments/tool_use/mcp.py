@@ -1,8 +1,8 @@
 """Tools of a Model Context Protocol (MCP) server, called through MCP's official client.
 
-See modelcontextprotocol.io. The client runs in a thread with its own event loop, because its
-connection belongs to the asyncio task that opened it, and must outlive the episodes and event loops
-that use it.
+See modelcontextprotocol.io. The client runs in a thread with its own event loop. Its connection
+belongs to the asyncio task that opened it, but must outlive the episodes and event loops that use
+it.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ class MCPConfig(ToolConfig):
     builds: ClassVar[str] = "ratchet.environments.tool_use.mcp:mcp_tools"
 
     command: tuple[str, ...] = Field(
-        min_length=1, description="The program that is the server, and its arguments."
+        min_length=1, description="Command that starts the server: program and arguments."
     )
     env: dict[str, str] = Field(
-        {}, description="Its environment variables, beside a few that any program needs."
+        {}, description="Environment variables of the server, besides a few basic ones."
     )
-    only: tuple[str, ...] = Field((), description="Offer these tools alone; empty: all.")
-    start_s: float = Field(30.0, gt=0, description="In which it must have listed its tools.")
-
-
-END_S = 5.0
+    only: tuple[str, ...] = Field((), description="Names of the tools to offer; empty: all.")
+    start_s: float = Field(
+        30.0,
+        gt=0,
+        description="Time limit for starting the server and listing its tools, in seconds.",
+    )
 
 
 class MCPServer:
@@ -51,27 +52,30 @@ class MCPServer:
         self._lock = threading.Lock()
 
     @property
-    def listed(self) -> Sequence[Any]:
-        return self._connection.listed
+    def tool_descriptions(self) -> Sequence[Any]:
+        return self._connection.tool_descriptions
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Return the result of a tool call, after restarting the server if it has ended.
 
         Raises ToolUnavailable if it ends during the call, and ToolError for other MCP errors.
         """
-        connection = await asyncio.to_thread(self._living)
+        connection = await asyncio.to_thread(self._live_connection)
         return await asyncio.wrap_future(connection.call(name, arguments))
 
-    def _living(self) -> _Connection:
+    def _live_connection(self) -> _Connection:
+        """Return the connection, or a new one if the server has ended."""
         with self._lock:
-            if self._connection.ended:
+            if self._connection.has_ended:
                 self._connection = _Connection(self.config)
             return self._connection
 
 
 class _Connection:
+    """A server process and the thread of its client."""
+
     def __init__(self, config: MCPConfig) -> None:
-        self.listed: Sequence[Any] = ()
+        self.tool_descriptions: Sequence[Any] = ()
         self._state = _State()
         self._thread = threading.Thread(
             target=_serve, args=(config, self._state), name="mcp", daemon=True
@@ -79,17 +83,21 @@ class _Connection:
         self._thread.start()
         weakref.finalize(self, self._state.end)
         self._state.ready.wait(config.start_s)
-        if self._state.why or not self._state.ready.is_set():
+        if self._state.failure or not self._state.ready.is_set():
             self._state.end()
-            why = self._state.why or f"it did not list its tools within {config.start_s:g} s"
-            raise ToolUnavailable(
-                f"the MCP server '{' '.join(config.command)}' can't be used: {why}"
+            failure = (
+                self._state.failure or f"it did not list its tools within {config.start_s:g} s"
             )
-        self.listed = self._state.listed
+            raise ToolUnavailable(
+                f"the MCP server '{' '.join(config.command)}' can't be used: {failure}"
+            )
+        self.tool_descriptions = self._state.tool_descriptions
 
     @property
-    def ended(self) -> bool:
-        return self._state.gone or not self._thread.is_alive()  # the thread may outlive its server
+    def has_ended(self) -> bool:
+        return (
+            self._state.has_ended or not self._thread.is_alive()
+        )  # the thread may outlive its server
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         """Return a future of the result."""
@@ -100,83 +108,85 @@ class _Connection:
 class _State:
     """The state that a connection shares with its thread.
 
-    It does not reference the connection, so that an unused connection is garbage-collected.
+    It has no reference to the connection, so that an unused connection is garbage-collected.
     """
 
     def __init__(self) -> None:
         self.ready = threading.Event()
-        self.why = ""
-        self.listed: Sequence[Any] = ()
+        self.failure = ""  # why the server did not start
+        self.tool_descriptions: Sequence[Any] = ()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.client: Any = None
-        self.over: asyncio.Event | None = None
-        self.gone = False  # True once the server has ended
+        self.stop: asyncio.Event | None = None
+        self.has_ended = False  # True once the server has ended
 
     async def call(self, name: str, arguments: Mapping[str, Any]) -> Any:
         from mcp import MCPError
 
-        assert self.over is not None
+        assert self.stop is not None
         try:
             return await self.client.call_tool(name, dict(arguments))
         except MCPError as error:
             if "closed" in str(error).lower():
-                self._leave(self.over)
+                self._mark_ended(self.stop)
                 raise ToolUnavailable(
                     f"the MCP server of tool '{name}' has ended: {error}"
                 ) from error
             raise ToolError(str(error)) from error
         except (OSError, EOFError) as error:
-            self._leave(self.over)
+            self._mark_ended(self.stop)
             raise ToolUnavailable(f"the MCP server of tool '{name}' is gone: {error}") from error
 
-    def _leave(self, over: asyncio.Event) -> None:
-        self.gone = True
-        over.set()
+    def _mark_ended(self, stop: asyncio.Event) -> None:
+        self.has_ended = True
+        stop.set()
 
     def end(self) -> None:
-        if self.loop is not None and self.over is not None and not self.loop.is_closed():
-            self.loop.call_soon_threadsafe(self.over.set)
+        if self.loop is not None and self.stop is not None and not self.loop.is_closed():
+            self.loop.call_soon_threadsafe(self.stop.set)
 
 
 def _serve(config: MCPConfig, state: _State) -> None:
     try:
-        asyncio.run(_hold(config, state))
-    except Exception as error:  # no caller sees it: the constructor reads `why`
-        state.why = state.why or f"{type(error).__name__}: {error}"
+        asyncio.run(_keep_connection(config, state))
+    except Exception as error:  # the constructor of the connection reads `failure`
+        state.failure = state.failure or f"{type(error).__name__}: {error}"
     finally:
         state.ready.set()
 
 
-async def _hold(config: MCPConfig, state: _State) -> None:
+async def _keep_connection(config: MCPConfig, state: _State) -> None:
     from mcp import Client, StdioServerParameters, stdio_client
 
     command, *arguments = config.command
     parameters = StdioServerParameters(
         command=command, args=arguments, env=dict(config.env) or None
     )
-    with open(os.devnull, "w", encoding="utf-8") as silence:
-        async with Client(stdio_client(parameters, errlog=silence)) as client:
-            state.client, state.loop, state.over = (
+    with open(os.devnull, "w", encoding="utf-8") as discarded:
+        async with Client(stdio_client(parameters, errlog=discarded)) as client:
+            state.client, state.loop, state.stop = (
                 client,
                 asyncio.get_running_loop(),
                 asyncio.Event(),
             )
-            state.listed = (await client.list_tools()).tools
+            state.tool_descriptions = (await client.list_tools()).tools
             state.ready.set()
-            await state.over.wait()
+            await state.stop.wait()
 
 
 class MCPTool:
-    def __init__(self, server: MCPServer, listed: Any) -> None:
+    """A tool of an MCP server."""
+
+    def __init__(self, server: MCPServer, description: Any) -> None:
         self.server, self.name, self.description = (
             server,
-            str(listed.name),
-            str(listed.description or ""),
+            str(description.name),
+            str(description.description or ""),
         )
-        self.parameters: Mapping[str, Any] = listed.input_schema
+        self.parameters: Mapping[str, Any] = description.input_schema
 
     async def call(self, **arguments: Any) -> str:
-        """Return the text of the result; other content stands as its type, such as "(image)".
+        """Return the result as text. Other content is replaced by its type, such as "(image)".
 
         Raises ToolError if the server reports a failed call, ToolUnavailable if the server is gone.
         """
@@ -189,9 +199,9 @@ class MCPTool:
 
 
 def mcp_tools(config: MCPConfig) -> list[MCPTool]:
-    """Return the tools of a new server. Raises ConfigError for a name in `only` that it lacks."""
+    """Return the tools of a new server. Raises ConfigError for an unknown name in `only`."""
     server = MCPServer(config)
-    tools = {listed.name: MCPTool(server, listed) for listed in server.listed}
+    tools = {tool.name: MCPTool(server, tool) for tool in server.tool_descriptions}
     for name in config.only:
         if name not in tools:
             raise ConfigError(f"the MCP server has no tool '{name}': it has {', '.join(tools)}")

@@ -1,4 +1,4 @@
-"""Define the tool that runs a policy's Python programs in the sandbox."""
+"""The tool that runs a policy's Python programs in the sandbox."""
 
 from __future__ import annotations
 
@@ -18,23 +18,29 @@ class PythonConfig(ToolConfig):
     builds: ClassVar[str] = "ratchet.environments.tool_use.python:PythonTool"
 
     timeout_s: float = Field(
-        4.0, gt=0, description="Processor time of one program; of the clock, three times it."
+        4.0,
+        gt=0,
+        description="CPU time limit of a program, in seconds; the wall time limit is three times "
+        "it.",
     )
-    memory_mib: int = Field(512, ge=64, description="Address space of the program.")
-    workers: int = Field(2, gt=0, description="Programs that run at once.")
+    memory_mib: int = Field(
+        512, ge=64, description="Memory limit (address space) of a program, in MiB."
+    )
+    workers: int = Field(2, gt=0, description="Maximum number of programs that run at once.")
     isolation: Literal["namespaces", "landlock", "seccomp"] = Field(
         "landlock",
-        description="The weakest sandbox that will do; the strongest that there is is taken.",
+        description="Weakest isolation allowed; the strongest available is used.",
     )
 
 
-# Wall-clock limit per CPU limit: a quick program must not time out on a busy machine.
+# Ratio of the wall time limit to the CPU time limit, so that a quick program does not time out on a
+# busy machine.
 WALL_PER_CPU = 3
 OUTPUT_KIB = 64
 ERROR_CHARS = 1500
-ENDS = {
+FAILURES = {
     Reason.WALL: "it took too long",
-    # same text as WALL: which of the two limits is met first depends on the machine's load
+    # The same text as WALL, because the load of the machine decides which limit is met first.
     Reason.CPU: "it took too long",
     Reason.MEMORY: "it ran out of memory",
     Reason.OUTPUT: "it printed too much",
@@ -43,10 +49,11 @@ ENDS = {
 
 
 class PythonTool:
+    """A tool that runs a Python program and returns its output."""
+
     name = "python"
     description = (
-        "Runs a Python program and returns what it prints. Nothing is kept from one "
-        "call "
+        "Runs a Python program and returns what it prints. Nothing is kept from one call "
         "to the next."
     )
 
@@ -73,11 +80,11 @@ class PythonTool:
     async def call(self, code: str) -> str:
         """Run a program, and return what it prints.
 
-        Raises ToolError with the end of the traceback if the program failed, SandboxError if the
-        sandbox did.
+        Raises ToolError, with the end of the traceback, if the program failed, and SandboxError if
+        the sandbox failed.
         """
-        # The deadline bounds only the program's own time. Waiting for a free sandbox slot does not
-        # count, and is no error to report to the policy.
+        # The deadline limits only the program's own time. Waiting for a free sandbox slot does not
+        # count, and is not an error of the policy.
         deadline = CURRENT.get()
         wall_s = (
             self.limits.wall_s if deadline is None else min(self.limits.wall_s, deadline.seconds)
@@ -85,17 +92,17 @@ class PythonTool:
         result = await Programs(self.sandbox).run(code, b"", replace(self.limits, wall_s=wall_s))
         if result.ok:
             return result.stdout.decode("utf-8", "replace") or "(nothing was printed)"
-        raise ToolError(failure(result))
+        raise ToolError(describe_failure(result))
 
 
-def failure(result: Result) -> str:
-    """Return how a program failed, with the end of its error output and of its output."""
+def describe_failure(result: Result) -> str:
+    """Return why a program failed, with the end of its error output and of its output."""
     error_text = result.stderr.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
     printed = result.stdout.decode("utf-8", "replace").strip()[-ERROR_CHARS:]
-    end = ENDS.get(result.reason, f"it ended with exit code {result.exit}")
+    reason = FAILURES.get(result.reason, f"it ended with exit code {result.exit}")
     return "\n".join(
         filter(
             None,
-            (f"the program failed: {end}", error_text, printed and f"printed before: {printed}"),
+            (f"the program failed: {reason}", error_text, printed and f"printed before: {printed}"),
         )
     )

@@ -1,7 +1,7 @@
-"""The search tool: finds the passages of a corpus that fit a query.
+"""The search tool (retrieval): finds the passages of a corpus that fit a query.
 
-Passages are ranked by their words (BM25, arXiv:2407.03618) and, if embeddings are configured, by
-their meaning too.
+Passages are ranked by their words (BM25, arXiv:2407.03618) and, if embeddings are configured, also
+by their meaning.
 
 N = passages, d = width of an embedding.
 """
@@ -28,25 +28,29 @@ class SearchConfig(ToolConfig):
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.retriever:search_tool"
 
-    corpus: Path = Field(description="JSON Lines with the column `text`, and perhaps `title`.")
-    results: int = Field(3, gt=0, description="Passages of one answer.")
-    max_chars: int = Field(1000, gt=0, description="Characters of one passage.")
+    corpus: Path = Field(
+        description="JSON Lines file with the column `text`, and optionally `title`."
+    )
+    results: int = Field(3, gt=0, description="Number of passages in an answer.")
+    max_chars: int = Field(1000, gt=0, description="Maximum characters of a passage.")
     embeddings: str | None = Field(
         None,
-        description="Search by meaning too: my_pkg.my_mod:function (texts -> [N, d] array), or a "
-        "model's directory.",
+        description="Also search by embeddings: of my_pkg.my_mod:function (texts -> [N, d] array) "
+        "or of a model's directory; null: no.",
     )
 
 
 Embed = Callable[[Sequence[str]], NDArray[Any]]
 RANK_OFFSET = 60  # the constant k of reciprocal rank fusion (Cormack et al., 2009)
 CANDIDATES = 100  # maximum number of passages in each ranking, before they are merged
-# A word may have one character, because a single digit can tell two passages apart.
+# A word may have one character, because a single digit can be all that distinguishes two passages.
 WORD = r"\b\w+\b"
 
 
 @dataclass(frozen=True)
 class Passage:
+    """A text of the corpus."""
+
     text: str
     title: str = ""
 
@@ -75,7 +79,7 @@ class RetrieverTool:
             passages: The corpus.
             results: Number of passages in an answer.
             max_chars: Maximum number of characters of a passage in an answer.
-            embed: Maps texts to vectors [N, d]; None ranks by words alone.
+            embed: Maps texts to vectors [N, d]; None: ranks by words only.
 
         Raises DataError for an empty corpus, and MissingDependency if bm25s is not installed.
         """
@@ -171,7 +175,7 @@ def search_tool(config: SearchConfig) -> RetrieverTool:
 def read_passages(path: Path) -> list[Passage]:
     """Return the passages of a JSON Lines file.
 
-    Raises DataError if there are none, or with file and line if a row can't be read.
+    Raises DataError if there are none, or if a row can't be read.
     """
     passages: list[Passage] = []
     for row in read_jsonl(path, {"text": str}):
@@ -183,7 +187,7 @@ def read_passages(path: Path) -> list[Passage]:
 
 
 def embedder(name: str) -> Embed:
-    """Return the embedding function that `name` stands for.
+    """Return an embedding function by name.
 
     With a colon, `name` is the import path of a function. Otherwise it is a model directory, and a
     text's embedding is the mean of the model's hidden states.

@@ -1,13 +1,12 @@
-"""An environment of goals to reach by shell commands.
+"""An environment of goals to reach with shell commands.
 
-The check runs in a new session, with a copy of the files that the agent's session ended with. No
-process that the agent started, and nothing else that it changed or watches, can reach the check,
-and the agent never sees the check.
+The check runs in a new session, with a copy of the final files of the agent's session. The agent
+never sees the check, and no process that it started can reach the check.
 
-The agent's files lie in the directory $WORK, and the check starts in the directory of its own
-files, $CHECK. Programs look for further files where they start and where their source lies (csv.py,
-conftest.py, GNUmakefile, node_modules, .git). There they find only the check's files, so they use a
-file of the agent only if the check names it.
+The agent's files are in the directory $WORK, and the check starts in the directory $CHECK with its
+own files. Programs look for other files (csv.py, conftest.py, GNUmakefile, node_modules, .git) where
+they start and where their source is. There they find only the check's files. So a file of the agent
+is used only if the check names it.
 """
 
 from __future__ import annotations
@@ -52,11 +51,11 @@ INSTRUCTIONS = (
 
 
 class TerminalConfig(EnvironmentConfig):
-    """An environment of goals to reach by commands in a sandbox (docs/sandbox.md).
+    """An environment of goals to reach with commands in a sandbox (docs/sandbox.md).
 
     A check that the agent never sees judges the result: the last step's reward is 1 or 0. Rows have
     `goal` and `check`, and optionally `id`, `image`, `files`, `check_files`, `expected` and
-    `solution`. The test split is the file `test`, or else one in ten of the goals of `train`.
+    `solution`. The test split is the file `test`, or else a tenth of the goals in `train`.
     """
 
     builds: ClassVar[str] = "ratchet.environments.tool_use.terminal:Terminal"
@@ -67,37 +66,40 @@ class TerminalConfig(EnvironmentConfig):
     )
     sandbox: Annotated[SerializeAsAny[Section], Slot("sandbox")] = Field(
         default_factory=local_sandbox,
-        description="Sandbox of the commands: local, docker or remote, and its keys.",
+        description="Sandbox of the commands: local, docker or remote.",
     )
     isolation: Literal["kernel", "namespaces"] = Field(
         "namespaces", description="Weakest isolation allowed."
     )
-    workers: int = Field(2, gt=0, description="Commands that run at once.")
+    workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
     instructions: str = Field(INSTRUCTIONS, description="Appended to each goal.")
     commands: int = Field(
-        20, gt=0, description="Commands of an attempt; it is judged after the last one."
+        20, gt=0, description="Maximum number of commands in an attempt, which is then judged."
     )
     command_timeout_s: float = Field(
-        30.0, gt=0, description="Wall time of one command, in seconds."
+        30.0, gt=0, description="Wall time limit of a command, in seconds."
     )
-    check_timeout_s: float = Field(60.0, gt=0, description="Wall time of the check, in seconds.")
-    cpu_s: float = Field(30.0, gt=0, description="Processor time of each process, in seconds.")
+    check_timeout_s: float = Field(
+        60.0, gt=0, description="Wall time limit of the check, in seconds."
+    )
+    cpu_s: float = Field(30.0, gt=0, description="CPU time limit of each process, in seconds.")
     memory_mib: int = Field(512, ge=64, description="Memory limit of a session in MiB.")
     shown_characters: int = Field(
         4000,
         ge=100,
-        description="Characters shown of a command's output: its beginning and its end.",
+        description="Characters of a command's output that the agent sees, from its beginning and its "
+        "end.",
     )
 
 
 TOOL = "bash"
 BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
 WORK, CHECK = "work", "check"
-NAMED = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
-# Runs before the check, in its session. Python's variables are needed for a check that does
-# `cd "$WORK"`; without that its default paths would be safe. git reads the configuration of a
-# repository that the check names; the git variables keep `git status` and `git fetch` from running
-# commands set there.
+NAMES_WORK = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
+# Commands that run before the check, in its session. The Python variables are for a check that does
+# `cd "$WORK"`, where Python would import the agent's files. The git variables are for a check that
+# uses a repository of the agent: they keep `git status` and `git fetch` from running commands in its
+# configuration.
 PREPARE = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
 export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
@@ -122,14 +124,16 @@ class Attempt:
 
     task: Task
     session: Session
-    used: int = 0
+    n_commands: int = 0
 
 
 class Terminal(Rows):
+    """An environment in which an agent reaches goals with shell commands."""
+
     name = "terminal"
 
     def __init__(self, config: TerminalConfig) -> None:
-        """Raise SandboxError if the sandbox isolates commands less than `isolation` requires."""
+        """Raise SandboxError if the sandbox can't isolate commands as `isolation` requires."""
         self.config = config
         at_least = Isolation[config.isolation.upper()]
         self.sandbox: Sandbox = build(config.sandbox, slots=config.workers, at_least=at_least)
@@ -139,27 +143,27 @@ class Terminal(Rows):
         self._attempt: Attempt | None = None
 
     def rows(self, split: Split) -> Sequence[Task]:
-        """Return a split's tasks. Raises DataError (file, line) for a row that can't be used."""
+        """Return a split's tasks. Raises DataError, with file and line, for an unusable row."""
         return self._tasks[split]
 
     @cached_property
     def _tasks(self) -> dict[Split, list[Task]]:
-        read = [
-            self._read(self.config.train, row)
+        train = [
+            self._read_task(self.config.train, row)
             for row in read_rows(self.config.train, {"goal": str, "check": str})
         ]
         if self.config.test is None:
             return {
-                "train": [task for task in read if not held_out(task.meta["goal"])],
-                "test": [task for task in read if held_out(task.meta["goal"])],
+                "train": [task for task in train if not held_out(task.meta["goal"])],
+                "test": [task for task in train if held_out(task.meta["goal"])],
             }
         test = [
-            self._read(self.config.test, row)
+            self._read_task(self.config.test, row)
             for row in read_rows(self.config.test, {"goal": str, "check": str})
         ]
-        return {"train": read, "test": test}
+        return {"train": train, "test": test}
 
-    def _read(self, path: DataFile, row: DataRow) -> Task:
+    def _read_task(self, path: DataFile, row: DataRow) -> Task:
         where, meta = (
             f"{path}, {row.where}",
             {"goal": row.values["goal"], "check": row.values["check"]},
@@ -179,11 +183,12 @@ class Terminal(Rows):
                         f"{where}: '{name}' must give each file's text, and that of {file!r} is "
                         f"{text!r:.60}"
                     )
-        if not any(NAMED.search(text) for text in (meta["check"], *meta["check_files"].values())):
+        if not any(
+            NAMES_WORK.search(text) for text in (meta["check"], *meta["check_files"].values())
+        ):
             raise DataError(
-                f"{where}: the check never names the agent's files, which lie in $WORK, so that it "
-                "says the same of every "
-                "attempt. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a "
+                f"{where}: the check never names the agent's files, which are in $WORK, so it judges "
+                "every attempt equally. Write \"$WORK/FILE\" for FILE in 'check', or read the variable WORK in a "
                 "file of 'check_files'."
             )
         task_id = meta.pop("id") or f"{Path(path).stem}/{row.line}"
@@ -203,11 +208,11 @@ class Terminal(Rows):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
         command = {"type": "string", "description": "One command, or several lines."}
         parameters = {"type": "object", "properties": {"command": command}, "required": ["command"]}
-        described = "Runs a shell command and gives what it prints."
+        description = "Runs a shell command and gives what it prints."
         return [
             {
                 "type": "function",
-                "function": {"name": TOOL, "description": described, "parameters": parameters},
+                "function": {"name": TOOL, "description": description, "parameters": parameters},
             }
         ]
 
@@ -215,7 +220,7 @@ class Terminal(Rows):
         await self.close()
         session = await self.sandbox.open(task.meta["image"], self.limits)
         self._attempt = Attempt(task, session)
-        await session.put(_files(task.meta["files"]))
+        await session.put(_encode_files(task.meta["files"]))
         return task.messages
 
     async def step(self, message: Message) -> Step:
@@ -223,31 +228,29 @@ class Terminal(Rows):
         assert attempt is not None, "step before reset"
         commands = extract_commands(message)
         answers: list[Message] = []
-        for call, command in commands[: self.config.commands - attempt.used]:
-            attempt.used += 1
-            error_text = (
-                command
-                if command is None
-                else shown(await self._run(attempt, command), self.config.shown_characters)
-            )
-            text = (
-                f"there is no such call: call {TOOL} with a command"
-                if error_text is None
-                else error_text
-            )
+        for call, command in commands[: self.config.commands - attempt.n_commands]:
+            attempt.n_commands += 1
+            if command is None:
+                text = f"there is no such call: call {TOOL} with a command"
+            else:
+                result = await self._run(attempt, command)
+                text = format_result(result, self.config.shown_characters)
             answers.append(
                 Message("tool", text, tool_call_id=call) if call else Message("user", text)
             )
-        if commands and attempt.used < self.config.commands:
+        if commands and attempt.n_commands < self.config.commands:
             return Step(messages=tuple(answers))
         reward = await self._judge(attempt)
-        return Step(reward=reward, done=True, metrics={"commands": float(attempt.used)})
+        return Step(reward=reward, done=True, metrics={"commands": float(attempt.n_commands)})
 
     async def _run(self, attempt: Attempt, command: str) -> Result:
         return await attempt.session.run(command, self.config.command_timeout_s)
 
     async def _judge(self, attempt: Attempt) -> float:
-        """Return 1 if the check exits with code 0 and prints `expected`, if that is set; else 0."""
+        """Return 1 if the check passes, else 0.
+
+        It passes if it prints `expected` or, without that column, exits with code 0.
+        """
         meta = attempt.task.meta
         try:
             files = await attempt.session.get()
@@ -256,11 +259,11 @@ class Terminal(Rows):
         await self.close()
         session = await self.sandbox.open(meta["image"], self.limits)
         try:
-            await session.put(_below(CHECK, _files(meta["check_files"])))
+            await session.put(_move_below(CHECK, _encode_files(meta["check_files"])))
             try:
-                await session.put(_below(WORK, files))
-            # The agent's files leave no room beside the check's. The reward is 0, because a failed
-            # attempt would not count against the agent.
+                await session.put(_move_below(WORK, files))
+            # The agent's files leave too little space for the check's. The reward is 0, because the
+            # agent could otherwise avoid a low reward with large files.
             except TooLarge:
                 return 0.0
             result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
@@ -277,40 +280,39 @@ class Terminal(Rows):
 
 
 def extract_commands(message: Message) -> list[tuple[str, str | None]]:
-    """Return (tool call's id, command) of each command of a message.
+    """Return (tool call id, command) for each command of a message.
 
     The command is None if the call is not a valid call of `bash`. In a message without tool calls
-    the text's last block is the command, with "" as id.
+    the last code block is the command, with "" as its id.
     """
     if message.tool_calls:
-        return [(call.id, _called(call)) for call in message.tool_calls]
+        return [(call.id, _command_of_call(call)) for call in message.tool_calls]
     blocks = BLOCK.findall(message.text)
     return [("", blocks[-1])] if blocks else []
 
 
-def _called(call: ToolCall) -> str | None:
+def _command_of_call(call: ToolCall) -> str | None:
     command = call.arguments.get("command") if call.name == TOOL else None
     return command if isinstance(command, str) else None
 
 
-def shown(result: Result, most: int) -> str:
-    """Return the text that the agent sees of a command.
+def format_result(result: Result, max_chars: int) -> str:
+    """Return the text that the agent sees after a command.
 
-    It is both outputs, cut in the middle beyond `most` characters, and how the command failed if it
-    did.
+    It has the output and error output, without their middle beyond `max_chars` characters. For a
+    failed command it also has the reason.
     """
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
-    if len(text) > most:
-        text = (
-            f"{text[: most // 2]}\n[{len(text) - most} characters left out]\n{text[-(most // 2) :]}"
-        )
-    ended = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
-    return text if result.ok and text else f"{text.rstrip()}\n[{ended}]".lstrip()
+    if len(text) > max_chars:
+        half = max_chars // 2
+        text = f"{text[:half]}\n[{len(text) - max_chars} characters left out]\n{text[-half:]}"
+    reason = result.reason.value if result.reason is not Reason.EXIT else f"exit code {result.exit}"
+    return text if result.ok and text else f"{text.rstrip()}\n[{reason}]".lstrip()
 
 
-def _below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
+def _move_below(folder: str, files: Mapping[str, bytes]) -> dict[str, bytes]:
     return {f"{folder}/{name}": data for name, data in files.items()}
 
 
-def _files(texts: Mapping[str, str]) -> dict[str, bytes]:
+def _encode_files(texts: Mapping[str, str]) -> dict[str, bytes]:
     return {name: text.encode("utf-8", "surrogatepass") for name, text in texts.items()}

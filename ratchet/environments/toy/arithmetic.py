@@ -13,12 +13,12 @@ from pydantic import AfterValidator, Field
 
 from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
-from ratchet.environments.wrong_answers import OneRightAnswer
+from ratchet.environments.wrong_answers import SingleAnswer
 
 
 def _refuse_repeats(operators: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(operators)) < len(operators):
-        raise ValueError(f"operators {' '.join(operators)} repeat one: each is listed once")
+        raise ValueError(f"operators {' '.join(operators)} repeat one: list each once")
     return operators
 
 
@@ -40,19 +40,21 @@ class ArithmeticConfig(EnvironmentConfig):
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
     digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
-    operators: ExactOperators = Field(("+",), description="Drawn with equal chances.")
+    operators: ExactOperators = Field(
+        ("+",), description="Operators, drawn with equal probabilities."
+    )
     reverse: bool = Field(
         False,
-        description="Write the answer least significant digit first, padded to its greatest width: "
-        "37+48= -> 580.",
+        description="Write the answer with its least significant digit first, padded to the "
+        "maximum width: 37+48= -> 580.",
     )
 
 
 OPERATIONS = {"+": operator.add, "-": operator.sub, "*": operator.mul}
 
 
-class Arithmetic(OneRightAnswer, Procedural):
-    """An environment of one-operation problems drawn by an `ArithmeticConfig`."""
+class Arithmetic(SingleAnswer, Procedural):
+    """An environment of problems with one operation on two numbers."""
 
     name = "arithmetic"
 
@@ -70,8 +72,8 @@ class Arithmetic(OneRightAnswer, Procedural):
     def _reverse_answer(self, value: int, sign: str) -> str:
         """Return the answer with its least significant digit first, padded to a fixed width.
 
-        Carries then run in writing order, and the answer's length is known from the start. A minus
-        sign takes one place of the width and comes last.
+        Carries then follow the order of writing, and the length of the answer is fixed. A minus
+        sign counts as one character of the width and comes last.
         """
         width = 2 * self.config.digits if sign == "*" else self.config.digits + 1
         return f"{value:0{width}d}"[::-1]

@@ -1,7 +1,7 @@
 """Countdown: reach a target from given numbers with + - * /: "3 5 7:22=" -> "5*3+7".
 
-Any expression with the right value is correct. A task's answer is one such solution, used for
-demonstrations; the reward reads `meta` instead: numbers (ascending), target, use_all.
+Every expression with the right value is correct. A task's answer is one of them, used as the
+demonstration. The reward reads `meta`: numbers (ascending), target, use_all.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ class CountdownConfig(EnvironmentConfig):
     builds: ClassVar[str] = "ratchet.environments.toy.countdown:Countdown"
     default_reward: ClassVar[str] = "countdown"
 
-    numbers: int = Field(4, ge=2, le=6, description="How many numbers are given.")
-    max_number: int = Field(20, ge=2, le=10_000, description="Numbers are drawn from 1 to this.")
+    numbers: int = Field(4, ge=2, le=6, description="Number of given numbers.")
+    max_number: int = Field(
+        20, ge=2, le=10_000, description="Largest given number; the smallest is 1."
+    )
     max_target: int = Field(
-        100, ge=2, le=1_000_000, description="The target lies between 1 and this."
+        100, ge=2, le=1_000_000, description="Largest target; the smallest is 1."
     )
     operators: Operators = Field(("+", "-", "*"), description="Operators of the sample solutions.")
     use_all: bool = Field(
-        True, description="Each number must be used exactly once; else at most once."
+        True, description="True: each number must be used exactly once. False: at most once."
     )
     template: str = Field(
-        "{numbers}:{target}=", description="The prompt; {numbers} and {target} are filled in."
+        "{numbers}:{target}=", description="Template of the prompt, with {numbers} and {target}."
     )
 
     @field_validator("template")
@@ -70,20 +72,20 @@ class Countdown(Procedural):
         numbers = [rng.randint(1, self.config.max_number) for _ in range(self.config.numbers)]
         solution = self._combine(rng, numbers)
         if solution is None or solution.value > self.config.max_target or solution.value in numbers:
-            return None  # a target among the numbers would be solved by repeating that number
-        # Sorted, so that no reordered copy of a training problem lands in the held-out split.
+            return None  # repeating a number would solve the problem
+        # Sorted, so that no reordered copy of a training problem is in the test split.
         numbers.sort()
-        shown = " ".join(map(str, numbers))
-        prompt = self.config.template.replace("{numbers}", shown).replace(
+        number_text = " ".join(map(str, numbers))
+        prompt = self.config.template.replace("{numbers}", number_text).replace(
             "{target}", str(solution.value)
         )
         meta = {"numbers": numbers, "target": solution.value, "use_all": self.config.use_all}
         return Problem(prompt, solution.text, meta)
 
     def _combine(self, rng: random.Random, numbers: list[int]) -> Term | None:
-        """Join random pairs of terms until one is left.
+        """Join random pairs of terms until a single one remains.
 
-        Return None if a step yields no positive whole number.
+        Return None if a step does not give a positive whole number.
         """
         terms = [Term(n, str(n)) for n in numbers]
         while len(terms) > 1:

@@ -1,7 +1,7 @@
-"""Ask questions about a drawn picture of shapes on a grid.
+"""An environment of questions about drawn pictures of shapes on a grid.
 
-Answers are exact, because they are computed from the list of things in the picture. The picture is
-drawn when the task is made, and is part of its message.
+The answers are computed from the list of things in the picture. The picture is drawn when the task
+is created, and is part of its message.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from ratchet.data.formats.media import embed
 from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.games.rendering import COLOURS, blank, draw
 from ratchet.environments.single_turn import Problem, Procedural
-from ratchet.environments.wrong_answers import OneRightAnswer
+from ratchet.environments.wrong_answers import SingleAnswer
 from ratchet.types import Comparison, Message, Part, Task
 
 
-def _distinct(names: tuple[str, ...]) -> tuple[str, ...]:
+def _check_distinct(names: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(names)) < len(names):
-        raise ValueError(f"{', '.join(names)} repeat one: each is listed once")
+        raise ValueError(f"{', '.join(names)} repeat one: list each once")
     return names
 
 
@@ -40,7 +40,7 @@ Question = Literal["count", "colour", "shape", "position"]
 class ShapesConfig(EnvironmentConfig):
     """Questions about a drawn picture of shapes: their number, colour, shape or relative position.
 
-    A task like CLEVR (arXiv:1612.06890) without a download. The splits share no picture.
+    It is like CLEVR (arXiv:1612.06890) but needs no download. The splits share no picture.
     """
 
     builds: ClassVar[str] = "ratchet.environments.toy.drawn_shapes:Shapes"
@@ -48,58 +48,63 @@ class ShapesConfig(EnvironmentConfig):
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
     needs_media: ClassVar[bool] = True
 
-    size: int = Field(48, ge=16, le=1024, description="Pixels a side of the picture.")
+    size: int = Field(48, ge=16, le=1024, description="Side of the picture, in pixels.")
     grid: int = Field(
         3,
         ge=2,
         le=8,
-        description="Cells a side that it is divided into; each holds one thing at most.",
+        description="Cells on a side of the picture; each has at most one thing.",
     )
-    things: tuple[int, int] = Field((1, 4), description="Fewest and most things in a picture.")
+    things: tuple[int, int] = Field(
+        (1, 4), description="Smallest and largest number of things in a picture."
+    )
     jitter: float = Field(
         0.5,
         ge=0,
         le=1,
-        description="How far things stand from their cell's middle; 1: up to its border.",
+        description="Maximum distance of things from the centre of their cell; 1: up to its "
+        "border.",
     )
-    shapes: Annotated[tuple[Shape, ...], AfterValidator(_distinct)] = Field(
-        ("circle", "square", "triangle"), min_length=1, description="Drawn with equal chances."
+    shapes: Annotated[tuple[Shape, ...], AfterValidator(_check_distinct)] = Field(
+        ("circle", "square", "triangle"),
+        min_length=1,
+        description="Shapes, drawn with equal probabilities.",
     )
-    colours: Annotated[tuple[Colour, ...], AfterValidator(_distinct)] = Field(
-        ("red", "green", "blue", "yellow"), min_length=1, description="Drawn with equal chances."
+    colours: Annotated[tuple[Colour, ...], AfterValidator(_check_distinct)] = Field(
+        ("red", "green", "blue", "yellow"),
+        min_length=1,
+        description="Colours, drawn with equal probabilities.",
     )
-    questions: Annotated[tuple[Question, ...], AfterValidator(_distinct)] = Field(
+    questions: Annotated[tuple[Question, ...], AfterValidator(_check_distinct)] = Field(
         ("count", "colour", "shape", "position"),
         min_length=1,
-        description="Kinds of question, with equal chances.",
+        description="Kinds of questions, drawn with equal probabilities.",
     )
 
     shuffled: bool = Field(
         False,
-        description="Each question comes with another picture of its kind: what a model reaches "
-        "that does not look.",
+        description="Combine each question with another picture of its kind, which measures what a "
+        "model reaches without looking.",
     )
 
     @model_validator(mode="after")
-    def _can_be_asked(self) -> ShapesConfig:
-        fewest, largest = self.things
-        if not 1 <= fewest <= largest:
-            raise ValueError(f"things={[fewest, largest]} must be [fewest, most], with at least 1")
-        if largest > self.grid**2:
+    def _check_questions(self) -> ShapesConfig:
+        fewest, most = self.things
+        if not 1 <= fewest <= most:
+            raise ValueError(f"things={[fewest, most]} must be [fewest, most], with at least 1")
+        if most > self.grid**2:
             raise ValueError(
-                f"things={[fewest, largest]} don't fit into grid={self.grid}: {self.grid**2} at "
-                "most"
+                f"things={[fewest, most]} don't fit into grid={self.grid}: set at most "
+                f"{self.grid**2}"
             )
         if self.size < 8 * self.grid:
             raise ValueError(
                 f"size={self.size} gives a cell of grid={self.grid} less than 8 pixels: set size "
                 f"to {8 * self.grid}"
             )
-        if "position" in self.questions and (
-            largest < 2 or len(self.shapes) * len(self.colours) < 2
-        ):
+        if "position" in self.questions and (most < 2 or len(self.shapes) * len(self.colours) < 2):
             raise ValueError(
-                "questions has position, which needs two things that differ: raise things, or "
+                "questions has position, which needs two different things: raise things, or "
                 "remove it"
             )
         for kind, values in (("colour", self.colours), ("shape", self.shapes)):
@@ -117,8 +122,11 @@ FILLED = 0.6  # size of a thing as a share of its cell's side
 class Thing(NamedTuple):
     """A shape in the picture.
 
-    row, column: position of its cell.
-    right, down: offset in pixels from the cell's middle.
+    Attributes:
+        row: Row of its cell.
+        column: Column of its cell.
+        right: Offset to the right from the centre of the cell, in pixels.
+        down: Offset down from the centre of the cell, in pixels.
     """
 
     shape: str
@@ -136,7 +144,8 @@ class Thing(NamedTuple):
 class ShapeQuestion(NamedTuple):
     """A question and its answer.
 
-    answers: all possible answers, the right one included.
+    Attributes:
+        answers: All possible answers, including the correct one.
     """
 
     question: str
@@ -144,7 +153,9 @@ class ShapeQuestion(NamedTuple):
     answers: Sequence[str]
 
 
-class Shapes(OneRightAnswer, Procedural):
+class Shapes(SingleAnswer, Procedural):
+    """An environment of questions about drawn pictures."""
+
     name = "shapes"
 
     def __init__(self, config: ShapesConfig) -> None:
@@ -152,27 +163,28 @@ class Shapes(OneRightAnswer, Procedural):
         self.questions: Mapping[
             str, Callable[[Sequence[Thing], random.Random], ShapeQuestion | None]
         ] = {
-            "count": self._count,
-            "colour": self._colour,
-            "shape": self._shape,
-            "position": self._position,
+            "count": self._ask_count,
+            "colour": self._ask_colour,
+            "shape": self._ask_shape,
+            "position": self._ask_position,
         }
 
     def sample(self, rng: random.Random) -> Problem | None:
         """Return a problem, or None if the drawn picture allows no question of the drawn kind."""
         kind = rng.choice(self.config.questions)
-        things = self._things(rng)
-        asked = self.questions[kind](things, rng)
-        if asked is None:
+        things = self._draw_things(rng)
+        question = self.questions[kind](things, rng)
+        if question is None:
             return None
-        listed = [list(thing) for thing in things]
-        meta = {"question": kind, "answers": list(asked.answers), "things": listed}
-        return Problem(asked.question, asked.answer, meta, key=json.dumps(sorted(listed)))
+        thing_lists = [list(thing) for thing in things]
+        meta = {"question": kind, "answers": list(question.answers), "things": thing_lists}
+        key = json.dumps(sorted(thing_lists))
+        return Problem(question.question, question.answer, meta, key=key)
 
     def messages(self, problem: Problem) -> tuple[Message, ...]:
         things = [Thing(*thing) for thing in problem.meta["things"]]
         if self.config.shuffled:
-            things = self._things(random.Random(f"another/{problem.identity}"))
+            things = self._draw_things(random.Random(f"another/{problem.identity}"))
         return (Message("user", (self.picture(things), Part("text", problem.prompt))),)
 
     def picture(self, things: Sequence[Thing]) -> Part:
@@ -192,28 +204,30 @@ class Shapes(OneRightAnswer, Procedural):
         return embed(image)
 
     def comparison(self, task: Task) -> Comparison:
-        """Return the right answer, and a wrong one that is possible for the same question."""
-        others = [answer for answer in task.meta["answers"] if answer != task.answer]
-        wrong = random.Random(f"mistake/{task.id}").choice(others)
-        return Comparison(self._says(str(task.answer)), self._says(wrong), rewards=(1.0, 0.0))
+        """Return the correct answer, and a wrong one that is possible for the same question."""
+        wrong_answers = [answer for answer in task.meta["answers"] if answer != task.answer]
+        wrong = random.Random(f"mistake/{task.id}").choice(wrong_answers)
+        return Comparison(
+            self._to_messages(str(task.answer)), self._to_messages(wrong), rewards=(1.0, 0.0)
+        )
 
-    def _things(self, rng: random.Random) -> list[Thing]:
+    def _draw_things(self, rng: random.Random) -> list[Thing]:
         config = self.config
         cells = rng.sample(range(config.grid**2), rng.randint(*config.things))
-        room = int(config.jitter * (1 - FILLED) / 2 * config.size / config.grid)
+        max_offset = int(config.jitter * (1 - FILLED) / 2 * config.size / config.grid)
         return [
             Thing(
                 rng.choice(config.shapes),
                 rng.choice(config.colours),
                 *divmod(cell, config.grid),
-                *_moved(rng, room),
+                *_random_offset(rng, max_offset),
             )
             for cell in cells
         ]
 
     # --- questions
 
-    def _count(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion:
+    def _ask_count(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion:
         colour, shape = (
             rng.choice((None, *self.config.colours)),
             rng.choice((None, *self.config.shapes)),
@@ -221,55 +235,54 @@ class Shapes(OneRightAnswer, Procedural):
         number = sum(
             colour in (None, thing.colour) and shape in (None, thing.shape) for thing in things
         )
-        what = f"{colour or ''} {f'{shape}s' if shape else 'things'}".strip()
+        noun = f"{colour or ''} {f'{shape}s' if shape else 'things'}".strip()
         return ShapeQuestion(
-            f"How many {what} are there?",
+            f"How many {noun} are there?",
             str(number),
             [str(n) for n in range(self.config.things[1] + 1)],
         )
 
-    def _colour(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
-        thing = _only(things, "shape", rng)
+    def _ask_colour(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
+        thing = _choose_unique(things, "shape", rng)
         return thing and ShapeQuestion(
             f"What colour is the {thing.shape}?", thing.colour, self.config.colours
         )
 
-    def _shape(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
-        thing = _only(things, "colour", rng)
+    def _ask_shape(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
+        thing = _choose_unique(things, "colour", rng)
         return thing and ShapeQuestion(
             f"What shape is the {thing.colour} thing?", thing.shape, self.config.shapes
         )
 
-    def _position(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
+    def _ask_position(self, things: Sequence[Thing], rng: random.Random) -> ShapeQuestion | None:
         """Return a question about the relative position of two things with unique names.
 
-        None if there are no two, or if they are in the same column (or row).
+        Return None if there are not two, or if they are in the same column (or row).
         """
         names = Counter(thing.name for thing in things)
-        named = [thing for thing in things if names[thing.name] == 1]
-        if len(named) < 2:
+        unique_things = [thing for thing in things if names[thing.name] == 1]
+        if len(unique_things) < 2:
             return None
-        one, other = rng.sample(named, 2)
-        across = rng.random() < 0.5
-        place, its, words = (
-            (one.column, other.column, ("left", "right"))
-            if across
-            else (one.row, other.row, ("above", "below"))
+        first, second = rng.sample(unique_things, 2)
+        is_horizontal = rng.random() < 0.5
+        first_place, second_place, words = (
+            (first.column, second.column, ("left", "right"))
+            if is_horizontal
+            else (first.row, second.row, ("above", "below"))
         )
-        if place == its:
+        if first_place == second_place:
             return None
-        asked = (
-            f"Is the {one.name} {words[0]} or {words[1]}{' of' if across else ''} the {other.name}?"
-        )
-        return ShapeQuestion(asked, words[place > its], words)
+        relation = f"{words[0]} or {words[1]}{' of' if is_horizontal else ''}"
+        question = f"Is the {first.name} {relation} the {second.name}?"
+        return ShapeQuestion(question, words[first_place > second_place], words)
 
 
-def _moved(rng: random.Random, room: int) -> tuple[int, int]:
-    return rng.randint(-room, room), rng.randint(-room, room)
+def _random_offset(rng: random.Random, limit: int) -> tuple[int, int]:
+    return rng.randint(-limit, limit), rng.randint(-limit, limit)
 
 
-def _only(things: Sequence[Thing], what: str, rng: random.Random) -> Thing | None:
-    """Return a random thing whose value of attribute `what` is unique; None if there is none."""
-    values = Counter(getattr(thing, what) for thing in things)
-    alone = [thing for thing in things if values[getattr(thing, what)] == 1]
-    return rng.choice(alone) if alone else None
+def _choose_unique(things: Sequence[Thing], attribute: str, rng: random.Random) -> Thing | None:
+    """Return a random thing with a unique value of an attribute; None if there is none."""
+    values = Counter(getattr(thing, attribute) for thing in things)
+    unique_things = [thing for thing in things if values[getattr(thing, attribute)] == 1]
+    return rng.choice(unique_things) if unique_things else None

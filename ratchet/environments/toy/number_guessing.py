@@ -1,4 +1,4 @@
-"""Guess a number; after each guess, the environment answers "higher" or "lower"."""
+"""Guess a number. After each guess, the environment answers "higher" or "lower"."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ class NumberGuessingConfig(GameConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.number_guessing:NumberGuessing"
 
-    max_moves: int = Field(6, ge=1, le=100, description="Guesses.")
-    numbers: int = Field(50, ge=2, le=1_000_000, description="How many numbers it may be.")
+    max_moves: int = Field(6, ge=1, le=100, description="Maximum number of guesses.")
+    numbers: int = Field(50, ge=2, le=1_000_000, description="Number of possible numbers.")
     max_low: int = Field(
         999,
         ge=9,
         le=1_000_000,
-        description="The lowest of them lies between 0 and this, by the task.",
+        description="Largest lower end of the range; each task draws it from 0 to this.",
     )
 
     @model_validator(mode="after")
@@ -33,18 +33,18 @@ class NumberGuessingConfig(GameConfig):
         if 2**self.max_moves <= self.numbers:
             raise ValueError(
                 f"max_moves={self.max_moves} guesses tell at most {2**self.max_moves - 1} numbers "
-                "apart, and there are "
-                f"numbers={self.numbers}: raise the one or lower the other"
+                f"apart, and there are numbers={self.numbers}: raise max_moves, or lower numbers"
             )
         return self
 
 
-class Known(NamedTuple):
-    """The state of a game: by the hints so far, the number lies in low .. high.
+class GuessingState(NamedTuple):
+    """The state of a game: by the hints so far, the number is in low .. high.
 
-    secret: The number.
-    hint: "<" if the number is lower than the last guess, ">" if higher, "=" if the guess was right,
-      "" at the start.
+    Attributes:
+        secret: The number.
+        hint: "<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess
+            was correct, "" at the start.
     """
 
     low: int
@@ -56,7 +56,7 @@ class Known(NamedTuple):
 HINTS = {"<": "lower", ">": "higher"}
 
 
-class NumberGuessing(Game[Known]):
+class NumberGuessing(Game[GuessingState]):
     """A game in which the model finds a number from "higher" and "lower"."""
 
     name = "number_guessing"
@@ -67,22 +67,22 @@ class NumberGuessing(Game[Known]):
 
     def sample(self, rng: random.Random) -> Problem:
         low = rng.randint(0, self.config.max_low)
-        state = Known(
+        state = GuessingState(
             low, low + self.config.numbers - 1, rng.randrange(low, low + self.config.numbers)
         )
         return Problem(
             self.prompt(state), str(state.secret), {"low": state.low, "high": state.high}
         )
 
-    def start(self, task: Task) -> Known:
-        return Known(task.meta["low"], task.meta["high"], int(task.answer))
+    def start(self, task: Task) -> GuessingState:
+        return GuessingState(task.meta["low"], task.meta["high"], int(task.answer))
 
     def read(self, text: str) -> str:
         numbers = re.findall(r"\d+", text)
         return numbers[-1] if numbers else ""
 
-    def move(self, state: Known, move: str, luck: random.Random) -> Known | None:
-        """Return the state after a guess, or None if the message has no possible number.
+    def move(self, state: GuessingState, move: str, rng: random.Random) -> GuessingState | None:
+        """Return the state after a guess, or None if the message has no valid number.
 
         A guess outside low .. high is legal: it gets a hint and uses up a turn.
         """
@@ -95,18 +95,18 @@ class NumberGuessing(Game[Known]):
             return state._replace(high=min(state.high, guess - 1), hint="<")
         return state._replace(low=max(state.low, guess + 1), hint=">")
 
-    def won(self, state: Known) -> bool | None:
+    def has_won(self, state: GuessingState) -> bool | None:
         return True if state.hint == "=" else None
 
-    def show(self, state: Known) -> str:
+    def show(self, state: GuessingState) -> str:
         if not state.hint:
             return f"{state.low}-{state.high}"
         return HINTS[state.hint] if self.in_words else state.hint
 
-    def key(self, state: Known) -> str:
+    def key(self, state: GuessingState) -> str:
         return f"{state.low}-{state.high}"
 
-    def player(self, task: Task) -> Callable[[Known], str]:
+    def player(self, task: Task) -> Callable[[GuessingState], str]:
         """Return a player that guesses the middle of the remaining range."""
         return lambda state: str((state.low + state.high) // 2)
 

@@ -1,5 +1,7 @@
-"""Sort digits: "73120465=" -> "01234567". A decoder with 0.1 M random weights learns it on a CPU
-in about a minute."""
+"""Sort digits: "73120465=" -> "01234567".
+
+A decoder with 0.1 M parameters learns it from random weights on a CPU in about a minute.
+"""
 
 from __future__ import annotations
 
@@ -10,7 +12,7 @@ from pydantic import Field
 
 from ratchet.environments.base import ALL_SOURCES, EnvironmentConfig
 from ratchet.environments.single_turn import Problem, Procedural
-from ratchet.environments.wrong_answers import OneRightAnswer
+from ratchet.environments.wrong_answers import SingleAnswer
 
 
 class SortingConfig(EnvironmentConfig):
@@ -20,10 +22,12 @@ class SortingConfig(EnvironmentConfig):
     default_reward: ClassVar[str] = "exact_match"
     gives: ClassVar[frozenset[str]] = ALL_SOURCES
 
-    digits: int = Field(8, ge=1, le=1000, description="How many digits to sort.")
+    digits: int = Field(8, ge=1, le=1000, description="Number of digits to sort.")
 
 
-class Sorting(OneRightAnswer, Procedural):
+class Sorting(SingleAnswer, Procedural):
+    """An environment of digits to sort."""
+
     name = "sorting"
 
     def __init__(self, config: SortingConfig) -> None:

@@ -1,7 +1,7 @@
-"""An environment whose attempts are played in worker processes, several in each.
+"""An environment whose attempts are played in worker processes, several attempts in each.
 
-An attempt that computes long, blocks or crashes neither delays nor ends the driver. Tasks,
-demonstrations and pairs come from an instance in the driver.
+An attempt that computes for long, blocks or crashes does not affect the driver. Tasks,
+demonstrations and preference pairs come from an instance in the driver.
 """
 
 from __future__ import annotations
@@ -29,21 +29,27 @@ from ratchet.types import Comparison, Group, Judged, Message, Split, Task
 
 
 class WorkersConfig(EnvironmentConfig):
-    """A section that plays another environment's attempts in worker processes.
+    """Another environment whose attempts are played in worker processes.
 
-    Use it for an environment that computes long, blocks or crashes.
+    Use it for an environment that computes for long, blocks or crashes.
     """
 
     builds: ClassVar[str] = "ratchet.environments.workers.environment:workers"
 
     worker: Annotated[SerializeAsAny[Section], Slot("played")] = Field(
-        description="The environment whose attempts they play."
+        description="Environment that the workers play."
     )
     processes: int = Field(
-        2, ge=1, le=1024, description="Worker processes at most; each starts when it is needed."
+        2,
+        ge=1,
+        le=1024,
+        description="Maximum number of worker processes; each starts when it is needed.",
     )
     threads: int = Field(
-        8, ge=1, le=1024, description="Threads of each: attempts beyond these wait for one another."
+        8,
+        ge=1,
+        le=1024,
+        description="Threads of each worker; attempts in the same thread block each other.",
     )
 
     @property
@@ -60,63 +66,63 @@ class WorkersConfig(EnvironmentConfig):
 
 
 def workers(config: WorkersConfig) -> WorkerEnvironment:
-    """Return a worker environment with the optional protocols of the environment itself."""
+    """Return a worker environment with the optional protocols of the inner environment."""
     local = build(config.worker)
-    bases = tuple(made for protocol, made in OFFERS.items() if isinstance(local, protocol))
-    return type(f"{type(local).__name__}InWorkers", (*bases, WorkerEnvironment), {})(config, local)
+    mixins = tuple(mixin for protocol, mixin in MIXINS.items() if isinstance(local, protocol))
+    return type(f"{type(local).__name__}InWorkers", (*mixins, WorkerEnvironment), {})(config, local)
 
 
 class WorkerEnvironment:
     """An environment that forwards attempts to worker processes.
 
-    Copies share the processes. An instance has a seat in one of them from its first attempt until
-    it is closed.
+    Copies share the processes. From its first attempt until it is closed, an instance belongs to a
+    thread of one process.
 
     Args:
-        here: The instance in the driver.
+        local: The instance of the environment in the driver.
     """
 
-    def __init__(self, config: WorkersConfig, here: Any) -> None:
-        self.config, self.here = config, here
-        self.replayable, self.judges = here.replayable, getattr(here, "judges", True)
+    def __init__(self, config: WorkersConfig, local: Any) -> None:
+        self.config, self.local = config, local
+        self.replayable, self.judges = local.replayable, getattr(local, "judges", True)
         self._pool = Pool(
             config.worker.model_dump(mode="json"),
             processes=config.processes,
             threads=config.threads,
         )
-        self._join()
+        self._register()
 
     def __copy__(self) -> Self:
-        copied = object.__new__(type(self))
-        copied.__dict__ |= self.__dict__
-        copied._join()
-        return copied
+        environment = object.__new__(type(self))
+        environment.__dict__ |= self.__dict__
+        environment._register()
+        return environment
 
-    def _join(self) -> None:
-        self._instance = self._pool.join()
+    def _register(self) -> None:
+        self._instance = self._pool.register()
         self._task: Task | None = None
-        self._said: Mapping[str, Any] = {}
-        weakref.finalize(self, self._pool.leave, self._instance).atexit = False
+        self._reply: Mapping[str, Any] = {}
+        weakref.finalize(self, self._pool.unregister, self._instance).atexit = False
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
-        return self.here.tasks(split, seed=seed, start=start)
+        return self.local.tasks(split, seed=seed, start=start)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        return self.here.demonstration(task)
+        return self.local.demonstration(task)
 
     async def reset(self, task: Task) -> Sequence[Message]:
         """Start an attempt and return its first messages.
 
-        Raises Lost if the process died, and Raised, with the traceback, if the environment raised
-        an exception. So does `step`.
+        Like `step`, it raises EnvironmentProcessLost if the process died, and EnvironmentRaised,
+        with the traceback, if the environment raised an exception.
         """
-        self._task, self._said = None, await self._pool.reset(self._instance, task)
+        self._task, self._reply = None, await self._pool.reset(self._instance, task)
         self._task = task
-        return self._said["messages"]
+        return self._reply["messages"]
 
     async def step(self, message: Message) -> Step:
         reply = await self._pool.step(self._instance, message)
-        self._said = {**self._said, **reply}
+        self._reply = {**self._reply, **reply}
         return reply["step"]
 
     async def close(self) -> None:
@@ -124,42 +130,42 @@ class WorkerEnvironment:
         await self._pool.close(self._instance)
 
 
-class _OffersTools(WorkerEnvironment):
+class _ToolsMixin(WorkerEnvironment):
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        return self._said["tools"] if task == self._task else self.here.tools(task)
+        return self._reply["tools"] if task == self._task else self.local.tools(task)
 
 
-class _OffersStops(WorkerEnvironment):
+class _StopStringsMixin(WorkerEnvironment):
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return self._said.get("stops", ())
+        return self._reply.get("stop_strings", ())
 
 
-class _Measures(WorkerEnvironment):
+class _MetricsMixin(WorkerEnvironment):
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        return self.here.measure(groups)
+        return self.local.measure(groups)
 
 
-class _Compares(WorkerEnvironment):
+class _PairsMixin(WorkerEnvironment):
     def comparison(self, task: Task) -> Comparison:
-        return self.here.comparison(task)
+        return self.local.comparison(task)
 
 
-class _Judges(WorkerEnvironment):
+class _LabelledAnswersMixin(WorkerEnvironment):
     def judged(self, task: Task) -> Judged:
-        return self.here.judged(task)
+        return self.local.judged(task)
 
 
-class _Steps(WorkerEnvironment):
+class _StepLabelsMixin(WorkerEnvironment):
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
-        return self.here.steps(task)
+        return self.local.steps(task)
 
 
-OFFERS: Mapping[type, type[WorkerEnvironment]] = {
-    HasTools: _OffersTools,
-    HasStopStrings: _OffersStops,
-    HasMetrics: _Measures,
-    HasPreferencePairs: _Compares,
-    HasLabelledAnswers: _Judges,
-    HasStepLabels: _Steps,
+MIXINS: Mapping[type, type[WorkerEnvironment]] = {
+    HasTools: _ToolsMixin,
+    HasStopStrings: _StopStringsMixin,
+    HasMetrics: _MetricsMixin,
+    HasPreferencePairs: _PairsMixin,
+    HasLabelledAnswers: _LabelledAnswersMixin,
+    HasStepLabels: _StepLabelsMixin,
 }

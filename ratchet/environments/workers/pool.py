@@ -1,7 +1,7 @@
 """Place attempts in worker processes, and replace processes that hang or die.
 
-All work is done in the event loop of one thread, so it needs no locks, and a driver may call from
-any event loop, or from several in turn. That thread also starts the processes, because on Linux
+All work is done in the event loop of one thread. So it needs no locks, and a driver may call from
+any event loop, or from several in turn. This thread also starts the processes, because on Linux
 they end with the thread that started them.
 """
 
@@ -16,71 +16,84 @@ import weakref
 from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from ratchet.environments.workers.process import Lost, Raised, Seat, Worker
+from ratchet.environments.workers.process import (
+    Assignment,
+    EnvironmentProcessLost,
+    EnvironmentRaised,
+    Worker,
+)
 from ratchet.protocols import Step
 from ratchet.types import Message, Task
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-STOP_S = 10.0  # longest wait for killed processes to end
-BORNE = 3  # deaths in a row up to which the next process starts at once
-MOST_REST_S = 30.0
+STOP_S = 10.0  # maximum wait for killed processes to end
+MAX_QUICK_RESTARTS = 3  # deaths in a row after which the next process still starts at once
+MAX_BACKOFF_S = 30.0
 
 
 class Pool:
     """The worker processes of an environment.
 
     They start with the first attempts, and end with this object or with the driver. `instance` is
-    the number of an environment instance, as `join` returns it.
+    the number of an environment instance, as `register` returns it.
     """
 
     def __init__(self, section: Mapping[str, Any], *, processes: int, threads: int) -> None:
-        self._players = itertools.count()
+        self._instances = itertools.count()
         self._inner = _Pool(section, processes, threads)
         weakref.finalize(self, self._inner.stop)
 
-    def join(self) -> int:
+    def register(self) -> int:
         """Return the number of a new instance."""
-        return next(self._players)
+        return next(self._instances)
 
     async def reset(self, instance: int, task: Task) -> dict[str, Any]:
-        """Start an attempt. Return its "messages", "tools" and "stops" (stop strings).
+        """Start an attempt. Return its "messages", "tools" and "stop_strings".
 
-        The last two are missing if the environment has none. Raises Lost, Raised, DataError.
+        The last two are missing if the environment has none. Raises EnvironmentProcessLost,
+        EnvironmentRaised, DataError.
         """
         return await self._inner.run(self._inner.reset(instance, task))
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
-        """Take a turn. Return its "step", and "stops" as `reset` does."""
+        """Take a turn. Return its "step", and "stop_strings" if the environment has some."""
         return await self._inner.run(self._inner.step(instance, message))
 
     async def close(self, instance: int) -> None:
         await self._inner.run(self._inner.close(instance))
 
-    def leave(self, instance: int) -> None:
+    def unregister(self, instance: int) -> None:
         """Forget an instance, and close it in the background if it is still open."""
-        self._inner.leave(instance)
+        self._inner.unregister(instance)
 
 
 class _Pool:
+    """The state of a `Pool`, which is used in the pool's own thread.
+
+    It has no reference to the `Pool`, so that an unused pool is garbage-collected.
+    """
+
     def __init__(self, section: Mapping[str, Any], processes: int, threads: int) -> None:
         self.section, self.processes, self.threads = section, processes, threads
         self._workers: list[Worker] = []  # workers that accept attempts
-        self._retired: set[Worker] = set()  # hang or leak; killed after their last attempt
-        self._seats: dict[int, Seat] = {}
+        self._retired: set[Worker] = (
+            set()
+        )  # workers that hang or leak; killed after their last attempt
+        self._assignments: dict[int, Assignment] = {}  # by instance
         self._closing: set[asyncio.Task[None]] = set()
-        self._deaths = 0  # deaths in a row, without an answer between them
-        self._turn = asyncio.Event()
-        self._starting = threading.Lock()
+        self._deaths = 0  # deaths in a row, without a reply between them
+        self._worker_changed = asyncio.Event()
+        self._start_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._thread: threading.Thread | None = None
-        self._process = os.getpid()
+        self._driver_pid = os.getpid()
 
-    # --- from any thread
+    # --- called from any thread
 
     async def run(self, work: Coroutine[Any, Any, T]) -> T:
-        with self._starting:
+        with self._start_lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
                 self._thread = threading.Thread(
@@ -89,140 +102,148 @@ class _Pool:
                 self._thread.start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def leave(self, instance: int) -> None:
+    def unregister(self, instance: int) -> None:
         if self._loop is not None and not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(self._leave, instance)
+            self._loop.call_soon_threadsafe(self._unregister, instance)
 
     def stop(self) -> None:
-        """Stop the thread and the processes; do nothing in a fork of the driver, without either."""
-        if self._loop is None or self._thread is None or self._process != os.getpid():
+        """Stop the thread and the processes. A fork of the driver has neither."""
+        if self._loop is None or self._thread is None or self._driver_pid != os.getpid():
             return
         self._loop.call_soon_threadsafe(self._loop.stop)
         if threading.current_thread() is not self._thread:
             self._thread.join(STOP_S)
 
-    # --- in the thread
+    # --- called in the pool's thread
 
     async def reset(self, instance: int, task: Task) -> dict[str, Any]:
-        seat = await self._seated(instance)
-        return await self._played(seat, "reset", task)
+        assignment = await self._assign(instance)
+        return await self._play(assignment, "reset", task)
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
-        assert instance in self._seats, "step before reset"
-        return await self._played(self._seats[instance], "step", message)
+        assert instance in self._assignments, "step before reset"
+        return await self._play(self._assignments[instance], "step", message)
 
     async def close(self, instance: int) -> None:
-        seat = self._seats.pop(instance, None)
-        if seat is not None:
-            await self._closed(seat)
+        assignment = self._assignments.pop(instance, None)
+        if assignment is not None:
+            await self._close_instance(assignment)
 
-    def _leave(self, instance: int) -> None:
-        seat = self._seats.pop(instance, None)
-        if seat is not None:
-            self._close_later(seat)
+    def _unregister(self, instance: int) -> None:
+        assignment = self._assignments.pop(instance, None)
+        if assignment is not None:
+            self._close_later(assignment)
 
-    async def _played(self, seat: Seat, op: str, given: Any) -> dict[str, Any]:
-        goes_on = False
+    async def _play(self, assignment: Assignment, operation: str, argument: Any) -> dict[str, Any]:
+        """Run an operation of an attempt. After the attempt's end, check the worker for leaks."""
+        continues = False
         try:
-            value = await seat.worker.call(seat, op, given)
+            value = await assignment.worker.call(assignment, operation, argument)
             self._deaths = 0
             step = value.get("step")
-            goes_on = not (isinstance(step, Step) and step.done)
+            continues = not (isinstance(step, Step) and step.done)
             return value
         finally:
-            seat.playing = goes_on
-            if not goes_on:
-                seat.worker.look()
-            self._tidy(seat.worker)
+            assignment.is_playing = continues
+            if not continues:
+                assignment.worker.check_leaks()
+            self._kill_if_retired(assignment.worker)
 
-    async def _seated(self, instance: int) -> Seat:
-        """Return the seat for the next attempt of an instance.
+    async def _assign(self, instance: int) -> Assignment:
+        """Return the worker thread for the next attempt of an instance.
 
         It is in the process with the fewest attempts, or in a new one if none is idle and the limit
-        allows it. The instance keeps its seat, and what it has built there, if no other is better.
+        allows it. The instance keeps its thread, and the objects that it has built there, unless
+        another thread has a lower load.
         """
-        own = self._seats.get(instance)
-        if own is not None:
-            own.playing = False
-            self._tidy(own.worker)
-        if rest := rest_s(self._deaths):
-            await asyncio.sleep(rest)
+        previous = self._assignments.get(instance)
+        if previous is not None:
+            previous.is_playing = False
+            self._kill_if_retired(previous.worker)
+        if wait_s := backoff_s(self._deaths):
+            await asyncio.sleep(wait_s)
         while True:
-            worker = self._emptiest(own)
-            present = own if own is not None and own.worker is worker else None
+            worker = self._least_loaded_worker(previous)
+            current = previous if previous is not None and previous.worker is worker else None
             loads = [worker.load(thread) for thread in range(self.threads)]
             thread = min(
                 range(self.threads),
-                key=lambda t: (loads[t], present is None or t != present.thread),
+                key=lambda t: (loads[t], current is None or t != current.thread),
             )
-            stuck, _ = loads[thread]
-            if not stuck:
+            n_cancelled, _ = loads[thread]
+            if not n_cancelled:
                 break
-            self._turn.clear()
-            # A cancelled call runs in each thread. It ends soon, or its process is given up.
-            await self._turn.wait()
-        if present is not None and present.thread == thread:
-            present.playing = True
-            return present
-        if own is not None:
-            self._close_later(own)
-        seat = self._seats[instance] = Seat(worker, thread)
-        worker.seats.add(seat)
-        return seat
+            self._worker_changed.clear()
+            # A cancelled call still runs in each thread. It ends soon, or its process is retired.
+            await self._worker_changed.wait()
+        if current is not None and current.thread == thread:
+            current.is_playing = True
+            return current
+        if previous is not None:
+            self._close_later(previous)
+        assignment = self._assignments[instance] = Assignment(worker, thread)
+        worker.assignments.add(assignment)
+        return assignment
 
-    def _emptiest(self, own: Seat | None) -> Worker:
-        started = min(
+    def _least_loaded_worker(self, previous: Assignment | None) -> Worker:
+        worker = min(
             self._workers,
-            key=lambda w: (w.playing, own is None or w is not own.worker),
+            key=lambda w: (w.n_playing, previous is None or w is not previous.worker),
             default=None,
         )
-        if started is None or (started.playing and len(self._workers) < self.processes):
-            started = Worker(self.section, self._changed)
-            self._workers.append(started)
-        return started
+        if worker is None or (worker.n_playing and len(self._workers) < self.processes):
+            worker = Worker(self.section, self._on_change)
+            self._workers.append(worker)
+        return worker
 
-    def _close_later(self, seat: Seat) -> None:
-        """Close a seat's instance in the background."""
-        closing = asyncio.get_running_loop().create_task(self._closed(seat, quietly=True))
+    def _close_later(self, assignment: Assignment) -> None:
+        """Close an instance in the background."""
+        closing = asyncio.get_running_loop().create_task(
+            self._close_instance(assignment, log_errors=True)
+        )
         self._closing.add(closing)
         closing.add_done_callback(self._closing.discard)
 
-    async def _closed(self, seat: Seat, *, quietly: bool = False) -> None:
-        seat.playing = False
-        self._tidy(seat.worker)
+    async def _close_instance(self, assignment: Assignment, *, log_errors: bool = False) -> None:
+        """Close an instance. `log_errors`: log the environment's exceptions, do not raise them."""
+        assignment.is_playing = False
+        self._kill_if_retired(assignment.worker)
         try:
-            await seat.worker.call(seat, "close")
-        except Lost:  # the instance ended with its process
+            await assignment.worker.call(assignment, "close")
+        except EnvironmentProcessLost:  # the instance ended with its process
             pass
-        except Raised as failure:
-            if not quietly:
+        except EnvironmentRaised as failure:
+            if not log_errors:
                 raise
             log.warning("an environment failed to close %s", failure)
         finally:
-            seat.worker.seats.discard(seat)
+            assignment.worker.assignments.discard(assignment)
 
-    def _changed(self, worker: Worker) -> None:
-        if worker.hung or worker.leaks or worker.ended:
+    def _on_change(self, worker: Worker) -> None:
+        """Retire a worker that hangs, leaks or has ended, and let waiting attempts look again."""
+        if worker.hung_threads or worker.leaks or worker.end_reason:
             if worker in self._workers:
-                self._deaths += bool(worker.ended)
+                self._deaths += bool(worker.end_reason)
                 self._workers.remove(worker)
             self._retired.add(worker)
-        if worker.ended:
+        if worker.end_reason:
             self._retired.discard(worker)
-        self._tidy(worker)
-        self._turn.set()
+        self._kill_if_retired(worker)
+        self._worker_changed.set()
 
-    def _tidy(self, worker: Worker) -> None:
-        if worker in self._retired and not worker.playing:
+    def _kill_if_retired(self, worker: Worker) -> None:
+        if worker in self._retired and not worker.n_playing:
             worker.kill()
 
 
-def rest_s(deaths: int) -> float:
+def backoff_s(deaths: int) -> float:
     """Return the seconds to wait before the next start after `deaths` deaths in a row.
 
-    Each start takes the machine's time.
+    The wait grows exponentially, so that a process that always dies does not load the machine.
     """
-    return 0.0 if deaths <= BORNE else min(0.1 * 2 ** (deaths - BORNE), MOST_REST_S)
+    if deaths <= MAX_QUICK_RESTARTS:
+        return 0.0
+    return min(0.1 * 2 ** (deaths - MAX_QUICK_RESTARTS), MAX_BACKOFF_S)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

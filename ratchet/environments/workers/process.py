@@ -16,19 +16,18 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet.environments.workers.protocol import HEAD, frame, packed, unpacked
+from ratchet.environments.workers.protocol import HEAD, make_frame, pack, unpack
 from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
 from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
 
-START_S = 120.0  # for imports and data, on a busy machine
-# Threads, or file descriptors, that attempts may leave open before their process is replaced.
-MOST_LEFT = 256
-# Time for a cancelled call to end. A call that awaits ends at once, one that computes when it next
-# awaits.
-GRACE_S = 1.0
+START_S = 120.0  # time limit of a start, enough for imports and data on a busy machine
+# Threads or file descriptors that attempts may leave open before their process is replaced.
+MAX_LEAKED = 256
+# Time in which a cancelled call must end. It ends when it awaits something.
+CANCEL_S = 1.0
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from ratchet.environments.workers.worker_main import main; main(int(sys.argv[2]), "
@@ -36,206 +35,232 @@ BOOTSTRAP = (
 )
 
 
-class Lost(RatchetError):
-    """The process of an attempt died, or was given up."""
+class EnvironmentProcessLost(RatchetError):
+    """The worker process of an attempt died, or was retired because it hangs."""
 
 
-class Raised(RatchetError):
-    """The environment raised in its process; the message holds the traceback."""
+class EnvironmentRaised(RatchetError):
+    """The environment raised an exception in its process. The message has the traceback."""
 
 
 @dataclass(eq=False)
-class Seat:
-    """The thread of a worker in which one environment instance plays its attempts.
+class Assignment:
+    """The thread of a worker to which one environment instance is assigned.
 
-    playing: True while an attempt is running.
+    Attributes:
+        number: A unique number, by which the worker knows the instance.
+        is_playing: True while an attempt is running.
     """
 
     worker: Worker
     thread: int
     number: int = field(default_factory=itertools.count().__next__)
-    playing: bool = True
+    is_playing: bool = True
 
 
 @dataclass(eq=False)
 class _Call:
-    seat: Seat
+    """A call that the process has not answered yet."""
+
+    assignment: Assignment
     answer: asyncio.Future[Any]
 
 
 class Worker:
-    """A worker process, to be used in one event loop.
+    """A worker process, for use in one event loop.
 
-    changed: called when the process hangs, leaks or has ended, and when a cancelled call has ended.
+    Args:
+        on_change: Called when the process hangs, leaks or has ended, and when a cancelled call has
+            ended.
     """
 
-    def __init__(self, section: Mapping[str, Any], changed: Callable[[Worker], None]) -> None:
-        self.seats: set[Seat] = set()
-        self.ended = ""  # how the process ended
-        self.hung: set[int] = set()  # threads in which a cancelled call did not end in time
-        self.leaks = False  # True if finished attempts have left more than MOST_LEFT open
-        self._at_first: dict[str, int] | None = None
-        self._changed = changed
+    def __init__(self, section: Mapping[str, Any], on_change: Callable[[Worker], None]) -> None:
+        self.assignments: set[Assignment] = set()
+        self.end_reason = ""  # why the process ended; "" while it runs
+        self.hung_threads: set[int] = set()  # in them a cancelled call did not end in time
+        self.leaks = False  # True if finished attempts have left more than MAX_LEAKED open
+        self._first_open_counts: dict[str, int] | None = None  # after the first attempt
+        self._on_change = on_change
         self._calls: dict[int, _Call] = {}
         self._numbers = itertools.count()
-        ours, worker_end = socket.socketpair()
+        driver_end, worker_end = socket.socketpair()
         with worker_end:
-            self.process = _started(worker_end)
+            self.process = _start_process(worker_end)
         self.ready = asyncio.get_running_loop().create_future()
-        # Read the exception even if no caller awaits it: asyncio would log it as never retrieved.
+        # Read the exception even if no caller awaits it, because asyncio would log it otherwise.
         self.ready.add_done_callback(lambda ready: ready.cancelled() or ready.exception())
         self._writer: asyncio.StreamWriter | None = None
-        self._serving = asyncio.create_task(self._serve(ours, section))
+        self._serving = asyncio.create_task(self._serve(driver_end, section))
 
     @property
-    def playing(self) -> int:
-        return sum(seat.playing for seat in self.seats)
+    def n_playing(self) -> int:
+        return sum(assignment.is_playing for assignment in self.assignments)
 
     def load(self, thread: int) -> tuple[int, int]:
-        """Return (cancelled calls that still run in a thread, attempts that it plays)."""
-        stuck = sum(
-            call.seat.thread == thread for call in self._calls.values() if call.answer.cancelled()
+        """Return the numbers of a thread's cancelled calls that still run, and of its attempts."""
+        n_cancelled = sum(
+            call.assignment.thread == thread
+            for call in self._calls.values()
+            if call.answer.cancelled()
         )
-        return stuck, sum(seat.playing for seat in self.seats if seat.thread == thread)
+        n_playing = sum(
+            assignment.is_playing for assignment in self.assignments if assignment.thread == thread
+        )
+        return n_cancelled, n_playing
 
-    async def call(self, seat: Seat, op: str, given: Any = None) -> Any:
+    async def call(self, assignment: Assignment, operation: str, argument: Any = None) -> Any:
         """Run an operation in the process and return its result.
 
-        If this is cancelled, so is the operation. Raises Lost and Raised, and DataError for values
-        that can't be sent.
+        Cancelling this call cancels the operation. Raises EnvironmentProcessLost and
+        EnvironmentRaised, and DataError for values that can't be sent.
         """
-        given = packed(given)
+        packed_argument = pack(argument)
         await asyncio.shield(self.ready)
-        if self.ended or seat.thread in self.hung:
-            raise self._lost(seat)
+        if self.end_reason or assignment.thread in self.hung_threads:
+            raise self._make_lost_error(assignment)
         number = next(self._numbers)
         answer = asyncio.get_running_loop().create_future()
         self._send(
-            {"id": number, "op": op, "thread": seat.thread, "attempt": seat.number, "given": given}
+            {
+                "id": number,
+                "op": operation,
+                "thread": assignment.thread,
+                "instance": assignment.number,
+                "argument": packed_argument,
+            }
         )
-        self._calls[number] = _Call(seat, answer)
+        self._calls[number] = _Call(assignment, answer)
         try:
             return await answer
         except asyncio.CancelledError:
-            self._send({"id": number, "op": "cancel", "thread": seat.thread})
-            asyncio.get_running_loop().call_later(GRACE_S, self._must_be_over, number)
+            self._send({"id": number, "op": "cancel", "thread": assignment.thread})
+            asyncio.get_running_loop().call_later(CANCEL_S, self._check_cancelled, number)
             raise
 
-    def look(self) -> None:
-        """Check for leaks: compare what is open after an attempt with what the first left open."""
-        held = _left_open(self.process.pid)
-        self._at_first = self._at_first or held
-        grown = {name: count - self._at_first.get(name, count) for name, count in held.items()}
-        if not self.leaks and max(grown.values(), default=0) > MOST_LEFT:
+    def check_leaks(self) -> None:
+        """Compare the open threads and files after an attempt with those after the first one."""
+        open_counts = _count_open(self.process.pid)
+        self._first_open_counts = first = self._first_open_counts or open_counts
+        leaked = {name: count - first.get(name, count) for name, count in open_counts.items()}
+        if not self.leaks and max(leaked.values(), default=0) > MAX_LEAKED:
             self.leaks = True
-            leaks = ", ".join(f"{count} more {name}" for name, count in grown.items())
             log.warning(
-                "worker process %d is replaced: since its first attempt it holds %s",
+                "worker process %d is replaced: since its first attempt it has %s",
                 self.process.pid,
-                leaks,
+                ", ".join(f"{count} more {name}" for name, count in leaked.items()),
             )
-            self._changed(self)
+            self._on_change(self)
 
     def kill(self) -> None:
-        """Kill the process, and all that environments started in its process group."""
+        """Kill the process and its process group, with all that environments started."""
         if self.process.returncode is None:
-            # PermissionError: macOS raises it for a dead process.
+            # macOS raises PermissionError for a dead process.
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self.process.pid, signal.SIGKILL)
 
-    def _lost(self, seat: Seat) -> Lost:
-        if self.ended:
-            return Lost(self.ended)
-        why = f"another call, which was cancelled, hangs in its thread {seat.thread}"
-        return Lost(f"worker process {self.process.pid} is given up: {why}")
+    def _make_lost_error(self, assignment: Assignment) -> EnvironmentProcessLost:
+        if self.end_reason:
+            return EnvironmentProcessLost(self.end_reason)
+        reason = f"another call, which was cancelled, hangs in its thread {assignment.thread}"
+        return EnvironmentProcessLost(f"worker process {self.process.pid} is given up: {reason}")
 
-    def _must_be_over(self, number: int) -> None:
-        if self.ended or number not in self._calls:
+    def _check_cancelled(self, number: int) -> None:
+        """Mark a thread as hung if a cancelled call has not ended, and fail its other calls."""
+        if self.end_reason or number not in self._calls:
             return
-        thread = self._calls[number].seat.thread
-        self.hung.add(thread)
+        thread = self._calls[number].assignment.thread
+        self.hung_threads.add(thread)
         for call in self._calls.values():
-            if call.seat.thread == thread and not call.answer.done():
-                call.answer.set_exception(self._lost(call.seat))
-        self._changed(self)
+            if call.assignment.thread == thread and not call.answer.done():
+                call.answer.set_exception(self._make_lost_error(call.assignment))
+        self._on_change(self)
 
     def _send(self, values: Mapping[str, Any]) -> None:
         assert self._writer is not None, "a call to a process that is not ready"
-        self._writer.write(frame(values))
+        self._writer.write(make_frame(values))
 
     # --- messages from the process
 
-    async def _serve(self, ours: socket.socket, section: Mapping[str, Any]) -> None:
-        how = ""
+    async def _serve(self, driver_end: socket.socket, section: Mapping[str, Any]) -> None:
+        """Start the environment in the process, and handle its replies until it ends."""
+        reason = ""
         try:
-            reader, self._writer = await asyncio.open_connection(sock=ours)
-            self._send({"of": section, "credentials": credentials.get_offered()})
+            reader, self._writer = await asyncio.open_connection(sock=driver_end)
+            self._send({"section": section, "credentials": credentials.get_offered()})
             async with asyncio.timeout(START_S):
-                first = await _received(reader)
-            if "error" in first:
-                how = f"the environment could not be made in a worker process:\n{first['error']}"
+                first_reply = await _receive(reader)
+            if "error" in first_reply:
+                error = first_reply["error"]
+                reason = f"the environment could not be created in a worker process:\n{error}"
                 return
             self.ready.set_result(None)
             while True:
-                self._take(await _received(reader))
+                self._handle_reply(await _receive(reader))
         except TimeoutError:
-            how = f"worker process {self.process.pid} was not ready after {START_S:g} s"
+            reason = f"worker process {self.process.pid} was not ready after {START_S:g} s"
         except (asyncio.IncompleteReadError, OSError):
-            pass  # it ended
+            pass  # the process ended
         finally:
             self.kill()
             if self._writer is not None:
                 self._writer.close()
-            await self._buried(how)
+            await self._wait_for_end(reason)
 
-    def _take(self, said: Mapping[str, Any]) -> None:
-        call = self._calls.pop(said["id"])
+    def _handle_reply(self, reply: Mapping[str, Any]) -> None:
+        call = self._calls.pop(reply["id"])
         if call.answer.cancelled():
-            self._changed(self)
+            self._on_change(self)
         elif not call.answer.done():
-            if "error" in said:
+            if "error" in reply:
                 call.answer.set_exception(
-                    Raised(f"in worker process {self.process.pid}:\n{said['error']}")
+                    EnvironmentRaised(f"in worker process {self.process.pid}:\n{reply['error']}")
                 )
             else:
-                call.answer.set_result(unpacked(said["value"]))
+                call.answer.set_result(unpack(reply["value"]))
 
-    async def _buried(self, how: str) -> None:
-        while self.process.poll() is None:  # killed, or closed its socket while dying
+    async def _wait_for_end(self, reason: str) -> None:
+        """Wait until the process has ended, and fail all open calls.
+
+        Args:
+            reason: The reason of the end; "" if the process died by itself.
+        """
+        while self.process.poll() is None:  # it was killed, or closed its socket while dying
             await asyncio.sleep(0.002)
-        self.ended = (
-            how
+        self.end_reason = (
+            reason
             or f"worker process {self.process.pid} died "
             f"({describe_exit(self.process.returncode)[0]})"
         )
         if not self.ready.done():
-            self.ready.set_exception(Lost(self.ended))
+            self.ready.set_exception(EnvironmentProcessLost(self.end_reason))
         for call in self._calls.values():
             if not call.answer.done():
-                call.answer.set_exception(Lost(self.ended))
-        self._changed(self)
+                call.answer.set_exception(EnvironmentProcessLost(self.end_reason))
+        self._on_change(self)
 
 
-def _started(theirs: socket.socket) -> subprocess.Popen[bytes]:
-    """Start a process that inherits the environment variables, standard output and error, and one
-    end of a socket."""
-    arguments = [json.dumps(sys.path), str(theirs.fileno()), str(os.getpid())]
+def _start_process(worker_end: socket.socket) -> subprocess.Popen[bytes]:
+    """Start a worker process.
+
+    It inherits the environment variables, standard output and error, and one end of a socket.
+    """
+    arguments = [json.dumps(sys.path), str(worker_end.fileno()), str(os.getpid())]
     return subprocess.Popen(
-        # There are many workers: numerical libraries must not start a thread per core in each.
+        # There are many workers, so numerical libraries must not start a thread per core in each.
         ["/usr/bin/env", "OMP_NUM_THREADS=1", sys.executable, "-c", BOOTSTRAP, *arguments],
         stdin=subprocess.DEVNULL,
-        pass_fds=(theirs.fileno(),),
-        start_new_session=True,  # Ctrl-C is for the driver
+        pass_fds=(worker_end.fileno(),),
+        start_new_session=True,  # so that Ctrl-C reaches only the driver
     )
 
 
-async def _received(reader: asyncio.StreamReader) -> dict[str, Any]:
+async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
     (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
     return json.loads(await reader.readexactly(length))
 
 
-def _left_open(pid: int) -> dict[str, int]:
-    """Return a process's numbers of threads and file descriptors; {} if they can't be read."""
+def _count_open(pid: int) -> dict[str, int]:
+    """Return the numbers of a process's threads and file descriptors; {} if they are unknown."""
     try:
         return {
             "threads": len(os.listdir(f"/proc/{pid}/task")),

@@ -1,9 +1,8 @@
-"""The wire format of tasks, messages and steps between the driver and its environment workers: JSON
-frames, each after its length.
+"""The wire format of tasks, messages and steps between the driver and its environment workers.
 
-JSON has fewer types than Python: a value that is not None, a boolean, a number, a string, a list or
-a dictionary with string keys is wrapped with its type, so that it arrives unchanged. NumPy scalars
-become Python's. A value of any other type is refused.
+It consists of JSON frames, each after its length. JSON has fewer types than Python. Tuples,
+dictionaries with other keys than strings, and the classes in TYPES are wrapped with their type, so
+that they arrive unchanged. NumPy scalars become Python's. A value of any other type is refused.
 """
 
 from __future__ import annotations
@@ -22,65 +21,66 @@ from ratchet.types import Comparison, Judged, Message, Part, Task, ToolCall
 
 HEAD = struct.Struct("!I")  # the length of a frame
 MAX_BYTES = 256 * 2**20
-TYPES = {made.__name__: made for made in (Comparison, Judged, Message, Part, Step, Task, ToolCall)}
-WRAPPED = ""  # the key of a wrapped value's type; a dictionary that has it is wrapped too
+TYPES = {cls.__name__: cls for cls in (Comparison, Judged, Message, Part, Step, Task, ToolCall)}
+# The key of a wrapped value's type. A dictionary with this key is wrapped too.
+WRAPPED = ""
 
 
-def frame(values: Mapping[str, Any]) -> bytes:
-    """Return values as a frame. Raises DataError for types that JSON lacks, and above 256 MiB."""
+def make_frame(values: Mapping[str, Any]) -> bytes:
+    """Return values as a frame. Raises DataError for other types than JSON's, and above 256 MiB."""
     try:
         text = json.dumps(values).encode("ascii")
     except (TypeError, ValueError) as error:
         raise DataError(f"{error}: it can't be sent to or from a worker process") from None
     if len(text) > MAX_BYTES:
         raise DataError(
-            f"{len(text) >> 20} MiB can't be sent to or from a worker process at once, at most "
-            f"{MAX_BYTES >> 20}"
+            f"{len(text) >> 20} MiB can't be sent to or from a worker process at once: the limit "
+            f"is {MAX_BYTES >> 20} MiB"
         )
     return HEAD.pack(len(text)) + text
 
 
-def packed(value: Any) -> Any:
+def pack(value: Any) -> Any:
     """Return a value as JSON types. Raises DataError for a type that can't be sent."""
     if isinstance(value, np.generic):
         value = value.item()
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, list):
-        return [packed(item) for item in value]
+        return [pack(item) for item in value]
     if isinstance(value, tuple):
-        return {WRAPPED: "tuple", "of": [packed(item) for item in value]}
+        return {WRAPPED: "tuple", "content": [pack(item) for item in value]}
     if isinstance(value, Mapping):
         if all(type(key) is str and key != WRAPPED for key in value):
-            return {key: packed(item) for key, item in value.items()}
+            return {key: pack(item) for key, item in value.items()}
         return {
             WRAPPED: "mapping",
-            "of": [[packed(key), packed(item)] for key, item in value.items()],
+            "content": [[pack(key), pack(item)] for key, item in value.items()],
         }
     type_name = type(value).__name__
     if TYPES.get(type_name) is not type(value):
         raise DataError(
-            f"{value!r:.80} can't be sent to or from a worker process: of a task, a message and a "
-            "step, only None, numbers, "
-            f"strings, and lists, tuples and dictionaries of these can travel, not {type_name}"
+            f"{value!r:.80} of type {type_name} can't be sent to or from a worker process: tasks, "
+            "messages and steps may contain only None, numbers, strings, and lists, tuples and "
+            "dictionaries of these"
         )
     return {
         WRAPPED: type_name,
-        "of": {field.name: packed(getattr(value, field.name)) for field in fields(value)},
+        "content": {field.name: pack(getattr(value, field.name)) for field in fields(value)},
     }
 
 
-def unpacked(value: Any) -> Any:
-    """Return the value that `packed` was called with."""
+def unpack(value: Any) -> Any:
+    """Return the value that `pack` was called with."""
     if isinstance(value, list):
-        return [unpacked(item) for item in value]
+        return [unpack(item) for item in value]
     if not isinstance(value, dict):
         return value
     if WRAPPED not in value:
-        return {key: unpacked(item) for key, item in value.items()}
-    of = value["of"]
+        return {key: unpack(item) for key, item in value.items()}
+    content = value["content"]
     if value[WRAPPED] == "tuple":
-        return tuple(unpacked(item) for item in of)
+        return tuple(unpack(item) for item in content)
     if value[WRAPPED] == "mapping":
-        return {unpacked(key): unpacked(item) for key, item in of}
-    return TYPES[value[WRAPPED]](**{name: unpacked(item) for name, item in of.items()})
+        return {unpack(key): unpack(item) for key, item in content}
+    return TYPES[value[WRAPPED]](**{name: unpack(item) for name, item in content.items()})

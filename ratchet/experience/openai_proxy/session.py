@@ -282,7 +282,7 @@ class AgentSession:
         )
         characters = sum(len(message.text) for message in shown)
         # Normalisation such as NFKC may merge several characters into one.
-        limit = SHRINKAGE * self.renderer.tokenizer.longest * self.max_context
+        limit = SHRINKAGE * self.renderer.tokenizer.max_token_chars * self.max_context
         if characters > limit:
             raise self._too_long(
                 f"the messages have {characters} characters, and a context of {self.max_context} "
@@ -343,7 +343,7 @@ class AgentSession:
             *history, reply = parent.messages
             added = messages[len(parent.messages) :]
             sampled = parent.completion.tokens.tolist()
-            if self.renderer.keeps(sampled, added, history=history, said=reply, tools=tools):
+            if self.renderer.keeps_turn(sampled, added, history=history, reply=reply, tools=tools):
                 suffix = self.renderer.extend(sampled, added, history=history, tools=tools)
                 return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
         turns = sum(message.role == "assistant" for message in messages)

@@ -370,7 +370,7 @@ class EpisodePlayer:
         state.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
-        if stray := self.renderer.stray(completion.tokens):
+        if stray := self.renderer.find_media_token(completion.tokens):
             return True, Failed(
                 "data", f"the policy wrote {stray}, which stands for media that do not exist"
             )
@@ -417,7 +417,9 @@ class EpisodePlayer:
         state.strand.message_count = len(state.messages)
         state.messages.extend(answers)
         sampled = completion.tokens.tolist()
-        if self.renderer.keeps(sampled, answers, history=history, said=reply, tools=state.tools):
+        if self.renderer.keeps_turn(
+            sampled, answers, history=history, reply=reply, tools=state.tools
+        ):
             new_tokens = self.renderer.extend(sampled, answers, history=history, tools=state.tools)
             start = state.strand.record.length
             state.strand.record.add(Owner.ENVIRONMENT, new_tokens)

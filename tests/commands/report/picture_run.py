@@ -12,7 +12,7 @@ import torch
 from PIL import Image, ImageDraw
 
 from ratchet.config.schema import RecordConfig
-from ratchet.data.formats.media import embed, embedded
+from ratchet.data.formats.media import embed, embed_bytes
 from ratchet.data.packing import pack
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sinks import JsonlSink
@@ -52,7 +52,7 @@ def beep():
         clip.writeframes(
             b"".join(struct.pack("<h", int(9000 * math.sin(i / 4))) for i in range(1600))
         )
-    return embedded("audio", buffer.getvalue())
+    return embed_bytes("audio", buffer.getvalue())
 
 
 def make_picture_run(path, *, question="How many circles?"):
@@ -72,8 +72,8 @@ def make_picture_run(path, *, question="How many circles?"):
     odd = Message(
         "user",
         (
-            embedded("video", b"no browser plays this"),
-            embedded("image", b"<svg onload='document.title=1'/>"),
+            embed_bytes("video", b"no browser plays this"),
+            embed_bytes("image", b"<svg onload='document.title=1'/>"),
         ),
     )
     said = (asked, Message("assistant", "one"), more, Message("assistant", "none"), odd)

@@ -21,7 +21,7 @@ from ratchet.data.chat.builtin_tokenizers import (
     character_tokenizer,
 )
 from ratchet.data.chat.chat_templates import BUILTIN
-from ratchet.data.chat.tokenizer import GUARD, LONG, Tokenizer
+from ratchet.data.chat.tokenizer import BATCH_CALL_CHARS, GUARD, Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
     PRINTABLE,
@@ -443,5 +443,5 @@ def test_configuration_needs_no_tokenizer_and_rendering_no_torch():
 
 def test_long_texts_have_the_tokens_of_single_ones() -> None:
     text = "ab \u00e9 <|im_end|>\n" * 2000
-    assert len(text) > LONG
+    assert len(text) > BATCH_CALL_CHARS
     assert byte_tokenizer().encode(text) == byte_tokenizer().encode(text[:16]) * 2000

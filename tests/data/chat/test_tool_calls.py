@@ -241,7 +241,7 @@ def test_a_dialogue_with_tools_extends_what_was_sampled_token_by_token():
     sampled = [*made.tokenizer.encode(written), made.tokenizer.special_ids["<|im_end|>"]]
     message, _ = made.parse_calls(sampled, tools=TOOLS)
     history, answers = [Message("user", "2 + 2?")], [Message("tool", "4", tool_call_id="call_0")]
-    assert made.keeps(sampled, answers, history=history, said=message, tools=TOOLS)
+    assert made.keeps_turn(sampled, answers, history=history, reply=message, tools=TOOLS)
     added = made.extend(sampled, answers, history=history, tools=TOOLS)
     assert (
         made.tokenizer.decode(added, skip_special=False)
@@ -267,7 +267,7 @@ def test_a_turn_that_the_template_rewrites_forks_the_history(family, said, answe
     history = [Message("user", "q")]
     sampled = [*made.tokenizer.encode(said), made.stop_ids[0]]
     message = made.parse(sampled)
-    assert made.keeps(sampled, [answer], history=history, said=message) == kept
+    assert made.keeps_turn(sampled, [answer], history=history, reply=message) == kept
 
 
 def test_a_tools_answer_keeps_the_reasoning_before_the_call():
@@ -278,7 +278,7 @@ def test_a_tools_answer_keeps_the_reasoning_before_the_call():
     ]
     message, _ = made.parse_calls(sampled, tools=TOOLS)
     history, result = [Message("user", "q")], Message("tool", "4", tool_call_id="call_0")
-    assert made.keeps(sampled, [result], history=history, said=message, tools=TOOLS)
-    assert not made.keeps(
-        sampled, [result, Message("user", "and?")], history=history, said=message, tools=TOOLS
+    assert made.keeps_turn(sampled, [result], history=history, reply=message, tools=TOOLS)
+    assert not made.keeps_turn(
+        sampled, [result, Message("user", "and?")], history=history, reply=message, tools=TOOLS
     )

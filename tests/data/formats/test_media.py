@@ -25,9 +25,9 @@ from ratchet.data.formats.media import (
     decode_image,
     decode_video,
     embed,
-    embedded,
+    embed_bytes,
     fetch,
-    shown,
+    shorten_reference,
 )
 from ratchet.errors import DataError
 
@@ -184,8 +184,8 @@ def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> Non
 
 
 def test_errors_do_not_hold_the_file_itself() -> None:
-    assert shown("data:image/png;base64," + "A" * 10_000) == "data:image/png;base64,..."
-    assert len(shown("x" * 10_000)) < 100
+    assert shorten_reference("data:image/png;base64," + "A" * 10_000) == "data:image/png;base64,..."
+    assert len(shorten_reference("x" * 10_000)) < 100
 
 
 # --- images
@@ -206,8 +206,10 @@ def test_an_embedded_image_is_the_same_pixels_and_always_the_same_bytes() -> Non
     assert part.value.startswith("data:image/png;base64,")
     read = decode_image(fetch(part.value, where=WHERE, limits=LIMITS), where=WHERE, limits=LIMITS)
     assert (np.asarray(read) == np.asarray(noise())).all()
-    assert embedded("image", encoded(noise(), "WEBP")).value.startswith("data:image/webp;base64,")
-    assert embedded("audio", wav(b"\0\0")).value.startswith("data:audio/wav;base64,")
+    assert embed_bytes("image", encoded(noise(), "WEBP")).value.startswith(
+        "data:image/webp;base64,"
+    )
+    assert embed_bytes("audio", wav(b"\0\0")).value.startswith("data:audio/wav;base64,")
 
 
 def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> None:

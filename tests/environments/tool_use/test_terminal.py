@@ -11,7 +11,7 @@ from sandbox.fake_docker import PYTHON, FakeDocker
 from sandbox.test_attacks import need
 
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.tool_use.terminal import extract_commands, shown
+from ratchet.environments.tool_use.terminal import extract_commands, format_result
 from ratchet.errors import DataError
 from ratchet.sandbox import Isolation, Reason, Result, SandboxError
 from ratchet.testing import check_environment
@@ -186,10 +186,10 @@ def test_what_is_a_command_and_what_is_shown():
         ("", "pwd\ncd /\n")
     ]
     assert (
-        shown(Result(0, None, b"a" * 300, b"", 0.0, Reason.EXIT), 100)
+        format_result(Result(0, None, b"a" * 300, b"", 0.0, Reason.EXIT), 100)
         == f"{'a' * 50}\n[200 characters left out]\n{'a' * 50}"
     )
     assert (
-        shown(Result(2, None, b"out\n", b"err\n", 0.0, Reason.EXIT), 100)
+        format_result(Result(2, None, b"out\n", b"err\n", 0.0, Reason.EXIT), 100)
         == "out\nerr\n[exit code 2]"
     )

@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.workers.pool import rest_s
-from ratchet.environments.workers.process import Lost, Raised
-from ratchet.environments.workers.protocol import WRAPPED, packed, unpacked
+from ratchet.environments.workers.pool import backoff_s
+from ratchet.environments.workers.process import EnvironmentProcessLost, EnvironmentRaised
+from ratchet.environments.workers.protocol import WRAPPED, pack, unpack
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
@@ -147,7 +147,7 @@ def test_the_kit(games, kind):
 def test_processes_start_when_they_are_needed_and_new_attempts_go_where_the_fewest_play():
     async def play():
         environment = made(processes=2, threads=2)
-        task = environment.here.task()
+        task = environment.local.task()
         players = copies(environment, 4)
         places = []
         for player in players:
@@ -169,7 +169,7 @@ def test_processes_start_when_they_are_needed_and_new_attempts_go_where_the_fewe
 def test_one_attempt_needs_one_process_and_an_instance_keeps_its_place_and_begins_anew():
     async def play():
         environment = made(processes=3)
-        task = environment.here.task()
+        task = environment.local.task()
         places, counts = set(), []
         for _ in range(3):
             await environment.reset(task)
@@ -185,7 +185,7 @@ def test_attempts_that_block_do_so_side_by_side():
     async def play():
         one, other = copies(made(threads=2), 2)
         for player in (one, other):
-            await player.reset(one.here.task())
+            await player.reset(one.local.task())
         await asyncio.wait_for(asyncio.gather(tell(one, "meet"), tell(other, "meet")), 60)
 
     asyncio.run(play())
@@ -197,14 +197,14 @@ def test_more_attempts_than_threads_share_them():
         players = copies(environment, 5)
         waiting = []
         for player in players:
-            await player.reset(environment.here.task())
+            await player.reset(environment.local.task())
         for player in players[:4]:
             waiting.append(begun(player, "await"))
         assert await tell(players[4], "say on") == "on"
         for call in waiting:
             call.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
-        await players[0].reset(environment.here.task())
+        await players[0].reset(environment.local.task())
         assert await pid_of(players[0]) == await pid_of(players[4]), (
             "a call that ends when it is cancelled does no harm"
         )
@@ -215,7 +215,7 @@ def test_more_attempts_than_threads_share_them():
 def test_a_worker_is_light_and_does_not_write_to_the_drivers_output():
     async def play():
         environment = made()
-        await environment.reset(environment.here.task())
+        await environment.reset(environment.local.task())
         return [await tell(environment, f"look {name}") for name in ("torch", "threads", "stdout")]
 
     assert asyncio.run(play()) == ["False", "1", "True"]
@@ -257,11 +257,11 @@ def test_what_it_raises_arrives_with_its_traceback_and_costs_no_other_attempt(sa
     async def play():
         one, other = copies(made(), 2)
         for player in (one, other):
-            await player.reset(one.here.task())
-        with pytest.raises(Raised, match=message):
+            await player.reset(one.local.task())
+        with pytest.raises(EnvironmentRaised, match=message):
             await tell(one, says)
         assert await tell(other, "say on") == "on"
-        await one.reset(one.here.task())
+        await one.reset(one.local.task())
         assert await pid_of(one) == await pid_of(other)
 
     asyncio.run(play())
@@ -270,7 +270,7 @@ def test_what_it_raises_arrives_with_its_traceback_and_costs_no_other_attempt(sa
 def test_what_is_no_step_is_judged_by_the_driver():
     async def play():
         environment = made()
-        await environment.reset(environment.here.task())
+        await environment.reset(environment.local.task())
         return await environment.step(Message("assistant", "return none"))
 
     assert asyncio.run(play()) is None
@@ -286,20 +286,20 @@ def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others(how, sai
     async def play():
         one, other, with_one, with_other = players = copies(made(processes=2), 4)
         for player in players:
-            await player.reset(one.here.task())
+            await player.reset(one.local.task())
         lost, kept = await pid_of(one), await pid_of(other)
         waits = begun(with_one, "await")
         died = rf"worker process {lost} died \({said}\)"
-        with pytest.raises(Lost, match=died):
+        with pytest.raises(EnvironmentProcessLost, match=died):
             await tell(one, f"die {how}")
-        with pytest.raises(Lost, match=died):
+        with pytest.raises(EnvironmentProcessLost, match=died):
             await waits
-        with pytest.raises(Lost, match=died):
+        with pytest.raises(EnvironmentProcessLost, match=died):
             await tell(with_one, "say later")
         assert [await pid_of(player) for player in (other, with_other)] == [kept, kept]
         for player in (one, with_one):
             await player.close()
-        await one.reset(one.here.task())
+        await one.reset(one.local.task())
         assert await pid_of(one) not in (lost, kept)
 
     asyncio.run(play())
@@ -308,8 +308,8 @@ def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others(how, sai
 def test_a_task_of_the_environments_own_that_exits_ends_the_process():
     async def play():
         environment = made()
-        await environment.reset(environment.here.task())
-        with pytest.raises(Lost, match=r"died \(exit status 1\)"):
+        await environment.reset(environment.local.task())
+        with pytest.raises(EnvironmentProcessLost, match=r"died \(exit status 1\)"):
             await tell(environment, "leave")
 
     asyncio.run(play())
@@ -319,13 +319,13 @@ def test_a_task_of_the_environments_own_that_exits_ends_the_process():
 def test_a_process_killed_from_outside_between_two_turns():
     async def play():
         environment = made()
-        await environment.reset(environment.here.task())
+        await environment.reset(environment.local.task())
         pid = await pid_of(environment)
         watched = Watched(pid)
         os.kill(pid, signal.SIGKILL)
         assert watched.ends()
         with pytest.raises(
-            Lost,
+            EnvironmentProcessLost,
             match=rf"{pid} died \(SIGKILL, by another process, or by the kernel for want of "
             r"memory\)",
         ):
@@ -339,9 +339,10 @@ def test_an_environment_that_can_not_be_made_there_says_why():
         environment = made(broken=True)
         for _ in range(2):
             with pytest.raises(
-                Lost, match=r"(?s)could not be made in a worker process.*OSError: no licence"
+                EnvironmentProcessLost,
+                match=r"(?s)could not be made in a worker process.*OSError: no licence",
             ):
-                await environment.reset(environment.here.task())
+                await environment.reset(environment.local.task())
         await environment.close()
 
     asyncio.run(play())
@@ -351,7 +352,7 @@ def test_an_environment_that_can_not_be_made_there_says_why():
 def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_others_there_have_ended():
     async def play():
         hangs, plays_on, beside = copies(made(threads=2), 3)
-        task = hangs.here.task()
+        task = hangs.local.task()
         for player in (hangs, plays_on, beside):  # the third shares the first one's thread
             await player.reset(task)
         old = await pid_of(plays_on)
@@ -363,7 +364,8 @@ def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_ot
         await tell(watch, "until")
         call.cancel()
         with pytest.raises(
-            Lost, match="is given up: another call, which was cancelled, hangs in its thread 0"
+            EnvironmentProcessLost,
+            match="is given up: another call, which was cancelled, hangs in its thread 0",
         ):
             await lost
         newcomer = copy.copy(hangs)
@@ -387,7 +389,7 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
 
     async def play():
         leaks, plays_on = copies(made(threads=2), 2)
-        task = leaks.here.task()
+        task = leaks.local.task()
         for player in (leaks, plays_on):
             await player.reset(task)
         old = await pid_of(leaks)
@@ -411,18 +413,18 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
 def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "ratchet.environments.workers.pool.rest_s", lambda deaths: asked.append(deaths) or 0.0
+        "ratchet.environments.workers.pool.backoff_s", lambda deaths: asked.append(deaths) or 0.0
     )
 
     async def play():
         environment = made(broken=True)
         for _ in range(3):
-            with pytest.raises(Lost):
-                await environment.reset(environment.here.task())
+            with pytest.raises(EnvironmentProcessLost):
+                await environment.reset(environment.local.task())
         works = made()
         for _ in range(2):
-            await works.reset(works.here.task())
-            with pytest.raises(Lost):
+            await works.reset(works.local.task())
+            with pytest.raises(EnvironmentProcessLost):
                 await tell(works, "die exit")
 
     asyncio.run(play())
@@ -430,7 +432,7 @@ def test_the_next_process_waits_where_one_after_the_other_dies(monkeypatch):
 
 
 def test_how_long_it_waits():
-    assert [rest_s(deaths) for deaths in (0, 3, 4, 5, 40)] == [0.0, 0.0, 0.2, 0.4, 30.0]
+    assert [backoff_s(deaths) for deaths in (0, 3, 4, 5, 40)] == [0.0, 0.0, 0.2, 0.4, 30.0]
 
 
 @pytest.mark.fault("R2")
@@ -438,13 +440,13 @@ def test_a_hanging_process_in_which_nobody_plays_is_killed_at_once():
     async def play():
         hangs, watch = copies(made(threads=2), 2)
         for player in (hangs, watch):
-            await player.reset(hangs.here.task())
+            await player.reset(hangs.local.task())
         watched = Watched(await pid_of(hangs))
         call = begun(hangs, "hang")
         await tell(watch, "until")
         call.cancel()
         assert await asyncio.to_thread(watched.ends)
-        await watch.reset(hangs.here.task())
+        await watch.reset(hangs.local.task())
         assert await tell(watch, "say on") == "on"
 
     asyncio.run(play())
@@ -453,11 +455,11 @@ def test_a_hanging_process_in_which_nobody_plays_is_killed_at_once():
 def test_a_new_attempt_waits_for_a_hanging_thread_only_until_it_is_given_up():
     async def play():
         hangs, new = copies(made(threads=1), 2)
-        await hangs.reset(hangs.here.task())
+        await hangs.reset(hangs.local.task())
         old = await pid_of(hangs)
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(tell(hangs, "hog"), 0.5)
-        await new.reset(hangs.here.task())
+        await new.reset(hangs.local.task())
         assert await pid_of(new) != old
 
     asyncio.run(play())
@@ -529,7 +531,7 @@ def test_processes_end_with_the_last_instance():
         environment = made(processes=2)
         players = copies(environment, 2)
         for player in players:
-            await player.reset(environment.here.task())
+            await player.reset(environment.local.task())
         return players, [Watched(await pid_of(player)) for player in players]
 
     players, watched = asyncio.run(play())
@@ -551,7 +553,7 @@ environment = build(resolve("environment", {{"kind": "workers", "worker": of, "p
 async def play():
     players = [copy.copy(environment), copy.copy(environment)]
     for player in players:
-        await player.reset(environment.here.task())
+        await player.reset(environment.local.task())
         print((await player.step(Message("assistant", "where"))).messages[0].text.split()[0], flush=True)
     calls = [asyncio.ensure_future(p.step(Message("assistant", t))) for p, t in zip(players, ["hog", "hang"])]
     await asyncio.to_thread(sys.stdin.readline)
@@ -601,17 +603,17 @@ def test_it_offers_what_the_environment_offers_and_nothing_else():
         ]
     arithmetic = made({"kind": "arithmetic"})
     task = next(arithmetic.tasks("train", seed=0))
-    assert arithmetic.demonstration(task) == arithmetic.here.demonstration(task)
-    assert arithmetic.comparison(task) == arithmetic.here.comparison(task)
-    assert arithmetic.judged(task) == arithmetic.here.judged(task)
-    assert arithmetic.steps(task) == arithmetic.here.steps(task)
+    assert arithmetic.demonstration(task) == arithmetic.local.demonstration(task)
+    assert arithmetic.comparison(task) == arithmetic.local.comparison(task)
+    assert arithmetic.judged(task) == arithmetic.local.judged(task)
+    assert arithmetic.steps(task) == arithmetic.local.steps(task)
 
 
 def test_tools_and_stop_strings_are_those_of_the_instance_that_plays():
     async def play():
         environment = made("environments.troublesome:Offering")
-        task = environment.here.task()
-        environment.here.turns = 5
+        task = environment.local.task()
+        environment.local.turns = 5
         assert environment.tools(task)[0]["function"]["name"] == "after_5"
         await environment.reset(task)
         assert environment.stop_strings == ("stop_0",)
@@ -646,7 +648,7 @@ def test_the_credentials_of_the_run_are_there_too(monkeypatch):
 
     async def play():
         environment = made()
-        await environment.reset(environment.here.task())
+        await environment.reset(environment.local.task())
         return await tell(environment, "credential KEY")
 
     assert asyncio.run(play()) == "secret"
@@ -677,11 +679,11 @@ def test_a_task_arrives_as_it_was(answer, meta):
         Message("assistant", "", (call,)),
     )
     task = Task("t", messages, answer=answer, seed=3, meta=meta)
-    arrived = unpacked(packed(task))
+    arrived = unpack(pack(task))
     assert arrived == task
     assert repr(arrived) == repr(task), "a list is no tuple"
     step = Step(messages, reward=0.5, done=True, state_key="k", metrics={"m": 1.0})
-    assert unpacked(packed(step)) == step
+    assert unpack(pack(step)) == step
 
 
 def test_what_can_not_travel_is_refused_by_its_name():
@@ -690,6 +692,6 @@ def test_what_can_not_travel_is_refused_by_its_name():
         with pytest.raises(
             DataError, match=r"\{1\} can't be sent to or from a worker process: .* not set"
         ):
-            await environment.reset(environment.here.task(numbers={1}))
+            await environment.reset(environment.local.task(numbers={1}))
 
     asyncio.run(play())
