@@ -12,15 +12,15 @@ Port = Annotated[int, Field(ge=1024, le=65535)]
 Strategy = Literal["pack", "spread", "per_node"]
 
 
-def _ascending(ports: tuple[int, int] | None) -> tuple[int, int] | None:
+def _check_ascending(ports: tuple[int, int] | None) -> tuple[int, int] | None:
     if ports is not None and ports[0] > ports[1]:
         raise ValueError(f"the first port, {ports[0]}, is above the last, {ports[1]}: swap them")
     return ports
 
 
-def _distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
+def _check_distinct(devices: tuple[int, ...] | None) -> tuple[int, ...] | None:
     if devices is not None and (not devices or len(set(devices)) < len(devices)):
-        raise ValueError("must name devices, each of them once; null: all")
+        raise ValueError("must list at least one device, and each once; null: all")
     return devices
 
 
@@ -37,10 +37,10 @@ class ClusterConfig(Section):
     )
     colocated: bool = Field(
         False,
-        description="Learner and generator use the same accelerators in turns; the memory of the "
-        "one that waits is on the host.",
+        description="Learner and generator take turns on the same accelerators; the one that waits "
+        "keeps its memory on the host.",
     )
-    ports: Annotated[tuple[Port, Port] | None, AfterValidator(_ascending)] = Field(
+    ports: Annotated[tuple[Port, Port] | None, AfterValidator(_check_ascending)] = Field(
         None, description="First and last port on which workers may listen; null: any free port."
     )
 
@@ -51,7 +51,7 @@ class LocalClusterConfig(ClusterConfig):
     builds: ClassVar[str] = "ratchet.executors.local:LocalExecutor"
 
     devices: Annotated[
-        tuple[Annotated[int, Field(ge=0)], ...] | None, AfterValidator(_distinct)
+        tuple[Annotated[int, Field(ge=0)], ...] | None, AfterValidator(_check_distinct)
     ] = Field(None, description="Accelerators to use, by index; null: all that this process sees.")
 
 

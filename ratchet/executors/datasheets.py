@@ -22,7 +22,7 @@ class AcceleratorDatasheet:
     memory: float  # bytes
     flop_s: float  # dense bfloat16 operations per second
     bandwidth: float  # memory bandwidth, bytes/s
-    link: float  # bytes/s to other accelerators in the same node
+    link: float  # bandwidth to other accelerators in the same node, bytes/s
 
 
 KNOWN: dict[str, AcceleratorDatasheet] = {
@@ -52,18 +52,20 @@ class ClusterSpec:
         """Parse "2x8xH100", or "8xH100" for one node. Raises ConfigError."""
         match = re.fullmatch(r"(?:(\d+)x)?(\d+)x([A-Za-z][\w-]*)", text.replace(" ", ""))
         if match is None:
-            raise ConfigError(f"--cluster {text}: give NODESxACCELERATORSxKIND, as 2x8xH100")
+            raise ConfigError(
+                f"--cluster {text}: give NODESxACCELERATORSxKIND, for example 2x8xH100"
+            )
         kind = match[3].upper()
         if kind not in KNOWN:
-            near = get_close_matches(kind, KNOWN, n=1)
-            hint = f"did you mean {near[0]}? " if near else ""
+            similar_kinds = get_close_matches(kind, KNOWN, n=1)
+            hint = f"did you mean {similar_kinds[0]}? " if similar_kinds else ""
             raise ConfigError(
                 f"--cluster {text}: '{match[3]}' is unknown; {hint}known are {', '.join(KNOWN)}"
             )
         nodes = int(match[1] or 1)
         per_node = int(match[2])
         if not nodes * per_node:
-            raise ConfigError(f"--cluster {text}: there is nothing in it")
+            raise ConfigError(f"--cluster {text}: it has no accelerators")
         return cls(nodes, per_node, kind)
 
     @property

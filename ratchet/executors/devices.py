@@ -29,7 +29,7 @@ def find_node(threads: int, device: str, devices: Sequence[int] | None = None) -
         if missing:
             indices = ", ".join(str(accelerator.index) for accelerator in accelerators) or "none"
             raise ConfigError(
-                f"cluster.devices names {missing}, and this process sees {indices} "
+                f"cluster.devices lists {missing}, but this process sees {indices} "
                 f"(device={device})"
             )
         accelerators = tuple(a for a in accelerators if a.index in devices)
@@ -44,11 +44,11 @@ def find_accelerators() -> tuple[Accelerator, ...]:
     import torch
 
     count = torch.cuda.device_count()
-    topology = parse_topology(_topology()) if count else {}
+    topology = parse_topology(_read_topology()) if count else {}
     return tuple(topology.get(index, Accelerator(index)) for index in range(count))
 
 
-def _topology() -> str:
+def _read_topology() -> str:
     try:
         result = subprocess.run(
             ["nvidia-smi", "topo", "-m"],

@@ -20,10 +20,10 @@ def set_env_defaults(variables: Mapping[str, str]) -> Iterator[None]:
     restored, so that variables which a library sets itself (such as libraries to preload) reach no
     other program.
     """
-    before = dict(os.environ)
-    os.environ.update({name: value for name, value in variables.items() if name not in before})
+    previous = dict(os.environ)
+    os.environ.update({name: value for name, value in variables.items() if name not in previous})
     try:
         yield
     finally:
         os.environ.clear()
-        os.environ.update(before)
+        os.environ.update(previous)

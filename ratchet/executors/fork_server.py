@@ -24,7 +24,7 @@ import socket
 from pathlib import Path
 from typing import Any, NoReturn
 
-from ratchet.executors.shm_cleanup import remove, shared_by
+from ratchet.executors.shm_cleanup import list_shared_memory, remove_paths
 from ratchet.executors.worker_main import die_with_parent, end_group, redirect_output, serve
 
 MESSAGE_BYTES = 2**16
@@ -53,22 +53,24 @@ def main(descriptor: int, driver: int, folder: str, preload: str) -> None:
 
 
 class _ForkServer:
+    """The event loop of the fork server: it handles the driver's orders and the workers' ends."""
+
     def __init__(self, control: socket.socket, folder: Path) -> None:
         self.control = control
         self.folder = folder
         self.children: set[int] = set()
         # Signals wake the selector through this pair of sockets.
-        self._woken, self._wake = socket.socketpair()
-        for wake_socket in (self._woken, self._wake):
+        self._wake_receiver, self._wake_sender = socket.socketpair()
+        for wake_socket in (self._wake_receiver, self._wake_sender):
             wake_socket.setblocking(False)
 
     def run(self) -> NoReturn:
         # Without a Python handler, SIGCHLD would not be written to the wakeup socket.
         signal.signal(signal.SIGCHLD, lambda number, frame: None)
-        signal.set_wakeup_fd(self._wake.fileno(), warn_on_full_buffer=False)
+        signal.set_wakeup_fd(self._wake_sender.fileno(), warn_on_full_buffer=False)
         with selectors.DefaultSelector() as selector:
-            selector.register(self.control, selectors.EVENT_READ, self._obey)
-            selector.register(self._woken, selectors.EVENT_READ, self._reap)
+            selector.register(self.control, selectors.EVENT_READ, self._handle_order)
+            selector.register(self._wake_receiver, selectors.EVENT_READ, self._reap_workers)
             while True:
                 for key, _ in selector.select():
                     key.data()
@@ -79,7 +81,7 @@ class _ForkServer:
         shutil.rmtree(self.folder, ignore_errors=True)
         os._exit(0)
 
-    def _obey(self) -> None:
+    def _handle_order(self) -> None:
         try:
             message, descriptors, _, _ = socket.recv_fds(self.control, MESSAGE_BYTES, 1)
         except OSError:
@@ -98,23 +100,23 @@ class _ForkServer:
         self.children.add(child)
         self._report({"started": order["start"], "pid": child})
 
-    def _reap(self) -> None:
+    def _reap_workers(self) -> None:
         with contextlib.suppress(BlockingIOError):
-            while self._woken.recv(512):
+            while self._wake_receiver.recv(512):
                 pass
         for child in list(self.children):
             exit_info = os.waitid(os.P_PID, child, os.WEXITED | os.WNOHANG | os.WNOWAIT)
             if exit_info is None:
                 continue
-            # Kill the worker's remaining children before waiting for it: until then, no other
-            # process can get its group id.
+            # Kill the worker's remaining children before `waitpid`: after it, another process may
+            # get the same group id.
             _kill(child)
             _, status = os.waitpid(child, 0)
             self.children.discard(child)
             self._report({"ended": child, "status": os.waitstatus_to_exitcode(status)})
 
     def _report(self, message: dict[str, Any]) -> None:
-        with contextlib.suppress(OSError):  # the driver is gone; `_obey` ends the server
+        with contextlib.suppress(OSError):  # the driver is gone; `_handle_order` ends the server
             self.control.send(json.dumps(message).encode())
 
     def _run_worker(self, descriptor: int, order: dict[str, Any]) -> NoReturn:
@@ -126,8 +128,8 @@ class _ForkServer:
             for number in (signal.SIGCHLD, signal.SIGTERM):
                 signal.signal(number, signal.SIG_DFL)
             die_with_parent(server)
-            for inherited in (self.control, self._woken, self._wake):
-                inherited.close()
+            for server_socket in (self.control, self._wake_receiver, self._wake_sender):
+                server_socket.close()
             gc.unfreeze()
             log = Path(order["log"])
             redirect_output(log)
@@ -144,10 +146,11 @@ class _ForkServer:
 
 def _kill(child: int) -> None:
     """Kill a worker with all its children, and remove their shared memory."""
-    paths = shared_by(child)
-    # A worker that has not made its group yet has no children: then only the next call kills it.
+    paths = list_shared_memory(child)
+    # A new worker may not have created its group yet. It has no children then, and `os.kill`
+    # below kills it.
     with contextlib.suppress(ProcessLookupError, PermissionError):
         os.killpg(child, signal.SIGKILL)
     with contextlib.suppress(ProcessLookupError):
         os.kill(child, signal.SIGKILL)
-    remove(paths)
+    remove_paths(paths)

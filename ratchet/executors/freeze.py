@@ -28,7 +28,7 @@ from ratchet.utils.thread_pool import ThreadPool
 log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
-CLEARLY = 1.2  # minimum speedup; less may be noise of a busy machine
+MIN_SPEEDUP = 1.2  # a smaller speedup may be noise of a busy machine
 ROUNDS = 5
 
 
@@ -43,9 +43,9 @@ def count_usable_cores() -> int:
 def measure_worker_count(threads: int) -> int:
     """Return the number of workers that compute a batch of a small model fastest.
 
-    That is the largest divisor of `threads` up to MAX_WORKERS, each worker with its share of the
-    threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
-    takes some milliseconds.
+    That is the largest divisor of `threads` up to MAX_WORKERS. It is 1 if one worker with all
+    threads is clearly faster than several workers with a share of the threads each. The
+    measurement takes some milliseconds.
     """
     workers = max(n for n in range(1, MAX_WORKERS + 1) if threads % n == 0)
     if workers == 1:
@@ -53,12 +53,12 @@ def measure_worker_count(threads: int) -> int:
     import torch
 
     pool = ThreadPool(workers)
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     x = torch.ones(512, 128)
     up = torch.full((128, 512), 1e-2)
     down = torch.full((512, 128), 1e-2)
 
-    def part() -> None:
+    def compute_part() -> None:
         with torch.inference_mode():
             y = x
             for _ in range(4):
@@ -70,21 +70,21 @@ def measure_worker_count(threads: int) -> int:
 
     try:
         torch.set_num_threads(threads)
-        shared = _seconds(lambda: [part() for _ in range(workers)])
-        apart = _seconds(lambda: pool.run([part] * workers))
+        shared_s = _measure_seconds(lambda: [compute_part() for _ in range(workers)])
+        separate_s = _measure_seconds(lambda: pool.run([compute_part] * workers))
     finally:
-        torch.set_num_threads(before)
-    return 1 if shared * CLEARLY < apart else workers
+        torch.set_num_threads(previous_threads)
+    return 1 if shared_s * MIN_SPEEDUP < separate_s else workers
 
 
-def _seconds(work: Callable[[], object]) -> float:
+def _measure_seconds(work: Callable[[], object]) -> float:
     """Return the shortest time of ROUNDS runs of `work`, after a warm-up."""
-    taken: list[float] = []
+    durations: list[float] = []
     for _ in range(1 + ROUNDS):
         start = time.perf_counter()
         work()
-        taken.append(time.perf_counter() - start)
-    return min(taken[1:])
+        durations.append(time.perf_counter() - start)
+    return min(durations[1:])
 
 
 # Parameters of mallopt(3), and their values:
@@ -106,16 +106,16 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     torch.set_num_threads(count_usable_cores() if threads == "auto" else threads)
     keep_freed_memory()
     # A step creates some hundred objects per attempt, hardly any in a reference cycle. By default
-    # Python collects after every 700, and at times walks all objects of the imports, which takes a
-    # tenth of a small model's step. A thousand attempts hold some 100,000 objects at a time; with a
-    # threshold below that, every step would walk all of them.
+    # Python collects garbage after every 700 new objects, and sometimes traverses all objects of
+    # the imported modules. That takes a tenth of a small model's step. A step of a thousand
+    # attempts holds some 100,000 objects; a threshold below that would traverse them in each step.
     if not gc.get_freeze_count():
         gc.freeze()
     gc.set_threshold(200_000, 10, 10)
 
 
 def use_kernels(compiled: bool) -> None:
-    """Set whether this process computes models with compiled kernels.
+    """Enable or disable the compiled kernels in this process.
 
     Raises ConfigError if they can't be compiled or loaded.
     """
@@ -134,7 +134,7 @@ def has_compiled_kernels() -> bool:
     try:
         load_library()
     except OSError as error:
-        log.info("no compiled kernels, PyTorch's operations do their work: %s", error)
+        log.info("compiled kernels are not available, PyTorch's operations are used: %s", error)
         return False
     return True
 
@@ -142,8 +142,8 @@ def has_compiled_kernels() -> bool:
 def keep_freed_memory() -> None:
     """Make glibc keep freed memory in the process, in one heap for all threads.
 
-    By default it returns a large tensor's memory to the kernel when it is freed, and the kernel
-    clears each page of the next one. Without glibc nothing changes.
+    By default glibc returns the memory of a freed large tensor to the kernel, and the kernel clears
+    every page of the next large tensor. Without glibc this function does nothing.
     """
     libc = ctypes.CDLL(None)
     # Other C libraries have no mallopt.
@@ -193,7 +193,7 @@ def freeze(config: RunConfig) -> RunConfig:
     is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
     workers = measure_worker_count(threads) if is_auto and device == "cpu" else 1
 
-    def frozen(learner: Section) -> Section:
+    def freeze_learner(learner: Section) -> Section:
         return (
             learner.model_copy(update={"workers": workers})
             if getattr(learner, "workers", 1) == "auto"
@@ -201,7 +201,8 @@ def freeze(config: RunConfig) -> RunConfig:
         )
 
     stages = tuple(
-        stage.model_copy(update={"learner": frozen(stage.learner)}) for stage in config.stages
+        stage.model_copy(update={"learner": freeze_learner(stage.learner)})
+        for stage in config.stages
     )
     kernels = config.kernels
     # One value for the run, because learners and generators must compute alike.
@@ -213,25 +214,25 @@ def freeze(config: RunConfig) -> RunConfig:
         )
     cluster = config.cluster
     if TorchrunRank.here() is not None and isinstance(cluster, LocalClusterConfig):
-        shared = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
-        cluster = resolve("cluster", {"kind": "torchrun", **shared})
-    facts = {
+        common_fields = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
+        cluster = resolve("cluster", {"kind": "torchrun", **common_fields})
+    resolved_fields = {
         "device": device,
         "threads": threads,
         "kernels": kernels,
         "stages": stages,
         "cluster": cluster,
     }
-    return config.model_copy(update={**facts, "tokenizer": _dated(config.tokenizer)})
+    return config.model_copy(update={**resolved_fields, "tokenizer": _set_date(config.tokenizer)})
 
 
-def left_to_machine(config: RunConfig) -> str | None:
-    """Return a key that `freeze` would fill in; None for the saved configuration of any run."""
+def find_unfrozen_key(config: RunConfig) -> str | None:
+    """Return a key that `freeze` would fill in; None if the configuration is already frozen."""
     return next((key for key in ("device", "threads") if getattr(config, key) == "auto"), None)
 
 
-def _dated(tokenizer: Section) -> Section:
-    """Return the section with today's date, if its template may print one and it sets none."""
+def _set_date(tokenizer: Section) -> Section:
+    """Set the section's date to today, if it has none and its template may print one."""
     if not isinstance(tokenizer, TokenizerConfig) or tokenizer.date is not None:
         return tokenizer
     if not may_print_date(

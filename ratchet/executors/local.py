@@ -32,7 +32,7 @@ from ratchet.utils.temp_dirs import TemporaryFolder
 
 HOST = "127.0.0.1"
 PRELOAD = ("torch", "torch.distributed.tensor", "torch.distributed.fsdp", "ratchet.models.decoder")
-END_S = 5.0  # maximum wait for a process to end after its connection has closed
+END_S = 5.0  # maximum wait for a process to exit after its connection has closed
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); "
     "from ratchet.executors.fork_server import main; main(int(sys.argv[2]), int(sys.argv[3]), "
@@ -41,7 +41,7 @@ BOOTSTRAP = (
 
 
 class LocalExecutor:
-    """An executor that starts processes on this machine, none before the first group.
+    """An executor that starts processes on this machine, when the first group is created.
 
     Args:
         preload: Modules to import before the processes are forked.
@@ -66,12 +66,12 @@ class LocalExecutor:
         """Create a component in this process."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[ResourceRequest]) -> None:
+    def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign resources to all roles, before the first group is started.
 
         Raises ConfigError with the missing resources.
         """
-        self.cluster.plan(needs)
+        self.cluster.plan(requests)
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the processes of a planned role, or of one rank of it.
@@ -83,12 +83,12 @@ class LocalExecutor:
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for number in range(len(bundles)) if rank is None else (rank,):
-            bundle = bundles[number]
+        for rank_number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[rank_number]
             device = "cuda:0" if bundle.accelerators else "cpu"
             place = WorkerPlace(
                 role,
-                number,
+                rank_number,
                 len(bundles),
                 bundle.local_rank,
                 HOST,
@@ -96,12 +96,14 @@ class LocalExecutor:
                 bundle.threads,
                 device,
             )
-            seen = {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if self.device != "cpu" else {}
+            visible_devices = (
+                {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if self.device != "cpu" else {}
+            )
             places.append(place)
             members.append(
                 self._server.start(
-                    WorkerName(role, number, len(bundles), socket.gethostname()),
-                    {"OMP_NUM_THREADS": str(bundle.threads), **seen},
+                    WorkerName(role, rank_number, len(bundles), socket.gethostname()),
+                    {"OMP_NUM_THREADS": str(bundle.threads), **visible_devices},
                     self.config.silence_s,
                 )
             )
@@ -132,7 +134,7 @@ class LocalWorkerHandle(SocketWorkerHandle):
     ) -> None:
         self.child = child
         self._log = log
-        super().__init__(name, connection, silence_s, self._how_it_ended)
+        super().__init__(name, connection, silence_s, self._wait_for_exit)
 
     def kill(self) -> None:
         super().kill()
@@ -147,10 +149,12 @@ class LocalWorkerHandle(SocketWorkerHandle):
         except (OSError, TimeoutError):
             return ""
         return (
-            " (it is stopped, by SIGSTOP say)" if stat.rpartition(")")[2].split()[0] in "Tt" else ""
+            " (it is stopped, for example by SIGSTOP)"
+            if stat.rpartition(")")[2].split()[0] in "Tt"
+            else ""
         )
 
-    def _how_it_ended(self) -> tuple[str, str]:
+    def _wait_for_exit(self) -> tuple[str, str]:
         try:
             return describe_exit(self.child.status.result(END_S))
         except TimeoutError:
@@ -251,9 +255,9 @@ class ForkServer:
         with contextlib.suppress(OSError):
             while message := self._control.recv(MESSAGE_BYTES):
                 self._handle_report(json.loads(message))
-        how, _ = describe_exit(process.wait())
+        exit_text, _ = describe_exit(process.wait())
         for child in (*self._started.values(), *self._living.values()):
-            child.status.set_exception(WorkerError(f"the process that started it ended: {how}"))
+            child.status.set_exception(WorkerError(f"the fork server ended: {exit_text}"))
 
     def _handle_report(self, report: dict[str, int]) -> None:
         if "started" in report:

@@ -28,10 +28,10 @@ def end_with_parent() -> None:
 
 def main(group: int, parent: int) -> None:
     """Wait until the leader of `group` or `parent` has ended, then kill the group."""
-    ends = select.poll()
+    poller = select.poll()
     for pid in (group, parent):
         try:
-            ends.register(os.pidfd_open(pid), select.POLLIN)
+            poller.register(os.pidfd_open(pid), select.POLLIN)
         except ProcessLookupError:  # it has ended already
             break
     else:
@@ -39,13 +39,13 @@ def main(group: int, parent: int) -> None:
         if os.fork() > 0:
             return
         os.setsid()
-        ends.poll()
+        poller.poll()
     sys.path.append(os.path.dirname(__file__))
     shm_cleanup = importlib.import_module("shm_cleanup")
-    paths = shm_cleanup.shared_by(group)
+    paths = shm_cleanup.list_shared_memory(group)
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, signal.SIGKILL)
-    shm_cleanup.remove(paths)
+    shm_cleanup.remove_paths(paths)
 
 
 if __name__ == "__main__":

@@ -50,15 +50,15 @@ class ResourceRequest:
     ranks: int
     gpus: int = 0  # accelerators of each rank
     cpus: float = 0.0  # cores of each rank; 0: an equal share of the cores that are left
-    # Role whose accelerators and cores this role uses in turns (colocation); None: no sharing.
-    beside: str | None = None
+    # Role that shares its accelerators and cores with this one, in turns; None: no sharing.
+    colocated_with: str | None = None
     strategy: Strategy | None = None  # None: the cluster's
 
     def __str__(self) -> str:
-        each = [f"{self.gpus} accelerator{'s' * (self.gpus != 1)}"] if self.gpus else []
-        each += [f"{self.cpus:g} cores"] if self.cpus else []
-        place = f" beside {self.beside}" if self.beside else ""
-        return f"{self.ranks} x {' and '.join(each) or 'a process'}{place}"
+        resources = [f"{self.gpus} accelerator{'s' * (self.gpus != 1)}"] if self.gpus else []
+        resources += [f"{self.cpus:g} cores"] if self.cpus else []
+        colocation = f" colocated with {self.colocated_with}" if self.colocated_with else ""
+        return f"{self.ranks} x {' and '.join(resources) or 'a process'}{colocation}"
 
 
 @dataclass(frozen=True)
@@ -88,51 +88,57 @@ class ResourceManager:
         self.nodes = tuple(nodes)
         self.strategy: Strategy = strategy
 
-    def check(self, needs: Sequence[ResourceRequest]) -> None:
+    def check(self, requests: Sequence[ResourceRequest]) -> None:
         """Raise ConfigError with a table of missing resources if the requests do not fit."""
-        self.assign(needs)
+        self.assign(requests)
 
-    def assign(self, needs: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
+    def assign(self, requests: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
-        short: dict[str, int] = {}
+        placed_counts: dict[str, int] = {}
         # Colocated roles come last: they need the bundles of the role that they share with.
-        for need in sorted(needs, key=lambda need: need.beside is not None):
-            placed = layout.place(need, need.strategy or self.strategy)
-            if placed < need.ranks:
-                short[need.role] = placed
-        if short:
-            raise ConfigError(self._describe_shortage(needs, short))
+        for request in sorted(requests, key=lambda request: request.colocated_with is not None):
+            placed = layout.place(request, request.strategy or self.strategy)
+            if placed < request.ranks:
+                placed_counts[request.role] = placed
+        if placed_counts:
+            raise ConfigError(self._describe_shortage(requests, placed_counts))
         return layout.share_cores()
 
-    def _describe_shortage(self, needs: Sequence[ResourceRequest], short: Mapping[str, int]) -> str:
-        rows = [("role", "asks for", "ranks that find room")]
+    def _describe_shortage(
+        self, requests: Sequence[ResourceRequest], placed_counts: Mapping[str, int]
+    ) -> str:
+        rows = [("role", "requests", "ranks that fit")]
         rows += [
-            (need.role, str(need), f"{short.get(need.role, need.ranks)} of {need.ranks}")
-            for need in needs
+            (
+                request.role,
+                str(request),
+                f"{placed_counts.get(request.role, request.ranks)} of {request.ranks}",
+            )
+            for request in requests
         ]
         offers = ", ".join(
             f"{n.name} ({len(n.accelerators)} accelerators, {n.cpus:g} cores)" for n in self.nodes
         )
         return (
-            f"the cluster has too little room for what the recipe asks for:\n{format_table(rows)}\n"
-            f"There is: {offers or 'no node'}. Ask for fewer ranks, let roles share (beside), or "
-            "add nodes"
+            f"the cluster has too few resources for the recipe:\n{format_table(rows)}\n"
+            f"The cluster has: {offers or 'no node'}. Request fewer ranks, colocate roles "
+            "(cluster.colocated=true), or add nodes"
         )
 
 
 class VirtualCluster:
-    """The assignment of roles to an inventory. Only roles with `beside` share resources."""
+    """The assignment of roles to an inventory. Only colocated roles share resources."""
 
     def __init__(self, manager: ResourceManager) -> None:
         self.manager = manager
         self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
-        self._needs: tuple[ResourceRequest, ...] = ()
+        self._requests: tuple[ResourceRequest, ...] = ()
 
-    def plan(self, needs: Sequence[ResourceRequest]) -> None:
+    def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign bundles to all roles. Raises ConfigError as `ResourceManager.check` does."""
-        self._bundles = self.manager.assign(needs)
-        self._needs = tuple(needs)
+        self._bundles = self.manager.assign(requests)
+        self._requests = tuple(requests)
 
     def set_bundles(self, role: str, bundles: Sequence[ResourceBundle]) -> None:
         """Replace a planned role's bundles by those that an external scheduler, such as Ray, chose.
@@ -141,16 +147,16 @@ class VirtualCluster:
         """
         order = {node.name: position for position, node in enumerate(self.manager.nodes)}
         self._bundles[role] = sort_bundles(bundles, order)
-        for need in self._needs:
-            if need.beside == role:
-                self._bundles[need.role] = sort_bundles(
-                    assign_beside(need, self._bundles[role]), order
+        for request in self._requests:
+            if request.colocated_with == role:
+                self._bundles[request.role] = sort_bundles(
+                    assign_colocated(request, self._bundles[role]), order
                 )
 
     def bundles(self, role: str) -> tuple[ResourceBundle, ...]:
         """Return a planned role's bundles by rank: in inventory order, neighbours together."""
         assert role in self._bundles, (
-            f"'{role}' is started without a plan: give `plan` its ResourceRequest"
+            f"role '{role}' was not planned: pass its ResourceRequest to `plan`"
         )
         return self._bundles[role]
 
@@ -161,45 +167,49 @@ class _Layout:
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
         self._order = {node.name: position for position, node in enumerate(nodes)}
         self._rooms = [_Room(node) for node in nodes]
-        self._needs: dict[str, ResourceRequest] = {}
+        self._requests: dict[str, ResourceRequest] = {}
         self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
 
-    def place(self, need: ResourceRequest, strategy: Strategy) -> int:
+    def place(self, request: ResourceRequest, strategy: Strategy) -> int:
         """Assign as many ranks of a role as fit, and return their number."""
-        if need.role in self._needs:
-            raise ConfigError(f"two roles are called '{need.role}'")
-        self._needs[need.role] = need
-        if need.beside is None:
+        if request.role in self._requests:
+            raise ConfigError(f"two roles are called '{request.role}'")
+        self._requests[request.role] = request
+        if request.colocated_with is None:
             bundles = [
                 bundle
-                for _ in range(need.ranks)
-                if (bundle := self._assign_rank(need, strategy)) is not None
+                for _ in range(request.ranks)
+                if (bundle := self._assign_rank(request, strategy)) is not None
             ]
-        elif need.beside in self._bundles:
-            bundles = assign_beside(need, self._bundles[need.beside])
+        elif request.colocated_with in self._bundles:
+            bundles = assign_colocated(request, self._bundles[request.colocated_with])
         else:
             raise ConfigError(
-                f"role '{need.role}' is to be beside '{need.beside}', which has no place of its own"
+                f"role '{request.role}' can't be colocated with '{request.colocated_with}', which "
+                "has no accelerators of its own"
             )
-        self._bundles[need.role] = sort_bundles(bundles, self._order)
+        self._bundles[request.role] = sort_bundles(bundles, self._order)
         return len(bundles)
 
-    def _assign_rank(self, need: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
-        rooms = [room for room in self._rooms if room.fits(need)]
+    def _assign_rank(self, request: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
+        rooms = [room for room in self._rooms if room.fits(request)]
         if strategy == "per_node":
-            rooms = [room for room in rooms if not room.ranks[need.role]]
+            rooms = [room for room in rooms if not room.ranks[request.role]]
         if not rooms:
             return None
         if strategy == "spread":
-            return max(rooms, key=lambda room: (-room.ranks[need.role], room.space(need))).take(
-                need
-            )
+            return max(
+                rooms, key=lambda room: (-room.ranks[request.role], room.space(request))
+            ).take(request)
         # Prefer a node that already has ranks of the role, then the fullest node with room for all
         # ranks of the role, then the emptiest node.
         return max(
             rooms,
-            key=lambda room: (room.ranks[need.role] > 0, _rate_room(room.space(need), need.ranks)),
-        ).take(need)
+            key=lambda room: (
+                room.ranks[request.role] > 0,
+                _rank_room(room.space(request), request.ranks),
+            ),
+        ).take(request)
 
     def share_cores(self) -> dict[str, tuple[ResourceBundle, ...]]:
         """Divide each node's free cores among its ranks, and return the bundles of all roles.
@@ -207,35 +217,38 @@ class _Layout:
         Ranks that requested no number of cores get equal shares.
         """
         share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
-        for need in self._needs.values():
-            if need.beside is not None:
-                bundles = assign_beside(need, self._bundles[need.beside])
-            elif need.cpus:
-                bundles = self._bundles[need.role]
+        for request in self._requests.values():
+            if request.colocated_with is not None:
+                bundles = assign_colocated(request, self._bundles[request.colocated_with])
+            elif request.cpus:
+                bundles = self._bundles[request.role]
             else:
                 bundles = [
-                    replace(bundle, cpus=share[bundle.node]) for bundle in self._bundles[need.role]
+                    replace(bundle, cpus=share[bundle.node])
+                    for bundle in self._bundles[request.role]
                 ]
-            self._bundles[need.role] = sort_bundles(bundles, self._order)
+            self._bundles[request.role] = sort_bundles(bundles, self._order)
         return self._bundles
 
 
-def assign_beside(need: ResourceRequest, others: Sequence[ResourceBundle]) -> list[ResourceBundle]:
+def assign_colocated(
+    request: ResourceRequest, partner_bundles: Sequence[ResourceBundle]
+) -> list[ResourceBundle]:
     """Return a role's bundles on the accelerators of another role (colocation).
 
     A node's accelerators are regrouped: two ranks with one each make room for one rank with two.
     """
     bundles: list[ResourceBundle] = []
-    for node in dict.fromkeys(bundle.node for bundle in others):
-        on_node = [bundle for bundle in others if bundle.node == node]
+    for node in dict.fromkeys(bundle.node for bundle in partner_bundles):
+        on_node = [bundle for bundle in partner_bundles if bundle.node == node]
         devices = [device for bundle in on_node for device in bundle.accelerators]
-        ranks = len(devices) // need.gpus if need.gpus else len(on_node)
-        cpus = need.cpus or sum(bundle.cpus for bundle in on_node) / max(1, ranks)
+        ranks = len(devices) // request.gpus if request.gpus else len(on_node)
+        cpus = request.cpus or sum(bundle.cpus for bundle in on_node) / max(1, ranks)
         bundles += [
-            ResourceBundle(node, tuple(devices[i * need.gpus : (i + 1) * need.gpus]), cpus)
+            ResourceBundle(node, tuple(devices[i * request.gpus : (i + 1) * request.gpus]), cpus)
             for i in range(ranks)
         ]
-    return bundles[: need.ranks]
+    return bundles[: request.ranks]
 
 
 def sort_bundles(
@@ -259,7 +272,8 @@ def sort_bundles(
     return tuple(ranked)
 
 
-def _rate_room(space: int, ranks: int) -> tuple[bool, int]:
+def _rank_room(space: int, ranks: int) -> tuple[bool, int]:
+    """Return a sort key that is largest for the tightest node on which all ranks fit."""
     return (space >= ranks, -space if space >= ranks else space)
 
 
@@ -279,35 +293,35 @@ class _Room:
         )
         self.cpus = self.node.cpus
 
-    def fits(self, need: ResourceRequest) -> bool:
-        return len(self.free) >= need.gpus and self.cpus + 1e-9 >= need.cpus
+    def fits(self, request: ResourceRequest) -> bool:
+        return len(self.free) >= request.gpus and self.cpus + 1e-9 >= request.cpus
 
-    def space(self, need: ResourceRequest) -> int:
+    def space(self, request: ResourceRequest) -> int:
         """Return the number of further ranks of a role that fit."""
-        counts = [len(self.free) // need.gpus] if need.gpus else []
-        counts += [int((self.cpus + 1e-9) / need.cpus)] if need.cpus else []
-        return min(counts, default=int(self.node.cpus) + 1 - self.open_ranks)
+        limits = [len(self.free) // request.gpus] if request.gpus else []
+        limits += [int((self.cpus + 1e-9) / request.cpus)] if request.cpus else []
+        return min(limits, default=int(self.node.cpus) + 1 - self.open_ranks)
 
-    def take(self, need: ResourceRequest) -> ResourceBundle:
-        taken = self._pick_accelerators(need.gpus)
-        self.free = [accelerator for accelerator in self.free if accelerator not in taken]
-        self.cpus -= need.cpus
-        self.open_ranks += not need.cpus
-        self.ranks[need.role] += 1
-        return ResourceBundle(self.node.name, taken, need.cpus)
+    def take(self, request: ResourceRequest) -> ResourceBundle:
+        accelerators = self._pick_accelerators(request.gpus)
+        self.free = [accelerator for accelerator in self.free if accelerator not in accelerators]
+        self.cpus -= request.cpus
+        self.open_ranks += not request.cpus
+        self.ranks[request.role] += 1
+        return ResourceBundle(self.node.name, accelerators, request.cpus)
 
     def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
         """Return free accelerators of the smallest NUMA node, else island, that has enough.
 
         If no island has enough, take the accelerators from several, in order.
         """
-        for part in (lambda a: (a.island, a.numa), lambda a: a.island):
-            parts: dict[object, list[Accelerator]] = {}
+        for group_key in (lambda a: (a.island, a.numa), lambda a: a.island):
+            groups: dict[object, list[Accelerator]] = {}
             for accelerator in self.free:
-                parts.setdefault(part(accelerator), []).append(accelerator)
-            enough = [group for group in parts.values() if len(group) >= count]
-            if enough:
-                return tuple(min(enough, key=len)[:count])
+                groups.setdefault(group_key(accelerator), []).append(accelerator)
+            large_groups = [group for group in groups.values() if len(group) >= count]
+            if large_groups:
+                return tuple(min(large_groups, key=len)[:count])
         return tuple(self.free[:count])
 
 

@@ -20,9 +20,9 @@ from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
 PROTOCOL = 1  # version: increase it with every change of the messages
-HEAD = struct.Struct("!BQI")
+HEAD = struct.Struct("!BQI")  # kind, call number, count of pieces
 LENGTH = struct.Struct("!Q")
-SMALL = 2**16  # bytes; smaller pieces are joined before they are sent
+SMALL = 2**16  # smaller pieces, in bytes, are joined before they are sent
 
 
 class FrameKind(IntEnum):
@@ -71,9 +71,9 @@ def pack(value: Any) -> Parcel:
     Raises pickle's error for a value that can't be pickled.
     """
     buffers: list[pickle.PickleBuffer] = []
-    out = io.BytesIO()
-    _Pickler(out, protocol=5, buffer_callback=buffers.append).dump(value)
-    return Parcel(out.getvalue(), tuple(buffer.raw() for buffer in buffers))
+    stream = io.BytesIO()
+    _Pickler(stream, protocol=5, buffer_callback=buffers.append).dump(value)
+    return Parcel(stream.getvalue(), tuple(buffer.raw() for buffer in buffers))
 
 
 def unpack(parcel: Parcel) -> Any:
@@ -108,12 +108,12 @@ class _Pickler(pickle.Pickler):
 def _rebuild_tensor(buffer: Any, dtype: str, shape: tuple[int, ...], requires_grad: bool) -> Any:
     import torch
 
-    kind = getattr(torch, dtype)
+    torch_dtype = getattr(torch, dtype)
     if memoryview(buffer).nbytes == 0:
-        return torch.empty(shape, dtype=kind, requires_grad=requires_grad)
+        return torch.empty(shape, dtype=torch_dtype, requires_grad=requires_grad)
     return (
         torch.frombuffer(buffer, dtype=torch.uint8)
-        .view(kind)
+        .view(torch_dtype)
         .reshape(shape)
         .requires_grad_(requires_grad)
     )

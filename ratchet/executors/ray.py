@@ -71,8 +71,10 @@ MIB = 2**20
 # Longest waits, in seconds:
 ROOM_S = 120.0  # until other jobs of the cluster free resources
 REACH_S = 10.0  # until a cluster answers
-LOOK_S = 5.0  # until a node returns the log of its dead actor
-MAX_PARENT = 18  # bytes of a path; the path of a Ray socket adds 85, and at most 103 are allowed
+LOG_S = 5.0  # until a node returns the log of its dead actor
+# Maximum length of the parent folder's path, in bytes. The path of a Ray socket adds 85 bytes, and
+# may have 103.
+MAX_PARENT = 18
 STRATEGIES = {"pack": "PACK", "spread": "SPREAD", "per_node": "STRICT_SPREAD"}
 
 
@@ -97,39 +99,39 @@ class RayExecutor:
         """Return a component built in this process."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[ResourceRequest]) -> None:
+    def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Reserve the resources of all roles, before the first group is started.
 
         Raises ConfigError if the cluster lacks resources, or if other jobs use them.
         """
-        self._inventory().check(needs)
+        self._take_inventory().check(requests)
         self._connect()
         self.release()
         # Take the inventory again: nodes have Ray's names only after connecting.
-        self._cluster = VirtualCluster(self._inventory())
-        self._cluster.plan(needs)
-        for need in needs:
-            if need.beside is None:
-                self._cluster.set_bundles(need.role, self._allocate(need))
+        self._cluster = VirtualCluster(self._take_inventory())
+        self._cluster.plan(requests)
+        for request in requests:
+            if request.colocated_with is None:
+                self._cluster.set_bundles(request.role, self._allocate(request))
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start the actors of a planned role, or of one rank of it.
 
         It does not wait until they have started; the first call does.
         """
-        assert self._cluster is not None, "a group before the plan"
+        assert self._cluster is not None, "`plan` must be called before `group`"
         bundles = self._cluster.bundles(role)
         hosts = {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for number in range(len(bundles)) if rank is None else (rank,):
-            bundle = bundles[number]
+        for rank_number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[rank_number]
             host = hosts[bundle.node]
             device = "cuda:0" if bundle.accelerators else "cpu"
             places.append(
                 WorkerPlace(
                     role,
-                    number,
+                    rank_number,
                     len(bundles),
                     bundle.local_rank,
                     host,
@@ -138,9 +140,9 @@ class RayExecutor:
                     device,
                 )
             )
-            name = WorkerName(role, number, len(bundles), host)
+            name = WorkerName(role, rank_number, len(bundles), host)
             members.append(
-                RayWorkerHandle(name, bundle, self.config.silence_s, _environment(bundle))
+                RayWorkerHandle(name, bundle, self.config.silence_s, _make_environment(bundle))
             )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
@@ -168,18 +170,18 @@ class RayExecutor:
 
     # --- Ray itself
 
-    def _inventory(self) -> ResourceManager:
+    def _take_inventory(self) -> ResourceManager:
         if self.config.address is None and not ray.is_initialized():
             return ResourceManager(
                 [self._limit(find_node(self.threads, self.device))], self.config.strategy
             )
         self._connect()
-        nodes = [self._limit(_node(entry)) for entry in ray.nodes() if entry["Alive"]]
+        nodes = [self._limit(_make_node(entry)) for entry in ray.nodes() if entry["Alive"]]
         count = self.config.nodes
         if len(nodes) < count:
             raise ConfigError(
-                f"cluster.nodes={count}, and the Ray cluster has {len(nodes)}: start more, or ask "
-                "for fewer"
+                f"cluster.nodes={count}, but the Ray cluster has {len(nodes)}: start more nodes, "
+                "or set fewer"
             )
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
         return ResourceManager(nodes[:count], self.config.strategy)
@@ -194,8 +196,8 @@ class RayExecutor:
         ):
             if requested is not None and requested > available:
                 raise ConfigError(
-                    f"cluster.{kind}_per_node={requested:g}, and node {node.name} has "
-                    f"{available:g}: ask for fewer"
+                    f"cluster.{kind}_per_node={requested:g}, but node {node.name} has "
+                    f"{available:g}: set fewer"
                 )
         return replace(node, cpus=cpus or node.cpus, accelerators=node.accelerators[:gpus])
 
@@ -207,15 +209,15 @@ class RayExecutor:
         if ray.is_initialized():
             return
         self._started = True
-        quiet: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
+        quiet_options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.config.address is not None:
             _check_reachable(self.config.address)
         try:
             if self.config.address is not None:
-                ray.init(address=self.config.address, **quiet)
+                ray.init(address=self.config.address, **quiet_options)
                 return
             node = self._limit(find_node(self.threads, self.device))
-            self._temporary = _temporary()
+            self._temporary = _create_temporary_folder()
             with shield_programs():
                 ray.init(
                     num_cpus=max(1, round(node.cpus)),
@@ -226,30 +228,30 @@ class RayExecutor:
                         "env_vars": {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
                     },
                     _temp_dir=self._temporary and str(self._temporary.path),
-                    **quiet,
+                    **quiet_options,
                 )
         except (ConnectionError, RuntimeError, ValueError, RayError) as error:
-            where = (
+            failure = (
                 f"the Ray cluster at {self.config.address} can't be reached"
                 if self.config.address
                 else "Ray does not start"
             )
-            raise ConfigError(f"{where}: {error}") from error
+            raise ConfigError(f"{failure}: {error}") from error
 
     # --- resources of nodes
 
-    def _allocate(self, need: ResourceRequest) -> list[ResourceBundle]:
+    def _allocate(self, request: ResourceRequest) -> list[ResourceBundle]:
         """Create a role's placement group and return its bundles.
 
         The bundles have the nodes and accelerators that Ray assigned.
         """
         assert self._cluster is not None
-        cpus = min(bundle.cpus for bundle in self._cluster.bundles(need.role))
-        resources = {"CPU": max(0.01, cpus)} | ({"GPU": need.gpus} if need.gpus else {})
-        strategy = need.strategy or self.config.strategy
-        group = placement_group([resources] * need.ranks, strategy=STRATEGIES[strategy])
+        cpus = min(bundle.cpus for bundle in self._cluster.bundles(request.role))
+        resources = {"CPU": max(0.01, cpus)} | ({"GPU": request.gpus} if request.gpus else {})
+        strategy = request.strategy or self.config.strategy
+        group = placement_group([resources] * request.ranks, strategy=STRATEGIES[strategy])
         self._placement_groups.append(group)
-        with waiting("driver", f"room for {need.role}", "Ray", ROOM_S):
+        with waiting("driver", f"room for {request.role}", "Ray", ROOM_S):
             is_ready = group.wait(ROOM_S)
         if not is_ready:
             free = ", ".join(
@@ -258,26 +260,26 @@ class RayExecutor:
                 if name in resources
             )
             raise ConfigError(
-                f"role '{need.role}' asks for {need}, which the cluster has, and other jobs use: "
-                f"free are {free or 'none'}. Wait for them, or ask for less"
+                f"role '{request.role}' needs {request}; the cluster has these, but other jobs use "
+                f"them (free: {free or 'none'}). Wait for those jobs, or request less"
             )
         nodes: Mapping[int, str] = placement_group_table(group)["bundles_to_node_id"]
-        devices = self._devices(group, need) if need.gpus else [()] * need.ranks
+        devices = self._find_devices(group, request) if request.gpus else [()] * request.ranks
         return [
             ResourceBundle(nodes[i], tuple(map(Accelerator, devices[i])), cpus)
-            for i in range(need.ranks)
+            for i in range(request.ranks)
         ]
 
-    def _devices(self, group: PlacementGroup, need: ResourceRequest) -> list[Sequence[int]]:
+    def _find_devices(self, group: PlacementGroup, request: ResourceRequest) -> list[Sequence[int]]:
         return ray.get(
             [
                 find_assigned_devices.options(
-                    num_gpus=need.gpus,
+                    num_gpus=request.gpus,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(
                         group, placement_group_bundle_index=index
                     ),
                 ).remote()
-                for index in range(need.ranks)
+                for index in range(request.ranks)
             ],
             timeout=ROOM_S,
         )
@@ -293,27 +295,29 @@ def _check_reachable(address: str) -> None:
     except OSError as error:
         raise ConfigError(
             f"cluster.address={address}: nothing answers there ({error}): start Ray there (ray "
-            "start --head), or remove it for a Ray of this machine"
+            "start --head), or remove the key to start Ray on this machine"
         ) from error
 
 
-def _temporary() -> TemporaryFolder | None:
+def _create_temporary_folder() -> TemporaryFolder | None:
     """Create the folder of a new Ray's logs and sockets, which Ray itself never removes.
 
     Returns None if the paths of its sockets would be too long.
     """
-    for place in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
-        if len(os.fsencode(place)) <= MAX_PARENT and os.access(place, os.W_OK):
-            return TemporaryFolder("ray", place)
+    for parent in (os.environ.get("RAY_TMPDIR") or tempfile.gettempdir(), "/tmp"):
+        if len(os.fsencode(parent)) <= MAX_PARENT and os.access(parent, os.W_OK):
+            return TemporaryFolder("ray", parent)
     return None
 
 
-def _environment(bundle: ResourceBundle) -> dict[str, str]:
-    seen = {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if bundle.accelerators else {}
-    return {"OMP_NUM_THREADS": str(bundle.threads), **seen}
+def _make_environment(bundle: ResourceBundle) -> dict[str, str]:
+    visible_devices = (
+        {"CUDA_VISIBLE_DEVICES": bundle.visible_devices} if bundle.accelerators else {}
+    )
+    return {"OMP_NUM_THREADS": str(bundle.threads), **visible_devices}
 
 
-def _node(entry: Mapping[str, Any]) -> ClusterNode:
+def _make_node(entry: Mapping[str, Any]) -> ClusterNode:
     """Return a node from an entry of `ray.nodes()`."""
     resources = entry["Resources"]
     accelerators = tuple(map(Accelerator, range(int(resources.get("GPU", 0)))))
@@ -337,23 +341,25 @@ class RayWorkerHandle(WorkerHandle):
     ) -> None:
         super().__init__(name, silence_s)
         self._jobs: queue.SimpleQueue[Callable[[], object] | None] = queue.SimpleQueue()
-        threading.Thread(target=self._work, name=f"{name.role}-{name.rank}", daemon=True).start()
+        threading.Thread(
+            target=self._run_jobs, name=f"{name.role}-{name.rank}", daemon=True
+        ).start()
         self._on_node = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
         self._actor = ACTOR.options(
             scheduling_strategy=self._on_node, runtime_env={"env_vars": dict(environment)}
         ).remote()
         self._logs = ""
         self._beat_pending = True  # a heartbeat, or the greeting, has been requested
-        self._passed_s = 0.0  # time since the last request
-        self._when_done(self._actor.greet.remote(), self._welcome)
+        self._since_beat_s = 0.0  # time since the last heartbeat was requested
+        self._when_done(self._actor.greet.remote(), self._handle_greeting)
 
     def check(self, passed_s: float) -> None:
         super().check(passed_s)
-        self._passed_s += passed_s
-        if not self._beat_pending and self._passed_s >= BEAT_S:
+        self._since_beat_s += passed_s
+        if not self._beat_pending and self._since_beat_s >= BEAT_S:
             self._beat_pending = True
-            self._passed_s = 0.0
-            self._when_done(self._actor.beat.remote(), self._end_beat)
+            self._since_beat_s = 0.0
+            self._when_done(self._actor.beat.remote(), self._handle_beat)
 
     def share(self, request: Parcel) -> Any:
         return ray.put(box_parcel(request))
@@ -372,7 +378,7 @@ class RayWorkerHandle(WorkerHandle):
         try:
             return ray.get(
                 read_log_tail.options(scheduling_strategy=self._on_node).remote(self._logs),
-                timeout=LOOK_S,
+                timeout=LOG_S,
             )
         except RayError:  # the node is gone too
             return ""
@@ -395,12 +401,14 @@ class RayWorkerHandle(WorkerHandle):
             elif not isinstance(error, RayActorError):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
-                self._end(None if self.closing else self.death_error(f"died ({_reason(error)})"))
+                self._end(
+                    None if self.closing else self.death_error(f"died ({_describe_cause(error)})")
+                )
                 self.kill()
 
         reference.future().add_done_callback(lambda future: self._jobs.put(partial(take, future)))
 
-    def _work(self) -> None:
+    def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
 
@@ -412,7 +420,7 @@ class RayWorkerHandle(WorkerHandle):
         if self.pid is not None:
             kill_process.options(scheduling_strategy=self._on_node).remote(self.pid)
 
-    def _welcome(self, greeting: Mapping[str, Any]) -> None:
+    def _handle_greeting(self, greeting: Mapping[str, Any]) -> None:
         self._logs = greeting["log"]
         self._beat_pending = False
         try:
@@ -420,7 +428,7 @@ class RayWorkerHandle(WorkerHandle):
         except WorkerError as error:
             self.give_up(error)
 
-    def _end_beat(self, _: Any) -> None:
+    def _handle_beat(self, _: Any) -> None:
         self._beat_pending = False
 
     def _finish_close(self) -> None:
@@ -428,8 +436,8 @@ class RayWorkerHandle(WorkerHandle):
         self.kill()
 
 
-def _reason(error: BaseException) -> str:
-    """Return the part of Ray's message that says how an actor ended, without Ray's advice."""
+def _describe_cause(error: BaseException) -> str:
+    """Return the part of Ray's message that tells why an actor ended, without Ray's advice."""
     detail = str(error).partition("Worker exit detail: ")[2] or str(error).splitlines()[0]
     return (
         detail.partition(" Some common causes")[0]

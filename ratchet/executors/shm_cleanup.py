@@ -14,7 +14,7 @@ from pathlib import Path
 SHARED_MEMORY = Path("/dev/shm")
 
 
-def shared_by(group: int) -> list[Path]:
+def list_shared_memory(group: int) -> list[Path]:
     """Return the shared-memory files and directories that only this process group uses.
 
     These are files that only the group's processes have mapped, and paths named after it
@@ -26,13 +26,13 @@ def shared_by(group: int) -> list[Path]:
     by_others: set[str] = set()
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
-            mapped = set(_mapped(process))
-            (by_group if os.getpgid(int(process)) == group else by_others).update(mapped)
+            mapped_paths = set(_list_mapped_paths(process))
+            (by_group if os.getpgid(int(process)) == group else by_others).update(mapped_paths)
     paths = map(Path, sorted(by_group - by_others))
     return [*paths, *SHARED_MEMORY.glob(f"ratchet-*-{group}-*")]
 
 
-def _mapped(process: str) -> Iterator[str]:
+def _list_mapped_paths(process: str) -> Iterator[str]:
     with open(f"/proc/{process}/maps") as maps:
         for line in maps:
             _, separator, path = line.partition(f" {SHARED_MEMORY}/")
@@ -40,7 +40,7 @@ def _mapped(process: str) -> Iterator[str]:
                 yield f"{SHARED_MEMORY}/{path.rstrip()}"
 
 
-def remove(paths: list[Path]) -> None:
+def remove_paths(paths: list[Path]) -> None:
     """Remove files and directories; missing ones are skipped."""
     for path in paths:
         if path.is_dir():

@@ -45,13 +45,14 @@ class _Keeper:
         self.install = signal.signal
         self._owner = os.getpid()
 
-    def hold(self) -> None:
+    def install_all(self) -> None:
+        """Install all handlers and unblock their signals."""
         # A blocked signal would stay pending, and would not wake the main thread.
         signal.pthread_sigmask(signal.SIG_UNBLOCK, self.handlers)
         for number, handler in self.handlers.items():
             self.install(number, handler)
 
-    def refuse(self, number: int, handler: Handler) -> Handler:
+    def replace_signal(self, number: int, handler: Handler) -> Handler:
         """Stand in for `signal.signal`: don't install `handler` for a kept signal.
 
         A forked child may install it.
@@ -75,10 +76,10 @@ def keep_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     outer = _keeper
     previous = {number: signal.getsignal(number) for number in handlers}
     keeper = _Keeper(handlers)
-    signal.signal = keeper.refuse
+    signal.signal = keeper.replace_signal
     _keeper = keeper
     try:
-        keeper.hold()
+        keeper.install_all()
         yield
     finally:
         signal.signal = keeper.install
@@ -95,7 +96,7 @@ def reinstall_handlers() -> None:
     outside the main thread, it does nothing.
     """
     if _keeper is not None and threading.current_thread() is threading.main_thread():
-        _keeper.hold()
+        _keeper.install_all()
 
 
 @contextmanager
@@ -104,9 +105,9 @@ def handle_stop_signals(
 ) -> Iterator[None]:
     """Call `request_stop` with the first SIGINT, SIGTERM or SIGHUP in the block.
 
-    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP doesn't count for
-    this, neither as the first nor as the second: a closed terminal sends several, and service
-    managers send one after SIGTERM. If SIGHUP was ignored before (`nohup`), it stays ignored.
+    A second SIGINT or SIGTERM raises SecondSignal. SIGHUP counts neither as the first nor as the
+    second, because a closed terminal sends several, and service managers send one after SIGTERM. If
+    SIGHUP was ignored before (`nohup`), it stays ignored.
 
     Args:
         request_stop: The function to call.
@@ -141,8 +142,8 @@ def shield_programs() -> Iterator[None]:
     They inherit a mask that blocks SIGINT and SIGHUP. This process handles signals that arrive
     inside the block when the block ends.
     """
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, (signal.SIGINT, signal.SIGHUP))
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

@@ -71,17 +71,17 @@ class TorchrunExecutor:
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
         """Create the executor. Raises ConfigError unless torchrun started several processes."""
-        launched = TorchrunRank.here()
-        if launched is None:
+        torchrun_rank = TorchrunRank.here()
+        if torchrun_rank is None:
             raise ConfigError(
-                "cluster.kind is torchrun, and this process is none of several that torchrun "
-                "started: start it as torchrun --nproc-per-node N -m ratchet train RECIPE, or set "
+                "cluster.kind=torchrun needs several processes that torchrun started: start the "
+                "run as torchrun --nproc-per-node N -m ratchet train RECIPE, or set "
                 "cluster.kind=local"
             )
         self.config = config
         self.threads = threads
         self.device = device
-        self._hub = _Hub(launched, config)
+        self._hub = _Hub(torchrun_rank, config)
         self._cluster: VirtualCluster | None = None
         self._groups: list[WorkerGroup] = []
 
@@ -89,17 +89,17 @@ class TorchrunExecutor:
         """Create a component in this process and return it."""
         return factory(**arguments)
 
-    def plan(self, needs: Sequence[ResourceRequest]) -> None:
+    def plan(self, requests: Sequence[ResourceRequest]) -> None:
         """Assign processes to all roles. Call it before `group`.
 
         Raises ConfigError if there are too few processes or if a rank needs several accelerators,
         and WorkerError if a process does not connect.
         """
-        wide = next((need for need in needs if need.gpus > 1), None)
-        if wide is not None:
+        multi_gpu_request = next((request for request in requests if request.gpus > 1), None)
+        if multi_gpu_request is not None:
             raise ConfigError(
-                f"role '{wide.role}' asks for {wide}: under torchrun a rank has one; use "
-                "cluster.kind=ray or local"
+                f"role '{multi_gpu_request.role}' needs {multi_gpu_request}, but under torchrun "
+                "each rank has one accelerator. Set cluster.kind=ray or local"
             )
         counts: Counter[str] = Counter(process.host for process in self._hub.processes)
         nodes = [
@@ -108,33 +108,33 @@ class TorchrunExecutor:
         ]
         self._cluster = VirtualCluster(ResourceManager(nodes))
         # In this inventory an accelerator stands for a process.
-        self._cluster.plan([replace(need, gpus=1, cpus=0.0) for need in needs])
+        self._cluster.plan([replace(request, gpus=1, cpus=0.0) for request in requests])
 
     def group(self, role: str, rank: int | None = None) -> WorkerGroup:
         """Start and return the worker group of a planned role, or of one rank of it."""
-        assert self._cluster is not None, "a group before the plan"
+        assert self._cluster is not None, "`plan` must be called before `group`"
         bundles = self._cluster.bundles(role)
-        on_host: Counter[str] = Counter(process.host for process in self._hub.processes)
+        processes_by_host: Counter[str] = Counter(process.host for process in self._hub.processes)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
-        for number in range(len(bundles)) if rank is None else (rank,):
-            bundle = bundles[number]
+        for rank_number in range(len(bundles)) if rank is None else (rank,):
+            bundle = bundles[rank_number]
             process = self._hub.at(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
             places.append(
                 WorkerPlace(
                     role,
-                    number,
+                    rank_number,
                     len(bundles),
                     bundle.local_rank,
                     process.host,
                     f"{process.host}:{ports}",
-                    max(1, self.threads // on_host[process.host]),
+                    max(1, self.threads // processes_by_host[process.host]),
                     device,
                 )
             )
             members.append(
-                self._hub.member(process, WorkerName(role, number, len(bundles), process.host))
+                self._hub.member(process, WorkerName(role, rank_number, len(bundles), process.host))
             )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
@@ -148,7 +148,7 @@ class TorchrunExecutor:
         self._groups = []
 
 
-def serve_rank(launched: TorchrunRank) -> int:
+def serve_rank(torchrun_rank: TorchrunRank) -> int:
     """Serve rank 0 from this rank until rank 0 orders it to end. Returns the exit status.
 
     torchrun sends SIGTERM, SIGINT and SIGHUP to all ranks. Only rank 0 handles them, because it
@@ -156,14 +156,14 @@ def serve_rank(launched: TorchrunRank) -> int:
     """
     # The handler is not SIG_IGN, because programs that this process starts would inherit that.
     with keep_handlers(dict.fromkeys(STOPPING, lambda number, frame: None)):
-        return _serve_rank(launched)
+        return _serve_rank(torchrun_rank)
 
 
-def _serve_rank(launched: TorchrunRank) -> int:
-    driver = json.loads(_store(launched).get("driver"))
+def _serve_rank(torchrun_rank: TorchrunRank) -> int:
+    driver = json.loads(_connect_store(torchrun_rank).get("driver"))
     address = driver["host"], driver["port"]
     secret = driver["secret"]
-    host = _own_host()
+    host = _find_own_address()
 
     def connect(purpose: str) -> socket.socket:
         connection = socket.create_connection(address, timeout=START_S)
@@ -171,8 +171,8 @@ def _serve_rank(launched: TorchrunRank) -> int:
             secret.encode(), connection.recv(NONCE_BYTES, socket.MSG_WAITALL), "sha256"
         ).hexdigest()
         identity = {
-            "rank": launched.rank,
-            "local_rank": launched.local_rank,
+            "rank": torchrun_rank.rank,
+            "local_rank": torchrun_rank.local_rank,
             "host": host,
             "purpose": purpose,
         }
@@ -181,7 +181,7 @@ def _serve_rank(launched: TorchrunRank) -> int:
         return connection
 
     def work(number: str) -> None:
-        serve(connect(number), on_driver_lost=_end)
+        serve(connect(number), on_driver_lost=_exit_orphaned)
 
     with connect("control") as control, control.makefile("r") as orders:
         for order in orders:
@@ -190,10 +190,10 @@ def _serve_rank(launched: TorchrunRank) -> int:
             threading.Thread(
                 target=work, args=(order.strip(),), name=f"group-{order.strip()}", daemon=True
             ).start()
-    return _end()
+    return _exit_orphaned()
 
 
-def _end() -> NoReturn:
+def _exit_orphaned() -> NoReturn:
     """End this process, and its group if it leads one, because the driver is gone."""
     if os.getpgid(0) == os.getpid():
         end_group()
@@ -214,23 +214,25 @@ def _keep_open(connection: socket.socket) -> None:
             connection.setsockopt(socket.IPPROTO_TCP, option, value)
 
 
-def _own_host() -> str:
+def _find_own_address() -> str:
     """Return this machine's address on the route to rank 0."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect((os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])))
         return probe.getsockname()[0]
 
 
-def _store(launched: TorchrunRank) -> Any:
+def _connect_store(torchrun_rank: TorchrunRank) -> Any:
     import torch.distributed as dist
 
     # torchrun's agent serves the store; if another program set the variables, rank 0 does. The
     # variable is removed because with it `init_process_group` would expect a running server at its
     # address, and worker groups have addresses without one.
-    serves = os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", "") != "True" and launched.rank == 0
+    is_server = (
+        os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", "") != "True" and torchrun_rank.rank == 0
+    )
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     store = dist.TCPStore(
-        address, port, None, serves, timedelta(seconds=START_S), wait_for_workers=False
+        address, port, None, is_server, timedelta(seconds=START_S), wait_for_workers=False
     )
     return dist.PrefixStore(f"ratchet/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
 
@@ -248,21 +250,21 @@ class _Process:
 class _Hub:
     """The driver's connections to all other processes."""
 
-    def __init__(self, launched: TorchrunRank, config: TorchrunClusterConfig) -> None:
+    def __init__(self, torchrun_rank: TorchrunRank, config: TorchrunClusterConfig) -> None:
         self._silence_s = config.silence_s
-        host = _own_host()
+        host = _find_own_address()
         self._listener = bind_socket(host, config.ports)
         self._listener.listen()
         self._secret = secrets.token_hex(32)
-        self._store = _store(launched)
+        self._store = _connect_store(torchrun_rank)
         driver = {"host": host, "port": self._listener.getsockname()[1], "secret": self._secret}
         self._store.set("driver", json.dumps(driver))
         self._numbers = 0
         self._connected: Future[list[_Process]] = Future()
-        this_process = _Process(0, launched.local_rank, host)
+        this_process = _Process(0, torchrun_rank.local_rank, host)
         threading.Thread(
-            target=self._gather,
-            args=(this_process, launched.world_size),
+            target=self._accept_all,
+            args=(this_process, torchrun_rank.world_size),
             name="torchrun",
             daemon=True,
         ).start()
@@ -276,7 +278,7 @@ class _Hub:
         with waiting("driver", "connect", "the other ranks of torchrun", START_S):
             return self._connected.result()
 
-    def _gather(self, this_process: _Process, world_size: int) -> None:
+    def _accept_all(self, this_process: _Process, world_size: int) -> None:
         """Accept the other processes, in a thread because they connect before they are needed."""
         try:
             others = [self._accept("control") for _ in range(world_size - 1)]
@@ -307,7 +309,9 @@ class _Hub:
         process.control.sendall(f"{self._numbers}\n".encode())
         connection = self._accept(str(self._numbers)).control
         assert connection is not None
-        return _Remote(name, connection, self._silence_s, lambda: ("its connection was closed", ""))
+        return _RemoteWorkerHandle(
+            name, connection, self._silence_s, lambda: ("its connection was closed", "")
+        )
 
     def close(self) -> None:
         """Order all other processes to end."""
@@ -324,8 +328,8 @@ class _Hub:
 
         Raises WorkerError if none connects in time.
         """
-        end = time.monotonic() + START_S
-        while (remaining_s := end - time.monotonic()) > 0:
+        deadline = time.monotonic() + START_S
+        while (remaining_s := deadline - time.monotonic()) > 0:
             self._listener.settimeout(remaining_s)
             with contextlib.suppress(OSError, ValueError):
                 connection, _ = self._listener.accept()
@@ -344,27 +348,30 @@ class _Hub:
                         identity["rank"], identity["local_rank"], identity["host"], connection
                     )
         raise WorkerError(
-            f"a process of torchrun did not connect to rank 0 within {START_S:g} s; look at what "
-            "it printed"
+            f"a process of torchrun did not connect to rank 0 within {START_S:g} s; look at its "
+            "output"
         )
 
 
 def _read_line(connection: socket.socket) -> bytes:
     """Read a line byte by byte, because the bytes after it belong to another reader."""
-    read = bytearray()
-    while not read.endswith(b"\n") and len(read) < LINE_BYTES:
+    line = bytearray()
+    while not line.endswith(b"\n") and len(line) < LINE_BYTES:
         piece = connection.recv(1)
         if not piece:
             raise OSError("closed")
-        read += piece
-    return bytes(read)
+        line += piece
+    return bytes(line)
 
 
-class _Remote(SocketWorkerHandle):
+class _RemoteWorkerHandle(SocketWorkerHandle):
     """The handle of a worker in another process of torchrun."""
 
     def kill(self) -> None:
-        """Also SIGKILL a process on this host: a stopped one does not see its connection end."""
+        """Send SIGKILL too, if the process is on this host.
+
+        A stopped process does not notice that its connection ended.
+        """
         super().kill()
         if self.pid is not None and self.reported_host == socket.gethostname():
             with contextlib.suppress(ProcessLookupError):

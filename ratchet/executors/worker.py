@@ -86,11 +86,11 @@ class ComponentHost:
             torch.set_num_threads(place.threads)
         self._component = self._await_result(imported(factory)(place, **arguments))
 
-    def call(self, method: str, arguments: tuple[Any, ...], named: Mapping[str, Any]) -> Any:
+    def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Run a method of the component."""
         if self._component is None:
             raise RuntimeError(f"'{method}' was called before build")
-        return self._await_result(getattr(self._component, method)(*arguments, **named))
+        return self._await_result(getattr(self._component, method)(*arguments, **keywords))
 
     def close(self) -> None:
         """Close the component, if it has a `close`."""

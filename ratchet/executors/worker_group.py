@@ -53,8 +53,11 @@ class WorkerGroup:
     ) -> None:
         """Create a group of running workers.
 
-        places: one for each rank. `build` replaces their `rendezvous`, which before names the ports
-          to choose from, "first-last" ("": any).
+        Args:
+            places: one for each rank. At first the ports in `rendezvous` are a range, "first-last"
+                ("" for any port). `build` reserves one of them and sets it.
+            members: one handle for each rank.
+            timeout_s: deadline of a call.
         """
         self.places = list(places)
         self.members = list(members)
@@ -90,21 +93,21 @@ class WorkerGroup:
         await asyncio.wrap_future(self._build(factory, arguments or {}))
 
     def build_now(self, factory: str, arguments: Mapping[str, Any] | None = None) -> None:
-        """Create the components and block until all are created."""
+        """Create the component of each rank like `build`, but block."""
         self._reserve().result()
         self._build(factory, arguments or {}).result()
 
-    async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
+    async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
         """Call a method of every rank's component and return the results by rank.
 
         Raises the first rank's exception with a note that names the rank (as WorkerRaised if it
         can't be sent), WorkerDied, or CallTimeout.
         """
-        return await asyncio.wrap_future(self.submit(method, *arguments, **named))
+        return await asyncio.wrap_future(self.submit(method, *arguments, **keywords))
 
-    def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
+    def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
         """Call a method like `call`, but block, even the running event loop."""
-        return self.submit(method, *arguments, **named).result()
+        return self.submit(method, *arguments, **keywords).result()
 
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]:
         """Call a method like `call`, with separate positional arguments for each rank.
@@ -117,9 +120,9 @@ class WorkerGroup:
         """Call a method like `each`, but block."""
         return self.submit_each(method, arguments_by_rank).result()
 
-    def submit(self, method: str, /, *arguments: Any, **named: Any) -> Future[list[Any]]:
+    def submit(self, method: str, /, *arguments: Any, **keywords: Any) -> Future[list[Any]]:
         """Start a call and return the future of its results."""
-        return self._submit(method, self._share_request(("call", (method, arguments, named))))
+        return self._submit(method, self._share_request(("call", (method, arguments, keywords))))
 
     def submit_each(
         self, method: str, arguments_by_rank: Sequence[Sequence[Any]]
@@ -154,7 +157,7 @@ class WorkerGroup:
         first, _, last = self.places[0].rendezvous.rpartition(":")[2].partition("-")
         ports = (int(first), int(last)) if last else None
         request = pack(("reserve", (self.places[0].host, ports)))
-        return self._submit("reserve", [request], self.members[:1], then=self._set_rendezvous)
+        return self._submit("reserve", [request], self.members[:1], on_success=self._set_rendezvous)
 
     def _set_rendezvous(self, answers: list[Any]) -> None:
         self.places[:] = [replace(place, rendezvous=answers[0]) for place in self.places]
@@ -169,11 +172,11 @@ class WorkerGroup:
         name: str,
         requests: Sequence[Any],
         members: Sequence[WorkerHandle] | None = None,
-        then: Callable[[list[Any]], None] | None = None,
+        on_success: Callable[[list[Any]], None] | None = None,
     ) -> Future[list[Any]]:
-        gather = _Gather(members or self.members, name, self.owner, self.timeout_s, then)
-        self._state.begin(gather, requests)
-        return gather.future
+        call = _PendingCall(members or self.members, name, self.owner, self.timeout_s, on_success)
+        self._state.begin(call, requests)
+        return call.future
 
 
 class _State:
@@ -183,23 +186,23 @@ class _State:
         self.members = members
         self.broken: WorkerError | None = None
         self.closed = False
-        self._gathers: list[_Gather] = []
+        self._pending_calls: list[_PendingCall] = []
         self._order = threading.Lock()  # keeps the order of calls the same on all ranks
 
-    def begin(self, gather: _Gather, requests: Sequence[Any]) -> None:
+    def begin(self, call: _PendingCall, requests: Sequence[Any]) -> None:
         with self._order:
             if self.broken is not None:
-                gather.fail(self.broken)
+                call.fail(self.broken)
                 return
-            stall_report.begin(gather.wait)
-            self._gathers.append(gather)
+            stall_report.begin(call.wait)
+            self._pending_calls.append(call)
             futures = [
-                m.submit(request, gather.wait.name)
-                for m, request in zip(gather.members, requests, strict=True)
+                m.submit(request, call.wait.name)
+                for m, request in zip(call.members, requests, strict=True)
             ]
-        gather.future.add_done_callback(lambda future: self._finish(gather))
+        call.future.add_done_callback(lambda future: self._finish(call))
         for index, future in enumerate(futures):
-            future.add_done_callback(lambda future, index=index: gather.take(index, future))
+            future.add_done_callback(lambda future, index=index: call.store_answer(index, future))
 
     def on_gone(self, gone: Future[WorkerError | None]) -> None:
         error = gone.result()
@@ -207,7 +210,10 @@ class _State:
             self.end(error)
 
     def end(
-        self, error: WorkerError, waiting: _Gather | None = None, cause: Exception | None = None
+        self,
+        error: WorkerError,
+        failed_call: _PendingCall | None = None,
+        cause: Exception | None = None,
     ) -> None:
         """End the group with an error.
 
@@ -217,11 +223,11 @@ class _State:
             return
         self.broken = error
         # Without a pending call, the error would show only at the next call.
-        if not self._gathers:
+        if not self._pending_calls:
             log.error("%s", error)
         # Fail the calls before the workers are killed: the kill would hide the cause.
-        for gather in list(self._gathers):
-            gather.fail(cause if gather is waiting and cause is not None else error)
+        for call in list(self._pending_calls):
+            call.fail(cause if call is failed_call and cause is not None else error)
         for member in self.members:
             if not member.gone.done():
                 member.give_up(member.death_error("was ended with its group"))
@@ -229,9 +235,9 @@ class _State:
     def check(self) -> None:
         for member in self.members:
             member.check(TICK_S)
-        for gather in list(self._gathers):
-            if (error := gather.check_deadline()) is not None:
-                self.end(error, gather, gather.raised)
+        for call in list(self._pending_calls):
+            if (error := call.check_deadline()) is not None:
+                self.end(error, call, call.raised)
 
     def close(self) -> None:
         if self.closed:
@@ -245,22 +251,22 @@ class _State:
                 log.warning("%s did not close within %g s, and was killed", member.name, CLOSE_S)
                 member.give_up(WorkerError(f"{member.name} was closed"))
 
-    def _finish(self, gather: _Gather) -> None:
-        stall_report.end(gather.wait)
-        self._gathers.remove(gather)
+    def _finish(self, call: _PendingCall) -> None:
+        stall_report.end(call.wait)
+        self._pending_calls.remove(call)
 
 
 def _watch(state: weakref.ref[_State]) -> None:
-    tick = threading.Event()
-    while not tick.wait(TICK_S):
-        alive = state()
-        if alive is None or alive.closed:
+    stop = threading.Event()
+    while not stop.wait(TICK_S):
+        live_state = state()
+        if live_state is None or live_state.closed:
             return
-        alive.check()
-        del alive
+        live_state.check()
+        del live_state
 
 
-class _Gather:
+class _PendingCall:
     """A pending call: it collects the answers of several ranks."""
 
     def __init__(
@@ -269,10 +275,10 @@ class _Gather:
         name: str,
         owner: str,
         timeout_s: float,
-        then: Callable[[list[Any]], None] | None,
+        on_success: Callable[[list[Any]], None] | None,
     ) -> None:
         self.members = members
-        self._then = then
+        self._on_success = on_success
         self.future: Future[list[Any]] = Future()
         self.wait = stall_report.Wait(owner, name, self._pending_names, timeout_s)
         self._results: dict[int, Any] = {}
@@ -281,7 +287,7 @@ class _Gather:
         self._pending = dict.fromkeys(range(len(members)))
         self._lock = threading.Lock()
 
-    def take(self, index: int, answer: Future[Answer]) -> None:
+    def store_answer(self, index: int, answer: Future[Answer]) -> None:
         """Store a rank's answer; end the call with the last one. It may run in any thread."""
         result = None
         error = answer.exception()
@@ -339,8 +345,8 @@ class _Gather:
 
     def _succeed(self) -> None:
         results = [self._results[index] for index in range(len(self.members))]
-        if self._then is not None:
-            self._then(results)
+        if self._on_success is not None:
+            self._on_success(results)
         with contextlib.suppress(InvalidStateError):
             self.future.set_result(results)
 
@@ -356,18 +362,18 @@ def _unpack_answer(
         value = unpack(parcel)
     except Exception as error:  # for example, the value's module is missing here
         return None, WorkerRaised(
-            f"what {member.name} returned can't be read here: {type(error).__name__}: {error}"
+            f"the result of {member.name} can't be unpickled here: {type(error).__name__}: {error}"
         )
     if kind is FrameKind.RESULT:
         return value, None
     packed, summary, text = value
-    where = f"raised in {member.name}:\n{text}"
+    location = f"raised in {member.name}:\n{text}"
     try:
         error = unpack(packed) if packed is not None else None
     except Exception:  # for example, its class can't be created from its arguments
         error = None
-    # SystemExit becomes WorkerRaised too: it was meant for the worker's process.
+    # SystemExit becomes WorkerRaised too, because it must not end the driver.
     if not isinstance(error, Exception):
-        return None, WorkerRaised(f"{summary}\n{where}")
-    error.add_note(where)
+        return None, WorkerRaised(f"{summary}\n{location}")
+    error.add_note(location)
     return None, error

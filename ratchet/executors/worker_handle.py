@@ -70,7 +70,7 @@ class WorkerHandle(abc.ABC):
                 return answer
             number = next(self._numbers)
             self._calls[number] = name, answer
-        note(str(self.name), f"was asked '{name}'")
+        note(str(self.name), f"was sent '{name}'")
         self._send(number, request)
         return answer
 
@@ -81,29 +81,30 @@ class WorkerHandle(abc.ABC):
     def check(self, passed_s: float) -> None:
         """End a process that has been silent for too long. Call this regularly.
 
-        passed_s: time since the last check. The caller counts a check interval even if the driver
-        was stopped for longer.
+        passed_s: time since the last check. The caller passes its check interval, even if the
+        driver was suspended for longer: a suspended driver must not kill its workers.
         """
         if self.gone.done():
             return
         self._silent_s += passed_s
         if self._silent_s > (self._silence_s if self._greeted else START_S):
-            why = "" if self._greeted else ": it never started"
-            silent = self.death_error(
-                f"was silent for {self._silent_s:.0f} s{why}{self.describe_state()}, and was killed"
+            detail = "" if self._greeted else ": it never started"
+            error = self.death_error(
+                f"was silent for {self._silent_s:.0f} s{detail}{self.describe_state()}, and was "
+                "killed"
             )
-            silent.add_note(report())
-            self.give_up(silent)
+            error.add_note(report())
+            self.give_up(error)
 
-    def death_error(self, how: str, signal: str = "") -> WorkerDied:
-        """Return the error of a dead worker. how: the message after the worker's name."""
-        doing = next((f" in '{name}'" for name, _ in self._calls.values()), "")
-        n = self.name
+    def death_error(self, ending: str, signal: str = "") -> WorkerDied:
+        """Return the error of a dead worker. ending: the message after the worker's name."""
+        pending_call = next((f" in '{name}'" for name, _ in self._calls.values()), "")
+        worker = self.name
         return WorkerDied(
-            f"{n} {how}{doing}",
-            role=n.role,
-            rank=n.rank,
-            host=n.host,
+            f"{worker} {ending}{pending_call}",
+            role=worker.role,
+            rank=worker.rank,
+            host=worker.host,
             signal=signal,
             tail=self.tail(),
         )
@@ -118,7 +119,7 @@ class WorkerHandle(abc.ABC):
         return ""
 
     def describe_state(self) -> str:
-        """Return the system's state of a silent process as " (...)"; "" if it is unknown."""
+        """Return the operating system's state of a silent process as " (...)", or ""."""
         return ""
 
     @abc.abstractmethod
@@ -143,14 +144,14 @@ class WorkerHandle(abc.ABC):
         expected = get_versions()
         actual = {key: greeting.get(key) for key in expected}
         if actual != expected:
-            differs = ", ".join(
-                f"{key} {expected[key]} here and {actual[key]} there"
+            differences = ", ".join(
+                f"{key} {expected[key]} in the driver and {actual[key]} in the worker"
                 for key in expected
                 if expected[key] != actual[key]
             )
             raise VersionMismatch(
-                f"{self.name} runs another version than the driver: {differs}; install the same on "
-                "all hosts"
+                f"{self.name} has another version than the driver: {differences}; install the same "
+                "version on all hosts"
             )
         self._greeted = True
         self.pid = greeting["pid"]
@@ -160,7 +161,7 @@ class WorkerHandle(abc.ABC):
         with self._lock:
             name, future = self._calls.pop(number, ("", None))
         note(str(self.name), f"answered '{name}'")
-        if future is not None:  # None: the call has failed already, as the worker was given up
+        if future is not None:  # None: the call failed earlier, when the worker was given up
             future.set_result(answer)
 
     def _end(self, error: WorkerError | None) -> None:
@@ -182,8 +183,8 @@ class WorkerHandle(abc.ABC):
 class SocketWorkerHandle(WorkerHandle):
     """The handle of a worker behind a socket; `ratchet.executors.worker_main` is its other end.
 
-    how: waits briefly for the process to end, and returns (how it ended, in words; the name of the
-      signal that ended it, or "").
+    describe_end: waits briefly for the process to end. Returns a description of its end, and the
+      name of the signal that ended it or "".
     """
 
     def __init__(
@@ -191,11 +192,11 @@ class SocketWorkerHandle(WorkerHandle):
         name: WorkerName,
         connection: socket.socket,
         silence_s: float,
-        how: Callable[[], tuple[str, str]],
+        describe_end: Callable[[], tuple[str, str]],
     ) -> None:
         super().__init__(name, silence_s)
         self._connection = connection
-        self._describe_end = how
+        self._describe_end = describe_end
         self._requests: queue.SimpleQueue[tuple[FrameKind, int, Parcel | None] | None] = (
             queue.SimpleQueue()
         )
@@ -239,11 +240,11 @@ class SocketWorkerHandle(WorkerHandle):
                     self._complete(number, (kind, parcel))
         except EOFError:
             if not self.gone.done():
-                how, signal = self._describe_end()
+                ending, signal = self._describe_end()
                 self._end(
                     None
                     if self.closing and not signal
-                    else self.death_error(f"died ({how})", signal)
+                    else self.death_error(f"died ({ending})", signal)
                 )
                 if not self.closing:
                     self.kill()

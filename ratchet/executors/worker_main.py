@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from ratchet.executors.protocol import FrameKind, Parcel, receive, send
-from ratchet.executors.shm_cleanup import remove, shared_by
+from ratchet.executors.shm_cleanup import list_shared_memory, remove_paths
 from ratchet.executors.worker import ComponentHost
 
 BEAT_S = 1.0  # seconds between heartbeats
@@ -42,11 +42,11 @@ def serve(
     worker = ComponentHost()
     calls: queue.SimpleQueue[tuple[int, Parcel] | None] = queue.SimpleQueue()
     closed = threading.Event()
-    sending = threading.Lock()
+    send_lock = threading.Lock()
 
     def write(kind: FrameKind, number: int = 0, parcel: Parcel | None = None) -> None:
         try:
-            with sending:
+            with send_lock:
                 send(connection, kind, number, parcel)
         except OSError:  # the reading thread notices the lost connection, and ends the worker
             pass
@@ -75,14 +75,14 @@ def serve(
     try:
         while (call := calls.get()) is not None:
             number, request = call
-            write(*_numbered(worker.answer(request), number))
+            write(*_add_number(worker.answer(request), number))
         worker.close()
     finally:
         closed.set()
         connection.close()
 
 
-def _numbered(answer: tuple[FrameKind, Parcel], number: int) -> tuple[FrameKind, int, Parcel]:
+def _add_number(answer: tuple[FrameKind, Parcel], number: int) -> tuple[FrameKind, int, Parcel]:
     kind, parcel = answer
     return kind, number, parcel
 
@@ -97,10 +97,10 @@ def _truncate_log(log: Path) -> None:
             return
         with log.open("r+b") as file:
             file.seek(-KEPT_BYTES, os.SEEK_END)
-            kept = file.read()
+            last_bytes = file.read()
             file.seek(0)
             file.truncate()
-            file.write(kept)
+            file.write(last_bytes)
     except OSError:  # the log was removed, or the disk is full; the worker can continue
         pass
 
@@ -123,9 +123,9 @@ def die_with_parent(parent: int, number: signal.Signals = signal.SIGKILL) -> Non
 
 def end_group() -> NoReturn:
     """Kill this process and its process group, after removing their shared memory."""
-    remove(shared_by(os.getpgrp()))
+    remove_paths(list_shared_memory(os.getpgrp()))
     os.killpg(0, signal.SIGKILL)
-    raise AssertionError("it is dead")
+    raise AssertionError("SIGKILL did not end this process")
 
 
 def redirect_output(path: Path) -> None:

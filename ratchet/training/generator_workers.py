@@ -97,7 +97,10 @@ def get_generator_resources(
         return []
     return [
         ResourceRequest(
-            GENERATOR, section.workers, beside=beside, gpus=0 if on_cpu else section.accelerators
+            GENERATOR,
+            section.workers,
+            colocated_with=beside,
+            gpus=0 if on_cpu else section.accelerators,
         )
     ]
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ratchet.config.loader import load_config, plain
 from ratchet.errors import RunDirectoryError
-from ratchet.executors.freeze import freeze, left_to_machine
+from ratchet.executors.freeze import freeze, find_unfrozen_key
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run
@@ -101,7 +101,7 @@ def resume_run(
             mirror.take_up()
             mirror.begin()
         config = load_config(directory.config)
-        if (key := left_to_machine(config)) is not None:
+        if (key := find_unfrozen_key(config)) is not None:
             raise RunDirectoryError(
                 f"{directory.config}: {key}=auto, but a run writes down what the machine gave it. "
                 f"Set {key} as it was, or "

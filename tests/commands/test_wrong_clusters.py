@@ -54,9 +54,9 @@ REFUSED = [
     ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here. Set device=cpu"),
     (
         "learner.dp_shard=2 cluster.devices=[0,1]",
-        "cluster.devices names [0, 1], and this process sees none (device=cpu)",
+        "cluster.devices lists [0, 1], but this process sees none (device=cpu)",
     ),
-    ("cluster.devices=[0,0]", "cluster.devices: must name devices, each of them once"),
+    ("cluster.devices=[0,0]", "cluster.devices: must list at least one device, and each once"),
     (
         "cluster.ports=[2222,2221]",
         "cluster.ports: the first port, 2222, is above the last, 2221: swap them",
@@ -70,7 +70,7 @@ REFUSED = [
     ),
     (
         "cluster.kind=torchrun",
-        "none of several that torchrun started: start it as torchrun --nproc-per-node N",
+        "needs several processes that torchrun started: start the run as torchrun --nproc-per-node N",
     ),
     ("cluster.kind=slurm", "cluster.kind"),
     ("generator.kind=workers", "generator.worker"),
@@ -129,8 +129,8 @@ REFUSED += [
     ),
 ]
 REFUSED_ON_RAY = [
-    ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, and node "),
-    ("cluster.cpus_per_node=4096", "cluster.cpus_per_node=4096, and node "),
+    ("cluster.gpus_per_node=4", "cluster.gpus_per_node=4, but node "),
+    ("cluster.cpus_per_node=4096", "cluster.cpus_per_node=4096, but node "),
     ("cluster.address=127.0.0.1:1", "cluster.address=127.0.0.1:1: nothing answers there"),
     ("cluster.devices=[0]", "cluster.devices: unknown key"),
 ]

@@ -103,7 +103,7 @@ def test_a_stopped_worker_is_noticed_named_and_killed(start, monkeypatch):
     os.kill(pids[1], signal.SIGSTOP)
     with pytest.raises(
         WorkerDied,
-        match=r"rank 1 of 2 .* was silent for 5 s \(it is stopped, by SIGSTOP say\), and was "
+        match=r"rank 1 of 2 .* was silent for 5 s \(it is stopped, for example by SIGSTOP\), and was "
         r"killed",
     ):
         call.result(timeout=30)

@@ -46,7 +46,7 @@ ROOM = [
     ([A4, B4], [ResourceRequest("learner", 4, gpus=1)], "spread", {"learner": [("a", "0"), ("a", "1"), ("b", "0"), ("b", "1")]}),
     ([A4, B4], [ResourceRequest("learner", 2, gpus=1)], "per_node", {"learner": [("a", "0"), ("b", "0")]}),
     # colocated: the same devices, dealt out anew
-    ([A4, B4], [ResourceRequest("generator", 2, gpus=4, beside="learner"), ResourceRequest("learner", 8, gpus=1)], "pack",
+    ([A4, B4], [ResourceRequest("generator", 2, gpus=4, colocated_with="learner"), ResourceRequest("learner", 8, gpus=1)], "pack",
      {"learner": [(n, str(i)) for n in "ab" for i in range(4)], "generator": [("a", "0,1,2,3"), ("b", "0,1,2,3")]}),
     # devices that are not in a row
     ([node("a", (1, 3, 6))], [ResourceRequest("learner", 2, gpus=1)], "pack", {"learner": [("a", "1"), ("a", "3")]}),
@@ -77,8 +77,8 @@ TOO_MUCH = [
     ([A4, B4], [ResourceRequest("learner", 3, gpus=1, strategy="per_node")], ["2 of 3"]),
     (
         [A4],
-        [ResourceRequest("learner", 2, gpus=1), ResourceRequest("g", 1, gpus=4, beside="learner")],
-        ["1 x 4 accelerators beside learner", "0 of 1"],
+        [ResourceRequest("learner", 2, gpus=1), ResourceRequest("g", 1, gpus=4, colocated_with="learner")],
+        ["1 x 4 accelerators colocated with learner", "0 of 1"],
     ),
     ([], [ResourceRequest("learner", 1)], ["0 of 1", "no node"]),
 ]
@@ -88,13 +88,13 @@ TOO_MUCH = [
 def test_what_is_missing_is_named(nodes, needs, says):
     with pytest.raises(ConfigError) as caught:
         ResourceManager(nodes).check(needs)
-    for part in ("too little room", *says):
+    for part in ("too few resources", *says):
         assert part in str(caught.value)
 
 
 def test_plans_that_make_no_sense():
-    with pytest.raises(ConfigError, match="beside 'learner', which has no place"):
-        ResourceManager([A4]).check([ResourceRequest("generator", 1, gpus=1, beside="learner")])
+    with pytest.raises(ConfigError, match="colocated with 'learner', which has no accelerators"):
+        ResourceManager([A4]).check([ResourceRequest("generator", 1, gpus=1, colocated_with="learner")])
     with pytest.raises(ConfigError, match="two roles are called 'learner'"):
         ResourceManager([A4]).check([ResourceRequest("learner", 1), ResourceRequest("learner", 1)])
 
@@ -105,7 +105,7 @@ def test_cores_that_nobody_asked_for_are_shared():
         [
             ResourceRequest("learner", 2),
             ResourceRequest("reward", 1, cpus=2),
-            ResourceRequest("critic", 1, beside="learner"),
+            ResourceRequest("critic", 1, colocated_with="learner"),
         ]
     )
     assert [b.threads for b in cluster.bundles("learner")] == [3, 3]
@@ -162,7 +162,7 @@ def test_a_scheduler_that_decides_itself():
     cluster.plan(
         [
             ResourceRequest("learner", 4, gpus=1),
-            ResourceRequest("generator", 2, gpus=2, beside="learner"),
+            ResourceRequest("generator", 2, gpus=2, colocated_with="learner"),
         ]
     )
     given = [
@@ -183,6 +183,6 @@ def test_this_machine():
     assert find_node(3, "cpu").cpus == 3
     assert find_node(3, "cpu").accelerators == ()
     with pytest.raises(
-        ConfigError, match=r"cluster.devices names \[7\], and this process sees none"
+        ConfigError, match=r"cluster.devices lists \[7\], but this process sees none"
     ):
         find_node(3, "cpu", (7,))

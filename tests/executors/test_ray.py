@@ -114,7 +114,7 @@ def test_last_words_and_silence(start):
 def test_accelerators_and_roles_beside_each_other(executor):
     needs = [
         ResourceRequest("learner", 2, gpus=1, cpus=0.25),
-        ResourceRequest("generator", 1, gpus=2, beside="learner"),
+        ResourceRequest("generator", 1, gpus=2, colocated_with="learner"),
     ]
     executor.plan(needs)
     groups = [executor.group(need.role) for need in needs]
@@ -262,18 +262,18 @@ def test_too_much_is_refused(executor, monkeypatch):
     executor.plan([ResourceRequest("learner", 3, gpus=1)])
     monkeypatch.setattr("ratchet.executors.ray.ROOM_S", 0.5)
     monkeypatch.setattr(executor, "release", lambda: None)  # what another job holds
-    with pytest.raises(ConfigError, match="which the cluster has, and other jobs use: free are "):
+    with pytest.raises(ConfigError, match="the cluster has these, but other jobs use them"):
         executor.plan([ResourceRequest("other", 2, gpus=1)])
 
 
 def test_less_than_the_recipe_says(executor):
     from ratchet.executors.ray import RayExecutor
 
-    with pytest.raises(ConfigError, match=r"cluster.nodes=2, and the Ray cluster has 1"):
+    with pytest.raises(ConfigError, match=r"cluster.nodes=2, but the Ray cluster has 1"):
         RayExecutor(RayClusterConfig(nodes=2), threads=1, device="cpu").plan(
             [ResourceRequest("learner", 1)]
         )
-    with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=9, and node .* has 4"):
+    with pytest.raises(ConfigError, match=r"cluster.gpus_per_node=9, but node .* has 4"):
         RayExecutor(RayClusterConfig(gpus_per_node=9), threads=1, device="cpu").plan(
             [ResourceRequest("learner", 1)]
         )

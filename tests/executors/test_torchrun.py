@@ -54,5 +54,5 @@ def test_a_rank_that_dies():
 
 
 def test_without_torchrun():
-    with pytest.raises(ConfigError, match="none of several that torchrun started"):
+    with pytest.raises(ConfigError, match="needs several processes that torchrun started"):
         TorchrunExecutor(TorchrunClusterConfig(), threads=1, device="cpu")

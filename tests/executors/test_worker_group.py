@@ -109,7 +109,7 @@ def test_a_deadline_names_who_is_late_and_ends_the_group(start):
     with pytest.raises(CallTimeout, match=said) as late:
         group.within(0.2, owner="the loop").call_now("hang", 1)
     assert "the loop  learner rank 1 of 2" in str(late.value)
-    assert "was asked 'hang'" in str(late.value)
+    assert "was sent 'hang'" in str(late.value)
     assert "answered 'hang'" in str(late.value), "rank 0"
     with pytest.raises(CallTimeout):
         group.call_now("add", 1)
@@ -161,7 +161,7 @@ def test_another_version_is_refused_by_name(start, monkeypatch):
     monkeypatch.setattr("ratchet.executors.protocol.PROTOCOL", 99)
     with pytest.raises(
         VersionMismatch,
-        match=r"rank 0 of 1 .* another version than the driver: protocol 99 here and 1 there",
+        match=r"rank 0 of 1 .* another version than the driver: protocol 99 in the driver and 1 in the worker",
     ):
         start(1)
 
@@ -192,7 +192,7 @@ def test_a_recipe_chooses_the_executor():
     torchrun = RunConfig.model_validate(
         {**recipe, "stages": [stage], "cluster": {"kind": "torchrun"}}
     )
-    with pytest.raises(ConfigError, match="none of several that torchrun started"):
+    with pytest.raises(ConfigError, match="needs several processes that torchrun started"):
         build_executor(torchrun)
 
 

@@ -38,7 +38,7 @@ def test_the_last_that_was_heard_of_each():
         pass
     with pytest.raises(KeyError), waiting("attempts", "score", "reward Judge", 5):
         raise KeyError
-    note("generator rank 0", "was asked 'exchange'")
+    note("generator rank 0", "was sent 'exchange'")
     note("generator rank 0", "answered 'exchange'")
     rows = [line.split("  ") for line in report().splitlines()[2:]]
     assert [row[0] for row in rows] == ["environment Maze", "reward Judge", "generator rank 0"]

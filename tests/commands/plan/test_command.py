@@ -234,7 +234,7 @@ LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, eval_attempts=0, 
     [
         ("2x8", "give NODESxACCELERATORSxKIND"),
         ("2x8xH10", "did you mean H100"),
-        ("0x8xH100", "there is nothing in it"),
+        ("0x8xH100", "it has no accelerators"),
         ("x8xH100", "give NODES"),
     ],
 )
