@@ -77,7 +77,7 @@ def _triangle(n: int) -> int:
     return n * (n + 1) // 2
 
 
-def gemm_rate(threads: int, device: str = "cpu") -> float:
+def measure_gemm_rate(threads: int, device: str = "cpu") -> float:
     """GFLOP/s of a large matrix product: float32, or bfloat16 on an accelerator."""
     import torch
 
@@ -86,7 +86,7 @@ def gemm_rate(threads: int, device: str = "cpu") -> float:
     torch.set_num_threads(threads)
     dtype = torch.float32 if device == "cpu" else torch.bfloat16
     return (
-        matmul_rate.gemm_rate(
+        matmul_rate.measure_gemm_rate(
             matmul_rate.Gemm.square(torch.device(device).type),
             device=torch.device(device),
             dtype=dtype,
@@ -119,7 +119,7 @@ if __name__ == "__main__":
     os.environ["OMP_NUM_THREADS"] = str(options.threads)
     # the checkout needn't be installed
     sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
-    rates = {"gflops": round(gemm_rate(options.threads, options.device), 1)}
+    rates = {"gflops": round(measure_gemm_rate(options.threads, options.device), 1)}
     if options.device != "cpu":
         rates["gbytes_per_s"] = round(copy_rate(options.device), 1)
     print(json.dumps(rates))

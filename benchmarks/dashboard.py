@@ -33,7 +33,7 @@ import pyarrow.parquet as pq
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
 from ratchet.observe.records.schema import MESSAGE, SCHEMA
-from ratchet.observe.records.writer import MOST_STEPS
+from ratchet.observe.records.writer import MAX_STEPS
 from ratchet.observe.sinks import JsonlSink
 from ratchet.runs.run_dir import RunDirectory
 
@@ -69,8 +69,8 @@ def make_run(path: Path) -> None:
         ledger.note("trained", names, step=step)
     ledger.close()
     directory.steps.mkdir()
-    for first in range(1, STEPS + 1, MOST_STEPS):
-        steps = range(first, min(first + MOST_STEPS, STEPS + 1))
+    for first in range(1, STEPS + 1, MAX_STEPS):
+        steps = range(first, min(first + MAX_STEPS, STEPS + 1))
         file = directory.steps / f"{steps[0]:08d}-{steps[-1]:08d}.parquet"
         table = table_of(steps, generator)
         pq.write_table(

@@ -36,7 +36,7 @@ from ratchet.executors.freeze import freeze, prepare_process
 from ratchet.experience.rollout.metrics import iterate_attempt_samples
 from ratchet.observe.records.reader import Record
 from ratchet.observe.records.writer import Recorder
-from ratchet.observe.tracing.perfetto import tracing
+from ratchet.observe.tracing.perfetto import open_trace
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.from_config import build_policy, build_run
@@ -68,7 +68,9 @@ def seconds(
     policy = build_policy(config)
     policy.model.load_state_dict(weights)
     run = build_run(config, 1, policy)
-    recorder = None if folder is None else Recorder(RecordConfig(), folder, seed=0, beside=False)
+    recorder = (
+        None if folder is None else Recorder(RecordConfig(), folder, seed=0, in_background=False)
+    )
     run.recorder, last = recorder, run.first_step + 2 + steps
     run.last_step = run.first_step + 2
     asyncio.run(train(run))
@@ -106,12 +108,12 @@ def measuring(
     def spread(groups: Sequence[Group]) -> list[Any]:
         """Drained into the metrics, as the run does."""
         for labels, samples in iterate_attempt_samples(groups):
-            run.metrics.add("rollout", samples, of=labels)
+            run.metrics.add("rollout", samples, labels=labels)
         return []
 
     folder.mkdir()
     with (
-        tracing(folder / "trace.json") as trace,
+        open_trace(folder / "trace.json") as trace,
         metering(run, policy, config, 1, RunDirectory(folder), trace),
     ):
         meter = run.meter

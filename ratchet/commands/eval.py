@@ -36,7 +36,7 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
-from ratchet.observe.summary import installed_versions
+from ratchet.observe.summary import get_installed_versions
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.runs.resolve import fetch_run_model
 from ratchet.runs.run_dir import RunDirectory
@@ -348,7 +348,7 @@ def _add_metadata(
         "temperature": sampling.temperature if evaluation.samples else None,
         "max_new_tokens": sampling.max_new_tokens,
         "seed": evaluation.seed,
-        "ratchet": installed_versions()["ratchet"],
+        "ratchet": get_installed_versions()["ratchet"],
     }
     return replace(results, about=about)
 

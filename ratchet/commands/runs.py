@@ -13,7 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ratchet.errors import RunDirectoryError
-from ratchet.observe.progress import duration
+from ratchet.observe.progress import format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
@@ -128,7 +128,7 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
             Text(row.path),
             row.state,
             step,
-            duration(row.seconds),
+            format_duration(row.seconds),
             accuracy,
             f"{row.checkpoints / 2**20:,.1f} MiB",
         )

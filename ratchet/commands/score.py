@@ -24,7 +24,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.data.jsonl import TYPE_NAMES, read_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Reward
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils.terminal_text import make_console
 
@@ -92,7 +92,7 @@ def score_file(
         raise DataError(
             f"{path} is a directory: give a file of rows (a run directory has no texts of answers)"
         )
-    reward = composed([reward_section(kind, overrides, workers)])
+    reward = compose_rewards([reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
 
 

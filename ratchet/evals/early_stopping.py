@@ -12,7 +12,8 @@ from ratchet.errors import ConfigError
 def get_signed_metric(metric: str, metrics: Mapping[str, float | None]) -> float | None:
     """Return the value of a metric, or None if it was not measured.
 
-    A leading minus in the name, as in "-eval/loss", negates the value, so that higher is better.
+    A leading minus in the name, as in "-eval/loss", negates the value. Higher is then better for
+    every metric.
     """
     value = metrics.get(metric.removeprefix("-"))
     return -value if metric.startswith("-") and value is not None else value
@@ -41,17 +42,17 @@ class EarlyStopping:
             else None
         )
 
-    def after(
-        self, metrics: Mapping[str, float | None], best: float | None, fruitless: int
+    def update(
+        self, metrics: Mapping[str, float | None], best: float | None, evaluations_since_best: int
     ) -> tuple[float | None, int]:
-        """Return the new best value and the new `fruitless` after an evaluation.
+        """Return the new (best, evaluations_since_best) after an evaluation.
 
         If all attempts failed and the metric is None, the evaluation counts as no improvement.
 
         Args:
             metrics: The metrics of the evaluation.
             best: The best value so far; None before the first.
-            fruitless: The number of evaluations since the best value.
+            evaluations_since_best: The number of evaluations since the best value.
 
         Raises:
             ConfigError: If the evaluation does not report the metric.
@@ -66,4 +67,4 @@ class EarlyStopping:
         value = get_signed_metric(self.metric, metrics)
         if value is not None and (best is None or value > best + self.min_gain):
             return value, 0
-        return best, fruitless + 1
+        return best, evaluations_since_best + 1

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import voter
+from ratchet.rewards.base import find_voter
 from ratchet.types import Cancelled, Failed, Group, Sampling, Scored, Task, Trajectory, Truncated
 
 log = logging.getLogger(__name__)
@@ -36,6 +36,7 @@ class Evaluator:
     greedy: bool = True
     pass_threshold: float = 1.0
 
+    # Accuracies of two stages are compared only if their evaluators measure the same.
     measures = "answers of the policy"
 
     @property
@@ -54,50 +55,59 @@ class Evaluator:
         if self.samples:
             sampled = await self.manager.groups(jobs, self.sampling, attempts=self.samples)
         prompts = [
-            self._prompt(task, greedy[i : i + 1], sampled[i : i + 1])
+            self._evaluate_prompt(task, greedy[i : i + 1], sampled[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
         results = EvalResults(tuple(prompts), self.pass_threshold)
-        _warn(results)
+        _warn_about_failures(results)
         return results
 
-    def _prompt(
+    def _evaluate_prompt(
         self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
     ) -> PromptResult:
-        votes = voter(self.manager.reward, task)
+        voting_reward = find_voter(self.manager.reward, task)
 
         def attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
-            return tuple(_attempt(rows, votes, task) for group in groups for rows in group.attempts)
+            return tuple(
+                _record_attempt(rows, voting_reward, task)
+                for group in groups
+                for rows in group.attempts
+            )
 
-        first = next(iter(attempts(greedy)), None)
+        greedy_attempt = next(iter(attempts(greedy)), None)
         return PromptResult(
-            task.id, task.tag, hash_task(task), votes is not None, first, attempts(sampled)
+            task.id,
+            task.tag,
+            hash_task(task),
+            voting_reward is not None,
+            greedy_attempt,
+            attempts(sampled),
         )
 
 
-def _attempt(
-    rows: Sequence[Trajectory], votes: HasFinalAnswers | None, task: Task
+def _record_attempt(
+    rows: Sequence[Trajectory], voting_reward: HasFinalAnswers | None, task: Task
 ) -> AttemptResult:
     """Return the record of an attempt.
 
     Args:
         rows: The trajectories of the attempt. The last one has the whole conversation.
-        votes: The reward that extracts final answers, if there is one.
+        voting_reward: The reward that extracts final answers, if there is one.
         task: The task of the attempt.
     """
     row = rows[-1]
-    answer = None if votes is None or row.reward is None else votes.vote(row, task)
+    answer = None if voting_reward is None or row.reward is None else voting_reward.vote(row, task)
     replies = [message.text for message in row.messages if message.role == "assistant"]
     detail = ""
     if isinstance(row.outcome, Failed):
         detail = f"{row.outcome.kind}: {row.outcome.detail}"
     tokens = sum(trajectory.completion_length for trajectory in rows)
     return AttemptResult(
-        _end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail
+        _describe_end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail
     )
 
 
-def _end(row: Trajectory) -> AttemptEnd:
+def _describe_end(row: Trajectory) -> AttemptEnd:
     if isinstance(row.outcome, Scored):
         return "scored"
     if isinstance(row.outcome, Failed):
@@ -107,7 +117,7 @@ def _end(row: Trajectory) -> AttemptEnd:
     return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
 
 
-def _warn(results: EvalResults) -> None:
+def _warn_about_failures(results: EvalResults) -> None:
     """Log a warning if attempts have no reward."""
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
     failures = [attempt for attempt in attempts if attempt.reward is None]

@@ -39,14 +39,14 @@ from ratchet.types import (
     Turn,
 )
 
-# Statuses of a wrong key, address or model: every further request would fail too.
-REFUSES_ALL = (401, 403, 404, 405)
+# HTTP statuses of a wrong key, address or model: every further request would fail too.
+FATAL_STATUSES = (401, 403, 404, 405)
 UNKNOWN = -1  # the token id where the server does not show tokens
-SEEDS = 2**31  # servers accept seeds below this
+SEEDS = 2**31  # servers accept only seeds below this
 
 
 @dataclass
-class _Play:
+class _AttemptState:
     """The state of one attempt."""
 
     messages: list[Message]
@@ -112,88 +112,88 @@ class EndpointPlayer:
         Raises:
             EndpointError: The endpoint would refuse every request.
         """
-        play = _Play(list(task.messages))
+        state = _AttemptState(list(task.messages))
         limit = asyncio.timeout(self.timeout_s)
         outcome: Outcome | None
         try:
             async with limit:
-                outcome = await self._episode(play, task, environment, sampling)
+                outcome = await self._play_episode(state, task, environment, sampling)
         except TimeoutError:
             outcome = Failed(
-                "timeout", f"not over after {self.timeout_s:g} s and {len(play.turns)} turns"
+                "timeout", f"not over after {self.timeout_s:g} s and {len(state.turns)} turns"
             )
         except UserCodeFailed as failure:
             outcome = Failed("environment", str(failure))
         except DataError as error:
             outcome = Failed("endpoint", str(error))
         except EndpointError as error:
-            if error.status in REFUSES_ALL:
+            if error.status in FATAL_STATUSES:
                 raise
             outcome = Failed("endpoint", str(error))
-        return [play.trajectory(attempt, sampling.temperature, outcome)]
+        return [state.trajectory(attempt, sampling.temperature, outcome)]
 
-    async def _episode(
-        self, play: _Play, task: Task, environment: Environment, sampling: Sampling
+    async def _play_episode(
+        self, state: _AttemptState, task: Task, environment: Environment, sampling: Sampling
     ) -> Outcome | None:
-        play.messages = list(
+        state.messages = list(
             check_messages(await run_guarded(lambda: environment.reset(task)), "reset", environment)
         )
         if isinstance(environment, HasTools):
-            play.tools = await get_offered_tools(environment, task) or None
-            play.metrics["malformed_tool_calls"] = 0.0
+            state.tools = await get_offered_tools(environment, task) or None
+            state.metrics["malformed_tool_calls"] = 0.0
         for number in range(self.max_turns):
             stops = environment.stop_strings if isinstance(environment, HasStopStrings) else ()
-            body = self._request(
-                play, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops)))
+            body = self._build_request(
+                state, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops)))
             )
-            choice = self._choice(play, await self.endpoint.post(body))
-            start = play.turns[-1].end if play.turns else 1
-            end = 1 + play.tokens
+            choice = self._read_choice(state, await self.endpoint.post(body))
+            start = state.turns[-1].end if state.turns else 1
+            end = 1 + state.tokens
             message, malformed = read_message(choice["message"])
-            play.messages.append(message)
-            play.metrics["turns"] += 1
-            if play.tools is not None:
-                play.metrics["malformed_tool_calls"] += malformed
+            state.messages.append(message)
+            state.metrics["turns"] += 1
+            if state.tools is not None:
+                state.metrics["malformed_tool_calls"] += malformed
             if choice.get("finish_reason") == "length":
-                play.turns.append(Turn(start, end, cut=True))
+                state.turns.append(Turn(start, end, cut=True))
                 return Truncated()
             step = check_step(
                 await run_guarded(lambda reply=message: environment.step(reply)), environment
             )
-            play.turns.append(
+            state.turns.append(
                 Turn(start, end, step.reward, step.state_key, terminated=step.done, cut=False)
             )
-            for name, measured in (step.metrics or {}).items():
-                play.metrics[name] = play.metrics.get(name, 0.0) + float(measured)
+            for name, value in (step.metrics or {}).items():
+                state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
             if step.done:
                 return None
-            play.messages.extend(step.messages)
-        play.metrics["turn_limit"] = 1.0
+            state.messages.extend(step.messages)
+        state.metrics["turn_limit"] = 1.0
         return Truncated()
 
-    def _request(
-        self, play: _Play, sampling: Sampling, number: int, stops: tuple[str, ...]
+    def _build_request(
+        self, state: _AttemptState, sampling: Sampling, number: int, stops: tuple[str, ...]
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
-            "messages": [format_message(message) for message in play.messages],
+            "messages": [format_message(message) for message in state.messages],
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
             "seed": derive_seed(sampling.seed, number) % SEEDS,
         }
-        usual = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
+        defaults = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         body |= {
             key: getattr(sampling, key)
-            for key, off in usual.items()
-            if getattr(sampling, key) != off
+            for key, default in defaults.items()
+            if getattr(sampling, key) != default
         }
         if stops:
             body["stop"] = list(stops)
-        if play.tools is not None:
-            body["tools"] = [dict(tool) for tool in play.tools]
+        if state.tools is not None:
+            body["tools"] = [dict(tool) for tool in state.tools]
         return {key: value for key, value in {**body, **self.body}.items() if value is not None}
 
-    def _choice(self, play: _Play, answer: Any) -> Mapping[str, Any]:
+    def _read_choice(self, state: _AttemptState, answer: Any) -> Mapping[str, Any]:
         """Return the first choice of an answer, and count its tokens.
 
         Raises:
@@ -205,7 +205,7 @@ class EndpointPlayer:
             has_message = message["role"] == "assistant" and isinstance(
                 message.get("content") or "", str
             )
-            play.tokens += int(usage.get("completion_tokens") or 0)
+            state.tokens += int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, AttributeError, ValueError):
             choice, has_message = {}, False
         if not has_message:

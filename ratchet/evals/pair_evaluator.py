@@ -1,4 +1,4 @@
-"""Measure held-out accuracy on pairs: how often the better of two answers is the likelier one."""
+"""Measure held-out accuracy on preference pairs: how often the chosen answer is likelier."""
 
 from __future__ import annotations
 
@@ -50,6 +50,7 @@ class PairEvaluator:
         batch = pack(groups)
         logprobs_T = (await self.learner.score(batch, ["logprobs"]))["logprobs"].double()
         logprobs_S = batch.sequence_sum(logprobs_T)
+        # Sequences alternate between the chosen and the rejected answer of each pair.
         margins_G = logprobs_S[0::2] - logprobs_S[1::2]
         right_G = (margins_G > 0).double() + (margins_G == 0).double() / 2
         return PairAccuracy(len(groups), float(right_G.mean()), float(margins_G.mean()))

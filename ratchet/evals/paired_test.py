@@ -37,65 +37,77 @@ def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
             prompt has a reward in both.
     """
     prompts_b = {prompt.id: prompt for prompt in b.prompts}
-    shared = [(prompt, prompts_b[prompt.id]) for prompt in a.prompts if prompt.id in prompts_b]
-    if not shared:
+    common_prompts = [
+        (prompt, prompts_b[prompt.id]) for prompt in a.prompts if prompt.id in prompts_b
+    ]
+    if not common_prompts:
         raise DataError(
             "the two evaluations have no prompt in common: evaluate both on the same tasks"
         )
-    changed = next((one.id for one, two in shared if one.digest != two.digest), None)
+    changed = next(
+        (
+            result_a.id
+            for result_a, result_b in common_prompts
+            if result_a.digest != result_b.digest
+        ),
+        None,
+    )
     if changed is not None:
         raise DataError(
-            f"prompt '{changed}' asks something else in the two evaluations: evaluate both on the "
-            "same data"
+            f"prompt '{changed}' differs between the two evaluations: evaluate both on the same "
+            "data"
         )
     measures: dict[str, PairedDifference] = {}
-    for name, value_of in VALUES.items():
-        pairs = _values(shared, value_of)
+    for name, get_value in VALUES.items():
+        pairs = _values(common_prompts, get_value)
         if pairs:
-            measures[name] = _paired(pairs, a.seed)
+            measures[name] = _compare_values(pairs, a.seed)
     if not measures:
         raise DataError("no prompt has a reward in both evaluations: there is nothing to compare")
-    first = VALUES[next(iter(measures))]
-    tags = sorted({one.tag for one, _ in shared})
+    main_value = VALUES[next(iter(measures))]
+    tags = sorted({result_a.tag for result_a, _ in common_prompts})
     by_tag = (
-        {tag: _values([pair for pair in shared if pair[0].tag == tag], first) for tag in tags}
+        {
+            tag: _values([pair for pair in common_prompts if pair[0].tag == tag], main_value)
+            for tag in tags
+        }
         if len(tags) > 1
         else {}
     )
-    asked = len({prompt.id for prompt in (*a.prompts, *b.prompts)})
-    compared = next(iter(measures.values())).prompts
+    prompt_count = len({prompt.id for prompt in (*a.prompts, *b.prompts)})
+    compared_count = next(iter(measures.values())).prompts
     return EvalComparison(
         measures,
-        {tag: _paired(pairs, a.seed) for tag, pairs in by_tag.items() if pairs},
-        asked - compared,
+        {tag: _compare_values(pairs, a.seed) for tag, pairs in by_tag.items() if pairs},
+        prompt_count - compared_count,
     )
 
 
-def _greedy(prompt: PromptResult) -> float | None:
+def _get_greedy_mean(prompt: PromptResult) -> float | None:
     return prompt.mean([prompt.greedy])
 
 
-def _sampled(prompt: PromptResult) -> float | None:
+def _get_sampled_mean(prompt: PromptResult) -> float | None:
     return prompt.mean(prompt.sampled)
 
 
 # Sampled attempts come first: their mean is less noisy than a single greedy attempt.
 VALUES: Mapping[str, Callable[[PromptResult], float | None]] = {
-    "sampled": _sampled,
-    "greedy": _greedy,
+    "sampled": _get_sampled_mean,
+    "greedy": _get_greedy_mean,
 }
 
 
 def _values(
-    shared: list[tuple[PromptResult, PromptResult]],
-    value_of: Callable[[PromptResult], float | None],
+    common_prompts: list[tuple[PromptResult, PromptResult]],
+    get_value: Callable[[PromptResult], float | None],
 ) -> list[tuple[float, float]]:
     """Return the pair of values of each prompt that has one in both evaluations."""
-    values = [(value_of(one), value_of(two)) for one, two in shared]
-    return [(one, two) for one, two in values if one is not None and two is not None]
+    values = [(get_value(result_a), get_value(result_b)) for result_a, result_b in common_prompts]
+    return [(a, b) for a, b in values if a is not None and b is not None]
 
 
-def _paired(pairs: list[tuple[float, float]], seed: int) -> PairedDifference:
+def _compare_values(pairs: list[tuple[float, float]], seed: int) -> PairedDifference:
     return compare_pairs(*zip(*pairs, strict=True), seed=seed)
 
 

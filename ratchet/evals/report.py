@@ -23,15 +23,15 @@ def format_report(results: EvalResults, title: str) -> str:
 
     It shows pass@k for k = 1, 2, 4, ... and all samples; results.json has every k.
     """
-    measures = _chosen(results)
+    measures = _select_measures(results)
     parts = [
         f"# {title}",
-        _about(results),
-        _measures(measures, len(results.prompts), results.samples),
+        _format_settings(results),
+        _format_measures(measures, len(results.prompts), results.samples),
     ]
     if len(results.tags) > 1:
-        parts += ["## By tag", _by_tag(results)]
-    parts += _failures(results)
+        parts += ["## By tag", _format_tags(results)]
+    parts += _format_failures(results)
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -51,53 +51,53 @@ def save_report(results: EvalResults, directory: Path, title: str) -> bool:
 
 def format_comparison(tests: EvalComparison, a: str, b: str) -> str:
     """Return the report of a comparison, headed by the texts `a` and `b`."""
-    rows = [_paired_row(name, one) for name, one in {**tests.measures, **tests.by_tag}.items()]
+    rows = [_format_pair(name, test) for name, test in {**tests.measures, **tests.by_tag}.items()]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
-    lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _table(heading, rows)]
-    how = "the exact" if all(one.exact for one in tests.measures.values()) else "a sampled"
+    lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _format_table(heading, rows)]
+    test_kind = "the exact" if all(test.exact for test in tests.measures.values()) else "a sampled"
     lines.append(
-        f"p: chance of a difference at least as large if A and B were alike, by {how} sign-flip "
-        f"test over prompts; better: the larger of the two if p is at most {SIGNIFICANT:g}."
+        f"p: chance of a difference at least as large if A and B were alike, by {test_kind} "
+        f"sign-flip test over prompts; better: the larger if p is at most {SIGNIFICANT:g}."
     )
     if tests.left_out:
         lines.append(
-            f"{tests.left_out} prompts are left out: asked of one alone, or without a reward in "
-            "one."
+            f"{tests.left_out} prompts are excluded: they are in only one evaluation, or lack a "
+            "reward in one."
         )
     return "\n\n".join(lines) + "\n"
 
 
-def _chosen(results: EvalResults) -> list[Measure]:
-    steps = {f"pass_at_{k}" for k in list_powers_of_two(results.samples)}
+def _select_measures(results: EvalResults) -> list[Measure]:
+    shown_names = {f"pass_at_{k}" for k in list_powers_of_two(results.samples)}
     return [
-        one
-        for one in results.measures()
-        if not one.name.startswith("pass_at_") or one.name in steps
+        measure
+        for measure in results.measures()
+        if not measure.name.startswith("pass_at_") or measure.name in shown_names
     ]
 
 
-def _about(results: EvalResults) -> str:
+def _format_settings(results: EvalResults) -> str:
     return "\n".join(
         f"- {key}: {value}" for key, value in results.about.items() if value is not None
     )
 
 
-def _measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
+def _format_measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
     rows = []
-    for one in measures:
-        exact = "" if one.error == 0 else f" (sampled: ± {one.error:.2g})"
+    for measure in measures:
+        sampling_error = "" if measure.error == 0 else f" (sampled: ± {measure.error:.2g})"
         rows.append(
             (
-                _label(one.name, samples),
-                f"{_number(one.value)}{exact}",
-                _range(one.low, one.high),
-                f"{one.prompts} of {prompts}",
+                _format_name(measure.name, samples),
+                f"{_format_number(measure.value)}{sampling_error}",
+                _format_interval(measure.low, measure.high),
+                f"{measure.prompts} of {prompts}",
             )
         )
-    return _table(("measure", "value", "95 % interval", "prompts"), rows)
+    return _format_table(("measure", "value", "95 % interval", "prompts"), rows)
 
 
-def _by_tag(results: EvalResults) -> str:
+def _format_tags(results: EvalResults) -> str:
     rows = []
     for tag in results.tags:
         tagged = results.for_tag(tag)
@@ -105,20 +105,31 @@ def _by_tag(results: EvalResults) -> str:
             (
                 tag or "(none)",
                 str(len(tagged.prompts)),
-                *(f"{_number(one.value)} {_range(one.low, one.high)}" for one in _summary(tagged)),
+                *(
+                    f"{_format_number(measure.value)} {_format_interval(measure.low, measure.high)}"
+                    for measure in _select_main_measures(tagged)
+                ),
             )
         )
-    return _table(
-        ("tag", "prompts", *(_label(one.name, results.samples) for one in _summary(results))), rows
+    return _format_table(
+        (
+            "tag",
+            "prompts",
+            *(
+                _format_name(measure.name, results.samples)
+                for measure in _select_main_measures(results)
+            ),
+        ),
+        rows,
     )
 
 
-def _summary(results: EvalResults) -> list[Measure]:
+def _select_main_measures(results: EvalResults) -> list[Measure]:
     names = ("accuracy", "sampled", f"pass_at_{results.samples}", f"cons_at_{results.samples}")
-    return [one for one in results.measures(every_k=False) if one.name in names]
+    return [measure for measure in results.measures(every_k=False) if measure.name in names]
 
 
-def _failures(results: EvalResults) -> list[str]:
+def _format_failures(results: EvalResults) -> list[str]:
     attempts = [(prompt, attempt) for prompt in results.prompts for attempt in prompt.attempts]
     if not results.failures:
         return [f"All {len(attempts)} attempts have a reward."]
@@ -129,42 +140,48 @@ def _failures(results: EvalResults) -> list[str]:
     )
     shown = [(p, a) for p, a in attempts if a.reward is None][:SHOWN_FAILURES]
     examples = [
-        f"- {prompt.id}: {_line(attempt.detail or attempt.end)}" for prompt, attempt in shown
+        f"- {prompt.id}: {_get_last_line(attempt.detail or attempt.end)}"
+        for prompt, attempt in shown
     ]
-    return ["## Without a reward", heading, _table(("why", "attempts"), rows), "\n".join(examples)]
+    return [
+        "## Without a reward",
+        heading,
+        _format_table(("why", "attempts"), rows),
+        "\n".join(examples),
+    ]
 
 
-def _paired_row(name: str, one: PairedDifference) -> tuple[str, ...]:
-    reach = f"{one.low:+.3f} to {one.high:+.3f}"
+def _format_pair(name: str, test: PairedDifference) -> tuple[str, ...]:
+    interval = f"{test.low:+.3f} to {test.high:+.3f}"
     numbers = (
-        f"{one.difference:+.3f}",
-        reach,
-        str(one.better),
-        str(one.worse),
-        f"{one.p_value:.2g}",
+        f"{test.difference:+.3f}",
+        interval,
+        str(test.better),
+        str(test.worse),
+        f"{test.p_value:.2g}",
     )
-    return (name, str(one.prompts), *numbers, name_better(one))
+    return (name, str(test.prompts), *numbers, name_better(test))
 
 
-def _label(name: str, samples: int) -> str:
-    named = {"accuracy": "accuracy", "sampled": f"mean@{samples}"}
-    return named.get(name) or name.replace("_at_", "@")
+def _format_name(name: str, samples: int) -> str:
+    special_names = {"accuracy": "accuracy", "sampled": f"mean@{samples}"}
+    return special_names.get(name) or name.replace("_at_", "@")
 
 
-def _number(value: float) -> str:
+def _format_number(value: float) -> str:
     return "-" if math.isnan(value) else f"{value:.3f}"
 
 
-def _range(low: float, high: float) -> str:
-    return "" if math.isnan(low) else f"{_number(low)} to {_number(high)}"
+def _format_interval(low: float, high: float) -> str:
+    return "" if math.isnan(low) else f"{_format_number(low)} to {_format_number(high)}"
 
 
-def _line(text: str) -> str:
+def _get_last_line(text: str) -> str:
     """Return the last line of a text, which may be a traceback."""
     return (text.strip().splitlines() or [""])[-1][:300]
 
 
-def _table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _format_table(heading: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     lines = [heading, ["---"] * len(heading), *rows]
     return "\n".join(
         "| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines

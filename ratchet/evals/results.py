@@ -106,7 +106,7 @@ def hash_task(task: Task) -> str:
 
 
 def list_powers_of_two(n: int) -> list[int]:
-    """Return the powers of two up to n, and n."""
+    """Return the powers of two up to n, and n itself; [] for 0."""
     return sorted({*(1 << i for i in range(n.bit_length())), n}) if n else []
 
 
@@ -184,8 +184,8 @@ class EvalResults:
             named |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
         return named
 
-    def _mean(self, name: str, value_of: Callable[[PromptResult], float | None]) -> Measure:
-        values = [value for prompt in self.prompts if (value := value_of(prompt)) is not None]
+    def _mean(self, name: str, get_value: Callable[[PromptResult], float | None]) -> Measure:
+        values = [value for prompt in self.prompts if (value := get_value(prompt)) is not None]
         return _measure(name, values, self.seed)
 
     def _passes(self, ks: Sequence[int]) -> Iterator[Measure]:
@@ -207,17 +207,19 @@ class EvalResults:
 
     def _consensus(self) -> Iterator[Measure]:
         """Yield cons@k over the prompts with at least k attempts that have a reward."""
-        counted = [_votes(prompt) for prompt in self.prompts if prompt.votes]
-        for k in list_powers_of_two(self.samples) if counted else []:
+        vote_counts = [_count_votes(prompt) for prompt in self.prompts if prompt.votes]
+        for k in list_powers_of_two(self.samples) if vote_counts else []:
             estimates = [
-                estimate_consensus(counts, values, [k], silent=silent, seed=self.seed + i)
-                for i, (counts, values, silent) in enumerate(counted)
-                if sum(counts) + silent >= k
+                estimate_consensus(
+                    counts, values, [k], without_answer=without_answer, seed=self.seed + i
+                )
+                for i, (counts, values, without_answer) in enumerate(vote_counts)
+                if sum(counts) + without_answer >= k
             ]
             measure = _measure(
-                f"cons_at_{k}", [float(one.values[0]) for one in estimates], self.seed
+                f"cons_at_{k}", [float(estimate.values[0]) for estimate in estimates], self.seed
             )
-            error = math.sqrt(sum(float(one.errors[0]) ** 2 for one in estimates)) / max(
+            error = math.sqrt(sum(float(estimate.errors[0]) ** 2 for estimate in estimates)) / max(
                 len(estimates), 1
             )
             yield measure._replace(error=error)
@@ -227,7 +229,7 @@ class EvalResults:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of results.json."""
         by_tag = (
-            {tag: _rows(self.for_tag(tag).measures()) for tag in self.tags}
+            {tag: _as_rows(self.for_tag(tag).measures()) for tag in self.tags}
             if len(self.tags) > 1
             else {}
         )
@@ -236,7 +238,7 @@ class EvalResults:
             "about": dict(self.about),
             "pass_threshold": self.pass_threshold,
             "seed": self.seed,
-            "measures": _rows(self.measures()),
+            "measures": _as_rows(self.measures()),
             "by_tag": by_tag,
             "failures": self.failures,
             "prompts": [asdict(prompt) for prompt in self.prompts],
@@ -271,7 +273,7 @@ class EvalResults:
                     f"{path} has format {content['format']}, and this version reads {FORMAT}. "
                     "Evaluate again"
                 )
-            prompts = tuple(_prompt(row) for row in content["prompts"])
+            prompts = tuple(_parse_prompt(row) for row in content["prompts"])
             return cls(prompts, content["pass_threshold"], content["seed"], content["about"])
         except OSError as error:
             raise DataError(f"{path}: can't be read: {error.strerror}") from error
@@ -286,26 +288,25 @@ def _measure(name: str, values: Sequence[float], seed: int) -> Measure:
     return Measure(name, fmean(values) if values else math.nan, low, high, len(values))
 
 
-def _votes(prompt: PromptResult) -> tuple[list[int], list[float], int]:
-    """Return the votes for each answer, the value of each answer, and the number of attempts
-    without one.
+def _count_votes(prompt: PromptResult) -> tuple[list[int], list[float], int]:
+    """Return (votes for each answer, value of each answer, number of attempts without an answer).
 
-    Only attempts with a reward vote. Equal answers can have different rewards, if another reward
-    counts too; the answer's value is their mean.
+    Only attempts with a reward vote. If equal answers have different rewards, for example because a
+    length reward counts too, the answer's value is their mean.
     """
-    earned: dict[str | None, list[float]] = {}
+    rewards_by_answer: dict[str | None, list[float]] = {}
     for attempt in prompt.sampled:
         if attempt.reward is not None:
-            earned.setdefault(attempt.answer, []).append(attempt.reward)
-    silent = len(earned.pop(None, []))
+            rewards_by_answer.setdefault(attempt.answer, []).append(attempt.reward)
+    without_answer = len(rewards_by_answer.pop(None, []))
     return (
-        [len(rewards) for rewards in earned.values()],
-        [fmean(rewards) for rewards in earned.values()],
-        silent,
+        [len(rewards) for rewards in rewards_by_answer.values()],
+        [fmean(rewards) for rewards in rewards_by_answer.values()],
+        without_answer,
     )
 
 
-def _rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
+def _as_rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
     return [
         {
             key: None if isinstance(value, float) and math.isnan(value) else value
@@ -315,14 +316,18 @@ def _rows(measures: Sequence[Measure]) -> list[dict[str, Any]]:
     ]
 
 
-def _prompt(row: Mapping[str, Any]) -> PromptResult:
-    greedy = None if row["greedy"] is None else _attempt(row["greedy"])
+def _parse_prompt(row: Mapping[str, Any]) -> PromptResult:
+    greedy = None if row["greedy"] is None else _parse_attempt(row["greedy"])
     return PromptResult(
-        **{**row, "greedy": greedy, "sampled": tuple(_attempt(one) for one in row["sampled"])}
+        **{
+            **row,
+            "greedy": greedy,
+            "sampled": tuple(_parse_attempt(attempt) for attempt in row["sampled"]),
+        }
     )
 
 
-def _attempt(row: Mapping[str, Any]) -> AttemptResult:
+def _parse_attempt(row: Mapping[str, Any]) -> AttemptResult:
     attempt = AttemptResult(**row)
     if attempt.end not in get_args(AttemptEnd):
         raise ValueError(f"an attempt ended as '{attempt.end}'")

@@ -18,21 +18,22 @@ Floats = NDArray[np.float64]
 LEVEL = 0.95  # confidence level of all intervals
 # Number of bootstrap resamples: the error of an interval's ends is below 2 % of its width.
 RESAMPLES = 4000
-EXACT_COST = 50_000_000  # multiplications (about 0.1 s) above which a consensus is sampled
+# Number of multiplications (about 0.1 s) above which a consensus is sampled.
+EXACT_COST = 50_000_000
 DRAWS = 2000  # samples of a consensus for each k
 EXACT_SUMS = 1 << 17  # distinct sums of signed differences above which the test samples them
 FLIPS = 20_000  # samples of the sign-flip test
 CHUNK = 1 << 21  # maximum resampled numbers in memory at once
 
 
-def estimate_pass_at_k(n: int, right: int) -> Floats:
-    """Return [n]: the chance that at least one of k attempts is right, for k = 1 ... n.
+def estimate_pass_at_k(n: int, correct: int) -> Floats:
+    """Return pass@k, [n]: the chance that at least one of k attempts is correct, for k = 1 ... n.
 
-    `right` is c, the number of right attempts among n. The result is the unbiased estimator
+    `correct` is c, the number of correct attempts among n. The result is the unbiased estimator
     1 - C(n - c, k) / C(n, k) of arXiv:2107.03374, eq. 1, in its numerically stable form.
     """
     k = np.arange(1, n + 1)
-    misses = np.maximum(n - right - k + 1, 0) / (n - k + 1)
+    misses = np.maximum(n - correct - k + 1, 0) / (n - k + 1)
     return np.asarray(1.0 - np.cumprod(misses), dtype=np.float64)
 
 
@@ -54,7 +55,7 @@ def estimate_consensus(
     values: Sequence[float],
     ks: Sequence[int],
     *,
-    silent: int = 0,
+    without_answer: int = 0,
     seed: int = 0,
     exact: bool | None = None,
 ) -> Consensus:
@@ -68,24 +69,26 @@ def estimate_consensus(
         counts: [A] Number of attempts that gave each answer.
         values: [A] Score of each answer.
         ks: [K] The sizes k.
-        silent: Number of attempts without an answer.
+        without_answer: Number of attempts without an answer.
         seed: Seed of the samples.
         exact: True enumerates, False samples; None enumerates if this is cheap.
     """
-    n = sum(counts) + silent
+    n = sum(counts) + without_answer
     assert all(1 <= k <= n for k in ks), (n, ks)
     if exact is None:
         # C(1000, 500) is near the largest binomial coefficient that a float holds.
-        exact = n <= 1000 and _cost(counts, n) <= EXACT_COST
+        exact = n <= 1000 and _count_multiplications(counts, n) <= EXACT_COST
     if exact:
         return Consensus(
-            _enumerated(counts, values, silent)[np.asarray(ks, dtype=np.int64) - 1],
+            _enumerate_consensus(counts, values, without_answer)[
+                np.asarray(ks, dtype=np.int64) - 1
+            ],
             np.zeros(len(ks)),
         )
-    return _sampled(counts, values, silent, ks, np.random.default_rng(seed))
+    return _sample_consensus(counts, values, without_answer, ks, np.random.default_rng(seed))
 
 
-def _cost(counts: Sequence[int], n: int) -> int:
+def _count_multiplications(counts: Sequence[int], n: int) -> int:
     """Return the number of multiplications of the exact computation."""
     cost = 0
     for winning_votes in range(1, max(counts, default=0) + 1):
@@ -94,7 +97,9 @@ def _cost(counts: Sequence[int], n: int) -> int:
     return cost
 
 
-def _enumerated(counts: Sequence[int], values: Sequence[float], silent: int) -> Floats:
+def _enumerate_consensus(
+    counts: Sequence[int], values: Sequence[float], without_answer: int
+) -> Floats:
     """Return [n] exact values for k = 1 ... n.
 
     For each number of votes that the winners may have, a dynamic program runs over the answers:
@@ -103,11 +108,13 @@ def _enumerated(counts: Sequence[int], values: Sequence[float], silent: int) -> 
       votes and no other has more;
     * worth[x, t] sums the values of these t answers over the same choices.
     """
-    n = sum(counts) + silent
+    n = sum(counts) + without_answer
     totals = np.zeros(n + 1)
     for winning_votes in range(1, max(counts, default=0) + 1):
         ways = np.zeros((n + 1, 1 + sum(count >= winning_votes for count in counts)))
-        ways[: silent + 1, 0] = [math.comb(silent, x) for x in range(silent + 1)]
+        ways[: without_answer + 1, 0] = [
+            math.comb(without_answer, x) for x in range(without_answer + 1)
+        ]
         worth = np.zeros_like(ways)
         for count, value in zip(counts, values, strict=True):
             next_ways, next_worth = np.zeros_like(ways), np.zeros_like(worth)
@@ -128,10 +135,10 @@ def _enumerated(counts: Sequence[int], values: Sequence[float], silent: int) -> 
     return totals[1:] / [float(math.comb(n, k)) for k in range(1, n + 1)]
 
 
-def _sampled(
+def _sample_consensus(
     counts: Sequence[int],
     values: Sequence[float],
-    silent: int,
+    without_answer: int,
     ks: Sequence[int],
     rng: np.random.Generator,
 ) -> Consensus:
@@ -140,7 +147,7 @@ def _sampled(
     worth_A = np.asarray(values, dtype=np.float64)
     for k in ks:
         votes_DA = rng.multivariate_hypergeometric(
-            [*counts, silent], k, size=DRAWS, method="marginals"
+            [*counts, without_answer], k, size=DRAWS, method="marginals"
         )[:, :-1]
         most_D = votes_DA.max(1, initial=0)
         wins_DA = (votes_DA == most_D[:, None]) & (votes_DA > 0)
@@ -163,8 +170,8 @@ def bootstrap_interval(
     if not len(values_P):
         return math.nan, math.nan
     if (values_P == values_P[0]).all() and values_P[0] in (0.0, 1.0):
-        reach = 1.0 - ((1.0 - level) / 2) ** (1.0 / len(values_P))
-        return (0.0, reach) if values_P[0] == 0.0 else (1.0 - reach, 1.0)
+        width = 1.0 - ((1.0 - level) / 2) ** (1.0 / len(values_P))
+        return (0.0, width) if values_P[0] == 0.0 else (1.0 - width, 1.0)
     rng = np.random.default_rng(seed)
     at_once = max(1, CHUNK // len(values_P))
     means = [
@@ -213,9 +220,9 @@ def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDif
     of the samples, so that the test still keeps its level.
     """
     difference_P = np.asarray(a_P, dtype=np.float64) - np.asarray(b_P, dtype=np.float64)
-    low, high = _difference_interval(difference_P, seed)
+    low, high = _bootstrap_difference(difference_P, seed)
     nonzero = difference_P[np.abs(difference_P) > 1e-12]
-    p_value, exact = _sign_flip(nonzero, seed)
+    p_value, exact = _compute_p_value(nonzero, seed)
     return PairedDifference(
         prompts=len(difference_P),
         difference=float(difference_P.mean()) if len(difference_P) else math.nan,
@@ -228,7 +235,7 @@ def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDif
     )
 
 
-def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]:
+def _bootstrap_difference(difference_P: Floats, seed: int) -> tuple[float, float]:
     """Return the confidence interval of the mean difference.
 
     Differences of rewards in [0, 1] lie in [-1, 1]. They are mapped to [0, 1], so that
@@ -238,7 +245,7 @@ def _difference_interval(difference_P: Floats, seed: int) -> tuple[float, float]
     return 2 * low - 1, 2 * high - 1
 
 
-def _sign_flip(nonzero: Floats, seed: int) -> tuple[float, bool]:
+def _compute_p_value(nonzero: Floats, seed: int) -> tuple[float, bool]:
     """Return the p-value for the nonzero differences, and whether it is exact."""
     observed = abs(nonzero.sum()) - 1e-9
     sums, shares = np.zeros(1), np.ones(1)

@@ -16,7 +16,7 @@ class WandbConfig(Section):
 
     kind: Literal["wandb"] = "wandb"
     project: str = Field("ratchet", description="Project in which the run appears.")
-    entity: str | None = Field(None, description="Team or user; null: the one that is logged in.")
+    entity: str | None = Field(None, description="Team or user; null: the logged-in user.")
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: kept in the run's wandb/, for `wandb sync`."
     )
@@ -42,7 +42,7 @@ class SwanlabConfig(Section):
     kind: Literal["swanlab"] = "swanlab"
     project: str = Field("ratchet", description="Project in which the run appears.")
     workspace: str | None = Field(
-        None, description="Organisation or user; null: the one that is logged in."
+        None, description="Organisation or user; null: the logged-in user."
     )
     mode: Literal["online", "offline"] = Field(
         "online", description="offline: kept in the run's swanlog/, for `swanlab sync`."

@@ -12,16 +12,16 @@ from rich.console import Console
 from ratchet.utils.terminal_text import make_console
 
 
-def lasting_console() -> Console:
-    """Return a console on standard output that drops its output once nothing reads it any more.
+def make_robust_console() -> Console:
+    """Return a console on standard output that drops its output once standard output is closed.
 
-    Writing fails with EIO on a closed terminal and with EPIPE on a closed pipe. Neither may cost
-    the run a step.
+    Writing fails with EIO on a closed terminal and with EPIPE on a closed pipe. Neither may end the
+    run.
     """
-    return make_console(cast("IO[str]", _Lasting(sys.stdout)))
+    return make_console(cast("IO[str]", _RobustStream(sys.stdout)))
 
 
-class _Lasting:
+class _RobustStream:
     """A text stream that is redirected to /dev/null when a write fails."""
 
     def __init__(self, stream: IO[str]) -> None:
@@ -34,21 +34,21 @@ class _Lasting:
         try:
             return self._stream.write(text)
         except OSError:
-            self._give_up()
+            self._redirect_to_null()
             return len(text)
 
     def flush(self) -> None:
         try:
             self._stream.flush()
         except OSError:
-            self._give_up()
+            self._redirect_to_null()
 
-    def _give_up(self) -> None:
+    def _redirect_to_null(self) -> None:
         """Redirect the descriptor to /dev/null.
 
         Buffered text goes there too; otherwise the interpreter would fail to flush it at exit.
         """
-        nothing = os.open(os.devnull, os.O_WRONLY)
+        null_descriptor = os.open(os.devnull, os.O_WRONLY)
         with suppress(OSError, ValueError):
-            os.dup2(nothing, self._stream.fileno())
-        os.close(nothing)
+            os.dup2(null_descriptor, self._stream.fileno())
+        os.close(null_descriptor)

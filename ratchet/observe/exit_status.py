@@ -14,7 +14,7 @@ def describe_exit(status: int) -> tuple[str, str]:
     except ValueError:  # a real-time signal has no name
         name = f"signal {-status}"
     return (
-        f"{name}, by another process, or by the kernel for want of memory"
+        f"{name}, sent by another process, or by the kernel because memory ran out"
         if name == "SIGKILL"
         else name,
         name,

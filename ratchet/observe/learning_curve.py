@@ -70,28 +70,29 @@ def write_curve(metrics_path: Path, svg_path: Path) -> bool:
 
     Return False and write no file if there is nothing to draw. Raises OSError.
     """
-    svg = curve_svg(read_jsonl(metrics_path))
+    svg = render_curve(read_jsonl(metrics_path))
     if svg:
         replace_text(svg_path, svg)
     return bool(svg)
 
 
-def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
+def render_curve(rows: Sequence[Mapping[str, Any]]) -> str:
     """Return the panels as one SVG, below each other and over the same steps.
 
     Return "" if no row has any of their metrics.
     """
-    drawn = [(panel, lines) for panel in PANELS if (lines := _lines(panel, rows))]
-    if not drawn:
+    drawn_panels = [(panel, lines) for panel in PANELS if (lines := _collect_lines(panel, rows))]
+    if not drawn_panels:
         return ""
-    steps = [point.step for _, lines in drawn for line in lines.values() for point in line]
-    across = (min(steps), max(steps))
-    height = HEIGHT * len(drawn)
+    steps = [point.step for _, lines in drawn_panels for line in lines.values() for point in line]
+    step_range = (min(steps), max(steps))
+    height = HEIGHT * len(drawn_panels)
     body = "\n".join(
-        f'<g transform="translate(0 {HEIGHT * index})">{"".join(_draw(panel, lines, across))}</g>'
-        for index, (panel, lines) in enumerate(drawn)
+        f'<g transform="translate(0 {HEIGHT * index})">'
+        f"{''.join(_draw(panel, lines, step_range))}</g>"
+        for index, (panel, lines) in enumerate(drawn_panels)
     )
-    title = escape(" and ".join(panel.title for panel, _ in drawn))
+    title = escape(" and ".join(panel.title for panel, _ in drawn_panels))
     size = f'viewBox="0 0 {WIDTH} {height}" width="{WIDTH}" height="{height}"'
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" {size} role="img">\n'
@@ -99,7 +100,7 @@ def curve_svg(rows: Sequence[Mapping[str, Any]]) -> str:
     )
 
 
-def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
+def _collect_lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Point]]:
     """Return the points of each series by label, without empty series."""
     lines = {
         label: [
@@ -107,10 +108,10 @@ def _lines(panel: Panel, rows: Sequence[Mapping[str, Any]]) -> dict[str, list[Po
         ]
         for name, label in panel.series.items()
     }
-    return {label: thin(points) for label, points in lines.items() if points}
+    return {label: downsample(points) for label, points in lines.items() if points}
 
 
-def thin(points: Sequence[Point]) -> list[Point]:
+def downsample(points: Sequence[Point]) -> list[Point]:
     """Return at most MAX_POINTS points, each the mean of a bucket of neighbours."""
     size = math.ceil(len(points) / MAX_POINTS)
     buckets = [points[start : start + size] for start in range(0, len(points), size)]
@@ -120,7 +121,7 @@ def thin(points: Sequence[Point]) -> list[Point]:
 
 
 def _draw(
-    panel: Panel, lines: Mapping[str, Sequence[Point]], across: tuple[float, float]
+    panel: Panel, lines: Mapping[str, Sequence[Point]], step_range: tuple[float, float]
 ) -> Iterator[str]:
     values = [*(point.value for line in lines.values() for point in line), *(panel.span or ())]
     low, high = min(values), max(values)
@@ -130,21 +131,24 @@ def _draw(
         y, value = bottom - share * (bottom - TOP), low + share * (high - low)
         yield f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         yield f'<text x="{LEFT - 8}" y="{y + 4:.1f}" text-anchor="end">{value:.3g}</text>'
-    for step, anchor in zip(across, ("start", "end"), strict=True):
-        x = _scale(step, across, LEFT, WIDTH - RIGHT)
+    for step, anchor in zip(step_range, ("start", "end"), strict=True):
+        x = _scale(step, step_range, LEFT, WIDTH - RIGHT)
         yield f'<text x="{x:.1f}" y="{HEIGHT - 12}" text-anchor="{anchor}">step {step:.0f}</text>'
     for index, (label, line) in enumerate(lines.items()):
-        places = [
-            (_scale(p.step, across, LEFT, WIDTH - RIGHT), _scale(p.value, (low, high), bottom, TOP))
+        pixels = [
+            (
+                _scale(p.step, step_range, LEFT, WIDTH - RIGHT),
+                _scale(p.value, (low, high), bottom, TOP),
+            )
             for p in line
         ]
         yield (
             f'<polyline class="line s{index}" '
-            f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in places)}"/>'
+            f'points="{" ".join(f"{x:.1f},{y:.1f}" for x, y in pixels)}"/>'
         )
-        if panel.dots or len(places) == 1:
+        if panel.dots or len(pixels) == 1:
             yield from (
-                f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in places
+                f'<circle class="dot s{index}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in pixels
             )
         # Stack the labels at the right edge, so that labels of lines that end together don't
         # overlap.

@@ -45,14 +45,15 @@ class UtcFormatter(logging.Formatter):
 
 
 class LogFile(logging.FileHandler):
-    """The handler of `run.log`. If the disk fails, records are lost with one warning, and the run
-    goes on.
+    """The handler of `run.log`.
+
+    If the disk fails, records are lost with one warning, and the run continues.
     """
 
     def __init__(self, path: Path, console: Console | None) -> None:
-        """Open the file. Raises OSError, also if it is a link, a pipe or a device."""
+        """Open the file. Raises OSError, for example if it is a link, a pipe or a device."""
         super().__init__(path, encoding="utf-8", errors="backslashreplace")
-        self.console, self.is_whole = console, True
+        self.console, self.is_complete = console, True
 
     def _open(self) -> TextIOWrapper:
         descriptor = open_unshared(Path(self.baseFilename), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
@@ -62,8 +63,8 @@ class LogFile(logging.FileHandler):
         error = sys.exc_info()[1]
         if not isinstance(error, OSError):
             super().handleError(record)
-        elif self.is_whole:
-            self.is_whole = False
+        elif self.is_complete:
+            self.is_complete = False
             if self.console is not None:
                 text = (
                     f"warning: {self.baseFilename} can't be written, so it lacks records: {error}"

@@ -1,6 +1,6 @@
-"""Measure the rate of matrix products on this machine, with which profiles compare a run's own.
+"""Measure this machine's rate of matrix products, for comparison with the rate that a run reaches.
 
-It is measured with the run's number of threads.
+The measurement uses the run's number of threads.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Gemm:
         return cls(side, side, side)
 
 
-def gemm_rate(
+def measure_gemm_rate(
     gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
 ) -> float:
     """Return the best FLOP/s of this product with PyTorch's current threads over a few rounds.
@@ -57,7 +57,7 @@ def gemm_rate(
     )
     repeats = 1
 
-    def seconds() -> float:
+    def time_round() -> float:
         start = time.perf_counter()
         for _ in range(repeats):
             torch.mm(a, b)
@@ -65,7 +65,7 @@ def gemm_rate(
             torch.cuda.synchronize(device)
         return time.perf_counter() - start
 
-    seconds()  # warm-up
-    while seconds() < round_s:
+    time_round()  # warm-up
+    while time_round() < round_s:
         repeats *= 2
-    return repeats * gemm.flop / min(seconds() for _ in range(ROUNDS))
+    return repeats * gemm.flop / min(time_round() for _ in range(ROUNDS))

@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.observe.reducers import Histogram, Partial, Reducer, partial
+from ratchet.observe.reducers import Histogram, Partial, Reducer, new_partial
 
-OF_THE_MACHINE = ("time/", "system/")  # prefixes of metrics that differ between runs
+MACHINE_PREFIXES = ("time/", "system/")  # prefixes of metrics that differ between runs
 
 Samples = float | Sequence[float] | NDArray[np.floating]
 
@@ -47,7 +47,7 @@ class MetricsManager:
 
     `declare` or the first `add` of a metric sets how its samples merge. A result that is not finite
     becomes None (null in JSON, which has no NaN). A second metric `<name>/nan`, `<name>/inf` or
-    `<name>/-inf` with value 1 then says which it was.
+    `<name>/-inf` with value 1 then tells which value it was.
     """
 
     def __init__(self, stage: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -77,7 +77,7 @@ class MetricsManager:
         *,
         merge: Reducer | None = None,
         weight: float = 1.0,
-        of: Mapping[str, str] | None = None,
+        labels: Mapping[str, str] | None = None,
     ) -> None:
         """Add samples of metrics to the step in progress.
 
@@ -87,18 +87,18 @@ class MetricsManager:
                 as a numpy scalar or a 0-dim tensor.
             merge: How samples merge; None: as declared, or the mean if nothing is declared.
             weight: Weight of these samples when they merge.
-            of: Values by label, for the name: {"tag": "maths"} adds `tag/maths/`.
+            labels: Values by label, for the name: {"tag": "maths"} adds `tag/maths/`.
 
         Raises:
             ValueError: A name already has another origin or merges by another rule.
             TypeError: A sample is no number.
         """
-        labels = "".join(f"{label}/{value}/" for label, value in (of or {}).items())
+        label_path = "".join(f"{label}/{value}/" for label, value in (labels or {}).items())
         for key, values in numbers.items():
-            name = f"{self._root}{prefix}/{labels}{key}"
+            name = f"{self._root}{prefix}/{label_path}{key}"
             declared = self._declared.get((prefix, key))
             origin = MetricOrigin(
-                f"{prefix}/{labels}".rstrip("/"), key, merge or declared or "mean"
+                f"{prefix}/{label_path}".rstrip("/"), key, merge or declared or "mean"
             )
             self._register_origin(name, origin)
             if declared is not None and declared != origin.reducer:
@@ -107,7 +107,7 @@ class MetricsManager:
                 )
             if samples := _samples(name, values):
                 if name not in self._partials:
-                    self._partials[name] = partial(origin.reducer)
+                    self._partials[name] = new_partial(origin.reducer)
                 self._partials[name].add(samples, weight)
 
     def partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
@@ -125,11 +125,11 @@ class MetricsManager:
         """
         for name, (origin, samples) in partials.items():
             self._register_origin(name, origin)
-            self._partials.setdefault(name, partial(origin.reducer)).merge(samples)
+            self._partials.setdefault(name, new_partial(origin.reducer)).merge(samples)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time the block, even if it raises. Several times of one phase in a step are summed."""
+        """Time the block, even if it raises. Repeated phases of the same name in a step add up."""
         start = self._clock()
         try:
             yield

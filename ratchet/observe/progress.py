@@ -22,7 +22,7 @@ Observer = Callable[[int, Mapping[str, float | None]], None]
 HEADLINES = ("rollout/reward", "policy/loss")
 # Metrics that reveal a diverging policy or an entropy collapse. Of each label's metrics, the first
 # one that a step reports is shown.
-ASIDE = {
+SIDE_METRICS = {
     "KL": ("policy/kl/kl", "batch/kl/kl", "policy/policy_gradient/old_kl"),
     "entropy": ("policy/entropy/entropy",),
 }
@@ -41,12 +41,12 @@ def sparkline(values: Sequence[float]) -> str:
     low, high = min(values), max(values)
     if high == low:
         return BARS[len(BARS) // 2] * len(values)
-    # Halved first: the range of two huge floats may itself overflow.
+    # Halve the values first, because the difference of two huge floats may overflow.
     shares = [(value / 2 - low / 2) / (high / 2 - low / 2) for value in values]
     return "".join(BARS[min(int(share * len(BARS)), len(BARS) - 1)] for share in shares)
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """Format seconds as `42s`, `3m05s` or `2h07m`."""
     whole = round(seconds)
     if whole < 60:
@@ -57,10 +57,10 @@ def duration(seconds: float) -> str:
 
 
 @dataclass
-class Track:
-    """The content of the progress line.
+class ProgressState:
+    """The state of a stage that the progress line shows.
 
-    Steps are counted over the whole run; this stage does those after `first_step`, up to
+    Steps are counted over the whole run. This stage does the steps after `first_step`, up to
     `last_step`.
     """
 
@@ -81,11 +81,11 @@ class Track:
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.step = step
         self.tokens_per_s = metrics.get(SPEED)
-        there = {
+        reported = {
             label: [v for name in names if (v := metrics.get(name)) is not None]
-            for label, names in ASIDE.items()
+            for label, names in SIDE_METRICS.items()
         }
-        self.aside = {label: values[0] for label, values in there.items() if values}
+        self.aside = {label: values[0] for label, values in reported.items() if values}
         name = next((name for name in HEADLINES if name in metrics), "")
         value = metrics.get(name)
         if name != self.headline:
@@ -119,7 +119,7 @@ class Track:
     def pace_text(self) -> str:
         speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
         eta = (
-            f"ETA {duration(self.eta_s)}"
+            f"ETA {format_duration(self.eta_s)}"
             if self.eta_s is not None and self.step < self.last_step
             else ""
         )
@@ -127,7 +127,7 @@ class Track:
 
 
 class View(Protocol):
-    def show(self, track: Track) -> None: ...
+    def show(self, state: ProgressState) -> None: ...
 
 
 class PlainView:
@@ -136,29 +136,29 @@ class PlainView:
     def __init__(self, console: Console, every: int) -> None:
         self.console, self.every = console, every
 
-    def show(self, track: Track) -> None:
-        if track.step % self.every and track.step != track.last_step:
+    def show(self, state: ProgressState) -> None:
+        if state.step % self.every and state.step != state.last_step:
             return
-        parts = (f"{track.stage} {track.step}/{track.last_step}", track.headline_text(blocks=False))
-        parts += (track.aside_text(), track.pace_text())
+        parts = (f"{state.stage} {state.step}/{state.last_step}", state.headline_text(blocks=False))
+        parts += (state.aside_text(), state.pace_text())
         self.console.print(
             "  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True
         )
 
 
 class LiveView:
-    def __init__(self, progress: Progress, track: Track) -> None:
+    def __init__(self, progress: Progress, state: ProgressState) -> None:
         self.progress = progress
         self.blocks = (progress.console.encoding or "").lower().startswith("utf")
         self.task = progress.add_task(
-            track.stage, total=track.last_step, completed=track.step, headline="", aside="", pace=""
+            state.stage, total=state.last_step, completed=state.step, headline="", aside="", pace=""
         )
 
-    def show(self, track: Track) -> None:
-        headline = track.headline_text(blocks=self.blocks)
-        aside, pace = track.aside_text(), track.pace_text()
+    def show(self, state: ProgressState) -> None:
+        headline = state.headline_text(blocks=self.blocks)
+        aside, pace = state.aside_text(), state.pace_text()
         self.progress.update(
-            self.task, completed=track.step, headline=headline, aside=aside, pace=pace, refresh=True
+            self.task, completed=state.step, headline=headline, aside=aside, pace=pace, refresh=True
         )
 
 
@@ -181,9 +181,9 @@ def show_progress(
         every: Number of steps between two plain lines.
     """
     console = console or make_console()
-    track = Track(stage, first_step, last_step, clock)
+    state = ProgressState(stage, first_step, last_step, clock)
     if mode == "off":
-        yield track.observe
+        yield state.observe
     elif mode == "live" or (mode == "auto" and console.is_terminal):
         columns = [
             TextColumn("{task.description}", markup=False),
@@ -195,14 +195,14 @@ def show_progress(
             for name in ("headline", "aside", "pace")
         ]
         with Progress(*columns, console=console, auto_refresh=False) as progress:
-            yield _observer(track, LiveView(progress, track))
+            yield _observer(state, LiveView(progress, state))
     else:
-        yield _observer(track, PlainView(console, every))
+        yield _observer(state, PlainView(console, every))
 
 
-def _observer(track: Track, view: View) -> Observer:
+def _observer(state: ProgressState, view: View) -> Observer:
     def observe(step: int, metrics: Mapping[str, float | None]) -> None:
-        track.observe(step, metrics)
-        view.show(track)
+        state.observe(step, metrics)
+        view.show(state)
 
     return observe

@@ -10,15 +10,15 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from ratchet.observe.summary import installed_versions
+from ratchet.observe.summary import get_installed_versions
 from ratchet.observe.write_files import replace_text
 from ratchet.utils.safe_read import read_json
 
 PACKAGE = Path(__file__).resolve().parents[1]  # Ratchet's sources
 
 
-def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
-    """Append the current code and data to the file, unless they equal its last entry.
+def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> None:
+    """Append the current versions of code and data to the file, unless they equal its last entry.
 
     Args:
         path: The file.
@@ -28,10 +28,12 @@ def note_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -> 
     Raises:
         OSError: The file can't be written.
     """
-    held = _read(path) if after_step else []
-    now = {"code": code_version(), "data": dict(data)}
-    if not held or any(held[-1].get(name) != value for name, value in now.items()):
-        replace_text(path, json.dumps([*held, {"after_step": after_step, **now}], indent=2) + "\n")
+    entries = _read_entries(path) if after_step else []
+    current = {"code": code_version(), "data": dict(data)}
+    if not entries or any(entries[-1].get(name) != value for name, value in current.items()):
+        replace_text(
+            path, json.dumps([*entries, {"after_step": after_step, **current}], indent=2) + "\n"
+        )
 
 
 def code_version() -> dict[str, str | None]:
@@ -44,10 +46,10 @@ def code_version() -> dict[str, str | None]:
     for source in sorted(PACKAGE.rglob("*.py")):
         digest.update(f"{source.relative_to(PACKAGE).as_posix()}\n".encode())
         digest.update(source.read_bytes())
-    return {**installed_versions(), "sources": digest.hexdigest(), "commit": _commit()}
+    return {**get_installed_versions(), "sources": digest.hexdigest(), "commit": _find_commit()}
 
 
-def _commit() -> str | None:
+def _find_commit() -> str | None:
     """Return the last commit that changed the package, or None.
 
     It is None without git, and if the package lies in another project's git tree, for example in a
@@ -65,7 +67,7 @@ def _commit() -> str | None:
     )
 
 
-def _read(path: Path) -> list[dict[str, Any]]:
+def _read_entries(path: Path) -> list[dict[str, Any]]:
     try:
         return read_json(path)
     # A file of an earlier Ratchet, or one edited by hand, must not prevent the new entry.

@@ -82,12 +82,12 @@ class Partial(Protocol):
     def result(self) -> float | Histogram: ...
 
 
-def partial(reducer: Reducer) -> Partial:
+def new_partial(reducer: Reducer) -> Partial:
     """Return an empty partial of the reducer."""
     if isinstance(reducer, Percentile):
-        return _Kept(reducer.percent)
+        return _PercentilePartial(reducer.percent)
     if isinstance(reducer, Bins):
-        return _Counts(reducer)
+        return _HistogramPartial(reducer)
     return _MERGES[reducer]()
 
 
@@ -114,24 +114,27 @@ class ExactSum:
         self.infinite += other.infinite
 
     def result(self) -> float:
-        return _rounded(self.parts) if self.infinite == 0 else self.infinite
+        return _round_sum(self.parts) if self.infinite == 0 else self.infinite
 
 
 def _compact(values: list[float]) -> list[float]:
-    """Return a few numbers with exactly the same sum: the rounded sum, the rounded rest, etc."""
+    """Return a few numbers with exactly the same sum.
+
+    The first is the rounded sum, the second the rounded error of the first, and so on.
+    """
     if len(values) < 2:
         return values
-    rest, parts = values, list[float]()
+    remaining, parts = values, list[float]()
     try:
-        while (part := math.fsum(rest)) != 0:
-            parts.append(part)
-            rest = [*rest, -part]
+        while (rounded_sum := math.fsum(remaining)) != 0:
+            parts.append(rounded_sum)
+            remaining = [*remaining, -rounded_sum]
     except OverflowError:  # an intermediate sum overflows, though perhaps not the final one
         return values
     return parts
 
 
-def _rounded(parts: Sequence[float]) -> float:
+def _round_sum(parts: Sequence[float]) -> float:
     try:
         return math.fsum(parts)
     except OverflowError:
@@ -143,14 +146,14 @@ def _rounded(parts: Sequence[float]) -> float:
 
 
 @dataclass(slots=True)
-class _Sum:
+class _SumPartial:
     total: ExactSum = field(default_factory=ExactSum)
 
     def add(self, values: Sequence[float], weight: float) -> None:
         self.total.add(values)
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Sum)
+        assert isinstance(other, _SumPartial)
         self.total.merge(other.total)
 
     def result(self) -> float:
@@ -158,7 +161,7 @@ class _Sum:
 
 
 @dataclass(slots=True)
-class _Mean:
+class _MeanPartial:
     """A weighted mean, NaN if all weights are 0.
 
     Samples of weight 0 are left out, even if they are not finite.
@@ -173,7 +176,7 @@ class _Mean:
             self.weights.add([weight] * len(values))
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Mean)
+        assert isinstance(other, _MeanPartial)
         self.total.merge(other.total)
         self.weights.merge(other.weights)
 
@@ -182,7 +185,7 @@ class _Mean:
         return self.total.result() / weights if weights else math.nan
 
 
-class _Rate(_Mean):
+class _RatePartial(_MeanPartial):
     """The sum of the samples over the sum of the weights, such as tokens over seconds."""
 
     __slots__ = ()
@@ -193,14 +196,14 @@ class _Rate(_Mean):
 
 
 @dataclass(slots=True)
-class _Last:
+class _LastPartial:
     value: float = math.nan
 
     def add(self, values: Sequence[float], weight: float) -> None:
         self.value = values[-1]
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Last)
+        assert isinstance(other, _LastPartial)
         self.value = other.value
 
     def result(self) -> float:
@@ -208,22 +211,22 @@ class _Last:
 
 
 @dataclass(slots=True)
-class _Extreme:
+class _ExtremePartial:
     choose: Callable[[float, float], float]
     value: float | None = None
 
     def add(self, values: Sequence[float], weight: float) -> None:
         for value in values:
-            self._see(value)
+            self._update(value)
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Extreme)
+        assert isinstance(other, _ExtremePartial)
         if other.value is not None:
-            self._see(other.value)
+            self._update(other.value)
 
-    def _see(self, value: float) -> None:
+    def _update(self, value: float) -> None:
         current = value if self.value is None else self.value
-        # Python's min and max drop a NaN or not, depending on the order.
+        # With Python's min and max, the result of a NaN would depend on the order.
         self.value = (
             math.nan if math.isnan(current) or math.isnan(value) else self.choose(current, value)
         )
@@ -233,7 +236,7 @@ class _Extreme:
 
 
 @dataclass(slots=True)
-class _Kept:
+class _PercentilePartial:
     percent: float
     values: list[float] = field(default_factory=list)
 
@@ -242,23 +245,23 @@ class _Kept:
             self.values.extend(values)
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Kept)
+        assert isinstance(other, _PercentilePartial)
         self.values.extend(other.values)
 
     def result(self) -> float:
         if not self.values or any(map(math.isnan, self.values)):
             return math.nan
         ordered = sorted(self.values)
-        place = (len(ordered) - 1) * self.percent / 100
-        low, share = ordered[int(place)], place - int(place)
+        position = (len(ordered) - 1) * self.percent / 100
+        low, share = ordered[int(position)], position - int(position)
         if share == 0:
             return low
-        high = ordered[int(place) + 1]
+        high = ordered[int(position) + 1]
         return low if low == high else low * (1 - share) + high * share
 
 
 @dataclass(slots=True)
-class _Counts:
+class _HistogramPartial:
     bins: Bins
     counts: list[int] = field(default_factory=list)
     total: ExactSum = field(default_factory=ExactSum)
@@ -275,15 +278,17 @@ class _Counts:
             return
         inner = np.searchsorted(self.bins.edges[1:-1], finite, side="right")
         counts = np.bincount(inner, minlength=len(self.counts))
-        self.counts = [count + int(more) for count, more in zip(self.counts, counts, strict=True)]
+        self.counts = [count + int(added) for count, added in zip(self.counts, counts, strict=True)]
         self.total.add(finite)
         self.squares.add([value * value for value in finite])
         self.lowest, self.highest = min(self.lowest, *finite), max(self.highest, *finite)
 
     def merge(self, other: Partial) -> None:
-        assert isinstance(other, _Counts)
+        assert isinstance(other, _HistogramPartial)
         assert other.bins == self.bins
-        self.counts = [count + more for count, more in zip(self.counts, other.counts, strict=True)]
+        self.counts = [
+            count + added for count, added in zip(self.counts, other.counts, strict=True)
+        ]
         self.total.merge(other.total)
         self.squares.merge(other.squares)
         self.lowest, self.highest = min(self.lowest, other.lowest), max(self.highest, other.highest)
@@ -294,10 +299,10 @@ class _Counts:
 
 
 _MERGES: dict[Merge, Callable[[], Partial]] = {
-    "mean": _Mean,
-    "sum": _Sum,
-    "rate": _Rate,
-    "last": _Last,
-    "min": lambda: _Extreme(min),
-    "max": lambda: _Extreme(max),
+    "mean": _MeanPartial,
+    "sum": _SumPartial,
+    "rate": _RatePartial,
+    "last": _LastPartial,
+    "min": lambda: _ExtremePartial(min),
+    "max": lambda: _ExtremePartial(max),
 }

@@ -1,7 +1,7 @@
 """Warn about a run or pause it by rules over its metrics (sentinels), and keep the evidence.
 
-A rule is a pure function of a value and its predecessors. A sentinel's memory is in the
-checkpoint, so that a resumed run warns as the uninterrupted one would have.
+A rule is a pure function of a value and its predecessors. A sentinel's memory is saved in the
+checkpoint, so that a resumed run gives the same warnings as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from ratchet.config.sentinels import SentinelConfig, SentinelsConfig
-from ratchet.observe.metrics import OF_THE_MACHINE
+from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.write_files import replace_text
 from ratchet.types import POLICY, Failed, Group, Trajectory
 
@@ -72,33 +72,37 @@ def update_memory(
 
 
 def _spikes(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    before = memory.latest(window)
-    if len(before) < window:
+    previous = memory.latest(window)
+    if len(previous) < window:
         return False
-    middle = median(before)
+    center = median(previous)
     # The lower bounds keep rounding noise of a nearly constant metric from counting as a spike.
-    deviation = max(NORMAL * median(abs(x - middle) for x in before), 1e-3 * abs(middle), 1e-6)
-    return value - middle > threshold * deviation
+    deviation = max(NORMAL * median(abs(x - center) for x in previous), 1e-3 * abs(center), 1e-6)
+    return value - center > threshold * deviation
 
 
-def _now_and_first(value: float, memory: MetricMemory, window: int) -> tuple[float, float] | None:
+def _compare_medians(value: float, memory: MetricMemory, window: int) -> tuple[float, float] | None:
     """Return the medians of the latest and of the first window, or None while they overlap."""
-    now = (*memory.recent, value)[-window:]
-    return (median(now), median(memory.first)) if len(memory.first) == len(now) == window else None
+    latest = (*memory.recent, value)[-window:]
+    return (
+        (median(latest), median(memory.first))
+        if len(memory.first) == len(latest) == window
+        else None
+    )
 
 
 def _grows(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _now_and_first(value, memory, window)
+    pair = _compare_medians(value, memory, window)
     return pair is not None and pair[0] > threshold * pair[1] > 0
 
 
 def _shrinks(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _now_and_first(value, memory, window)
+    pair = _compare_medians(value, memory, window)
     return pair is not None and pair[0] < threshold * pair[1]
 
 
 def _rises(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _now_and_first(value, memory, window)
+    pair = _compare_medians(value, memory, window)
     return pair is not None and pair[0] > pair[1] + threshold
 
 
@@ -112,22 +116,24 @@ _RULES: Mapping[str, Callable[[float, MetricMemory, float, int], bool]] = {
     "reported": lambda value, memory, threshold, window: value != 0.0,
     "nonfinite": lambda value, memory, threshold, window: False,
 }
-_SAYS = {
+_RULE_TEXTS = {
     "above": "is above {threshold:g}",
     "below": "is below {threshold:g}",
-    "spike": "is over {threshold:g} deviations above the median of {window} steps before",
-    "grows": "is over {threshold:g} times what it was at first (medians of {window})",
-    "shrinks": "is under {threshold:g} times what it was at first (medians of {window})",
-    "rises": "is over {threshold:g} more than at first (medians of {window})",
+    "spike": "is over {threshold:g} deviations above the median of the {window} previous steps",
+    "grows": "is over {threshold:g} times its first value (medians of {window} steps)",
+    "shrinks": "is under {threshold:g} times its first value (medians of {window} steps)",
+    "rises": "is over {threshold:g} above its first value (medians of {window} steps)",
     "reported": "is reported",
     "nonfinite": "is not finite",
 }
 
 
-def watched_value(sentinel: SentinelConfig, metrics: Metrics) -> tuple[str, float | None] | None:
+def get_watched_value(
+    sentinel: SentinelConfig, metrics: Metrics
+) -> tuple[str, float | None] | None:
     """Return the watched metric's name and value; None if the step does not report it.
 
-    Of several matching metrics it is one that is not finite, or else the greatest. Under the rule
+    If several metrics match, it is one that is not finite, or else the greatest. Under the rule
     `reported`, a metric that the step does not report has the value 0.
     """
     matching = {
@@ -150,7 +156,7 @@ class Exhibit(NamedTuple):
     row: Trajectory
 
 
-def repetition(row: Trajectory) -> float | None:
+def compute_repetition(row: Trajectory) -> float | None:
     """Return the share of the policy's 8-token n-grams that occurred before in the row.
 
     None if the policy wrote fewer than 8 tokens.
@@ -169,30 +175,34 @@ def _repeated_share(written: bytes, size: int) -> float | None:
     return 1.0 - len(distinct) / count
 
 
-def _surprise(row: Trajectory) -> float:
+def _mean_surprise(row: Trajectory) -> float:
     """Return the mean of -log p over the tokens that the policy wrote."""
     logprobs = row.rollout_logprobs[row.owner == POLICY]
     return float(-logprobs.mean()) if len(logprobs) else 0.0
 
 
 # The weight of an attempt as evidence, by the first pattern that matches the metric.
-_CHOSEN_BY: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
-    ("rollout/repetition", lambda row: repetition(row) or 0.0),
+_EVIDENCE_WEIGHTS: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
+    ("rollout/repetition", lambda row: compute_repetition(row) or 0.0),
     ("rollout/length*", lambda row: float(row.completion_length)),
     ("rollout/truncated_share", lambda row: float(row.truncated)),
     ("rollout/failed/*", lambda row: float(isinstance(row.outcome, Failed))),
-    ("policy/*", _surprise),
+    ("policy/*", _mean_surprise),
     ("*", lambda row: row.reward or 0.0),
 )
 
 
-def exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhibit]:
+def make_exhibits(sentinel: SentinelConfig, groups: Sequence[Group]) -> Iterator[Exhibit]:
     """Yield the training attempts of a step as exhibits."""
-    weigh = next(weigh for pattern, weigh in _CHOSEN_BY if fnmatchcase(sentinel.metric, pattern))
+    get_weight = next(
+        get_weight
+        for pattern, get_weight in _EVIDENCE_WEIGHTS
+        if fnmatchcase(sentinel.metric, pattern)
+    )
     sign = -1.0 if sentinel.rule in ("below", "shrinks") else 1.0
     for group in groups:
         yield from (
-            Exhibit(sign * weigh(row), group, row)
+            Exhibit(sign * get_weight(row), group, row)
             for row in group.trajectories
             if row.use == "train"
         )
@@ -218,7 +228,7 @@ def _as_json(exhibit: Exhibit) -> dict[str, Any]:
 # --- the sentinels of a stage
 
 
-def watched(config: SentinelsConfig) -> dict[str, SentinelConfig]:
+def get_active_sentinels(config: SentinelsConfig) -> dict[str, SentinelConfig]:
     """Return the sentinels that are on, by name."""
     built_in = {name: getattr(config, name) for name in type(config).model_fields}
     named = {
@@ -236,28 +246,28 @@ class Sentinels:
     directory: Path | None = None
     memories: dict[str, MetricMemory] = field(default_factory=dict)
 
-    def see(
+    def check(
         self,
         step: int,
         metrics: Metrics,
         groups: Sequence[Group] = (),
-        shown: Mapping[str, Sequence[Exhibit]] | None = None,
+        evidence: Mapping[str, Sequence[Exhibit]] | None = None,
     ) -> bool:
         """Check the metrics of a step. Return True if the run must pause.
 
-        shown: evidence from other checks, by metric; for other metrics, evidence is chosen from
+        evidence: exhibits from other checks, by metric. For other metrics they are chosen from
             `groups`.
         """
         must_pause = False
-        for name, sentinel in watched(self.config).items():
-            named_value = watched_value(sentinel, metrics)
+        for name, sentinel in get_active_sentinels(self.config).items():
+            named_value = get_watched_value(sentinel, metrics)
             if named_value is None:
                 continue
             metric, value = named_value
-            before = self.memories.get(name, MetricMemory())
-            memory = self.memories[name] = update_memory(sentinel, before, value)
+            previous = self.memories.get(name, MetricMemory())
+            memory = self.memories[name] = update_memory(sentinel, previous, value)
             if memory.streak == sentinel.patience:
-                chosen = (shown or {}).get(metric) or list(exhibits(sentinel, groups))
+                chosen = (evidence or {}).get(metric) or list(make_exhibits(sentinel, groups))
                 self._alarm(step, name, metric, value, metrics, chosen)
                 must_pause |= sentinel.action == "pause"
         return must_pause
@@ -265,14 +275,18 @@ class Sentinels:
     def state(self) -> dict[str, Any]:
         """Return the memory of all sentinels as JSON values."""
         return {
-            name: {"first": list(kept.first), "recent": list(kept.recent), "streak": kept.streak}
-            for name, kept in self.memories.items()
+            name: {
+                "first": list(memory.first),
+                "recent": list(memory.recent),
+                "streak": memory.streak,
+            }
+            for name, memory in self.memories.items()
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
         self.memories = {
-            name: MetricMemory(tuple(kept["first"]), tuple(kept["recent"]), kept["streak"])
-            for name, kept in state.items()
+            name: MetricMemory(tuple(saved["first"]), tuple(saved["recent"]), saved["streak"])
+            for name, saved in state.items()
         }
 
     def _alarm(
@@ -282,10 +296,10 @@ class Sentinels:
         metric: str,
         value: float | None,
         metrics: Metrics,
-        chosen: Sequence[Exhibit],
+        exhibits: Sequence[Exhibit],
     ) -> None:
-        sentinel = watched(self.config)[name]
-        rule_text = _SAYS[sentinel.rule].format(
+        sentinel = get_active_sentinels(self.config)[name]
+        rule_text = _RULE_TEXTS[sentinel.rule].format(
             threshold=sentinel.threshold, window=sentinel.window
         )
         duration = f" for {sentinel.patience} steps" if sentinel.patience > 1 else ""
@@ -295,7 +309,7 @@ class Sentinels:
         number = "not finite" if value is None else f"{value:.4g}"
         alarm = f"{metric} = {number} {rule_text}{duration}"
         message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")
-        worst = sorted(chosen, key=lambda exhibit: -exhibit.weight)[:EXHIBITS]
+        worst = sorted(exhibits, key=lambda exhibit: -exhibit.weight)[:EXHIBITS]
         evidence = {
             "sentinel": name,
             "step": step,
@@ -306,7 +320,7 @@ class Sentinels:
             "metrics": {
                 key: content
                 for key, content in metrics.items()
-                if not key.startswith(OF_THE_MACHINE)
+                if not key.startswith(MACHINE_PREFIXES)
             },
             "attempts": [_as_json(exhibit) for exhibit in worst],
         }
@@ -321,13 +335,13 @@ class Sentinels:
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             replace_text(path, json.dumps(evidence, indent=1))
-        except OSError as error:  # a full disk must not cost the run that it warns of
+        except OSError as error:  # a full disk must not end the run
             return f" (its evidence can't be written: {error})"
         return f" ({path})"
 
 
 def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
-    """Return the mean of `repetition` over the attempts that have one; {} if none has."""
+    """Return the mean of `compute_repetition` over the attempts; {} if no attempt has a value."""
     if not rows:
         return {}
     # One call for all rows, because the overhead of a numpy call exceeds its work on one row.

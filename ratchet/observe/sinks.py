@@ -54,7 +54,7 @@ class Sinks:
                 sink.write(step, metrics)
             except SINK_ERRORS as error:
                 logger.warning(
-                    "%s failed at step %d and is off from here on: %r",
+                    "%s failed at step %d and is disabled: %r",
                     type(sink).__name__,
                     step,
                     error,
@@ -73,24 +73,25 @@ class Sinks:
 class JsonlSink:
     """A sink that writes `metrics.jsonl`: one line of strict JSON a step, in order.
 
-    A line is `{"step": n, name: number or null, ...}`. It reaches the operating system whole or not
-    at all: it survives the process, though not a power cut.
+    A line is `{"step": n, name: number or null, ...}`. It is written to the operating system whole
+    or not at all. So it survives a crash of the process, but not a power failure.
 
     keep_through: the step that the run resumes after. Lines of later steps, and one torn by a
       crash, are removed, so that there is exactly one line a step. The default removes all.
     """
 
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
-        kept = [row for row in read_jsonl(path) if row["step"] <= keep_through]
-        replace_text(path, "".join(_line(row) for row in kept))
-        self._last = kept[-1]["step"] if kept else -1
+        kept_rows = [row for row in read_jsonl(path) if row["step"] <= keep_through]
+        replace_text(path, "".join(_format_line(row) for row in kept_rows))
+        self._last = kept_rows[-1]["step"] if kept_rows else -1
         self._file = AppendFile(path)
-        if missing := sorted(set(range(1, keep_through + 1)) - {row["step"] for row in kept}):
+        if missing_steps := sorted(
+            set(range(1, keep_through + 1)) - {row["step"] for row in kept_rows}
+        ):
             logger.warning(
-                "%s has no lines for %d of the %d steps before this one (%s): it was changed, or "
-                "could not be "
-                "written. Training is not affected, charts have gaps",
-                *(path, len(missing), keep_through, _ranges(missing)),
+                "%s has no lines for %d of the %d steps before this one (%s), because it was "
+                "changed or could not be written. Training is not affected, but charts have gaps",
+                *(path, len(missing_steps), keep_through, _format_ranges(missing_steps)),
             )
 
     def write(self, step: int, metrics: Metrics) -> None:
@@ -101,7 +102,7 @@ class JsonlSink:
         """
         if step <= self._last:
             raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
-        line = _line({"step": step, **metrics}).encode()
+        line = _format_line({"step": step, **metrics}).encode()
         failpoints.point("metrics.begin")
         self._file.append(line)
         failpoints.point("metrics.written")
@@ -121,7 +122,7 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     for line in path.read_bytes().splitlines():
         try:
-            row = parse_json(line, parse_constant=_refuse)
+            row = parse_json(line, parse_constant=_reject_constant)
         except ValueError:  # torn by a crash, or not UTF-8
             continue
         if (
@@ -133,21 +134,22 @@ def read_jsonl(path: Path) -> list[dict[str, Any]]:
     return rows
 
 
-def _ranges(steps: Sequence[int]) -> str:
+def _format_ranges(steps: Sequence[int]) -> str:
     """Return increasing numbers as `3-5, 9`, at most four ranges."""
-    starts = [step for at, step in enumerate(steps) if not at or steps[at - 1] != step - 1]
-    ends = [
-        step for at, step in enumerate(steps) if at == len(steps) - 1 or steps[at + 1] != step + 1
+    starts = [step for i, step in enumerate(steps) if not i or steps[i - 1] != step - 1]
+    ends = [step for i, step in enumerate(steps) if i == len(steps) - 1 or steps[i + 1] != step + 1]
+    ranges = [
+        f"{first}-{last}" if first < last else str(first)
+        for first, last in zip(starts, ends, strict=True)
     ]
-    ranges = [f"{a}-{b}" if a < b else str(a) for a, b in zip(starts, ends, strict=True)]
     return ", ".join(ranges[:4]) + (", ..." if len(ranges) > 4 else "")
 
 
-def _refuse(constant: str) -> float:
+def _reject_constant(constant: str) -> float:
     raise ValueError(f"{constant} is not JSON")
 
 
-def _line(row: Mapping[str, Any]) -> str:
+def _format_line(row: Mapping[str, Any]) -> str:
     return json.dumps(row, allow_nan=False) + "\n"
 
 
@@ -190,22 +192,22 @@ class TensorBoardSink:
             if value is not None
         ]
         values += [
-            self._summary.Value(tag=name, histo=self._histo(found))
-            for name, found in get_histograms(metrics).items()
+            self._summary.Value(tag=name, histo=self._encode_histogram(histogram))
+            for name, histogram in get_histograms(metrics).items()
         ]
         self._write(step=step, summary=self._summary(value=values))
 
     def close(self) -> None:
         self._writer.close()
 
-    def _histo(self, found: Histogram) -> Any:
+    def _encode_histogram(self, histogram: Histogram) -> Any:
         """Return a histogram as TensorBoard's proto.
 
         TensorBoard's limits are the upper ends of bins, so an empty bin ends at the first edge.
         """
-        limits, counts = found.edges, [0.0, *map(float, found.counts)]
-        ends = {"min": found.lowest, "max": found.highest, "num": float(found.count)}
-        sums = {"sum": found.total, "sum_squares": found.squares}
+        limits, counts = histogram.edges, [0.0, *map(float, histogram.counts)]
+        ends = {"min": histogram.lowest, "max": histogram.highest, "num": float(histogram.count)}
+        sums = {"sum": histogram.total, "sum_squares": histogram.squares}
         return self._histogram(**ends, **sums, bucket_limit=limits, bucket=counts)
 
     def _write(self, **fields: Any) -> None:

@@ -1,9 +1,8 @@
-"""Keep a table of the current waits for another process, an environment or a reward, and the last
-event of each component.
+"""Stall reports: a table of what the run waits for, and the last event of each component.
 
-`kill -USR1 <driver>` writes the table to standard error and to the log; `ratchet status RUN` prints
-it (`answer_status`). When the run makes no progress, `log_stalls` logs it, and errors about a
-deadline include it.
+A wait is for another process, an environment or a reward. `kill -USR1 <driver>` writes the table to
+standard error and to the log; `ratchet status RUN` prints it (`answer_status`). `log_stalls` logs
+it when the run makes no progress. Errors about a deadline include it.
 """
 
 from __future__ import annotations
@@ -28,8 +27,8 @@ log = logging.getLogger(__name__)
 
 GENERATE = "generate"  # name of waits during which a generator works
 RUN = "the run"  # the component whose events are the run's phases
-# maximum number of components whose last event is kept; the longest silent one is dropped
-MOST = 256
+# Maximum number of components whose last event is kept. The one with the oldest event is dropped.
+MAX_COMPONENTS = 256
 
 
 @dataclass(eq=False, slots=True)
@@ -53,7 +52,7 @@ class Wait:
         return time.monotonic() - self.since
 
     @property
-    def of(self) -> str:
+    def awaited_text(self) -> str:
         return self.awaited if isinstance(self.awaited, str) else self.awaited()
 
     def __enter__(self) -> None:
@@ -68,12 +67,12 @@ class Wait:
 
 
 class Event(NamedTuple):
-    what: str
+    description: str
     at: float  # time.monotonic()
 
 
-# In the order they began; all values are True. Adding, removing and copying are atomic, so threads
-# need no lock for that.
+# An ordered set: all values are True, the oldest wait first. Adding, removing and copying are
+# atomic, so threads need no lock.
 _waits: dict[Wait, bool] = {}
 _events: dict[str, Event] = {}  # by component, the latest last
 _lock = threading.RLock()  # a signal handler may run while its thread holds it
@@ -98,12 +97,12 @@ def waiting(owner: str, name: str, awaited: str, timeout_s: float | None) -> Wai
     return Wait(owner, name, awaited, math.inf if timeout_s is None else timeout_s)
 
 
-def note(component: str, what: str) -> None:
+def note(component: str, description: str) -> None:
     """Record the latest event of a component."""
     with _lock:
         _events.pop(component, None)
-        _events[component] = Event(what, time.monotonic())
-        if len(_events) > MOST:
+        _events[component] = Event(description, time.monotonic())
+        if len(_events) > MAX_COMPONENTS:
             del _events[next(iter(_events))]
 
 
@@ -117,23 +116,23 @@ def table() -> str:
     waits = list(_waits)
     if not waits:
         return f"process {os.getpid()} waits for no other process"
-    alike: dict[tuple[str, str, str], list[Wait]] = {}
+    waits_by_text: dict[tuple[str, str, str], list[Wait]] = {}
     for wait in waits:
-        alike.setdefault((wait.owner, wait.of, wait.name), []).append(wait)
+        waits_by_text.setdefault((wait.owner, wait.awaited_text, wait.name), []).append(wait)
     rows = [("waiting", "waits for", "to", "since", "at most")]
-    for (owner, awaited, name), same in alike.items():
-        waiter = owner if len(same) == 1 else f"{owner} ({len(same)})"
-        timeout_s = same[0].timeout_s
+    for (owner, awaited, name), equal_waits in waits_by_text.items():
+        waiter = owner if len(equal_waits) == 1 else f"{owner} ({len(equal_waits)})"
+        timeout_s = equal_waits[0].timeout_s
         rows.append(
             (
                 waiter,
                 awaited,
                 name,
-                f"{same[0].seconds:.1f} s",
+                f"{equal_waits[0].seconds:.1f} s",
                 "" if math.isinf(timeout_s) else f"{timeout_s:g} s",
             )
         )
-    return _aligned(rows)
+    return _align(rows)
 
 
 def report() -> str:
@@ -141,13 +140,14 @@ def report() -> str:
     now = time.monotonic()
     with _lock:
         rows = [
-            (name, event.what, f"{now - event.at:.1f} s ago") for name, event in _events.items()
+            (name, event.description, f"{now - event.at:.1f} s ago")
+            for name, event in _events.items()
         ]
-    heard = _aligned([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
-    return f"{table()}\n{heard}"
+    events = _align([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
+    return f"{table()}\n{events}"
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
+def _align(rows: list[tuple[str, ...]]) -> str:
     widths = [max(len(row[i]) for row in rows) for i in range(len(rows[0]))]
     return "\n".join(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
@@ -156,8 +156,10 @@ def _aligned(rows: list[tuple[str, ...]]) -> str:
 
 
 class Stalls:
-    """A detector of a run that has begun no new phase for `after_s`. It reports again whenever that
-    time has doubled."""
+    """A detector of stalls. It reports a run that has begun no new phase for `after_s`.
+
+    It reports again whenever that time has doubled.
+    """
 
     def __init__(self, after_s: float) -> None:
         self.after_s = self._next = after_s
@@ -174,7 +176,10 @@ class Stalls:
         if quiet < self._next:
             return None
         self._next *= 2
-        return f"the run has not got on for {quiet:.0f} s, since it {last.what}:\n{report()}"
+        return (
+            f"the run has made no progress for {quiet:.0f} s, since it {last.description}:\n"
+            f"{report()}"
+        )
 
 
 @contextlib.contextmanager
@@ -197,7 +202,7 @@ def log_stalls(after_s: float | None) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def shown_on_signal() -> Iterator[None]:
+def show_on_signal() -> Iterator[None]:
     """Make SIGUSR1 write the table, inside the block. Enter it in the main thread."""
 
     def show(number: int, frame: object) -> None:
@@ -205,25 +210,26 @@ def shown_on_signal() -> Iterator[None]:
         sys.stderr.write(f"{text}\n")
         log.info("waits:\n%s", text)
 
-    before = signal.signal(signal.SIGUSR1, show)
+    previous_handler = signal.signal(signal.SIGUSR1, show)
     try:
         yield
     finally:
-        signal.signal(signal.SIGUSR1, before)
+        signal.signal(signal.SIGUSR1, previous_handler)
 
 
 @contextlib.contextmanager
 def answer_status(address: str) -> Iterator[None]:
-    """Send the table to processes of the same user that connect to the Unix socket at `address`,
-    inside the block.
+    """Serve the table at the Unix socket `address` inside the block, to processes of the same user.
 
-    It works even while the main thread waits without handling signals. Raises OSError if no socket
-    can be made there.
+    It works even while the main thread waits without handling signals. Raises OSError if the socket
+    can't be created.
     """
     with socket.socket(socket.AF_UNIX) as listener:
         listener.bind(address)
         listener.listen()
-        threading.Thread(target=_answer, args=(listener,), name="status", daemon=True).start()
+        threading.Thread(
+            target=_answer_requests, args=(listener,), name="status", daemon=True
+        ).start()
         try:
             yield
         finally:
@@ -231,7 +237,7 @@ def answer_status(address: str) -> Iterator[None]:
                 listener.shutdown(socket.SHUT_RDWR)  # wakes the thread from accept
 
 
-def _answer(listener: socket.socket) -> None:
+def _answer_requests(listener: socket.socket) -> None:
     while True:
         try:
             connection, _ = listener.accept()
@@ -239,15 +245,15 @@ def _answer(listener: socket.socket) -> None:
             return
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
-            if _peer_user(connection) == os.getuid():
+            if _get_peer_user(connection) == os.getuid():
                 connection.sendall(table().encode())
 
 
-def _peer_user(connection: socket.socket) -> int:
+def _get_peer_user(connection: socket.socket) -> int:
     """Return the user of the process at the other end.
 
-    Only Linux needs the check: there an address may be an abstract name, which every user can
-    connect to; elsewhere it is a file that only its owner can open.
+    Only Linux needs the check, because there an address may be an abstract name, which every user
+    can connect to. On other systems it is a file that only its owner can open.
     """
     if sys.platform != "linux":
         return os.getuid()
@@ -257,7 +263,7 @@ def _peer_user(connection: socket.socket) -> int:
     return user
 
 
-def ask_status(address: str, timeout_s: float = 10.0) -> str:
+def request_status(address: str, timeout_s: float = 10.0) -> str:
     """Return the table of the process that answers at `address`. Raises OSError if none does."""
     with socket.socket(socket.AF_UNIX) as connection:
         connection.settimeout(timeout_s)

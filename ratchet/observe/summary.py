@@ -14,11 +14,11 @@ from typing import Any
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.observe.progress import duration
+from ratchet.observe.progress import format_duration
 from ratchet.observe.write_files import replace_text
 
 
-def installed_versions() -> dict[str, str | None]:
+def get_installed_versions() -> dict[str, str | None]:
     """Return the versions of packages that results depend on; None for a missing package.
 
     The packages are not imported.
@@ -84,7 +84,7 @@ class RunSummary:
     seed: int
     threads: int
     device: str
-    versions: Mapping[str, str | None] = field(default_factory=installed_versions)
+    versions: Mapping[str, str | None] = field(default_factory=get_installed_versions)
     peak_mib: float | None = None
 
     def as_dict(self) -> dict[str, Any]:
@@ -134,7 +134,7 @@ class RunSummary:
                 _percent(before),
                 _percent(after),
                 change,
-                duration(stage.seconds),
+                format_duration(stage.seconds),
                 f"{speed:,.0f}" if speed is not None else "-",
             )
         return table

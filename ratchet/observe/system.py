@@ -1,7 +1,7 @@
 """Measure a run's use of its machine: processors, memory, disk and NVIDIA accelerators.
 
-Accelerators need NVIDIA's management library. Only processes on this machine count. On Linux all
-figures are available (from /proc); other systems have fewer.
+Accelerators are measured by NVIDIA's management library (NVML). Only processes on this machine
+count. Linux has all figures (from /proc); other systems have fewer.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 GIB = 2**30
 # Seconds between searches for new processes of the run; known ones are read at every measurement.
-KIN_S = 10.0
+SEARCH_S = 10.0
 PROC = Path("/proc")
 
 
-class Use(NamedTuple):
+class ProcessUse(NamedTuple):
     """The processor time and memory of one process."""
 
     cpu_s: float  # processor seconds since the process began
@@ -48,22 +48,33 @@ class SystemMeter:
     ) -> None:
         self.directory, self.proc, self._clock = directory, proc, clock
         self._gpus = Accelerators(nvml) if nvml is not None else None
-        self._kin: set[int] = set()
-        self._looked = clock() - KIN_S
-        self._worked = {pid: use.cpu_s for pid, use in self._uses().items()}
-        self._at = clock()
+        self._descendants: set[int] = set()
+        self._searched_at = clock() - SEARCH_S
+        self._last_cpu_s = {
+            pid: process.cpu_s for pid, process in self._measure_processes().items()
+        }
+        self._measured_at = clock()
 
     def measure(self) -> dict[str, float]:
         """Return the current figures by name; `cpu_cores` is the mean since the last call."""
-        now, uses = self._clock(), self._uses()
-        # Only processes that were there at both measurements count: the seconds of an ended one are
-        # lost, and a new one has some from before this interval.
+        now, processes = self._clock(), self._measure_processes()
+        # Only processes that existed at both measurements count. The seconds of an ended process
+        # are unknown, and those of a new one may be from before this interval.
         cpu_seconds = sum(
-            use.cpu_s - self._worked[pid] for pid, use in uses.items() if pid in self._worked
+            process.cpu_s - self._last_cpu_s[pid]
+            for pid, process in processes.items()
+            if pid in self._last_cpu_s
         )
-        metrics = {"cpu_cores": cpu_seconds / (now - self._at)} if now > self._at else {}
-        self._worked, self._at = {pid: use.cpu_s for pid, use in uses.items()}, now
-        if resident := sum(use.resident for use in uses.values()):
+        metrics = (
+            {"cpu_cores": cpu_seconds / (now - self._measured_at)}
+            if now > self._measured_at
+            else {}
+        )
+        self._last_cpu_s, self._measured_at = (
+            {pid: process.cpu_s for pid, process in processes.items()},
+            now,
+        )
+        if resident := sum(process.resident for process in processes.values()):
             metrics["rss_gib"] = resident / GIB
         metrics |= self._host_memory()
         with suppress(OSError):
@@ -71,16 +82,16 @@ class SystemMeter:
             metrics |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
         return metrics | (self._gpus.measure() if self._gpus is not None else {})
 
-    def _uses(self) -> dict[int, Use]:
+    def _measure_processes(self) -> dict[int, ProcessUse]:
         """Return the use of each process of the run by id; only of this process without /proc."""
         if not (self.proc / str(os.getpid()) / "stat").exists():
-            return {os.getpid(): Use(time.process_time(), 0)}
-        if self._clock() - self._looked >= KIN_S:
-            self._looked, self._kin = self._clock(), self._find_descendants()
+            return {os.getpid(): ProcessUse(time.process_time(), 0)}
+        if self._clock() - self._searched_at >= SEARCH_S:
+            self._searched_at, self._descendants = self._clock(), self._find_descendants()
         ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
-        stats = {pid: self._read_stat(pid) for pid in self._kin}
+        stats = {pid: self._read_stat(pid) for pid in self._descendants}
         return {
-            pid: Use((int(stat[11]) + int(stat[12])) / ticks, int(stat[21]) * page)
+            pid: ProcessUse((int(stat[11]) + int(stat[12])) / ticks, int(stat[21]) * page)
             for pid, stat in stats.items()
             if stat
         }
@@ -143,17 +154,17 @@ class Accelerators:
     def _measure_device(self, handle: Any) -> Iterator[tuple[str, float]]:
         """Yield (name, value) of each metric that the device reports; some lack one."""
         nvml = self._nvml
-        readers: Mapping[str, Callable[[], float]] = {
+        getters: Mapping[str, Callable[[], float]] = {
             "busy_share": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,
             "memory_gib": lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used / GIB,
             "power_w": lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1000,
         }
-        for name, read in readers.items():
+        for name, get in getters.items():
             with suppress(nvml.NVMLError):
-                yield name, float(read())
+                yield name, float(get())
 
 
-def nvidia() -> Any:
+def load_nvml() -> Any:
     """Return NVIDIA's management library if it and a driver are installed, else None."""
     try:
         nvml = import_module("pynvml")

@@ -42,7 +42,7 @@ EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
-class Tracked:
+class TrackedRun:
     """The description of a run that a tracker shows.
 
     id: unique to the run, and the same after a resume.
@@ -55,14 +55,13 @@ class Tracked:
     resumed: bool = False
 
 
-def package(name: str) -> Any:
+def import_package(name: str) -> Any:
     """Import and return a tracker's package. Raises ConfigError if it is not installed."""
     try:
         return import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"logging.sinks asks for {name}, which is not installed: pip install "
-            "'ratchet[trackers]'"
+            f"logging.sinks needs {name}, which is not installed: pip install 'ratchet[trackers]'"
         ) from error
 
 
@@ -78,7 +77,7 @@ def as_os_error(name: str) -> Iterator[None]:
         raise OSError(f"{name}: {type(error).__name__}: {error}") from error
 
 
-def finite(metrics: Metrics) -> dict[str, float]:
+def select_finite(metrics: Metrics) -> dict[str, float]:
     """Return the finite metrics, under names that every tracker can encode.
 
     Names can come from data, and so contain lone surrogates.
@@ -86,7 +85,7 @@ def finite(metrics: Metrics) -> dict[str, float]:
     return {escape_surrogates(name): value for name, value in metrics.items() if value is not None}
 
 
-def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
+def flatten_settings(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested settings, named like "stages.0.optimizer.lr"."""
     if isinstance(settings, Mapping):
         parts = [(str(key), value) for key, value in settings.items()]
@@ -96,7 +95,7 @@ def flat(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
         yield name, settings
         return
     for key, value in parts:
-        yield from flat(value, f"{name}.{key}" if name else key)
+        yield from flatten_settings(value, f"{name}.{key}" if name else key)
 
 
 class RunSink:
@@ -116,7 +115,7 @@ class RunSink:
 
     def write(self, step: int, metrics: Metrics) -> None:
         with as_os_error(self._name):
-            values: dict[str, Any] = finite(metrics)
+            values: dict[str, Any] = select_finite(metrics)
             if self._histogram is not None:
                 for name, histogram in get_histograms(metrics).items():
                     values[name] = self._histogram(
@@ -135,8 +134,8 @@ class WandbSink(RunSink):
     W&B's console capture is off, because it conflicts with the progress display.
     """
 
-    def __init__(self, config: WandbConfig, run: Tracked) -> None:
-        wandb = package("wandb")
+    def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
+        wandb = import_package("wandb")
 
         def begin() -> Any:
             return wandb.init(
@@ -160,8 +159,8 @@ class SwanlabSink(RunSink):
     SwanLab resumes only runs on its server: offline, a resumed run writes a second log.
     """
 
-    def __init__(self, config: SwanlabConfig, run: Tracked) -> None:
-        swanlab = package("swanlab")
+    def __init__(self, config: SwanlabConfig, run: TrackedRun) -> None:
+        swanlab = import_package("swanlab")
         online = config.mode == "online"
 
         def begin() -> Any:
@@ -180,8 +179,8 @@ class SwanlabSink(RunSink):
 
 
 class TrackioSink(RunSink):
-    def __init__(self, config: TrackioConfig, run: Tracked) -> None:
-        trackio = package("trackio")
+    def __init__(self, config: TrackioConfig, run: TrackedRun) -> None:
+        trackio = import_package("trackio")
 
         def begin() -> Any:
             return trackio.init(
@@ -199,9 +198,9 @@ class TrackioSink(RunSink):
 class MlflowSink:
     TAG = "ratchet.training.run"
 
-    def __init__(self, config: MlflowConfig, run: Tracked) -> None:
-        mlflow = package("mlflow")
-        entities = package("mlflow.entities")
+    def __init__(self, config: MlflowConfig, run: TrackedRun) -> None:
+        mlflow = import_package("mlflow")
+        entities = import_package("mlflow.entities")
         self._metric, self._param = entities.Metric, entities.Param
         uri = config.tracking_uri or f"sqlite:///{(run.directory / 'mlflow.db').absolute()}"
         with as_os_error("mlflow"):
@@ -223,11 +222,14 @@ class MlflowSink:
                     experiment, run_name=run.name, tags={self.TAG: run.id}
                 )
                 self._id = created.info.run_id
-                self._tell(run.settings)
+                self._send_settings(run.settings)
 
-    def _tell(self, settings: Mapping[str, Any]) -> None:
+    def _send_settings(self, settings: Mapping[str, Any]) -> None:
         """Send the settings in batches of 100, the most that a server accepts (1,000 metrics)."""
-        entries = [self._param(_allowed(name), str(value)[:6000]) for name, value in flat(settings)]
+        entries = [
+            self._param(_replace_forbidden(name), str(value)[:6000])
+            for name, value in flatten_settings(settings)
+        ]
         for begin in range(0, len(entries), 100):
             self._client.log_batch(self._id, params=entries[begin : begin + 100])
 
@@ -235,8 +237,8 @@ class MlflowSink:
         now = int(time.time() * 1000)
         with as_os_error("mlflow"):
             entries = [
-                self._metric(_allowed(name), value, now, step)
-                for name, value in finite(metrics).items()
+                self._metric(_replace_forbidden(name), value, now, step)
+                for name, value in select_finite(metrics).items()
             ]
             for begin in range(0, len(entries), 1000):
                 self._client.log_batch(self._id, metrics=entries[begin : begin + 1000])
@@ -246,13 +248,13 @@ class MlflowSink:
             self._client.set_terminated(self._id)
 
 
-def _allowed(name: str) -> str:
+def _replace_forbidden(name: str) -> str:
     return re.sub(r"[^\w.\- :/]", "_", name)
 
 
 class PrometheusSink:
-    def __init__(self, config: PrometheusConfig, run: Tracked) -> None:
-        self._prometheus = package("prometheus_client")
+    def __init__(self, config: PrometheusConfig, run: TrackedRun) -> None:
+        self._prometheus = import_package("prometheus_client")
         self._registry = self._prometheus.CollectorRegistry()
         self._run, self._textfile, self._server = escape_surrogates(run.name), config.textfile, None
         self._step = self._prometheus.Gauge(
@@ -280,21 +282,21 @@ class PrometheusSink:
     async def _answer(self, scope: Mapping[str, Any], receive: Any, send: Any) -> None:
         """Answer every path with the page of metrics.
 
-        The page is made once a step, not once a scrape, so that requests are cheap and no scrape
-        sees part of a step.
+        The page is built once a step, not once a scrape, so that requests are cheap and no scrape
+        sees a half-updated step.
         """
-        shows = scope["method"] in ("GET", "HEAD")
-        kind = EXPOSITION if shows else "text/plain; charset=utf-8"
-        body = self._page if shows else b"this server only shows: use GET"
-        headers = [(b"content-type", kind.encode()), (b"content-length", b"%d" % len(body))]
-        status = 200 if shows else 405
+        is_read = scope["method"] in ("GET", "HEAD")
+        content_type = EXPOSITION if is_read else "text/plain; charset=utf-8"
+        body = self._page if is_read else b"this server is read-only: use GET"
+        headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
+        status = 200 if is_read else 405
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": body})
 
     def write(self, step: int, metrics: Metrics) -> None:
         self._metric.clear()
         self._step.set(step)
-        for name, value in finite(metrics).items():
+        for name, value in select_finite(metrics).items():
             self._metric.labels(self._run, name).set(value)
         self._page = self._prometheus.generate_latest(self._registry)
         if self._textfile is not None:
@@ -305,7 +307,7 @@ class PrometheusSink:
             self._server.close()
 
 
-def run_id(directory: Path) -> str:
+def get_run_id(directory: Path) -> str:
     """Return the id of the run in this directory, creating it on the first call."""
     path = directory / ".run_id"
     if not path.exists():
@@ -313,7 +315,7 @@ def run_id(directory: Path) -> str:
     return path.read_text()
 
 
-def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
+def build_trackers(sections: Sequence[Section], run: TrackedRun) -> list[Sink]:
     """Return a sink for each section.
 
     In a resumed run, a tracker that can't start is left out with a warning, because no service may
@@ -329,5 +331,5 @@ def track(sections: Sequence[Section], run: Tracked) -> list[Sink]:
                     f"logging.sinks: {error}; remove it, or set its mode to offline where it has "
                     "one"
                 ) from error
-            log.warning("a sink can't begin, and gets nothing of this run: %s", error)
+            log.warning("a tracker can't start, and gets no metrics of this run: %s", error)
     return sinks

@@ -25,7 +25,7 @@ def sync(path: Path) -> None:
 
 
 def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
-    """Open a plain file and return the descriptor; refuse anything else of that name.
+    """Open a plain file and return the descriptor; refuse a link, a pipe, a device or a directory.
 
     A link could lead the writer to a file elsewhere, and a pipe or a device could block it forever.
 
@@ -52,11 +52,11 @@ def open_plain(path: Path, flags: int, *, directory: int | None = None) -> int:
 
 
 def open_unshared(path: Path, flags: int, *, directory: int | None = None) -> int:
-    """Open a plain file to change it, and keep the content of its other hard links.
+    """Open a plain file to change it, without changing its other hard links.
 
-    Writing through one hard link would also change a backup that has another (`cp -al`). So a file
-    with several links is copied first, and the copy takes this name. Don't use it for lock files: a
-    lock belongs to the file, not to its name.
+    Writing through one hard link would also change a backup made of hard links (`cp -al`). So a
+    file with several links is copied first, and the copy takes this name. Don't use it for lock
+    files: a lock belongs to the file, not to its name.
 
     Raises:
         OSError: `open_plain` raises it, or the copy can't be written.
@@ -103,10 +103,10 @@ class AppendFile:
     """A file that a run only appends to, such as `metrics.jsonl` and `ledger.jsonl`.
 
     Another program, such as an editor that saves it, may delete, replace or shorten the file while
-    the run has it open. `append` then warns once for each such change, and appends to the file that
-    is there now, or to a new one. It never overwrites content, and follows neither a link nor a new
+    the run has it open. `append` then warns once for each such change, and appends to the file now
+    at that path, or to a new one. It never overwrites content, and follows neither a link nor a new
     directory that has taken the old one's path. It is an error if the path is no plain file. Other
-    hard links of the file keep the content that they had.
+    hard links of the file keep their content.
     """
 
     def __init__(self, path: Path) -> None:
@@ -151,36 +151,38 @@ class AppendFile:
     def _open(self) -> None:
         flags = os.O_RDWR | os.O_CREAT | os.O_APPEND
         self._descriptor = open_unshared(self.path, flags, directory=self._directory)
-        opened = os.fstat(self._descriptor)
-        self.size, self._names = opened.st_size, opened.st_nlink
+        stat_result = os.fstat(self._descriptor)
+        self.size, self._link_count = stat_result.st_size, stat_result.st_nlink
 
     def _notice_changes(self) -> None:
-        opened = os.fstat(self._descriptor)
+        open_stat = os.fstat(self._descriptor)
         try:
-            present = os.stat(self.path.name, dir_fd=self._directory, follow_symlinks=False)
+            path_stat = os.stat(self.path.name, dir_fd=self._directory, follow_symlinks=False)
         except FileNotFoundError:
-            present = None
+            path_stat = None
         if (
-            present is not None
-            and os.path.samestat(present, opened)
-            and opened.st_size == self.size
+            path_stat is not None
+            and os.path.samestat(path_stat, open_stat)
+            and open_stat.st_size == self.size
         ):
             # A new hard link, such as a backup's, must not change with this file.
-            if opened.st_nlink > self._names:
-                outdated = self._descriptor
+            if open_stat.st_nlink > self._link_count:
+                old_descriptor = self._descriptor
                 self._open()
-                os.close(outdated)
+                os.close(old_descriptor)
             return
         change = (
-            "deleted" if present is None else f"changed from {self.size} to {present.st_size} bytes"
+            "deleted"
+            if path_stat is None
+            else f"changed from {self.size} to {path_stat.st_size} bytes"
         )
-        outdated = self._descriptor
+        old_descriptor = self._descriptor
         try:
             self._open()
         # The whole directory is gone, which `RunDirectory.verify` reports.
         except FileNotFoundError:
             return
-        os.close(outdated)
+        os.close(old_descriptor)
         log.warning(
             "%s was %s by another program: lines may be missing, and new ones are appended",
             self.path,

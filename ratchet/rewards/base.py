@@ -54,12 +54,12 @@ class PerTrajectory(ABC):
         trajectory that had failed or was cancelled keeps its outcome.
         """
         if len(trajectories) == 1:  # the usual case needs no asyncio task
-            return [await self._outcome(trajectories[0], task)]
+            return [await self._judge_one(trajectories[0], task)]
         return await asyncio.gather(
-            *(self._outcome(trajectory, task) for trajectory in trajectories)
+            *(self._judge_one(trajectory, task) for trajectory in trajectories)
         )
 
-    async def _outcome(self, trajectory: Trajectory, task: Task) -> Outcome:
+    async def _judge_one(self, trajectory: Trajectory, task: Task) -> Outcome:
         if isinstance(trajectory.outcome, Failed | Cancelled):
             return trajectory.outcome
         try:
@@ -152,8 +152,11 @@ class FinalAnswer(AnswerReward):
         )
 
 
-def voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
-    """Return the reward, or the part of it, that extracts final answers for this task, if any."""
+def find_voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
+    """Return the reward that extracts final answers for this task: `reward` or a part of it.
+
+    None if there is none.
+    """
     if isinstance(reward, HasFinalAnswers):
         return reward
     delegate = getattr(reward, "voter", None)

@@ -11,8 +11,8 @@ from pydantic import Field, SerializeAsAny, model_validator
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot
 from ratchet.protocols import HasFinalAnswers
-from ratchet.rewards.base import voter
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.base import find_voter
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
 Rewards = Annotated[tuple[SerializeAsAny[Section], ...], Slot("rewards", is_list=True)]
@@ -25,12 +25,12 @@ class ByTagConfig(Section):
 
     domains: dict[str, Rewards] = Field(
         min_length=1,
-        description='Rewards for each tag, as under `rewards`; none where its steps judge; "*" is '
-        "for tags not listed.",
+        description="Rewards for each tag, as under `rewards`; an empty list if the environment "
+        'rewards turns; "*" is for tags not listed.',
     )
 
     @model_validator(mode="after")
-    def _distinct(self) -> ByTagConfig:
+    def _check_distinct(self) -> ByTagConfig:
         for tag, sections in self.domains.items():
             kinds = [getattr(section, "kind", "") for section in sections]
             if len(set(kinds)) < len(kinds):
@@ -40,7 +40,7 @@ class ByTagConfig(Section):
         return self
 
 
-ANY = "*"
+ANY_TAG = "*"
 
 
 class ByTag:
@@ -51,7 +51,7 @@ class ByTag:
 
     def __init__(self, config: ByTagConfig) -> None:
         self._domains = {
-            tag: composed(sections) if sections else OwnSteps()
+            tag: compose_rewards(sections) if sections else TurnRewardsOnly()
             for tag, sections in config.domains.items()
         }
 
@@ -60,29 +60,31 @@ class ByTag:
         return any(reward.together for reward in self._domains.values())
 
     def voter(self, task: Task) -> HasFinalAnswers | None:
-        return voter(self._domains.get(task.tag, self._domains.get(ANY)), task)
+        return find_voter(self._domains.get(task.tag, self._domains.get(ANY_TAG)), task)
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
 
         Return Failed("reward") if neither is.
         """
-        reward = self._domains.get(task.tag, self._domains.get(ANY))
+        reward = self._domains.get(task.tag, self._domains.get(ANY_TAG))
         if reward is None:
             names = ", ".join(sorted(self._domains))
             reason = Failed(
                 "reward",
-                f"by_tag: task '{task.id}' has the tag '{task.tag}', and there are rewards for "
-                f"{names}",
+                f"by_tag: task '{task.id}' has the tag '{task.tag}', but there are rewards only "
+                f"for {names}",
             )
             return [
                 t.outcome if isinstance(t.outcome, Failed | Cancelled) else reason
                 for t in trajectories
             ]
-        return [_under(task.tag, outcome) for outcome in await reward.score(trajectories, task)]
+        return [
+            _prefix_parts(task.tag, outcome) for outcome in await reward.score(trajectories, task)
+        ]
 
 
-class OwnSteps:
+class TurnRewardsOnly:
     """A reward that adds nothing, for a domain whose environment rewards single turns.
 
     It fails a finished attempt without turn rewards.
@@ -91,10 +93,10 @@ class OwnSteps:
     together = False
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        return [_nothing_more(trajectory, task) for trajectory in trajectories]
+        return [_keep_turn_rewards(trajectory, task) for trajectory in trajectories]
 
 
-def _nothing_more(trajectory: Trajectory, task: Task) -> Outcome:
+def _keep_turn_rewards(trajectory: Trajectory, task: Task) -> Outcome:
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
     if isinstance(trajectory.outcome, Truncated):
@@ -103,12 +105,12 @@ def _nothing_more(trajectory: Trajectory, task: Task) -> Outcome:
         return Scored(0.0)
     return Failed(
         "reward",
-        f"by_tag: domain '{task.tag}' has no rewards, and its environment gave none at task "
+        f"by_tag: domain '{task.tag}' has no rewards, and its environment rewarded no turn of task "
         f"'{task.id}'",
     )
 
 
-def _under(tag: str, outcome: Outcome) -> Outcome:
+def _prefix_parts(tag: str, outcome: Outcome) -> Outcome:
     if isinstance(outcome, Failed | Cancelled | Unjudged):
         return outcome
     return replace(outcome, parts={f"{tag}/{name}": value for name, value in outcome.parts.items()})

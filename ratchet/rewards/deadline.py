@@ -31,7 +31,7 @@ class Deadline:
         self.seconds = seconds
         self._timeout = asyncio.timeout(seconds)
         self._token: Token[Deadline | None] | None = None
-        self._pauses, self._left = 0, seconds
+        self._pauses, self._remaining_s = 0, seconds
 
     async def __aenter__(self) -> Deadline:
         await self._timeout.__aenter__()
@@ -57,23 +57,23 @@ class Deadline:
         loop = asyncio.get_running_loop()
         if not self._pauses:
             when = self._timeout.when()
-            self._left = math.inf if when is None else when - loop.time()
-            self._move(None)
+            self._remaining_s = math.inf if when is None else when - loop.time()
+            self._reschedule(None)
         self._pauses += 1
         try:
             yield
         finally:
             self._pauses -= 1
-            if not self._pauses and math.isfinite(self._left):
-                self._move(loop.time() + self._left)
+            if not self._pauses and math.isfinite(self._remaining_s):
+                self._reschedule(loop.time() + self._remaining_s)
 
-    def _move(self, when: float | None) -> None:
+    def _reschedule(self, when: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # it has expired, or its block has ended
             self._timeout.reschedule(when)
 
 
 class Programs:
-    """A runner of one answer's programs that counts the time they take together.
+    """A runner of one answer's programs, with a limit on their total time.
 
     Args:
         sandbox: where they run.

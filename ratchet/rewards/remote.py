@@ -76,17 +76,17 @@ def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     return {
         "prompt": task.messages[-1].text
         if len(task.messages) == 1
-        else [_plain(message) for message in task.messages],
+        else [_encode_message(message) for message in task.messages],
         "response": answer_text(trajectory),
         "answer": task.answer,
-        "messages": [_plain(message) for message in trajectory.messages],
+        "messages": [_encode_message(message) for message in trajectory.messages],
         "meta": dict(task.meta),
         "tag": task.tag,
         "truncated": isinstance(trajectory.outcome, Truncated),
     }
 
 
-def _plain(message: Message) -> dict[str, Any]:
+def _encode_message(message: Message) -> dict[str, Any]:
     plain: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
         plain["tool_calls"] = [

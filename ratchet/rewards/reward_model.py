@@ -26,7 +26,7 @@ if TYPE_CHECKING:  # importing rewards must not load torch
 
 
 class RewardModelConfig(Section):
-    """The section of a reward model."""
+    """A score of the conversation by a reward model that Ratchet trained."""
 
     builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
 
@@ -48,8 +48,8 @@ class RewardModel:
     """A reward that reads the conversation as text.
 
     It renders the text with the reward model's own template and tokenizer, as in its training, not
-    with the policy's. An answer cut off by a token limit is scored without an end of turn. An
-    answer that the policy ended has one, even if the attempt was truncated.
+    with the policy's. An answer cut off by a token limit is scored without an end-of-turn token. An
+    answer that the policy ended is scored with it, even if the attempt was truncated.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -77,28 +77,28 @@ class RewardModel:
             if isinstance(trajectory.outcome, Failed | Cancelled):
                 continue
             try:
-                rows.append((i, self._tokens(trajectory)))
+                rows.append((i, self._render_tokens(trajectory)))
             except DataError:
                 outcomes[i] = Failed(
                     "reward", f"reward_model, task '{task.id}':\n{traceback.format_exc()}"
                 )
         for batch in _batches(rows, self.config.batch_tokens):
-            asked = [tokens for _, tokens in batch]
+            token_rows = [tokens for _, tokens in batch]
             scores = await asyncio.get_running_loop().run_in_executor(
-                self._thread, self._scores, asked
+                self._thread, self._compute_scores, token_rows
             )
             for (i, _), score in zip(batch, scores, strict=True):
-                outcomes[i] = _outcome(score, trajectories[i])
+                outcomes[i] = _make_outcome(score, trajectories[i])
         return outcomes
 
-    def _tokens(self, trajectory: Trajectory) -> list[int]:
-        last = max(
+    def _render_tokens(self, trajectory: Trajectory) -> list[int]:
+        last_index = max(
             (i for i, message in enumerate(trajectory.messages) if message.role == "assistant"),
             default=-1,
         )
-        if last < 0:
+        if last_index < 0:
             raise DataError("the trajectory has no assistant message to judge")
-        tokens, _ = self._renderer.supervised(trajectory.messages[: last + 1], train="last")
+        tokens, _ = self._renderer.supervised(trajectory.messages[: last_index + 1], train="last")
         if trajectory.is_cut_short:
             tokens = tokens[:-1]  # drop the end of turn: the answer was cut off
         if len(tokens) > self._model.max_positions:
@@ -108,7 +108,7 @@ class RewardModel:
             )
         return tokens
 
-    def _scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
+    def _compute_scores(self, rows: Sequence[Sequence[int]]) -> list[float]:
         """Return the scalar head's output at each row's last token."""
         import torch
 
@@ -158,7 +158,7 @@ def _batches(
         yield batch
 
 
-def _outcome(score: float, trajectory: Trajectory) -> Outcome:
+def _make_outcome(score: float, trajectory: Trajectory) -> Outcome:
     if not math.isfinite(score):
         return Failed(
             "reward", f"the reward model's score is {score}: its weights, or its device, are broken"

@@ -10,7 +10,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.protocols import HasFinalAnswers, Reward
-from ratchet.rewards.base import as_reward, voter
+from ratchet.rewards.base import as_reward, find_voter
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
 
 
@@ -18,8 +18,8 @@ class WeightedSum:
     """A reward that is the sum of others: `sum(weights[name] * reward[name])`.
 
     Its named parts are the unweighted rewards by name, and their own parts as "name/part". If one
-    of the rewards fails on an attempt, the attempt fails: a sum that lacks a summand would be
-    another reward.
+    of the rewards fails on an attempt, the attempt fails, because a sum without one of its summands
+    would be another reward.
     """
 
     def __init__(self, rewards: Mapping[str, Reward], weights: Mapping[str, float]) -> None:
@@ -38,25 +38,25 @@ class WeightedSum:
     def voter(self, task: Task) -> HasFinalAnswers | None:
         """Return the first reward that extracts final answers for this task, if any."""
         return next(
-            (found for reward in self.rewards.values() if (found := voter(reward, task))), None
+            (voter for reward in self.rewards.values() if (voter := find_voter(reward, task))), None
         )
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        asked = [reward.score(trajectories, task) for reward in self.rewards.values()]
-        columns = [await asked[0]] if len(asked) == 1 else await asyncio.gather(*asked)
+        pending = [reward.score(trajectories, task) for reward in self.rewards.values()]
+        columns = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)
         return [self._sum(row) for row in zip(*columns, strict=True)]
 
     def _sum(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the outcome of one attempt, from the outcome of each reward, in their order."""
         total: float | None = 0.0
-        cut = False
+        is_truncated = False
         parts: dict[str, float] = {}
         for name, outcome in zip(self.rewards, outcomes, strict=True):
             if isinstance(outcome, Failed):
                 return Failed(outcome.kind, f"reward '{name}': {outcome.detail}")
             if isinstance(outcome, Cancelled | Unjudged):
                 return outcome
-            cut = cut or isinstance(outcome, Truncated)
+            is_truncated = is_truncated or isinstance(outcome, Truncated)
             # This reward could not judge the unfinished attempt, so the sum has no value.
             if outcome.reward is None:
                 total = None
@@ -68,10 +68,10 @@ class WeightedSum:
             for part, value in outcome.parts.items():
                 if part != name:
                     parts[f"{name}/{part}"] = value
-        return Truncated(total, parts) if cut or total is None else Scored(total, parts)
+        return Truncated(total, parts) if is_truncated or total is None else Scored(total, parts)
 
 
-def composed(sections: Sequence[Section]) -> WeightedSum:
+def compose_rewards(sections: Sequence[Section]) -> WeightedSum:
     """Return the weighted sum of the rewards that sections of a recipe describe.
 
     A reward has the name of its kind (of a path, the part after the colon) and the section's
@@ -83,8 +83,9 @@ def composed(sections: Sequence[Section]) -> WeightedSum:
             f"rewards {', '.join(names)} repeat a kind: their parts would share a name; give it "
             "once"
         )
-    named = dict(zip(names, sections, strict=True))
-    rewards = {name: as_reward(build(section), name) for name, section in named.items()}
+    sections_by_name = dict(zip(names, sections, strict=True))
+    rewards = {name: as_reward(build(section), name) for name, section in sections_by_name.items()}
     return WeightedSum(
-        rewards, {name: getattr(section, "weight", 1.0) for name, section in named.items()}
+        rewards,
+        {name: getattr(section, "weight", 1.0) for name, section in sections_by_name.items()},
     )

@@ -16,7 +16,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from ratchet.errors import RunDirectoryError
-from ratchet.observe.stall_report import answer_status, ask_status, shown_on_signal
+from ratchet.observe.stall_report import answer_status, request_status, show_on_signal
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import read_json
@@ -33,7 +33,7 @@ def serve_status(directory: RunDirectory) -> Iterator[None]:
     """
     with _address() as address:
         location = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
-        with shown_on_signal(), answer_status(address):
+        with show_on_signal(), answer_status(address):
             replace_text(directory.status, json.dumps(location))
             try:
                 yield
@@ -85,7 +85,7 @@ def query_status(path: Path) -> str:
             f"the run in {path} is under way on {host}. Run `ratchet status` there"
         )
     try:
-        return ask_status(socket_path)
+        return request_status(socket_path)
     except OSError as error:
         raise RunDirectoryError(
             f"process {process}, which runs in {path}, does not answer ({error}): it is suspended "

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from ratchet.checkpoint.manifest import MANIFEST
-from ratchet.observe.metrics import OF_THE_MACHINE
+from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
@@ -263,7 +263,7 @@ def _metrics(run: Path) -> list[Any]:
     return [
         (
             row["step"],
-            {name: value for name, value in row.items() if not name.startswith(OF_THE_MACHINE)},
+            {name: value for name, value in row.items() if not name.startswith(MACHINE_PREFIXES)},
         )
         for row in rows
     ]

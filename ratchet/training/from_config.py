@@ -31,7 +31,7 @@ from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.protocols import Executor, Reward
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.training.build import make_run
 from ratchet.training.generator_workers import get_generator_resources, start_generators
 from ratchet.training.roles import check_readers, check_roles, check_routers
@@ -284,7 +284,7 @@ def build_eval_env_setup(environment: Section) -> EnvSetup:
 def build_reward(sections: Sequence[Section]) -> Reward | None:
     """Return the weighted sum of the rewards; None without any: the environment's steps give the
     reward."""
-    return composed(sections) if sections else None
+    return compose_rewards(sections) if sections else None
 
 
 def build_run(

@@ -12,8 +12,8 @@ from ratchet.executors.datasheets import KNOWN
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
 from ratchet.models.flops import TokenCost
-from ratchet.observe.matmul_rate import Gemm, gemm_rate
-from ratchet.observe.system import SystemMeter, nvidia
+from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
+from ratchet.observe.system import SystemMeter, load_nvml
 from ratchet.observe.tracing.perfetto import Trace
 from ratchet.observe.tracing.spans import ACTIVITY, Activity
 from ratchet.runs.run_dir import RunDirectory
@@ -96,7 +96,7 @@ def metering(
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
     flop_counter = FlopCounter(_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0)
-    system = SystemMeter(directory.path, nvml=nvidia()) if config.logging.system else None
+    system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None
     run.meter = StageMeter(
         flop_counter, estimate_peak_flops(policy, config, index), system=system, trace=trace
     )
@@ -139,13 +139,13 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
     )
     if parameter.device.type != "cuda":
         gemm = Gemm(SIDE, SIDE, SIDE)
-        return devices * gemm_rate(
+        return devices * measure_gemm_rate(
             gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S
         )
     device_name = torch.cuda.get_device_name(parameter.device).upper().replace(" ", "")
     datasheets = [kind for kind in KNOWN if kind.partition("-")[0] in device_name]
     if datasheets:
         return devices * KNOWN[datasheets[-1]].flop_s
-    return devices * gemm_rate(
+    return devices * measure_gemm_rate(
         Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
     )

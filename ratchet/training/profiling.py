@@ -43,7 +43,12 @@ def profiling(
     run.roles = counting = {name: TokenCountingLearner(learner) for name, learner in roles.items()}
     subject = _subject(run, policy, config, counting)
     run.profiler = Profiler(
-        subject, steps, first_step=run.first_step, left=remaining, directory=directory, show=show
+        subject,
+        steps,
+        first_step=run.first_step,
+        steps_left=remaining,
+        directory=directory,
+        show=show,
     )
     try:
         yield
@@ -77,8 +82,8 @@ def _subject(
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         widest=(widest[1], widest[0]),
-        asked=count_tokens,
-        generated=lambda: run.progress.generated_tokens,
+        requested_tokens=count_tokens,
+        generated_tokens=lambda: run.progress.generated_tokens,
     )
 
 

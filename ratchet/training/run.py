@@ -268,7 +268,7 @@ class StageRun:
         self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", numbers)
         for labels, samples in iterate_attempt_samples(groups):
-            self.metrics.add("rollout", samples, of=labels)
+            self.metrics.add("rollout", samples, labels=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
         written = numbers.get("generated_tokens", numbers["trained_tokens"])
@@ -299,7 +299,7 @@ class StageRun:
             observe(steps_done, flushed)
         if (
             self.sentinels is not None
-            and self.sentinels.see(steps_done, flushed, groups, findings.shown)
+            and self.sentinels.check(steps_done, flushed, groups, findings.shown)
             and self.stop.status is None
         ):
             log.warning("a sentinel pauses the run; saving")
@@ -316,7 +316,7 @@ class StageRun:
         progress = self.progress
         if patience is None:
             return
-        progress.best, progress.fruitless = patience.after(
+        progress.best, progress.fruitless = patience.update(
             metrics, progress.best, progress.fruitless
         )
         if progress.fruitless >= patience.evaluations and self.done < self.last_step:

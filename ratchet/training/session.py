@@ -19,18 +19,18 @@ from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.config import DistributedConfig
-from ratchet.observe.console import lasting_console
+from ratchet.observe.console import make_robust_console
 from ratchet.observe.learning_curve import write_curve
 from ratchet.observe.log import log_to
 from ratchet.observe.progress import show_progress
-from ratchet.observe.provenance import note_provenance
+from ratchet.observe.provenance import record_provenance
 from ratchet.observe.records.writer import Recorder
 from ratchet.observe.sentinels import Sentinels
 from ratchet.observe.sinks import JsonlSink, Sink, Sinks, TensorBoardSink
 from ratchet.observe.stall_report import log_stalls
 from ratchet.observe.summary import RunSummary, StageSummary
-from ratchet.observe.tracing.perfetto import Trace, tracing
-from ratchet.observe.trackers import Tracked, run_id, track
+from ratchet.observe.tracing.perfetto import Trace, open_trace
+from ratchet.observe.trackers import TrackedRun, build_trackers, get_run_id
 from ratchet.protocols import Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
 from ratchet.runs.live_status import serve_status
@@ -109,7 +109,7 @@ class TrainingSession:
         self._plain = plain(config)
         self.changed_data = changed_data
         self.try_s = try_s
-        self.console = lasting_console()
+        self.console = make_robust_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = PromptLedger(directory.ledger)
         self.sinks = Sinks([])
@@ -163,12 +163,12 @@ class TrainingSession:
             self.directory.steps,
             seed=self.config.seed,
             keep_through=kept,
-            beside=is_background,
+            in_background=is_background,
         )
         try:
             async with AsyncExitStack() as ends:
                 trace_path = self.directory.trace if self.config.logging.trace else None
-                self.trace = ends.enter_context(tracing(trace_path))
+                self.trace = ends.enter_context(open_trace(trace_path))
                 return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
         finally:
             self.recorder.close()
@@ -231,11 +231,15 @@ class TrainingSession:
             sinks.append(TensorBoardSink(self.directory.tensorboard, keep_through=keep_through))
         if self.config.logging.sinks:
             path = self.directory.path
-            tracked = Tracked(
-                self.config.name, run_id(path), path, plain(self.config), resumed=keep_through >= 0
+            tracked = TrackedRun(
+                self.config.name,
+                get_run_id(path),
+                path,
+                plain(self.config),
+                resumed=keep_through >= 0,
             )
             with shield_programs():
-                sinks += track(self.config.logging.sinks, tracked)
+                sinks += build_trackers(self.config.logging.sinks, tracked)
         return Sinks(sinks)
 
     async def _stage(
@@ -315,7 +319,7 @@ class TrainingSession:
 
     def _note_provenance(self, after_step: int, data: Mapping[str, str]) -> None:
         try:
-            note_provenance(self.directory.provenance, after_step=after_step, data=data)
+            record_provenance(self.directory.provenance, after_step=after_step, data=data)
         except OSError as error:
             log.warning(
                 "%s can't be written, so the run's provenance is not recorded: %s",

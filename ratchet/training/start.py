@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ratchet.config.loader import load_config, plain
 from ratchet.errors import RunDirectoryError
-from ratchet.executors.freeze import freeze, find_unfrozen_key
+from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run

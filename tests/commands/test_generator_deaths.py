@@ -51,7 +51,9 @@ def test_a_generator_is_killed_or_stopped(started, tmp_path, how, rank, worker_r
     assert status == 1
     assert f"WorkerDied: generator rank {rank} of 2 on {os.uname().nodename}" in said
     assert (
-        "SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, for example by SIGSTOP)"
+        "SIGKILL"
+        if how is signal.SIGKILL
+        else "was silent for 5 s (it is stopped, for example by SIGSTOP)"
     ) in said
     assert "Traceback" not in said
     driver.assert_nothing_left()

@@ -153,7 +153,9 @@ def test_a_rank_is_killed_or_stopped(recipe, run, how, rank):
     assert status == 1
     assert f"WorkerDied: learner rank {rank} of 2 on {os.uname().nodename}" in said
     assert (
-        "SIGKILL" if how is signal.SIGKILL else "was silent for 5 s (it is stopped, for example by SIGSTOP)"
+        "SIGKILL"
+        if how is signal.SIGKILL
+        else "was silent for 5 s (it is stopped, for example by SIGSTOP)"
     ) in said
     assert "Traceback" not in said
     driver.assert_nothing_left()

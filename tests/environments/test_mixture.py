@@ -16,7 +16,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.resolve import build, resolve
 from ratchet.environments.mixture import locate_task
 from ratchet.errors import ConfigError, DataError
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import check_environment
 from ratchet.training.start import start_run
 from ratchet.types import Message
@@ -74,7 +74,7 @@ def test_tasks_carry_their_parts_tag_and_come_by_its_share():
 def test_the_kit_with_the_rewards_of_each_part():
     section = resolve("environment", {"kind": "mixture", "parts": PARTS})
     own = resolve("rewards", section.default_reward)
-    check_environment(build(section), reward=composed((own,)))
+    check_environment(build(section), reward=compose_rewards((own,)))
 
 
 def test_a_part_that_runs_out_of_test_tasks_leaves_the_rest_to_the_others():

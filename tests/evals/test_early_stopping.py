@@ -53,17 +53,17 @@ def rows(run: Path) -> list[dict[str, Any]]:
 
 def test_what_is_best_and_since_when():
     patience = EarlyStopping(2, "eval/accuracy", min_gain=0.1)
-    best, fruitless = patience.after({"eval/accuracy": 0.5}, None, 0)
+    best, fruitless = patience.update({"eval/accuracy": 0.5}, None, 0)
     assert (best, fruitless) == (0.5, 0)
-    assert patience.after({"eval/accuracy": 0.55}, best, fruitless) == (0.5, 1)
-    assert patience.after({"eval/accuracy": None}, best, 1) == (0.5, 2)
-    assert patience.after({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
-    assert EarlyStopping(1, "-eval/loss").after({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
+    assert patience.update({"eval/accuracy": 0.55}, best, fruitless) == (0.5, 1)
+    assert patience.update({"eval/accuracy": None}, best, 1) == (0.5, 2)
+    assert patience.update({"eval/accuracy": 0.7}, best, 1) == (0.7, 0)
+    assert EarlyStopping(1, "-eval/loss").update({"eval/loss": 2.0}, -3.0, 0) == (-2.0, 0)
     assert get_signed_metric("-eval/loss", {"eval/loss": None}) is None
     with pytest.raises(
         ConfigError, match=r"eval/acuracy is not reported.* to one of eval/accuracy, eval/failed"
     ):
-        EarlyStopping(1, "eval/acuracy").after(
+        EarlyStopping(1, "eval/acuracy").update(
             {"eval/failed": 0, "eval/accuracy": 1, "policy/loss": 2}, None, 0
         )
 

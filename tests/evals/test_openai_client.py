@@ -29,7 +29,7 @@ from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import Environment, Reward
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig, EndpointError
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.training.from_config import build_policy
 from ratchet.types import Message, Sampling, Task, ToolCall
@@ -62,7 +62,7 @@ def evaluated(
     samples: int = 0,
 ) -> EvalResults:
     environment = environment or sorting()
-    reward = reward or composed([resolve("rewards", EXACT)])
+    reward = reward or compose_rewards([resolve("rewards", EXACT)])
     manager = RolloutManager(plays, lambda: copy.copy(environment), reward)
     return asyncio.run(
         Evaluator(manager, tasks, Sampling(max_new_tokens=9, temperature=0.7), samples).run()

@@ -199,14 +199,14 @@ def test_two_are_compared_prompt_by_prompt():
     text = format_comparison(found, "one", "two")
     assert "| sampled | 9 | +0.750 |" in text
     assert "the exact sign-flip test" in text
-    assert "1 prompts are left out" in text
+    assert "1 prompts are excluded" in text
 
 
 def test_what_can_not_be_compared_is_refused():
     a = EvalResults((prompt("a", 1.0),))
     with pytest.raises(DataError, match="no prompt in common"):
         compare(a, EvalResults((prompt("b", 1.0),)))
-    with pytest.raises(DataError, match="'a' asks something else"):
+    with pytest.raises(DataError, match="'a' differs between"):
         compare(a, EvalResults((PromptResult("a", "", "other", False, *attempts(1.0)),)))
     with pytest.raises(DataError, match="no prompt has a reward in both"):
         compare(a, EvalResults((prompt("a", None, greedy=None),)))

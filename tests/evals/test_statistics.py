@@ -57,7 +57,7 @@ def test_consensus_equals_brute_force(counts: list[int], silent: int, values: li
     votes: list[int | None] = [answer for answer, count in enumerate(counts) for _ in range(count)]
     votes += [None] * silent
     ks = list(range(1, len(votes) + 1))
-    found = estimate_consensus(counts, values[: len(counts)], ks, silent=silent)
+    found = estimate_consensus(counts, values[: len(counts)], ks, without_answer=silent)
     assert found.values == pytest.approx([brute_consensus(votes, values, k) for k in ks])
     assert not found.errors.any()
 
@@ -70,8 +70,8 @@ def test_a_consensus_of_one_is_the_mean_and_a_tie_is_shared():
 
 def test_what_is_sampled_lies_within_its_error_of_what_is_exact():
     counts, values, ks = [5, 4, 4, 1, 1], [1.0, 0.0, 0.5, 0.0, 1.0], [1, 3, 8, 16]
-    true = estimate_consensus(counts, values, ks, silent=2, exact=True)
-    found = estimate_consensus(counts, values, ks, silent=2, exact=False)
+    true = estimate_consensus(counts, values, ks, without_answer=2, exact=True)
+    found = estimate_consensus(counts, values, ks, without_answer=2, exact=False)
     assert (found.errors[:-1] > 0).all()
     assert (found.errors < 0.02).all()
     assert (np.abs(found.values - true.values) <= 4 * found.errors + 1e-12).all()

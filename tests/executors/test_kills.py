@@ -48,7 +48,7 @@ def test_a_dead_worker_is_named_with_its_last_words(start):
         "SIGKILL",
     )
     assert str(error).startswith(
-        f"learner rank 1 of 2 on {os.uname().nodename} died (SIGKILL, by another process, or by the kernel"
+        f"learner rank 1 of 2 on {os.uname().nodename} died (SIGKILL, sent by another process, or by the kernel"
     )
     assert "in 'die'" in str(error)
     assert error.tail.endswith("last words")

@@ -77,7 +77,10 @@ TOO_MUCH = [
     ([A4, B4], [ResourceRequest("learner", 3, gpus=1, strategy="per_node")], ["2 of 3"]),
     (
         [A4],
-        [ResourceRequest("learner", 2, gpus=1), ResourceRequest("g", 1, gpus=4, colocated_with="learner")],
+        [
+            ResourceRequest("learner", 2, gpus=1),
+            ResourceRequest("g", 1, gpus=4, colocated_with="learner"),
+        ],
         ["1 x 4 accelerators colocated with learner", "0 of 1"],
     ),
     ([], [ResourceRequest("learner", 1)], ["0 of 1", "no node"]),
@@ -94,7 +97,9 @@ def test_what_is_missing_is_named(nodes, needs, says):
 
 def test_plans_that_make_no_sense():
     with pytest.raises(ConfigError, match="colocated with 'learner', which has no accelerators"):
-        ResourceManager([A4]).check([ResourceRequest("generator", 1, gpus=1, colocated_with="learner")])
+        ResourceManager([A4]).check(
+            [ResourceRequest("generator", 1, gpus=1, colocated_with="learner")]
+        )
     with pytest.raises(ConfigError, match="two roles are called 'learner'"):
         ResourceManager([A4]).check([ResourceRequest("learner", 1), ResourceRequest("learner", 1)])
 

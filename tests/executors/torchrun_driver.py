@@ -23,7 +23,10 @@ try:
 except ConfigError as error:
     said["too_much"] = str(error)
 executor.plan(
-    [ResourceRequest("learner", 2, gpus=1), ResourceRequest("critic", 1, gpus=1, colocated_with="learner")]
+    [
+        ResourceRequest("learner", 2, gpus=1),
+        ResourceRequest("critic", 1, gpus=1, colocated_with="learner"),
+    ]
 )
 group, critic = executor.group("learner"), executor.group("critic")
 group.build_now("executors.components:Collective")

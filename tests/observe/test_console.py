@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from ratchet.observe.console import lasting_console
+from ratchet.observe.console import make_robust_console
 
 
 def hang_up() -> int:
@@ -26,14 +26,14 @@ def break_off() -> int:
 def test_a_console_outlives_what_it_writes_to(broken, monkeypatch):
     with os.fdopen(broken(), "w") as stream:
         monkeypatch.setattr(sys, "stdout", stream)
-        console = lasting_console()
+        console = make_robust_console()
         for _ in range(3):
             console.print("a step")
         assert os.stat(stream.fileno()).st_rdev == os.stat(os.devnull).st_rdev
 
 
 def test_a_console_writes_where_standard_output_goes(capsys):
-    console = lasting_console()
+    console = make_robust_console()
     console.print("a step")
     assert capsys.readouterr().out == "a step\n"
     assert not console.is_terminal

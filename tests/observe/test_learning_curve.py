@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.observe import learning_curve
-from ratchet.observe.learning_curve import MAX_POINTS, Point, curve_svg, thin, write_curve
+from ratchet.observe.learning_curve import MAX_POINTS, Point, downsample, render_curve, write_curve
 from ratchet.observe.sinks import JsonlSink
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -53,13 +53,13 @@ def test_a_run_is_drawn(tmp_path: Path) -> None:
 
 
 def test_light_and_dark() -> None:
-    assert "prefers-color-scheme: dark" in curve_svg([{"step": 1, "rollout/reward": 0.0}])
+    assert "prefers-color-scheme: dark" in render_curve([{"step": 1, "rollout/reward": 0.0}])
 
 
 @pytest.mark.parametrize("values", [[0.5], [0.5, 0.5], [-3.0, 2.0], [1e-9, 1e9]])
 def test_every_coordinate_is_inside(values: list[float]) -> None:
     root = ET.fromstring(
-        curve_svg([{"step": i, "rollout/reward": value} for i, value in enumerate(values)])
+        render_curve([{"step": i, "rollout/reward": value} for i, value in enumerate(values)])
     )
     (line,) = root.iter(f"{SVG}polyline")
     for x, y in points(line):
@@ -68,20 +68,20 @@ def test_every_coordinate_is_inside(values: list[float]) -> None:
 
 
 def test_two_accuracies_have_two_labels() -> None:
-    root = ET.fromstring(curve_svg([{"step": 1, "eval/accuracy": 0.5, "eval/sampled": 0.4}]))
+    root = ET.fromstring(render_curve([{"step": 1, "eval/accuracy": 0.5, "eval/sampled": 0.4}]))
     labels = {text.text for text in root.iter(f"{SVG}text")}
     assert {"greedy 0.5", "sampled 0.4"} <= labels
     assert len(list(root.iter(f"{SVG}g"))) == 1  # no panel for what was not measured
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
-    assert curve_svg([{"step": 1, "policy/loss": 2.0, "rollout/reward": None}]) == ""
+    assert render_curve([{"step": 1, "policy/loss": 2.0, "rollout/reward": None}]) == ""
     assert not write_curve(tmp_path / "absent.jsonl", tmp_path / "curve.svg")
     assert list(tmp_path.iterdir()) == []
 
 
 def test_long_runs_are_averaged() -> None:
-    thinned = thin([Point(i, float(i % 3)) for i in range(MAX_POINTS * 3)])
+    thinned = downsample([Point(i, float(i % 3)) for i in range(MAX_POINTS * 3)])
     assert len(thinned) == MAX_POINTS
     assert thinned[0] == (1.0, pytest.approx(1.0))
-    assert thin([Point(1, 2.0), Point(4, 8.0)]) == [(1, 2.0), (4, 8.0)]
+    assert downsample([Point(1, 2.0), Point(4, 8.0)]) == [(1, 2.0), (4, 8.0)]

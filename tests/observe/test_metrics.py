@@ -139,10 +139,10 @@ def test_samples_by_domain_merge_as_they_were_declared() -> None:
     metrics = MetricsManager()
     metrics.declare("rollout", {"reward": "mean", "length_p50": Percentile(50)})
     metrics.add(
-        "rollout", {"reward": [1.0, 0.0, 0.5], "length_p50": (7, 1, 3)}, of={"tag": "maths"}
+        "rollout", {"reward": [1.0, 0.0, 0.5], "length_p50": (7, 1, 3)}, labels={"tag": "maths"}
     )
-    metrics.add("rollout", {"reward": np.array([0.0])}, of={"tag": "maths"})
-    metrics.add("rollout", {"reward": [], "length_p50": 4}, of={"tag": "code"})
+    metrics.add("rollout", {"reward": np.array([0.0])}, labels={"tag": "maths"})
+    metrics.add("rollout", {"reward": [], "length_p50": 4}, labels={"tag": "code"})
     assert metrics.flush(1) == {
         "rollout/tag/code/length_p50": 4.0,
         "rollout/tag/maths/length_p50": 3.0,

@@ -127,7 +127,7 @@ def of_labels() -> set[str]:
     metrics = MetricsManager()
     metrics.declare("rollout", DISTRIBUTION_REDUCERS)
     for labels, samples in iterate_attempt_samples(groups):
-        metrics.add("rollout", samples, of=labels)
+        metrics.add("rollout", samples, labels=labels)
     flushed = metrics.flush(0)
     return {*flushed, *flushed.histograms}
 

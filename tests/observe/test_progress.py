@@ -8,7 +8,7 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from ratchet.observe.progress import Mode, duration, show_progress, sparkline
+from ratchet.observe.progress import Mode, format_duration, show_progress, sparkline
 
 
 def console(*, terminal: bool, encoding: str = "utf-8") -> tuple[Console, Callable[[], str]]:
@@ -148,4 +148,4 @@ def test_sparkline(values: list[float], expected: str) -> None:
     ],
 )
 def test_duration(seconds: float, expected: str) -> None:
-    assert duration(seconds) == expected
+    assert format_duration(seconds) == expected

@@ -3,23 +3,23 @@
 import json
 
 from ratchet.observe import provenance
-from ratchet.observe.provenance import code_version, note_provenance
+from ratchet.observe.provenance import code_version, record_provenance
 
 
 def test_it_is_noted_once_for_the_same_code_and_data(tmp_path):
     path = tmp_path / "provenance.json"
-    note_provenance(path, after_step=0, data={"a.jsonl": "1"})
-    note_provenance(path, after_step=8, data={"a.jsonl": "1"})
+    record_provenance(path, after_step=0, data={"a.jsonl": "1"})
+    record_provenance(path, after_step=8, data={"a.jsonl": "1"})
     (start,) = json.loads(path.read_text())
     assert start == {"after_step": 0, "code": code_version(), "data": {"a.jsonl": "1"}}
 
 
 def test_a_run_that_goes_on_with_others_says_from_where(tmp_path, monkeypatch):
     path = tmp_path / "provenance.json"
-    note_provenance(path, after_step=0, data={})
-    note_provenance(path, after_step=8, data={"a.jsonl": "2"})
+    record_provenance(path, after_step=0, data={})
+    record_provenance(path, after_step=8, data={"a.jsonl": "2"})
     monkeypatch.setattr(provenance, "code_version", lambda: {"ratchet": "9"})
-    note_provenance(path, after_step=9, data={"a.jsonl": "2"})
+    record_provenance(path, after_step=9, data={"a.jsonl": "2"})
     assert [(start["after_step"], start["data"]) for start in json.loads(path.read_text())] == [
         (0, {}),
         (8, {"a.jsonl": "2"}),
@@ -30,15 +30,15 @@ def test_a_run_that_goes_on_with_others_says_from_where(tmp_path, monkeypatch):
 
 def test_a_run_that_begins_anew_forgets_what_was_there(tmp_path):
     path = tmp_path / "provenance.json"
-    note_provenance(path, after_step=8, data={"a": "1"})
-    note_provenance(path, after_step=0, data={"a": "2"})
+    record_provenance(path, after_step=8, data={"a": "1"})
+    record_provenance(path, after_step=0, data={"a": "2"})
     assert [start["data"] for start in json.loads(path.read_text())] == [{"a": "2"}]
 
 
 def test_a_damaged_file_is_no_hindrance(tmp_path):
     path = tmp_path / "provenance.json"
     path.write_text("[{")
-    note_provenance(path, after_step=8, data={})
+    record_provenance(path, after_step=8, data={})
     assert len(json.loads(path.read_text())) == 1
 
 

@@ -12,7 +12,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from ratchet.observe.reducers import Bins, Histogram, Partial, Percentile, Reducer, partial
+from ratchet.observe.reducers import Bins, Histogram, Partial, Percentile, Reducer, new_partial
 
 SPLIT_BY_ANY: list[Reducer] = [
     "mean",
@@ -34,7 +34,7 @@ Samples = Sequence[tuple[float, float]]
 
 
 def of(reducer: Reducer, samples: Samples) -> Partial:
-    known = partial(reducer)
+    known = new_partial(reducer)
     for value, weight in samples:
         known.add([value], weight)
     return known
@@ -63,12 +63,12 @@ def test_merged_partials_are_the_whole(
     ]
     if random is not None:
         random.shuffle(parts)
-    merged, nested = partial(reducer), partial(reducer)
+    merged, nested = new_partial(reducer), new_partial(reducer)
     for part in parts:
         merged.merge(part)
     nested.merge(parts[0])
     for part in parts[:0:-1]:  # micro-batches of a rank first, then the ranks
-        inner = partial(reducer)
+        inner = new_partial(reducer)
         inner.merge(part)
         nested.merge(inner)
     assert same(merged.result(), whole)
@@ -122,7 +122,7 @@ def test_by_hand():
 
 @pytest.mark.parametrize("reducer", ["mean", "last", "min", "max", Percentile(5)])
 def test_of_nothing_there_is_no_number(reducer: Reducer):
-    assert math.isnan(partial(reducer).result())  # pyright: ignore[reportArgumentType]
+    assert math.isnan(new_partial(reducer).result())  # pyright: ignore[reportArgumentType]
 
 
 @pytest.mark.parametrize("edges", [(0.0,), (0.0, 0.0), (1.0, 0.0)])

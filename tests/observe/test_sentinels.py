@@ -16,10 +16,10 @@ from ratchet.observe.sentinels import (
     Exhibit,
     MetricMemory,
     Sentinels,
+    compute_repetition,
+    get_active_sentinels,
     measure_repetition,
-    repetition,
     update_memory,
-    watched,
 )
 from ratchet.testing.builders import make_group, make_trajectory
 
@@ -32,7 +32,7 @@ def alarms(
     found = []
     for step, metrics in enumerate(steps, start=1):
         before = [record.getMessage() for record in RECORDS]
-        pauses = sentinels.see(step, metrics)
+        pauses = sentinels.check(step, metrics)
         found += [(step, pauses)] * (len(RECORDS) - len(before))
     return found
 
@@ -156,14 +156,14 @@ def test_the_evidence_is_the_history_and_the_attempts_that_weigh_most(tmp_path, 
     sentinels = Sentinels(SentinelsConfig(**config), tmp_path / "sentinels")
     lengths = [1.0, 1.0, 5.0, 5.0]
     assert [
-        sentinels.see(i, {"rollout/length_mean": x, "time/step_s": 1.0}, [group])
+        sentinels.check(i, {"rollout/length_mean": x, "time/step_s": 1.0}, [group])
         for i, x in enumerate(lengths)
     ][-1]
     path = tmp_path / "sentinels" / "step-00000003-length_growth.json"
     (message,) = told()
     assert message.startswith(
-        "step 3: sentinel length_growth: rollout/length_mean = 5 is over 4 times what it was at "
-        "first"
+        "step 3: sentinel length_growth: rollout/length_mean = 5 is over 4 times its "
+        "first value (medians of"
     )
     assert message.endswith(f"({path})")
     found = json.loads(path.read_text())
@@ -176,7 +176,7 @@ def test_evidence_that_somebody_has_comes_first(tmp_path):
     row = make_trajectory([1], [2], reward=1.0)
     sentinels = Sentinels(SentinelsConfig(), tmp_path)
     shown = {"canary/reward": [Exhibit(1.0, make_group("canary/0", [row]), row)]}
-    sentinels.see(3, {"canary/reward": 1.0}, [make_group("g", [row])], shown)
+    sentinels.check(3, {"canary/reward": 1.0}, [make_group("g", [row])], shown)
     assert (
         json.loads((tmp_path / "step-00000003-canary.json").read_text())["attempts"][0]["group"]
         == "canary/0"
@@ -185,15 +185,17 @@ def test_evidence_that_somebody_has_comes_first(tmp_path):
 
 def test_a_full_disk_costs_the_evidence_alone(tmp_path, told):
     (tmp_path / "sentinels").write_text("no directory")
-    Sentinels(SentinelsConfig(), tmp_path / "sentinels").see(1, {"canary/reward": 1.0})
+    Sentinels(SentinelsConfig(), tmp_path / "sentinels").check(1, {"canary/reward": 1.0})
     assert "its evidence can't be written" in told()[0]
 
 
 def test_repetition_by_hand():
-    assert repetition(make_trajectory([1], range(20))) == 0.0
+    assert compute_repetition(make_trajectory([1], range(20))) == 0.0
     # 13 n-grams, all alike
-    assert repetition(make_trajectory([1], [5] * 20)) == pytest.approx(12 / 13)
-    assert repetition(make_trajectory([5] * 20, [5] * 7)) is None, "of the policy's own words alone"
+    assert compute_repetition(make_trajectory([1], [5] * 20)) == pytest.approx(12 / 13)
+    assert compute_repetition(make_trajectory([5] * 20, [5] * 7)) is None, (
+        "of the policy's own words alone"
+    )
     assert measure_repetition([make_trajectory([1], [5]), make_trajectory([1], [5] * 20)]) == {
         "repetition": 12 / 13
     }
@@ -281,7 +283,7 @@ def test_each_built_in_one_says_what_it_is_for(told):
 def test_what_is_given_of_a_built_in_one_replaces_that_alone():
     config = SentinelsConfig(loss_spike={"action": "pause"})
     assert config.loss_spike == SentinelsConfig().loss_spike.model_copy(update={"action": "pause"})
-    assert "length_collapse" not in watched(config)
+    assert "length_collapse" not in get_active_sentinels(config)
 
 
 def test_the_page_has_each():

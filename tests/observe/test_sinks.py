@@ -276,7 +276,7 @@ def test_a_sink_that_fails_is_off_with_one_warning(
             sinks.write(step, {"x": 1.0})
         sinks.close()
     (record,) = caplog.records
-    assert record.getMessage().startswith("Broken failed at step 2 and is off from here on: ")
+    assert record.getMessage().startswith("Broken failed at step 2 and is disabled: ")
     assert broken.calls == 2
     assert [row["step"] for row in rows(tmp_path / "metrics.jsonl")] == [1, 2, 3, 4, 5]
 

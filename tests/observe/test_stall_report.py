@@ -48,11 +48,11 @@ def test_the_last_that_was_heard_of_each():
 
 
 def test_it_forgets_those_of_whom_nothing_was_heard_for_longest():
-    for number in range(stall_report.MOST + 5):
+    for number in range(stall_report.MAX_COMPONENTS + 5):
         note(f"{number}", "was started")
     note("5", "answered")
     note("new", "was started")
-    assert len(stall_report._events) == stall_report.MOST
+    assert len(stall_report._events) == stall_report.MAX_COMPONENTS
     assert "5" in stall_report._events
     assert "6" not in stall_report._events
 
@@ -68,7 +68,7 @@ def test_a_stall_is_logged_after_a_time_and_each_doubling(monkeypatch):
         text = stalls.check(5000.0 + 1600)
     assert text is not None
     assert text.startswith(
-        "the run has not got on for 1600 s, since it began to sample for step 3:\n"
+        "the run has made no progress for 1600 s, since it began to sample for step 3:\n"
     )
     assert "environment Maze  step" in text
     note(RUN, "began to score for step 3")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ratchet.observe.summary import RunSummary, StageSummary, installed_versions
+from ratchet.observe.summary import RunSummary, StageSummary, get_installed_versions
 
 SFT = StageSummary("sft", "sft", 60, 120.0, 0.1, 0.5, trained_tokens=6000.0)
 RL = StageSummary(
@@ -96,12 +96,12 @@ def test_table_on_a_terminal_without_unicode() -> None:
 
 def test_versions_without_importing() -> None:
     code = (
-        "import sys; from ratchet.observe.summary import installed_versions as v; print(v()); "
+        "import sys; from ratchet.observe.summary import get_installed_versions as v; print(v()); "
         "print('torch' in sys.modules)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout.splitlines() == [str(installed_versions()), "False"]
-    assert installed_versions() == {
+    assert done.stdout.splitlines() == [str(get_installed_versions()), "False"]
+    assert get_installed_versions() == {
         **{name: version(name) for name in ("ratchet", "torch", "transformers")},
         "python": platform.python_version(),
     }

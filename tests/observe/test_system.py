@@ -8,7 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ratchet.observe.system import GIB, KIN_S, SystemMeter, nvidia
+from ratchet.observe.system import GIB, SEARCH_S, SystemMeter, load_nvml
 
 ME = os.getpid()
 TICKS, PAGE = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
@@ -71,7 +71,7 @@ def test_a_new_process_is_found_later_and_counts_from_then(tmp_path: Path):
     process(tmp_path, 900001, ME, cpu_s=100, mib=512)
     clock.now = 1.0
     assert meter.measure()["rss_gib"] == 0.5
-    clock.now = KIN_S
+    clock.now = SEARCH_S
     found = meter.measure()
     assert (found["rss_gib"], found["cpu_cores"]) == (1.0, 0.0)
     process(tmp_path, 900001, ME, cpu_s=103, mib=512)
@@ -152,4 +152,4 @@ def test_without_a_library_or_a_driver_none_is_watched(
         return SimpleNamespace(nvmlInit=init, NVMLError=NVMLError)
 
     monkeypatch.setattr("ratchet.observe.system.import_module", load)
-    assert nvidia() is None
+    assert load_nvml() is None

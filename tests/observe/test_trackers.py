@@ -28,7 +28,14 @@ from ratchet.observe.config import (
 from ratchet.observe.metrics import StepMetrics
 from ratchet.observe.reducers import Histogram
 from ratchet.observe.sinks import Metrics, read_jsonl
-from ratchet.observe.trackers import PrometheusSink, Tracked, finite, flat, run_id, track
+from ratchet.observe.trackers import (
+    PrometheusSink,
+    TrackedRun,
+    build_trackers,
+    flatten_settings,
+    get_run_id,
+    select_finite,
+)
 from ratchet.training.start import resume_run, start_run
 
 NAME = "rollout/length_histogram"
@@ -52,12 +59,14 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def tracked(path: Path, *, resumed: bool = False) -> Tracked:
-    return Tracked("quick", run_id(path), path, {"seed": 0, "stages": [{"name": "only"}]}, resumed)
+def tracked(path: Path, *, resumed: bool = False) -> TrackedRun:
+    return TrackedRun(
+        "quick", get_run_id(path), path, {"seed": 0, "stages": [{"name": "only"}]}, resumed
+    )
 
 
 def expected(steps: list[Metrics]) -> Rows:
-    return {step: finite(metrics) for step, metrics in enumerate(steps, 1)}
+    return {step: select_finite(metrics) for step, metrics in enumerate(steps, 1)}
 
 
 WRITE = """
@@ -247,7 +256,7 @@ def test_prometheus_scrapes_the_latest_step(tmp_path: Path, free_port: int) -> N
             )
             for text in (scraped, (tmp_path / "ratchet.prom").read_text()):
                 # nothing of the step before
-                assert prometheus_rows(text) == {step: finite(metrics)}
+                assert prometheus_rows(text) == {step: select_finite(metrics)}
     finally:
         sink.close()
 
@@ -312,7 +321,7 @@ def test_a_run_and_its_resumption_are_one_run_there(
         start_run(recipe, [], path, command="train")
     monkeypatch.undo()
     assert resume_run(path, command="resume") == 0
-    lines = {int(row.pop("step")): finite(row) for row in read_jsonl(path / "metrics.jsonl")}
+    lines = {int(row.pop("step")): select_finite(row) for row in read_jsonl(path / "metrics.jsonl")}
     assert mlflow_rows(path) == lines
     last = max(lines)
     assert prometheus_rows((tmp_path / "ratchet.prom").read_text()) == {last: lines[last]}
@@ -352,7 +361,7 @@ def mlflow_params(path: Path) -> dict[str, str]:
 def test_a_service_that_fails_at_the_start_is_named(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: Any
 ) -> None:
-    def construct(section: object, run: Tracked) -> None:
+    def construct(section: object, run: TrackedRun) -> None:
         raise OSError("wandb: CommError: no route")
 
     monkeypatch.setattr("ratchet.observe.trackers.build", construct)
@@ -360,9 +369,9 @@ def test_a_service_that_fails_at_the_start_is_named(
         ConfigError,
         match=r"logging\.sinks: wandb: CommError: no route; remove it, or set its mode to offline",
     ):
-        track([WandbConfig()], tracked(tmp_path))
+        build_trackers([WandbConfig()], tracked(tmp_path))
     with caplog.at_level(logging.WARNING):
-        assert track([WandbConfig()], tracked(tmp_path, resumed=True)) == []
+        assert build_trackers([WandbConfig()], tracked(tmp_path, resumed=True)) == []
     assert "no route" in caplog.text
 
 
@@ -375,7 +384,7 @@ def test_a_package_that_is_missing_says_how_to_get_it(
     for name in ("wandb", "mlflow", "swanlab", "trackio", "prometheus_client"):
         monkeypatch.setitem(sys.modules, name, None)
     with pytest.raises(ConfigError, match=r"not installed: pip install 'ratchet\[trackers\]'"):
-        track([section], tracked(tmp_path))
+        build_trackers([section], tracked(tmp_path))
 
 
 SECTIONS = [
@@ -402,13 +411,13 @@ def test_what_a_service_is_asked_for(
 ) -> None:
     service = MagicMock()
     monkeypatch.setitem(sys.modules, section.kind, service)
-    track([section], Tracked("quick", "one", tmp_path, {"seed": 0}, resumed=True))
+    build_trackers([section], TrackedRun("quick", "one", tmp_path, {"seed": 0}, resumed=True))
     given = service.init.call_args.kwargs
     assert given.items() >= {**asked, "config": {"seed": 0}}.items()
 
 
 def test_settings_are_told_by_their_leaves() -> None:
-    assert dict(flat({"a": {"b": [1, {"c": None}]}, "d": "x"})) == {
+    assert dict(flatten_settings({"a": {"b": [1, {"c": None}]}, "d": "x"})) == {
         "a.b.0": 1,
         "a.b.1.c": None,
         "d": "x",
@@ -417,8 +426,8 @@ def test_settings_are_told_by_their_leaves() -> None:
 
 def test_a_run_keeps_its_id(tmp_path: Path) -> None:
     (tmp_path / "a").mkdir()
-    assert run_id(tmp_path) == run_id(tmp_path) != run_id(tmp_path / "a")
+    assert get_run_id(tmp_path) == get_run_id(tmp_path) != get_run_id(tmp_path / "a")
 
 
 def test_numbers_that_are_not_finite_are_left_out() -> None:
-    assert finite({"a": None, "b": math.pi}) == {"b": math.pi}
+    assert select_finite({"a": None, "b": math.pi}) == {"b": math.pi}

@@ -10,12 +10,20 @@ from hypothesis import strategies as st
 
 from ratchet.config.resolve import resolve
 from ratchet.errors import ConfigError
-from ratchet.rewards.answers.final_answer import last_boxed, marked_answer, same_answer
+from ratchet.rewards.answers.final_answer import (
+    extract_boxed,
+    extract_marked_answer,
+    is_same_answer,
+)
 from ratchet.rewards.answers.format import Format, FormatConfig
 from ratchet.rewards.answers.length import Length, LengthConfig
 from ratchet.rewards.answers.multiple_choice import MultipleChoice, MultipleChoiceConfig
 from ratchet.rewards.answers.regex import Regex, RegexConfig
-from ratchet.rewards.answers.similarity import Similarity, SimilarityConfig, common_subsequence
+from ratchet.rewards.answers.similarity import (
+    Similarity,
+    SimilarityConfig,
+    longest_common_subsequence,
+)
 from ratchet.testing import answered, check_reward, conversation
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
@@ -60,7 +68,7 @@ def made(kind, **keys):
     ],
 )
 def test_the_last_box(text, inner):
-    assert last_boxed(text) == inner
+    assert extract_boxed(text) == inner
 
 
 SAME = [
@@ -106,15 +114,15 @@ DIFFERENT = [
 
 @pytest.mark.parametrize(("one", "other"), SAME)
 def test_the_same_answer_in_two_spellings(one, other):
-    assert same_answer(one, other)
-    assert same_answer(other, one)
+    assert is_same_answer(one, other)
+    assert is_same_answer(other, one)
     assert earned(made("boxed"), f"\\boxed{{{one}}}", other) == 1.0
 
 
 @pytest.mark.parametrize(("one", "other"), DIFFERENT)
 def test_different_answers(one, other):
-    assert not same_answer(one, other)
-    assert not same_answer(other, one)
+    assert not is_same_answer(one, other)
+    assert not is_same_answer(other, one)
 
 
 def test_boxed_compares_what_is_in_the_box_alone():
@@ -144,7 +152,7 @@ def test_boxed_compares_what_is_in_the_box_alone():
     ],
 )
 def test_the_marked_answer(text, answer):
-    assert marked_answer(text) == (answer if "</answer> ####" not in text else "4")
+    assert extract_marked_answer(text) == (answer if "</answer> ####" not in text else "4")
 
 
 # --- multiple choice
@@ -187,7 +195,7 @@ CHOICES = [
 
 @pytest.mark.parametrize(("text", "letter"), CHOICES)
 def test_the_letter_chosen(text, letter):
-    assert MultipleChoice(MultipleChoiceConfig()).chosen(text) == letter
+    assert MultipleChoice(MultipleChoiceConfig()).extract_choice(text) == letter
 
 
 def test_multiple_choice_rewards_the_tasks_letter_or_index():
@@ -292,7 +300,7 @@ def test_a_pattern_that_backtracks_without_end_fails_its_attempt_and_names_itsel
 
 def test_what_is_no_pattern_is_refused():
     with pytest.raises(
-        (ConfigError, ValueError), match="is no regular expression of Python: missing"
+        (ConfigError, ValueError), match="is not a regular expression of Python: missing"
     ):
         resolve("rewards", {"kind": "regex", "pattern": "(a"})
     for group in (2, -1, "m"):
@@ -312,7 +320,7 @@ def test_the_common_subsequence_is_the_longest(one, other):
     longest = max(
         n for n in range(len(one) + 1) for part in combinations(one, n) if is_within(part, other)
     )
-    assert common_subsequence(one, other) == longest
+    assert longest_common_subsequence(one, other) == longest
 
 
 @pytest.mark.parametrize(
@@ -379,7 +387,7 @@ def test_units_of_length():
 
 
 def test_bounds_of_length_that_no_answer_meets_are_refused():
-    with pytest.raises(ValueError, match="at_most=3 lies below at_least=5: no length would do"):
+    with pytest.raises(ValueError, match="at_most=3 is below at_least=5: no length fits"):
         LengthConfig(at_least=5, at_most=3)
 
 
@@ -419,4 +427,4 @@ def test_hostile_text_earns_0_and_never_raises(kind, text):
 def test_no_text_raises(text):
     for reward in (MultipleChoice(MultipleChoiceConfig()), Format(FormatConfig())):
         assert reward.grade(text, task("C")) in (0.0, 1.0)
-    assert same_answer(marked_answer(text) or "", "C") in (True, False)
+    assert is_same_answer(extract_marked_answer(text) or "", "C") in (True, False)

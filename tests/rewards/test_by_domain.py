@@ -47,7 +47,7 @@ def test_each_domain_has_its_own_rewards_and_its_own_names():
 def test_a_tag_without_rewards_fails_unless_there_are_some_for_any():
     failed = outcome(made(), "code", "85")
     assert isinstance(failed, Failed)
-    assert "task 't/0' has the tag 'code', and there are rewards for sums, words" in failed.detail
+    assert "task 't/0' has the tag 'code', but there are rewards only for sums, words" in failed.detail
     anything = made({**DOMAINS, "*": [{"kind": "exact_match"}]})
     assert outcome(anything, "code", "85") == Scored(
         1.0, {"by_tag": 1.0, "by_tag/code/exact_match": 1.0}

@@ -7,7 +7,7 @@ import asyncio
 
 import pytest
 
-from ratchet.rewards.code.eval_in_tests import evaluated_answer
+from ratchet.rewards.code.eval_in_tests import find_evaluated_answer
 from ratchet.rewards.code.function_tests import FunctionJudge
 from ratchet.rewards.code.reward import Code, CodeConfig
 from ratchet.testing import answered
@@ -83,7 +83,7 @@ SEEN = {
 
 @pytest.mark.parametrize("name", SEEN)
 def test_tests_that_evaluate_answers_are_seen_in_source(name):
-    assert evaluated_answer(SEEN[name], "f")
+    assert find_evaluated_answer(SEEN[name], "f")
 
 
 @pytest.mark.fault("S13")
@@ -129,7 +129,7 @@ HIDDEN = {
 @pytest.mark.parametrize("name", HIDDEN)
 @pytest.mark.fault("S13")
 def test_hidden_evaluation_is_stopped_before_it_runs(reward, name):
-    assert not evaluated_answer(HIDDEN[name], "f")
+    assert not find_evaluated_answer(HIDDEN[name], "f")
     text = LOADED if name == "a pickle" else TAKEOVER
     program = returns([*text]) if name == "text out of a list" else returns(text)
     if name == "a message":
@@ -169,7 +169,7 @@ HONEST = {
 @pytest.mark.parametrize("name", HONEST)
 def test_honest_tests_that_compile_something_still_judge(reward, name):
     test, program = HONEST[name]
-    assert evaluated_answer(test, "f") == ""
+    assert find_evaluated_answer(test, "f") == ""
     assert judge(reward, test, program) == Scored(1.0, PASSED)
     assert judge(reward, test, "def f(*x): return None").reward == 0.0
 

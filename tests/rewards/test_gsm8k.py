@@ -9,7 +9,7 @@ from ratchet.rewards.answers.math import Math, MathConfig
 from ratchet.rewards.answers.numeric import (
     NumericAnswer,
     NumericAnswerConfig,
-    final_number,
+    extract_final_number,
     read_number,
 )
 from ratchet.testing import answered
@@ -68,7 +68,7 @@ def test_every_answer_grades_correct_however_it_is_written_and_wrong_by_one_grad
 def test_a_published_solution_that_ends_wrong_by_one_grades_wrong(tasks):
     def spoilt(task):
         steps, _, _ = task.meta["solution"].rpartition("####")
-        return f"{steps}#### {final_number(task.meta['solution']) + 1}"
+        return f"{steps}#### {extract_final_number(task.meta['solution']) + 1}"
 
     assert grades(tasks, spoilt) == {0.0}
 

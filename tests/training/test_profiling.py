@@ -108,10 +108,7 @@ def test_a_resumed_run_is_profiled_as_far_as_it_goes(recipe: Path, tmp_path: Pat
     assert killed.returncode < 0
     resumed = ratchet("train", "--resume", run, "--profile", 9)
     assert resumed.returncode == 0, resumed.stderr
-    assert (
-        "Profile of stage rl, step 6 (of 9 that were asked for: there were no more)"
-        in resumed.stdout
-    )
+    assert "Profile of stage rl, step 6 (of 9 requested: the stage had no more)" in resumed.stdout
     again = ratchet("train", "--resume", run, "--profile", 1)
     assert again.returncode == 0, again.stderr
     assert "Nothing is profiled: stage rl has no step left." in again.stdout

@@ -27,7 +27,7 @@ from ratchet.learners.compute.microbatching import resolve_micro_batch_tokens
 from ratchet.models.flops import DecoderCost
 from ratchet.models.load import find_model
 from ratchet.models.weights.hf_weights import read_config
-from ratchet.observe.records.writer import MOST_STEPS, MOST_TOKENS
+from ratchet.observe.records.writer import MAX_STEPS, MAX_TOKENS
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels
 from ratchet.training.from_config import build_env_setup, get_chat_template
 from ratchet.training.stage import EnvSetup
@@ -171,13 +171,13 @@ def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
 def count_recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
     """Return the maximum number of steps that the record keeps in memory.
 
-    The record writes a file when it has MOST_STEPS steps or MOST_TOKENS tokens, and at every
+    The record writes a file when it has MAX_STEPS steps or MAX_TOKENS tokens, and at every
     checkpoint.
     """
     if not record.every:
         return 0
     n_recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
-    return min(n_recorded, MOST_STEPS, -(-MOST_TOKENS // load.tokens))
+    return min(n_recorded, MAX_STEPS, -(-MAX_TOKENS // load.tokens))
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:

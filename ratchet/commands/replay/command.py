@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Column, Table
 
 from ratchet.commands.replay.engine import Replay, ReplayedStep, load_changed_config
-from ratchet.observe.metrics import OF_THE_MACHINE
+from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.records.schema import LEARNED
 from ratchet.observe.sinks import read_jsonl
 from ratchet.utils.temp_dirs import TemporaryFolder
@@ -104,7 +104,7 @@ async def compare_steps(
 
 def list_comparable_metrics(replayed: ReplayedStep) -> list[str]:
     """Return the names of the metrics that do not depend on the machine, such as its speed."""
-    return [name for name in replayed.metrics if not name.startswith(OF_THE_MACHINE)]
+    return [name for name in replayed.metrics if not name.startswith(MACHINE_PREFIXES)]
 
 
 def find_differences(

@@ -374,7 +374,7 @@ class Replay:
         missing = [
             needed_step
             for needed_step in needed
-            if needed_step not in recorded_steps or not recorded_steps[needed_step].whole
+            if needed_step not in recorded_steps or not recorded_steps[needed_step].is_complete
         ]
         if step in missing:
             raise DataError(f"step {step} can't be replayed: {self._explain_missing(step)}")

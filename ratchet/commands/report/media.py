@@ -11,7 +11,7 @@ from typing import Any
 from ratchet.config.media_limits import MediaConfig
 from ratchet.data.formats.media import decode_image, embed_bytes
 from ratchet.errors import RatchetError
-from ratchet.observe.records.media import name_in
+from ratchet.observe.records.media import parse_placeholder
 from ratchet.types import MediaKind
 
 MAX_UNSCALED_BYTES = 2**16  # larger images are scaled down
@@ -38,7 +38,7 @@ def add_media_names(
         [medium["name"] for medium in placed] if len(placed) == len(parts) else [None] * len(parts)
     )
     names = iter(
-        [name_in(part["value"]) or name for part, name in zip(parts, ordered_names, strict=True)]
+        [parse_placeholder(part["value"]) or name for part, name in zip(parts, ordered_names, strict=True)]
     )
     return [
         {

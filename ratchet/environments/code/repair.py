@@ -12,9 +12,9 @@ from ratchet.config.resolve import Slot, build
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.python import describe_failure
 from ratchet.protocols import Environment, Step
-from ratchet.rewards.code.extract_program import extract_program, right_output
+from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
-from ratchet.rewards.code.reward import Code, CodeConfig, given_tests, io_tests
+from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
 from ratchet.rewards.deadline import Programs
 from ratchet.types import Message, Split, Task
 
@@ -105,13 +105,13 @@ class CodeRepair:
         program = extract_program(text, judge.blocks, require_block=judge.require_block)
         if program is None:
             return "There is no program in your answer: write it between ```python and ```."
-        tests = given_tests(task)
+        tests = get_tests(task)
         if isinstance(tests, FunctionTask):
             return await self._call_hint(program, tests)
-        pairs = io_tests(tests["tests"], task.id)
+        pairs = parse_io_tests(tests["tests"], task.id)
         for stdin, expected in pairs:
             result = await Programs(self._code.sandbox).run(program, stdin, self._code.limits)
-            if result.ok and right_output(result, expected, judge.compare, judge.tolerance):
+            if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
             where = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
             if not result.ok:

@@ -11,7 +11,7 @@ import numpy as np
 import pyarrow as pa
 from numpy.typing import NDArray
 
-from ratchet.observe.records.media import find_source, restored
+from ratchet.observe.records.media import find_source, restore_value
 from ratchet.types import (
     Cancelled,
     Failed,
@@ -55,26 +55,26 @@ def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> 
     media: Mapping[str, bytes] = sources or {}
     media_by_key: dict[str, Medium] = {}  # so that equal media are one object
     tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
-    words = table.drop_columns(list(DTYPES)).to_pylist()
-    for word in words:
-        word["prompt"], word["messages"] = (
-            _messages(word[name] or (), media) for name in ("prompt", "messages")
+    all_fields = table.drop_columns(list(DTYPES)).to_pylist()
+    for fields in all_fields:
+        fields["prompt"], fields["messages"] = (
+            _build_messages(fields[name] or (), media) for name in ("prompt", "messages")
         )
-        word["media"] = _media(word["media"] or (), media, media_by_key)
-    rows = [
-        (word, _trajectory(word, {name: lists[i] for name, lists in tokens.items()}))
-        for i, word in enumerate(words)
+        fields["media"] = _build_media(fields["media"] or (), media, media_by_key)
+    trajectory_rows = [
+        (fields, _build_trajectory(fields, {name: lists[i] for name, lists in tokens.items()}))
+        for i, fields in enumerate(all_fields)
     ]
     groups = []
-    for _, members in itertools.groupby(rows, key=lambda row: row[0]["group_index"]):
-        trajectories = list(members)
-        first = trajectories[0][0]
+    for _, group_rows in itertools.groupby(trajectory_rows, key=lambda row: row[0]["group_index"]):
+        trajectories = list(group_rows)
+        first_fields = trajectories[0][0]
         groups.append(
             Group(
-                first["group"],
-                _task(first),
+                first_fields["group"],
+                _build_task(first_fields),
                 tuple(trajectory for _, trajectory in trajectories),
-                first["uses"],
+                first_fields["uses"],
             )
         )
     return groups
@@ -87,74 +87,74 @@ def _token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any] | No
     flat = lists.values.to_numpy(zero_copy_only=False).astype(dtype)
     spans = itertools.pairwise(lists.offsets.to_pylist())
     return [
-        None if gone else flat[low:high]
-        for gone, (low, high) in zip(lists.is_null().to_pylist(), spans, strict=True)
+        None if is_null else flat[low:high]
+        for is_null, (low, high) in zip(lists.is_null().to_pylist(), spans, strict=True)
     ]
 
 
-def _trajectory(word: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
+def _build_trajectory(fields: Mapping[str, Any], columns: dict[str, Any]) -> Trajectory:
     if columns["routes"] is not None:
-        columns["routes"] = columns["routes"].reshape(word["routes_shape"])
+        columns["routes"] = columns["routes"].reshape(fields["routes_shape"])
     return Trajectory(
         **columns,
-        attempt=word["attempt"],
-        use=word["use"],
-        temperature=word["temperature"],
-        turns=tuple(Turn(**turn) for turn in word["turns"]),
-        messages=word["messages"],
-        media=word["media"],
-        outcome=_outcome(word),
-        metrics=dict(word["metrics"]),
+        attempt=fields["attempt"],
+        use=fields["use"],
+        temperature=fields["temperature"],
+        turns=tuple(Turn(**turn) for turn in fields["turns"]),
+        messages=fields["messages"],
+        media=fields["media"],
+        outcome=_build_outcome(fields),
+        metrics=dict(fields["metrics"]),
     )
 
 
-def _media(
+def _build_media(
     placed: Sequence[Mapping[str, Any]],
     sources: Mapping[str, bytes],
     media_by_key: dict[str, Medium],
 ) -> tuple[Placed, ...]:
-    for one in placed:
-        if one["key"] not in media_by_key:
-            media_by_key[one["key"]] = Medium(
-                one["key"], one["kind"], one["span"], {}, find_source(one["name"], sources)
+    for entry in placed:
+        if entry["key"] not in media_by_key:
+            media_by_key[entry["key"]] = Medium(
+                entry["key"], entry["kind"], entry["span"], {}, find_source(entry["name"], sources)
             )
-    return tuple(Placed(one["start"], media_by_key[one["key"]]) for one in placed)
+    return tuple(Placed(entry["start"], media_by_key[entry["key"]]) for entry in placed)
 
 
-def _outcome(word: Mapping[str, Any]) -> Outcome | None:
-    kind = word["outcome"]
+def _build_outcome(fields: Mapping[str, Any]) -> Outcome | None:
+    kind = fields["outcome"]
     if kind is None:
         return None
     if kind == "scored":
-        return Scored(word["reward"], dict(word["reward_parts"]))
+        return Scored(fields["reward"], dict(fields["reward_parts"]))
     if kind == "truncated":
-        return Truncated(word["reward"], dict(word["reward_parts"]))
+        return Truncated(fields["reward"], dict(fields["reward_parts"]))
     if kind == "unjudged":
-        return Unjudged(word["truncated"])
+        return Unjudged(fields["truncated"])
     return (
-        Failed(word["failure"], word["failure_detail"])
+        Failed(fields["failure"], fields["failure_detail"])
         if kind == "failed"
-        else Cancelled(word["failure"])
+        else Cancelled(fields["failure"])
     )
 
 
-def _task(word: Mapping[str, Any]) -> Task:
+def _build_task(fields: Mapping[str, Any]) -> Task:
     return Task(
-        id=word["task"],
-        messages=word["prompt"],
-        answer=None if word["answer"] is None else json.loads(word["answer"]),
-        environment=word["environment"],
-        seed=word["task_seed"],
-        tag=word["tag"],
-        meta=json.loads(word["task_meta"]) if word["task_meta"] else {},
+        id=fields["task"],
+        messages=fields["prompt"],
+        answer=None if fields["answer"] is None else json.loads(fields["answer"]),
+        environment=fields["environment"],
+        seed=fields["task_seed"],
+        tag=fields["tag"],
+        meta=json.loads(fields["task_meta"]) if fields["task_meta"] else {},
     )
 
 
-def _messages(said: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
+def _build_messages(messages: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
     return tuple(
         Message(
             role=message["role"],
-            content=_parts(message["parts"], sources)
+            content=_build_parts(message["parts"], sources)
             if message["content"] is None
             else message["content"],
             tool_calls=tuple(
@@ -163,11 +163,11 @@ def _messages(said: Any, sources: Mapping[str, bytes]) -> tuple[Message, ...]:
             ),
             tool_call_id=message["tool_call_id"],
         )
-        for message in said
+        for message in messages
     )
 
 
-def _parts(parts: Any, sources: Mapping[str, bytes]) -> tuple[Part, ...]:
+def _build_parts(parts: Any, sources: Mapping[str, bytes]) -> tuple[Part, ...]:
     return tuple(
-        Part(part["type"], restored(part["type"], part["value"], sources)) for part in parts
+        Part(part["type"], restore_value(part["type"], part["value"], sources)) for part in parts
     )

@@ -1,7 +1,8 @@
 """Store images, audio clips and videos of a record: one file in `media/` for each file of steps.
 
-A file holds each medium once, still encoded as it came, and named by a hash of its bytes. A
-model's input tensors are a hundred times larger, and its processor recomputes them exactly.
+A file holds each medium once, in its original encoding, named by a hash of its bytes. The model's
+input tensors are not stored: they are a hundred times larger, and the processor recomputes them
+exactly.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ from ratchet.types import Group, Message, Part, Trajectory
 
 MEDIA = "media"  # directory name, inside the record's directory
 SCHEMA = pa.schema([pa.field("name", pa.string()), pa.field("source", pa.large_binary())])
-INLINE = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
-SHORT = re.compile(r"media:(\w+);([\w.+-]+/[\w.+-]+)")
+DATA_URL = re.compile(r"data:([\w.+-]+/[\w.+-]+);base64,(.*)", re.DOTALL)
+PLACEHOLDER = re.compile(r"media:(\w+);([\w.+-]+/[\w.+-]+)")
 
 
-def content_name(source: bytes) -> str:
+def hash_content(source: bytes) -> str:
     return xxh3_128_hexdigest(source)
 
 
@@ -37,7 +38,7 @@ def _extract_from_url(url: str) -> tuple[str, bytes] | None:
 
     Return None if it is no such URL, or if it could not be restored exactly.
     """
-    match = INLINE.fullmatch(url)
+    match = DATA_URL.fullmatch(url)
     if match is None:
         return None
     content_type, text = match.groups()
@@ -46,25 +47,25 @@ def _extract_from_url(url: str) -> tuple[str, bytes] | None:
     except (binascii.Error, ValueError):
         return None
     is_restorable = base64.b64encode(source).decode() == text
-    placeholder = f"media:{content_name(source)};{content_type}"
+    placeholder = f"media:{hash_content(source)};{content_type}"
     return (placeholder, source) if is_restorable else None
 
 
-def shortened(part: Part) -> str:
-    """Return a part's value, with a placeholder instead of a medium that it holds."""
+def shorten_value(part: Part) -> str:
+    """Return a part's value. A medium in a `data:` URL is replaced by a placeholder."""
     extracted = _extract_from_part(part)
     return part.value if extracted is None else extracted[0]
 
 
-def name_in(value: str) -> str | None:
+def parse_placeholder(value: str) -> str | None:
     """Return the name of the medium in a placeholder; None if the value is no placeholder."""
-    match = SHORT.fullmatch(value)
+    match = PLACEHOLDER.fullmatch(value)
     return None if match is None else match[1]
 
 
-def restored(kind: str, value: str, sources: Mapping[str, bytes]) -> str:
-    """Return the value before it was shortened. Raises DataError for a missing medium."""
-    match = SHORT.fullmatch(value) if kind != "text" else None
+def restore_value(kind: str, value: str, sources: Mapping[str, bytes]) -> str:
+    """Return the value that `shorten_value` shortened. Raises DataError for a missing medium."""
+    match = PLACEHOLDER.fullmatch(value) if kind != "text" else None
     if match is None:
         return value
     return f"data:{match[2]};base64,{base64.b64encode(find_source(match[1], sources)).decode()}"
@@ -90,13 +91,13 @@ def collect_sources(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str,
 
 def _collect_from_trajectory(trajectory: Trajectory) -> dict[str, bytes]:
     return _collect_inline(trajectory.messages) | {
-        content_name(medium.source): medium.source for _, medium in trajectory.media
+        hash_content(medium.source): medium.source for _, medium in trajectory.media
     }
 
 
 def _collect_inline(messages: Sequence[Message]) -> dict[str, bytes]:
     extracted = (_extract_from_part(part) for part in _iterate_parts(messages))
-    return {content_name(medium[1]): medium[1] for medium in extracted if medium is not None}
+    return {hash_content(medium[1]): medium[1] for medium in extracted if medium is not None}
 
 
 def _extract_from_part(part: Part) -> tuple[str, bytes] | None:

@@ -43,7 +43,7 @@ class StepFacts:
     fingerprints: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return self.groups == self.drawn
 
 
@@ -65,10 +65,10 @@ class RecordFile:
             for name, value in asdict(self).items()
             if value or not name.startswith("media_")
         }
-        return json.dumps({**body, "check": _check(body)}) + "\n"
+        return json.dumps({**body, "check": _compute_checksum(body)}) + "\n"
 
 
-def _check(body: Mapping[str, Any]) -> str:
+def _compute_checksum(body: Mapping[str, Any]) -> str:
     return xxh3_64(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
@@ -89,7 +89,7 @@ def read_index(directory: Path) -> list[RecordFile]:
 def _read_line(path: Path, number: int, line: bytes) -> RecordFile:
     try:
         body = parse_json(line)
-        if body.pop("check") != _check(body):
+        if body.pop("check") != _compute_checksum(body):
             raise ValueError("its checksum does not match")
         steps = tuple(StepFacts(**facts) for facts in body.pop("steps"))
         return RecordFile(**body, steps=steps)
@@ -123,41 +123,45 @@ class Record:
         fields = pa.schema([SCHEMA.field(name) for name in columns])
         # Permissive: a field that a struct in an older file lacks becomes null.
         return pa.concat_tables(
-            [fields.empty_table(), *self._parts(list(columns), chosen)],
+            [fields.empty_table(), *self._read_tables(list(columns), chosen)],
             promote_options="permissive",
         )
 
-    def _parts(self, columns: list[str], wanted: frozenset[int] | None) -> Iterator[pa.Table]:
+    def _read_tables(
+        self, columns: list[str], chosen_steps: frozenset[int] | None
+    ) -> Iterator[pa.Table]:
         for file in self.files:
-            picked = [wanted is None or facts.step in wanted for facts in file.steps]
-            if not any(picked):
+            is_chosen = [chosen_steps is None or facts.step in chosen_steps for facts in file.steps]
+            if not any(is_chosen):
                 continue
             try:
                 with pq.ParquetFile(self.directory / file.name) as parquet:
-                    part = _with(columns, parquet.read(columns).replace_schema_metadata(None))
+                    table = _select_columns(
+                        columns, parquet.read(columns).replace_schema_metadata(None)
+                    )
             except (OSError, KeyError, pa.ArrowException) as error:
                 raise DataError(f"{self.directory / file.name} can't be read: {error}") from error
             ends = itertools.accumulate(facts.rows for facts in file.steps)
-            for facts, end, there in zip(file.steps, ends, picked, strict=True):
-                if there:
-                    yield part.slice(end - facts.rows, facts.rows)
+            for facts, end, chosen in zip(file.steps, ends, is_chosen, strict=True):
+                if chosen:
+                    yield table.slice(end - facts.rows, facts.rows)
 
     def step(self, step: int) -> pa.Table:
         """Return all columns of one step's rows, after checking the file's checksum.
 
         Raises DataError if the step is missing or its file was changed.
         """
-        self.verify(self._file(step))
+        self.verify(self._find_file(step))
         return self.table(SCHEMA.names, steps=[step])
 
-    def _file(self, step: int) -> RecordFile:
+    def _find_file(self, step: int) -> RecordFile:
         file = next(
             (file for file in self.files for facts in file.steps if facts.step == step), None
         )
         if file is None:
             raise DataError(
                 f"step {step} is not in the record in {self.directory}: it has "
-                f"{_ranges(self.steps)}"
+                f"{_format_ranges(self.steps)}"
             )
         return file
 
@@ -166,7 +170,7 @@ class Record:
 
         Raises DataError if the media can't be read or were changed.
         """
-        file = self._file(step)
+        file = self._find_file(step)
         if not file.media_size:
             return {}
         path = self.directory / MEDIA / file.name
@@ -180,11 +184,10 @@ class Record:
         """
         table = self.step(step)
         facts = self.steps[step]
-        if not facts.whole:
+        if not facts.is_complete:
             raise DataError(
-                f"step {step} is in the record with {facts.groups} of its {facts.drawn} groups "
-                "(record.groups): it can be "
-                "looked at, and not computed again"
+                f"step {step} has only {facts.groups} of its {facts.drawn} groups in the record "
+                "(record.groups), so it can be inspected but not recomputed"
             )
         return read_groups(table, self.media(step))
 
@@ -207,21 +210,22 @@ def _verify(path: Path, sha256: str) -> None:
         raise DataError(f"{path} was changed since it was recorded: its checksum does not match")
 
 
-def _with(columns: list[str], part: pa.Table) -> pa.Table:
-    """Return these columns; those of `ADDED` that an older file lacks get the value from there.
+def _select_columns(columns: list[str], table: pa.Table) -> pa.Table:
+    """Return the table with these columns only.
 
-    Raises KeyError for any other column that is missing.
+    A column of `ADDED` that an older file lacks is filled with its value in `ADDED`. Raises
+    KeyError for any other missing column.
     """
-    for name in ADDED.keys() & set(columns) - set(part.column_names):
+    for name in ADDED.keys() & set(columns) - set(table.column_names):
         field = SCHEMA.field(name)
-        part = part.append_column(
-            field, pa.repeat(pa.scalar(ADDED[name], field.type), part.num_rows)
+        table = table.append_column(
+            field, pa.repeat(pa.scalar(ADDED[name], field.type), table.num_rows)
         )
-    return part.select(columns)
+    return table.select(columns)
 
 
-def _ranges(steps: Iterable[int]) -> str:
-    """Return steps as ranges, such as `1-8, 12`."""
+def _format_ranges(steps: Iterable[int]) -> str:
+    """Format steps as ranges, such as `1-8, 12`."""
     ranges: list[list[int]] = []
     for step in sorted(steps):
         if ranges and step == ranges[-1][1] + 1:

@@ -14,7 +14,7 @@ import pyarrow as pa
 from numpy.typing import NDArray
 
 from ratchet.batch import ROUTES, Batch
-from ratchet.observe.records.media import content_name, shortened
+from ratchet.observe.records.media import hash_content, shorten_value
 from ratchet.observe.records.schema import (
     LEARNED,
     MESSAGE,
@@ -59,7 +59,7 @@ class TrajectoryRow(NamedTuple):
     group: Group
     number: int  # index in the group
     trajectory: Trajectory
-    place: int | None  # index in the batch; None if it is not in the batch
+    batch_index: int | None  # index in the batch; None if it is not in the batch
 
 
 def build_table(
@@ -78,29 +78,29 @@ def build_table(
         weights_T: The weight of each token in the policy's loss.
         chosen: Which groups to keep, in order; None: all.
     """
-    rows = _rows(groups, chosen)
-    entries = _sampled(rows, batch) | _learned(rows, batch, weights_T)
-    columns = _scalars(step, stage, rows, entries) | _details(rows) | entries
+    rows = _list_rows(groups, chosen)
+    entries = _build_sampled_columns(rows, batch) | _build_learned_columns(rows, batch, weights_T)
+    columns = _build_scalars(step, stage, rows, entries) | _build_details(rows) | entries
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[TrajectoryRow]:
-    kept = range(len(groups)) if chosen is None else frozenset(chosen)
-    rows, next_place = list[TrajectoryRow](), 0
+def _list_rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[TrajectoryRow]:
+    kept_indices = range(len(groups)) if chosen is None else frozenset(chosen)
+    rows, next_batch_index = list[TrajectoryRow](), 0
     for index, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
             # The batch holds the trajectories that count, in this order.
-            place = next_place if trajectory.counts else None
-            if index in kept:
-                rows.append(TrajectoryRow(index, group, number, trajectory, place))
-            next_place += trajectory.counts
+            batch_index = next_batch_index if trajectory.counts else None
+            if index in kept_indices:
+                rows.append(TrajectoryRow(index, group, number, trajectory, batch_index))
+            next_batch_index += trajectory.counts
     return rows
 
 
 # --- the learner's columns
 
 
-def _learned(
+def _build_learned_columns(
     rows: Sequence[TrajectoryRow], batch: Batch, weights_T: NDArray[np.float64]
 ) -> dict[str, pa.Array]:
     available = [
@@ -110,35 +110,39 @@ def _learned(
     ]
     columns_T = {name: batch.token_columns[name].detach().cpu().numpy() for name in available}
     columns_T |= {"trained": batch.trainable_T.cpu().numpy(), "weights": weights_T}
-    places = [row.place for row in rows if row.place is not None]
+    batch_indices = [row.batch_index for row in rows if row.batch_index is not None]
     lengths_S, starts_S = batch.lengths_S.cpu().numpy(), batch.starts_S.cpu().numpy()
-    picked_N = (
-        None if len(places) == batch.n_sequences else _token_indices(places, starts_S, lengths_S)
+    token_indices_N = (
+        None
+        if len(batch_indices) == batch.n_sequences
+        else _token_indices(batch_indices, starts_S, lengths_S)
     )
     lengths_R = np.asarray(
-        [0 if row.place is None else lengths_S[row.place] for row in rows], np.int32
+        [0 if row.batch_index is None else lengths_S[row.batch_index] for row in rows], np.int32
     )
-    absent_R = np.asarray([row.place is None for row in rows], np.bool_)
+    absent_R = np.asarray([row.batch_index is None for row in rows], np.bool_)
     token_columns = {}
     for name, kind in LEARNED.items():
         column_T = columns_T.get(name)
         if column_T is None:
             token_columns[name] = pa.nulls(len(rows), kind)
             continue
-        column_N = column_T if picked_N is None else column_T[picked_N]
-        token_columns[name] = _lists(lengths_R, column_N, kind, absent_R)
+        column_N = column_T if token_indices_N is None else column_T[token_indices_N]
+        token_columns[name] = _build_lists(lengths_R, column_N, kind, absent_R)
     return token_columns
 
 
 def _token_indices(
-    places: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
+    batch_indices: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
 ) -> NDArray[np.int64]:
-    """Return the indices, in the batch, of the tokens of the sequences at `places`."""
-    parts = [np.arange(starts_S[place], starts_S[place] + lengths_S[place]) for place in places]
+    """Return the indices, in the batch, of the tokens of the sequences at `batch_indices`."""
+    parts = [
+        np.arange(starts_S[index], starts_S[index] + lengths_S[index]) for index in batch_indices
+    ]
     return np.concatenate([np.zeros(0, np.int64), *parts])
 
 
-def _lists(
+def _build_lists(
     lengths_R: NDArray[np.int32],
     values_N: NDArray[Any],
     kind: pa.DataType,
@@ -161,9 +165,11 @@ def _entries_N(column: pa.Array) -> NDArray[Any]:
     return column.values.to_numpy(zero_copy_only=False)
 
 
-def _sums(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
-    """Return the sum of each row's entries, or of those where the mask is set, float64 [R]; null
-    for a null row."""
+def _sum_rows(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.Array:
+    """Return the sum of each row's entries, float64 [R]; null for a null row.
+
+    mask_N: only entries where it is True are summed; None: all.
+    """
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
     values_N = _entries_N(column).astype(np.float64)
@@ -177,7 +183,7 @@ def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
     return column.is_null().to_numpy(zero_copy_only=False)
 
 
-def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
+def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Return sums / counts; null where the sum or the count is null, or the count is 0."""
     counts_R, sums_R = (
         np.where(_nulls_R(column), 0.0, column.to_numpy(zero_copy_only=False))
@@ -190,16 +196,16 @@ def _means(sums: pa.Array, counts: pa.Array) -> pa.Array:
 # --- the rollout's columns
 
 
-def _scalars(
+def _build_scalars(
     step: int, stage: str, rows: Sequence[TrajectoryRow], entries: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
     trajectories = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in trajectories]
-    trained = _sums(entries["trained"])
-    advantages = _sums(entries["advantages"], _entries_N(entries["trained"]))
-    logprobs_R = _sums(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
+    trained = _sum_rows(entries["trained"])
+    advantages = _sum_rows(entries["advantages"], _entries_N(entries["trained"]))
+    logprobs_R = _sum_rows(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
     is_policy_N, row_N = _entries_N(entries["owner"]) == POLICY, _row_N(entries["owner"])
-    oldest, newest = _versions(entries["versions"])
+    oldest, newest = _find_versions(entries["versions"])
     values: dict[str, list[Any] | pa.Array] = {
         "step": [step] * len(rows),
         "stage": [stage] * len(rows),
@@ -209,10 +215,10 @@ def _scalars(
         "use": [t.use for t in trajectories],
         "outcome": [None if outcome is None else OUTCOMES[type(outcome)] for outcome in outcomes],
         "truncated": [t.truncated for t in trajectories],
-        "failure": [_failure(outcome) for outcome in outcomes],
+        "failure": [_get_failure(outcome) for outcome in outcomes],
         "reward": [getattr(outcome, "reward", None) for outcome in outcomes],
-        "advantage": _means(advantages, trained),
-        "weight": _sums(entries["weights"]),
+        "advantage": _divide(advantages, trained),
+        "weight": _sum_rows(entries["weights"]),
         "temperature": [t.temperature for t in trajectories],
         "length": pa.array(np.diff(entries["tokens"].offsets.to_numpy())),
         "generated_tokens": pa.array(np.bincount(row_N[is_policy_N], minlength=len(rows))),
@@ -223,7 +229,7 @@ def _scalars(
         "rollout_logprob": pa.array(logprobs_R, pa.float64(), mask=_nulls_R(newest)),
     }
     return {
-        name: _array(column, SCALARS[name]) for name, column in values.items()
+        name: _build_array(column, SCALARS[name]) for name, column in values.items()
     } | _group_columns(rows)
 
 
@@ -231,8 +237,8 @@ def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     """Return the columns whose value is the same in all rows of a group."""
     groups = {row.group_index: row.group for row in rows}
     # Each value is converted once for each group, and then repeated for the group's rows.
-    places = {group_index: place for place, group_index in enumerate(groups)}
-    place_of_row = pa.array([places[row.group_index] for row in rows], pa.int32())
+    positions = {group_index: position for position, group_index in enumerate(groups)}
+    position_of_row = pa.array([positions[row.group_index] for row in rows], pa.int32())
     tasks = [group.task for group in groups.values()]
     values: dict[str, list[Any]] = {
         "group": [group.id for group in groups.values()],
@@ -245,12 +251,12 @@ def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
         "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
     }
     return {
-        name: _array(column, SCHEMA.field(name).type).take(place_of_row)
+        name: _build_array(column, SCHEMA.field(name).type).take(position_of_row)
         for name, column in values.items()
     }
 
 
-def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
+def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return the oldest and newest weight version of each row; null if no token was sampled."""
     versions_N, row_N = _entries_N(column), _row_N(column)
     known_N = versions_N >= 0
@@ -266,13 +272,13 @@ def _versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     return pa.array(oldest_R, mask=null_R), pa.array(newest_R, mask=null_R)
 
 
-def _failure(outcome: Outcome | None) -> str | None:
+def _get_failure(outcome: Outcome | None) -> str | None:
     if isinstance(outcome, Failed):
         return outcome.kind
     return outcome.reason if isinstance(outcome, Cancelled) else None
 
 
-def _sampled(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
+def _build_sampled_columns(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]:
     trajectories = [row.trajectory for row in rows]
     lengths_R = np.asarray([len(t) for t in trajectories], np.int32)
     null_R = np.zeros(len(trajectories), np.bool_)
@@ -281,7 +287,9 @@ def _sampled(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]
         for name in ("owner", "trainable")
     }
     # A batch of exactly these rows already holds these columns concatenated.
-    is_whole_batch = len(rows) == batch.n_sequences and all(row.place is not None for row in rows)
+    is_whole_batch = len(rows) == batch.n_sequences and all(
+        row.batch_index is not None for row in rows
+    )
     for name in ("tokens", "rollout_logprobs", "versions"):
         columns_N[name] = (
             getattr(batch, f"{name}_T").cpu().numpy()
@@ -289,18 +297,22 @@ def _sampled(rows: Sequence[TrajectoryRow], batch: Batch) -> dict[str, pa.Array]
             else _concatenate(getattr(t, name) for t in trajectories)
         )
     sampled_columns = {
-        name: _lists(lengths_R, column_N, SAMPLED[name], null_R)
+        name: _build_lists(lengths_R, column_N, SAMPLED[name], null_R)
         for name, column_N in columns_N.items()
     }
     has_kept_mass, has_routes = bool(batch.log_kept_mass_T.any()), ROUTES in batch.token_columns
     log_kept_mass = [t.log_kept_mass if has_kept_mass else None for t in trajectories]
-    sampled_columns["log_kept_mass"] = _nullable_lists(log_kept_mass, SAMPLED["log_kept_mass"])
+    sampled_columns["log_kept_mass"] = _build_nullable_lists(
+        log_kept_mass, SAMPLED["log_kept_mass"]
+    )
     routes = [t.routes if has_routes else None for t in trajectories]
-    sampled_columns["routes"] = _nullable_lists(
+    sampled_columns["routes"] = _build_nullable_lists(
         [None if route is None else route.reshape(-1) for route in routes], SAMPLED["routes"]
     )
     shapes = [None if route is None else np.asarray(route.shape, np.int32) for route in routes]
-    return sampled_columns | {"routes_shape": _nullable_lists(shapes, SAMPLED["routes_shape"])}
+    return sampled_columns | {
+        "routes_shape": _build_nullable_lists(shapes, SAMPLED["routes_shape"])
+    }
 
 
 def _concatenate(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
@@ -308,13 +320,13 @@ def _concatenate(parts: Iterable[NDArray[Any]]) -> NDArray[Any]:
     return np.concatenate(lists) if lists else np.zeros(0)
 
 
-def _nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
+def _build_nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -> pa.Array:
     """Return a list column in which some or all lists are null."""
     present = [column for column in columns if column is not None]
     if not present:
         return pa.nulls(len(columns), kind)
     lengths_R = np.asarray([0 if column is None else len(column) for column in columns], np.int32)
-    return _lists(
+    return _build_lists(
         lengths_R,
         np.concatenate(present),
         kind,
@@ -325,20 +337,22 @@ def _nullable_lists(columns: Sequence[NDArray[Any] | None], kind: pa.DataType) -
 # --- messages and details
 
 
-def _details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
+def _build_details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     trajectories = [row.trajectory for row in rows]
     return {
-        "reward_parts": _maps([t.reward_parts for t in trajectories]),
-        "metrics": _maps([t.metrics for t in trajectories]),
-        "turns": _turns(trajectories),
-        "failure_detail": _array(
+        "reward_parts": _build_maps([t.reward_parts for t in trajectories]),
+        "metrics": _build_maps([t.metrics for t in trajectories]),
+        "turns": _build_turns(trajectories),
+        "failure_detail": _build_array(
             [t.outcome.detail if isinstance(t.outcome, Failed) else None for t in trajectories],
             pa.string(),
         ),
-        "prompt": _messages([row.group.task.messages if row.number == 0 else None for row in rows]),
-        "messages": _messages([t.messages for t in trajectories]),
-        "media": _media(trajectories),
-        "extras": _array([_extras(t) for t in trajectories], pa.string()),
+        "prompt": _build_messages(
+            [row.group.task.messages if row.number == 0 else None for row in rows]
+        ),
+        "messages": _build_messages([t.messages for t in trajectories]),
+        "media": _build_media(trajectories),
+        "extras": _build_array([_get_extras(t) for t in trajectories], pa.string()),
     }
 
 
@@ -347,37 +361,37 @@ def as_json(value: Any) -> str:
     return json.dumps(value, default=repr, ensure_ascii=False)
 
 
-def _extras(t: Trajectory) -> str | None:
+def _get_extras(t: Trajectory) -> str | None:
     return as_json(dict(t.extras)) if t.extras else None
 
 
-def _media(trajectories: Sequence[Trajectory]) -> pa.Array:
+def _build_media(trajectories: Sequence[Trajectory]) -> pa.Array:
     """Return the media column; `name` is the name of the source in the record's `media/`."""
     placed = [placed for t in trajectories for placed in t.media]
-    return _structs(
+    return _build_structs(
         [len(t.media) for t in trajectories],
         PLACED,
         start=[start for start, _ in placed],
         span=[medium.span for _, medium in placed],
         kind=[medium.kind for _, medium in placed],
         key=[medium.key for _, medium in placed],
-        name=[content_name(medium.source) for _, medium in placed],
+        name=[hash_content(medium.source) for _, medium in placed],
     )
 
 
-def _maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
+def _build_maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
     lengths = np.asarray([len(mapping) for mapping in numbers], np.int32)
     offsets = np.concatenate([[0], np.cumsum(lengths)]).astype(np.int32)
     keys = [key for mapping in numbers for key in mapping]
     values = [value for mapping in numbers for value in mapping.values()]
     return pa.MapArray.from_arrays(
-        offsets, _array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS
+        offsets, _build_array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS
     )
 
 
-def _turns(trajectories: Sequence[Trajectory]) -> pa.Array:
+def _build_turns(trajectories: Sequence[Trajectory]) -> pa.Array:
     turns = [turn for t in trajectories for turn in t.turns]
-    return _structs(
+    return _build_structs(
         [len(t.turns) for t in trajectories],
         TURN,
         start=[turn.start for turn in turns],
@@ -389,32 +403,32 @@ def _turns(trajectories: Sequence[Trajectory]) -> pa.Array:
     )
 
 
-def _messages(conversations: Sequence[Sequence[Message] | None]) -> pa.Array:
+def _build_messages(conversations: Sequence[Sequence[Message] | None]) -> pa.Array:
     messages = [message for conversation in conversations for message in conversation or ()]
-    return _structs(
+    return _build_structs(
         [None if conversation is None else len(conversation) for conversation in conversations],
         MESSAGE,
         role=[m.role for m in messages],
         content=[m.content if isinstance(m.content, str) else None for m in messages],
-        parts=_parts([None if isinstance(m.content, str) else m.content for m in messages]),
-        tool_calls=_tool_calls([m.tool_calls or None for m in messages]),
+        parts=_build_parts([None if isinstance(m.content, str) else m.content for m in messages]),
+        tool_calls=_build_tool_calls([m.tool_calls or None for m in messages]),
         tool_call_id=[m.tool_call_id for m in messages],
     )
 
 
-def _parts(contents: Sequence[Sequence[Part] | None]) -> pa.Array:
+def _build_parts(contents: Sequence[Sequence[Part] | None]) -> pa.Array:
     parts = [part for content in contents for part in content or ()]
-    return _structs(
+    return _build_structs(
         [None if content is None else len(content) for content in contents],
         PART,
         type=[part.type for part in parts],
-        value=[shortened(part) for part in parts],
+        value=[shorten_value(part) for part in parts],
     )
 
 
-def _tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
+def _build_tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
     calls = [call for turn in turns for call in turn or ()]
-    return _structs(
+    return _build_structs(
         [None if turn is None else len(turn) for turn in turns],
         TOOL_CALL,
         id=[call.id for call in calls],
@@ -423,13 +437,17 @@ def _tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
     )
 
 
-def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any) -> pa.Array:
-    """Return lists of structs from the concatenated columns of all entries; a length of None gives
-    null."""
+def _build_structs(
+    lengths: Sequence[int | None], kind: pa.StructType, /, **columns: Any
+) -> pa.Array:
+    """Return one list of structs per row, from the concatenated columns of all entries.
+
+    lengths: length of each row's list; None gives null.
+    """
     null_R = np.asarray([n is None for n in lengths], np.bool_)
     if null_R.all():
         return pa.nulls(len(lengths), pa.list_(kind))
-    arrays = [_array(column, kind.field(name).type) for name, column in columns.items()]
+    arrays = [_build_array(column, kind.field(name).type) for name, column in columns.items()]
     entries = pa.StructArray.from_arrays(arrays, fields=[kind.field(name) for name in columns])
     offsets = np.concatenate([[0], np.cumsum([n or 0 for n in lengths])]).astype(np.int32)
     return pa.ListArray.from_arrays(
@@ -437,7 +455,7 @@ def _structs(lengths: Sequence[int | None], kind: pa.StructType, /, **columns: A
     )
 
 
-def _array(values: Any, kind: pa.DataType) -> pa.Array:
+def _build_array(values: Any, kind: pa.DataType) -> pa.Array:
     if isinstance(values, pa.Array):
         return values.cast(kind)
     try:

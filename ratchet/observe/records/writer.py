@@ -1,9 +1,9 @@
 """Write each step's groups and the learner's columns as Parquet files that any Arrow tool reads.
 
 A background thread does the work. If this process trains on the CPU, the thread only writes files,
-and the tables are built between steps: two threads that run Python code would slow each other down
-by more. Files are named by their steps, hold nothing that depends on the clock, and end at every
-checkpoint. So a run that was killed and resumed has the same bytes as one that was not.
+and the tables are built between steps, because two threads that run Python code would slow each
+other down. Files are named by their steps, hold nothing that depends on the clock, and end at every
+checkpoint. So a run that was killed and resumed writes the same bytes as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -39,19 +39,19 @@ log = logging.getLogger(__name__)
 
 # Limits of one file: steps, tokens, bytes of media. Fewer files make a record faster to open, but
 # tokens and media stay in memory until their file is written.
-MOST_STEPS, MOST_TOKENS, MOST_MEDIA = 32, 2**22, 2**28
+MAX_STEPS, MAX_TOKENS, MAX_MEDIA_BYTES = 32, 2**22, 2**28
 # Errors of a disk, or of values that an environment measured: they end the record, not the run.
-FAULTS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
-BEHIND = 2  # maximum number of unfinished jobs of the thread; beyond it training waits
-FLOATS = [name for name, kind in LEARNED.items() if name != "trained"] + [
+RECORD_ERRORS = (*SINK_ERRORS, DataError, TypeError, ArithmeticError)
+MAX_PENDING_JOBS = 2  # training waits while the thread has more unfinished jobs than this
+FLOAT_COLUMNS = [name for name, kind in LEARNED.items() if name != "trained"] + [
     "rollout_logprobs",
     "log_kept_mass",
 ]
-WORDS = [name for name in SCHEMA.names if name not in FLOATS]
+DICTIONARY_COLUMNS = [name for name in SCHEMA.names if name not in FLOAT_COLUMNS]
 FORMAT: dict[str, Any] = {
     "compression": "zstd",
     "compression_level": 1,
-    "use_dictionary": WORDS,
+    "use_dictionary": DICTIONARY_COLUMNS,
     "write_statistics": ["step"],
 }
 
@@ -64,7 +64,7 @@ class Recorder:
     Args:
         seed: Seed of the choice of groups, if not all are kept.
         keep_through: The step that the run continues after; later records are removed.
-        beside: True if the thread also builds the tables.
+        in_background: True if the thread also builds the tables.
     """
 
     def __init__(
@@ -74,19 +74,25 @@ class Recorder:
         *,
         seed: int,
         keep_through: int = 0,
-        beside: bool = True,
+        in_background: bool = True,
     ) -> None:
-        self.config, self.directory, self.seed, self.beside = config, directory, seed, beside
+        self.config, self.directory, self.seed, self.in_background = (
+            config,
+            directory,
+            seed,
+            in_background,
+        )
         self.files: list[RecordFile] = []
-        self._tables: list[pa.Table] = []  # these four: content of the next file
+        # The content of the next file.
+        self._tables: list[pa.Table] = []
         self._facts: list[StepFacts] = []
         self._media: dict[str, bytes] = {}
         self._tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
         self._running: deque[Future[None]] = deque()
-        self._on = config.every > 0
-        if directory.exists() or self._on:
-            self._guarded(lambda: self._take_up(keep_through))
+        self._is_enabled = config.every > 0
+        if directory.exists() or self._is_enabled:
+            self._run_guarded(lambda: self._resume(keep_through))
 
     def add(
         self,
@@ -105,15 +111,15 @@ class Recorder:
             weights: Returns the weight of each token in the policy's loss, [T].
             roles: The learners, as they are after the step.
         """
-        if not self._on or step % self.config.every:
+        if not self._is_enabled or step % self.config.every:
             return
-        # Taken now and not in the thread, because the next step changes the learners.
-        prints = {
+        # Computed here and not in the thread, because the next step changes the learners.
+        fingerprints = {
             name: role.fingerprint()
             for name, role in roles.items()
             if isinstance(role, Fingerprinted)
         }
-        self._do(lambda: self._take(step, stage, groups, batch, weights, prints))
+        self._run(lambda: self._add_step(step, stage, groups, batch, weights, fingerprints))
 
     def flush(self) -> None:
         """Block until all added steps are on disk.
@@ -121,59 +127,59 @@ class Recorder:
         Called before a checkpoint, so that a resumed run finds a complete record.
         """
         failpoints.point("record.flush")
-        if self._on:
-            self._do(self._end_file)
+        if self._is_enabled:
+            self._run(self._end_file)
             self._wait(0)
 
     def close(self) -> None:
         self.flush()
         self._thread.shutdown()
 
-    # --- training's side
+    # --- in the training thread
 
-    def _do(self, job: Callable[[], None]) -> None:
-        """Run a job that is mostly Python code, in the thread if `beside`, else now."""
-        self._submit(job) if self.beside else self._guarded(job)
+    def _run(self, job: Callable[[], None]) -> None:
+        """Run a job that is mostly Python code, in the thread if `in_background`, else now."""
+        self._submit(job) if self.in_background else self._run_guarded(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
         self._running.append(self._thread.submit(job))
-        self._wait(BEHIND)
+        self._wait(MAX_PENDING_JOBS)
 
-    def _wait(self, left: int) -> None:
-        while len(self._running) > left or (self._running and self._running[0].done()):
-            self._guarded(self._running.popleft().result)
+    def _wait(self, max_pending: int) -> None:
+        while len(self._running) > max_pending or (self._running and self._running[0].done()):
+            self._run_guarded(self._running.popleft().result)
 
-    def _guarded(self, job: Callable[[], Any]) -> None:
+    def _run_guarded(self, job: Callable[[], Any]) -> None:
         try:
             job()
-        except FAULTS as error:
-            if self._on:
+        except RECORD_ERRORS as error:
+            if self._is_enabled:
                 log.warning("steps are no longer recorded in %s: %s", self.directory, error)
-            self._on = False
+            self._is_enabled = False
 
-    # --- the thread's side; without `beside` only `_write` runs there
+    # --- in the recorder's thread; without `in_background` only `_write` runs there
 
-    def _take(
+    def _add_step(
         self,
         step: int,
         stage: str,
         groups: Sequence[Group],
         batch: Batch,
         weights: Callable[[Batch], Tensor],
-        prints: Mapping[str, str],
+        fingerprints: Mapping[str, str],
     ) -> None:
         chosen = self._choose(step, len(groups))
         table = build_table(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
         self._tables.append(table)
         self._media |= collect_sources(groups, chosen)
         self._facts.append(
-            StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(prints))
+            StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(fingerprints))
         )
-        self._tokens += sum(len(row) for at in chosen for row in groups[at].trajectories)
+        self._tokens += sum(len(row) for index in chosen for row in groups[index].trajectories)
         if (
-            len(self._tables) >= MOST_STEPS
-            or self._tokens >= MOST_TOKENS
-            or sum(map(len, self._media.values())) >= MOST_MEDIA
+            len(self._tables) >= MAX_STEPS
+            or self._tokens >= MAX_TOKENS
+            or sum(map(len, self._media.values())) >= MAX_MEDIA_BYTES
         ):
             self._end_file()
 
@@ -193,7 +199,7 @@ class Recorder:
                 self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media
             )
             self._tables, self._facts, self._media, self._tokens = [], [], {}, 0
-            write() if self.beside else self._submit(write)
+            write() if self.in_background else self._submit(write)
 
     def _write(
         self, table: pa.Table, facts: tuple[StepFacts, ...], media_by_name: Mapping[str, bytes]
@@ -203,10 +209,10 @@ class Recorder:
         media: tuple[int, str] = (0, "")
         if media_by_name:
             (self.directory / MEDIA).mkdir(exist_ok=True)
-            media = _written(
+            media = _write_atomically(
                 self.directory / MEDIA / path.name, lambda draft: write_media(draft, media_by_name)
             )
-        size, digest = _written(path, lambda draft: _write_table(draft, table))
+        size, digest = _write_atomically(path, lambda draft: _write_table(draft, table))
         self.files.append(RecordFile(path.name, size, digest, facts, *media))
         self._append(self.files[-1])
         self._prune()
@@ -222,22 +228,22 @@ class Recorder:
     def _prune(self) -> None:
         """Remove the oldest files of a record that exceeds its limit; the newest always stays."""
         limit_bytes = self.config.max_gib * 2**30
-        doomed = []
+        removed_files = []
         while (
             len(self.files) > 1
             and sum(file.size + file.media_size for file in self.files) > limit_bytes
         ):
-            doomed.append(self.files.pop(0))
-        if doomed:
+            removed_files.append(self.files.pop(0))
+        if removed_files:
             self._write_index()
-            for file in doomed:
+            for file in removed_files:
                 (self.directory / file.name).unlink(missing_ok=True)
                 (self.directory / MEDIA / file.name).unlink(missing_ok=True)
 
     def _write_index(self) -> None:
         replace_text(self.directory / INDEX, "".join(file.line() for file in self.files))
 
-    def _take_up(self, keep_through: int) -> None:
+    def _resume(self, keep_through: int) -> None:
         """Continue after step `keep_through`: remove later files and files not in the index."""
         self.directory.mkdir(parents=True, exist_ok=True)
         # Files end at checkpoints, so none has steps on both sides of one.
@@ -245,12 +251,14 @@ class Recorder:
             file for file in read_index(self.directory) if file.steps[-1].step <= keep_through
         ]
         self._write_index()
-        _clear(self.directory, {file.name for file in self.files})
+        _remove_unknown(self.directory, {file.name for file in self.files})
         if (self.directory / MEDIA).is_dir():
-            _clear(self.directory / MEDIA, {file.name for file in self.files if file.media_size})
+            _remove_unknown(
+                self.directory / MEDIA, {file.name for file in self.files if file.media_size}
+            )
 
 
-def _written(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
+def _write_atomically(path: Path, write: Callable[[Path], None]) -> tuple[int, str]:
     """Write a file as a draft, rename it when complete, and return its size and SHA-256."""
     draft = path.with_name(f".{path.name}.partial")
     write(draft)
@@ -264,7 +272,7 @@ def _write_table(path: Path, table: pa.Table) -> None:
         writer.write_table(table, row_group_size=max(table.num_rows, 1))
 
 
-def _clear(directory: Path, known: Set[str]) -> None:
+def _remove_unknown(directory: Path, known: Set[str]) -> None:
     """Remove record files and drafts whose names are not in `known`."""
     for path in directory.iterdir():
         if path.name not in known and path.suffix in (".parquet", ".partial"):

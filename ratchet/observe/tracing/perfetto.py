@@ -22,17 +22,17 @@ from ratchet.observe.write_files import open_unshared
 log = logging.getLogger(__name__)
 
 RUN, ATTEMPTS = 1, 2  # process ids in the trace
-EACH = 128  # number of first steps that are all traced
-MOST_ATTEMPTS = 64  # maximum number of traced attempts in a step
+FIRST_STEPS = 128  # number of steps at the start that are all traced
+MAX_ATTEMPTS = 64  # maximum number of traced attempts in a step
 
 
-def traced(step: int) -> bool:
+def is_traced_step(step: int) -> bool:
     """True if this step (from 0) is traced.
 
-    The first `EACH` steps are traced, then every second, every fourth, and so on: about as many in
-    each doubling of the steps.
+    The first `FIRST_STEPS` steps are all traced, then every second, every fourth, and so on. The
+    interval doubles when the number of steps doubles, so a trace grows slowly.
     """
-    return step % (1 << (step // EACH).bit_length()) == 0
+    return step % (1 << (step // FIRST_STEPS).bit_length()) == 0
 
 
 class Trace:
@@ -58,10 +58,10 @@ class Trace:
 
     def begin_step(self, step: int) -> None:
         """Begin a step of the run, counted from 0."""
-        is_traced = traced(step)
+        is_traced = is_traced_step(step)
         self.activity.listener = self.span if is_traced else None
         self.activity.attempts = self.attempt if is_traced else None
-        self.activity.attempts_left = MOST_ATTEMPTS
+        self.activity.attempts_left = MAX_ATTEMPTS
 
     def span(self, track: str, name: str, start: float, end: float) -> None:
         """Add a span; its times are seconds of the activity's clock."""
@@ -113,7 +113,7 @@ class Trace:
 
 
 @contextmanager
-def tracing(path: Path | None) -> Iterator[Trace | None]:
+def open_trace(path: Path | None) -> Iterator[Trace | None]:
     """Yield the trace; None without a path, or if the file can't be created."""
     trace = None
     try:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 OTHER = "other"  # work outside all phases: packing, advantages, recording
 # The phase whose tokens/s count generated tokens; those of other phases count computed rows.
-GENERATES = "sample"
+GENERATING_PHASE = "sample"
 
 
 @dataclass
@@ -37,9 +37,9 @@ class Profile:
 
     first: first profiled step of the run, counted from 1.
     steps: number of profiled steps.
-    asked: number of requested steps.
-    wall_s: seconds of the profiled steps, without `apart_s`.
-    apart_s: seconds of evaluation and saving.
+    requested_steps: number of requested steps.
+    wall_s: seconds of the profiled steps, without `excluded_s`.
+    excluded_s: seconds of evaluation and saving.
     unprofiled_s: median seconds of a step before the profiler was on; None without such steps.
     idle: share of `wall_s` in which `busy_of` (the accelerator, or the threads) was idle.
     gemm: (what was measured, FLOP/s) of matrix products; the table's shares refer to the first.
@@ -48,11 +48,11 @@ class Profile:
     stage: str
     first: int
     steps: int
-    asked: int
+    requested_steps: int
     phases: Mapping[str, PhaseWork]
-    generated: float
+    generated: float  # number of generated tokens
     wall_s: float
-    apart_s: float
+    excluded_s: float
     unprofiled_s: float | None
     idle: float
     busy_of: str
@@ -64,7 +64,7 @@ class Profile:
 
     def tokens_per_s(self, phase: str) -> float | None:
         work = self.phases[phase]
-        count = self.generated if phase == GENERATES else work.rows
+        count = self.generated if phase == GENERATING_PHASE else work.rows
         return count / work.seconds if count and work.seconds else None
 
     def table(self) -> str:
@@ -84,13 +84,15 @@ class Profile:
 
     def _title(self) -> str:
         last = self.first + self.steps - 1
-        which = f"step {self.first}" if self.steps == 1 else f"steps {self.first} to {last}"
-        short = (
-            ""
-            if self.steps == self.asked
-            else f" (of {self.asked} that were asked for: there were no more)"
+        profiled_steps = (
+            f"step {self.first}" if self.steps == 1 else f"steps {self.first} to {last}"
         )
-        return f"Profile of stage {self.stage}, {which}{short}"
+        shortfall = (
+            ""
+            if self.steps == self.requested_steps
+            else f" (of {self.requested_steps} requested: the stage had no more)"
+        )
+        return f"Profile of stage {self.stage}, {profiled_steps}{shortfall}"
 
     def _row(self, name: str) -> Sequence[str]:
         work, speed = self.phases[name], self.tokens_per_s(name)
@@ -108,17 +110,17 @@ class Profile:
     def _total(self) -> Sequence[str]:
         rate = sum(work.flop for work in self.phases.values()) / self.wall_s
         speed = self.generated / self.wall_s
-        shown = f"{speed:,.0f}" if speed else "-"
+        speed_text = f"{speed:,.0f}" if speed else "-"
         share = _percent(sum(self.share(name) for name in self.phases))
-        best = self.gemm[0][1]
+        best_rate = self.gemm[0][1]
         return (
             "step",
             f"{self.wall_s / self.steps:.4f}",
             share,
-            shown,
+            speed_text,
             "-",
             f"{rate / 1e9:,.2f}",
-            _percent(rate / best),
+            _percent(rate / best_rate),
         )
 
     def _notes(self) -> list[str]:
@@ -126,16 +128,18 @@ class Profile:
         rates = ", ".join(
             f"{name} {_percent(share)}" for name, share in padding if share is not None
         )
-        before = f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
+        without_profiler = (
+            f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
+        )
         return [
             "GEMM rate    "
-            f"{'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {what}' for what, rate in self.gemm)}",
+            f"{'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {product}' for product, rate in self.gemm)}",
             f"padding      {rates or 'nothing went through the model'} (share of the rows "
             "computed)",
             f"idle         {_percent(self.idle)} of {self.busy_of}",
             f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",
-            f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{before}",
-            f"apart        {self.apart_s:.2f} s of evaluation and saving, in no number above",
+            f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{without_profiler}",
+            f"excluded     {self.excluded_s:.2f} s of evaluation and saving, in no number above",
         ]
 
 

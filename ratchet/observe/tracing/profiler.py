@@ -27,12 +27,12 @@ from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile, record_function
 
 from ratchet.kernels.cpu import STEP
-from ratchet.observe.matmul_rate import Gemm, gemm_rate
+from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
 from ratchet.observe.tracing.profile_table import OTHER, PhaseWork, Profile
 from ratchet.observe.write_files import replace_text
 
 WARM_UP = 3  # steps until caches, pools and the allocator have reached their final size
-APART = ("evaluate", "save")  # phases inside a step that are not part of training
+EXCLUDED_PHASES = ("evaluate", "save")  # phases inside a step that are not part of training
 PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # A product of shapes (rows, inputs) and (outputs, inputs), whose FLOP PyTorch does not count.
 ONEDNN = "mkldnn::_linear_pointwise"
@@ -48,8 +48,8 @@ class Subject:
         dtype: Type of the matrix products.
         threads: Number of threads of the whole run, on a CPU.
         widest: (inputs, outputs) of the model's largest layer.
-        asked: Returns the number of tokens that models were asked to compute so far.
-        generated: Returns the number of tokens that the policy generated so far.
+        requested_tokens: Returns the number of tokens that models were asked to compute so far.
+        generated_tokens: Returns the number of tokens that the policy generated so far.
     """
 
     stage: str
@@ -58,8 +58,8 @@ class Subject:
     threads: int
     vocab_size: int
     widest: tuple[int, int]
-    asked: Callable[[], float]
-    generated: Callable[[], float]
+    requested_tokens: Callable[[], float]
+    generated_tokens: Callable[[], float]
 
 
 class TraceEvent(NamedTuple):
@@ -87,7 +87,7 @@ class Profiler:
     Args:
         steps: Number of steps to profile.
         first_step: The stage's next step.
-        left: Number of steps that the stage has left.
+        steps_left: Number of steps that the stage has left.
         directory: Receives the trace and the table.
         show: Called with the table after the profiled steps.
     """
@@ -98,71 +98,82 @@ class Profiler:
         steps: int,
         *,
         first_step: int,
-        left: int,
+        steps_left: int,
         directory: Path,
         show: Callable[[str], None],
     ) -> None:
         assert steps >= 1, steps
-        self.subject, self.asked, self.directory, self.show = subject, steps, directory, show
-        self.warm_up = min(WARM_UP, max(left - steps, min(left - 1, 1)))
-        self.steps = min(steps, left - self.warm_up)
+        self.subject, self.requested_steps, self.directory, self.show = (
+            subject,
+            steps,
+            directory,
+            show,
+        )
+        self.warm_up = min(WARM_UP, max(steps_left - steps, min(steps_left - 1, 1)))
+        self.steps = min(steps, steps_left - self.warm_up)
         self.first = first_step + self.warm_up
         self.step = first_step
         self.profile: Profile | None = None  # the result, once finished
-        self._before: list[float] = []  # seconds of each warm-up step, without APART
-        self._torch: profile | None = None
+        self._warm_up_seconds: list[float] = []  # seconds of each warm-up step, without APART
+        self._torch_profile: profile | None = None
         self._phases: dict[str, PhaseWork] = {}
-        self._wall_s = self._busy_s = self._apart_s = self._apart_busy_s = self._generated = 0.0
-        self._step_from = self._step_busy_from = self._step_apart_s = 0.0
+        self._wall_s = self._busy_s = self._excluded_s = self._excluded_busy_s = self._generated = (
+            0.0
+        )
+        self._step_start = self._step_busy_start = self._step_excluded_s = 0.0
 
     # --- Steps and phases.
 
     def begin_step(self) -> None:
         if self.step == self.first and self.profile is None:
             self._start()
-        self._step_apart_s = 0.0
-        self._step_busy_from, self._step_from = time.process_time(), time.perf_counter()
+        self._step_excluded_s = 0.0
+        self._step_busy_start, self._step_start = time.process_time(), time.perf_counter()
 
     def end_step(self) -> None:
-        seconds = time.perf_counter() - self._step_from
-        busy = time.process_time() - self._step_busy_from
+        seconds = time.perf_counter() - self._step_start
+        busy = time.process_time() - self._step_busy_start
         self.step += 1
-        if self._torch is not None:
+        if self._torch_profile is not None:
             self._wall_s += seconds
             self._busy_s += busy
             if self.step == self.first + self.steps:
                 self.finish()
         elif self.profile is None:
-            self._before.append(seconds - self._step_apart_s)
+            self._warm_up_seconds.append(seconds - self._step_excluded_s)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Mark a part of a step as a range of the trace. Phases neither nest nor overlap."""
-        if self._torch is None and name not in APART:
+        if self._torch_profile is None and name not in EXCLUDED_PHASES:
             yield
             return
-        asked, busy, start = self.subject.asked(), time.process_time(), time.perf_counter()
+        tokens_before, busy, start = (
+            self.subject.requested_tokens(),
+            time.process_time(),
+            time.perf_counter(),
+        )
         with record_function(name):
             yield
         seconds = time.perf_counter() - start
-        if name in APART:
-            self._step_apart_s += seconds
-            if self._torch is not None:
-                self._apart_s += seconds
-                self._apart_busy_s += time.process_time() - busy
+        if name in EXCLUDED_PHASES:
+            self._step_excluded_s += seconds
+            if self._torch_profile is not None:
+                self._excluded_s += seconds
+                self._excluded_busy_s += time.process_time() - busy
             return
         work = self._phases.setdefault(name, PhaseWork())
         work.seconds += seconds
-        work.tokens += self.subject.asked() - asked
+        work.tokens += self.subject.requested_tokens() - tokens_before
 
     def finish(self) -> None:
         """End the profile, even after fewer steps than requested, and write and show it.
 
         Do nothing if none is running.
         """
-        if self._torch is None:
+        if self._torch_profile is None:
             return
-        torch_profile, self._torch = self._torch, None
+        torch_profile, self._torch_profile = self._torch_profile, None
         if self.subject.device.type == "cuda":
             torch.cuda.synchronize(self.subject.device)
         peak = _peak_bytes(self.subject.device)
@@ -170,16 +181,16 @@ class Profiler:
         self.directory.mkdir(parents=True, exist_ok=True)
         trace = self.directory / "trace.json.gz"
         torch_profile.export_chrome_trace(str(trace))
-        self.profile = self._found(read_events(torch_profile), peak)
+        self.profile = self._build_profile(read_events(torch_profile), peak)
         table = self.profile.table() + f"trace        {trace} (opens in https://ui.perfetto.dev)\n"
         replace_text(self.directory / "table.txt", table)
         self.show(table)
 
     def abandon(self) -> None:
         """Stop profiling after an error, without writing anything."""
-        if self._torch is not None:
-            self._torch.stop()
-            self._torch = None
+        if self._torch_profile is not None:
+            self._torch_profile.stop()
+            self._torch_profile = None
 
     # --- Start and result.
 
@@ -190,35 +201,38 @@ class Profiler:
             torch.cuda.synchronize(self.subject.device)
             torch.cuda.reset_peak_memory_stats(self.subject.device)
         threads = _ExperimentalConfig(profile_all_threads=True)
-        self._torch = profile(
+        self._torch_profile = profile(
             activities=activities, record_shapes=True, with_flops=True, experimental_config=threads
         )
-        self._torch.start()
-        self._generated = self.subject.generated()
+        self._torch_profile.start()
+        self._generated = self.subject.generated_tokens()
 
-    def _found(self, events: Sequence[TraceEvent], peak: int) -> Profile:
-        subject, wall = self.subject, self._wall_s - self._apart_s
+    def _build_profile(self, events: Sequence[TraceEvent], peak: int) -> Profile:
+        subject, wall_s = self.subject, self._wall_s - self._excluded_s
         phases = {
             **self._phases,
-            OTHER: PhaseWork(wall - sum(work.seconds for work in self._phases.values())),
+            OTHER: PhaseWork(wall_s - sum(work.seconds for work in self._phases.values())),
         }
         count_work(events, phases, vocab_size=subject.vocab_size)
         if subject.device.type == "cuda":
-            idle, busy_of = 1 - kernel_seconds(events, apart=APART) / wall, "the accelerator"
+            idle, busy_of = (
+                1 - kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s,
+                "the accelerator",
+            )
         else:
             threads = subject.threads
-            idle = 1 - (self._busy_s - self._apart_busy_s) / (wall * threads)
+            idle = 1 - (self._busy_s - self._excluded_busy_s) / (wall_s * threads)
             busy_of = f"{threads} thread{'s' if threads > 1 else ''}"
         return Profile(
             stage=subject.stage,
             first=self.first + 1,
             steps=self.step - self.first,
-            asked=self.asked,
+            requested_steps=self.requested_steps,
             phases=phases,
-            generated=subject.generated() - self._generated,
-            wall_s=wall,
-            apart_s=self._apart_s,
-            unprofiled_s=median(self._before) if self._before else None,
+            generated=subject.generated_tokens() - self._generated,
+            wall_s=wall_s,
+            excluded_s=self._excluded_s,
+            unprofiled_s=median(self._warm_up_seconds) if self._warm_up_seconds else None,
             idle=max(0.0, idle),  # negative if other threads compute too
             busy_of=busy_of,
             peak_bytes=peak,
@@ -235,7 +249,7 @@ class Profiler:
         layer = Gemm(max(1, largest.rows // max(1, largest.forwards)), *subject.widest)
 
         def rate(gemm: Gemm) -> float:
-            return gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
+            return measure_gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
 
         square = Gemm.square(subject.device.type)
         kind = str(subject.dtype).removeprefix("torch.")
@@ -254,18 +268,18 @@ def read_events(torch_profile: profile) -> list[TraceEvent]:
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
         name, host = event.name(), event.device_type() == DeviceType.CPU
-        counted, stepped = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
-        named = event.is_user_annotation() and not stepped
-        if host and not (counted or stepped or named):
+        has_flop, is_step = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
+        is_range = event.is_user_annotation() and not is_step
+        if host and not (has_flop or is_step or is_range):
             continue
         shapes = event.shapes() if name in (ONEDNN, EMBEDDING) else []
-        start, flop = event.start_ns(), event.flops() if counted else 0
+        start, flop = event.start_ns(), event.flops() if has_flop else 0
         if name == ONEDNN:
             flop = 2 * math.prod(shapes[0]) * shapes[1][0]
-        elif stepped and host:
+        elif is_step and host:
             flop = int(name.removeprefix(STEP))
         events.append(
-            TraceEvent(name, start, start + event.duration_ns(), host, named, flop, shapes)
+            TraceEvent(name, start, start + event.duration_ns(), host, is_range, flop, shapes)
         )
     return events
 
@@ -278,7 +292,7 @@ def count_work(
     Operations outside all phases count for OTHER; those in APART are not counted. Only embeddings
     of `vocab_size` entries count rows, because position tables are embeddings too.
     """
-    names = {*phases, *APART}
+    names = {*phases, *EXCLUDED_PHASES}
     ranges = sorted(
         (e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names
     )
@@ -286,9 +300,9 @@ def count_work(
     for event in events:
         if not event.host or event.range:
             continue
-        at = bisect_right(starts, event.start) - 1
-        inside = at >= 0 and event.start <= ranges[at][1]
-        work = phases.get(ranges[at][2] if inside else OTHER)
+        i = bisect_right(starts, event.start) - 1
+        is_inside = i >= 0 and event.start <= ranges[i][1]
+        work = phases.get(ranges[i][2] if is_inside else OTHER)
         if work is None:  # in APART
             continue
         if event.name != EMBEDDING:
@@ -298,18 +312,22 @@ def count_work(
             work.forwards += 1
 
 
-def kernel_seconds(events: Sequence[TraceEvent], *, apart: Collection[str]) -> float:
-    """Return the seconds in which the accelerator ran at least one kernel or copy, outside the
-    host's ranges named in `apart`."""
+def kernel_seconds(events: Sequence[TraceEvent], *, excluded: Collection[str]) -> float:
+    """Return the seconds in which the accelerator ran at least one kernel or copy.
+
+    Kernels that start inside one of the host's ranges named in `excluded` do not count.
+    """
     # Named ranges are among the accelerator's events too, but are no kernels.
     ranges = {event.name for event in events if event.host and event.range}
-    without = [event for event in events if event.host and event.range and event.name in apart]
+    excluded_ranges = [
+        event for event in events if event.host and event.range and event.name in excluded
+    ]
     spans = sorted(
         (e.start, e.end)
         for e in events
         if not e.host
         and e.name not in ranges
-        and not any(span.start <= e.start <= span.end for span in without)
+        and not any(span.start <= e.start <= span.end for span in excluded_ranges)
     )
     covered, reached = 0, 0
     for start, end in spans:

@@ -1,5 +1,4 @@
-"""The activity of a run: how long its components generated or trained, and when each part began
-and ended.
+"""The activity of a run: the time in which its components generate or train, and spans for traces.
 
 A process has one table, as it has one for waits (`ratchet.observe.stall_report`), because the
 components that work have no reference to those that report.
@@ -59,17 +58,17 @@ class Activity:
 
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """Mark the block as a part of the run. Parts of one track nest, or follow each other."""
-        return _NOTHING if self.listener is None else self._told(self.listener, track, name)
+        return _NOTHING if self.listener is None else self._report(self.listener, track, name)
 
     def attempt(self, group: str, number: int) -> AbstractContextManager[None]:
         """Mark the block as an attempt; attempts overlap."""
         if self.attempts is None or not self.attempts_left:
             return _NOTHING
         self.attempts_left -= 1
-        return self._told(self.attempts, group, str(number))
+        return self._report(self.attempts, group, str(number))
 
     @contextmanager
-    def _told(self, listener: Listener, track: str, name: str) -> Iterator[None]:
+    def _report(self, listener: Listener, track: str, name: str) -> Iterator[None]:
         start = self.clock()
         try:
             yield

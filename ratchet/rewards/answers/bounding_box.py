@@ -17,8 +17,8 @@ from ratchet.config.media_limits import MediaLimits
 from ratchet.data.formats.media import check
 from ratchet.data.formats.media_columns import list_media
 from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import marked_answer
-from ratchet.rewards.answers.numeric import last_match
+from ratchet.rewards.answers.final_answer import extract_marked_answer
+from ratchet.rewards.answers.numeric import find_last_match
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 from ratchet.utils.safe_read import parse_json
@@ -52,7 +52,7 @@ class BoundingBoxConfig(Section):
 
 NUMBER = r"-?[0-9]{1,9}(?:\.[0-9]{1,12})?"
 COMMA = r"\s{0,3},\s{0,3}"
-FOUR = re.compile(
+FOUR_NUMBERS = re.compile(
     rf"[\[(]\s{{0,3}}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER})\s{{0,3}}[\])]"
 )
 LOWEST = {"iou": 0.0, "giou": -1.0}
@@ -69,43 +69,46 @@ class Box(NamedTuple):
     def area(self) -> float:
         return max(0.0, self.right - self.left) * max(0.0, self.bottom - self.top)
 
-    def scaled(self, across: float, down: float) -> Box:
-        return Box(self.left * across, self.top * down, self.right * across, self.bottom * down)
+    def scale(self, x_factor: float, y_factor: float) -> Box:
+        return Box(
+            self.left * x_factor, self.top * y_factor, self.right * x_factor, self.bottom * y_factor
+        )
 
 
-def iou(a: Box, b: Box) -> float:
+def compute_iou(a: Box, b: Box) -> float:
     """Return the intersection over union of boxes with a positive area."""
-    shared = _shared(a, b)
-    return shared / (a.area + b.area - shared)
+    intersection = _intersection_area(a, b)
+    return intersection / (a.area + b.area - intersection)
 
 
-def giou(a: Box, b: Box) -> float:
-    around = Box(
+def compute_giou(a: Box, b: Box) -> float:
+    """Return the generalized intersection over union."""
+    enclosing_area = Box(
         min(a.left, b.left), min(a.top, b.top), max(a.right, b.right), max(a.bottom, b.bottom)
     ).area
-    union = a.area + b.area - _shared(a, b)
-    return iou(a, b) - (around - union) / around
+    union = a.area + b.area - _intersection_area(a, b)
+    return compute_iou(a, b) - (enclosing_area - union) / enclosing_area
 
 
-def _shared(a: Box, b: Box) -> float:
+def _intersection_area(a: Box, b: Box) -> float:
     return Box(
         max(a.left, b.left), max(a.top, b.top), min(a.right, b.right), min(a.bottom, b.bottom)
     ).area
 
 
-def last_box(text: str) -> Box | None:
-    """Return the last four bracketed numbers of the marked answer; without a mark, of the text.
+def extract_box(text: str) -> Box | None:
+    """Return the last four bracketed numbers of the marked answer, or of a text without a mark.
 
     None if there are none, or if they are not a top left and a bottom right corner.
     """
-    marked = marked_answer(text)
-    match = last_match(FOUR, text if marked is None else marked)
+    marked = extract_marked_answer(text)
+    match = find_last_match(FOUR_NUMBERS, text if marked is None else marked)
     box = None if match is None else Box(*map(float, match.groups()))
     return box if box is not None and box.left < box.right and box.top < box.bottom else None
 
 
 class BoundingBox(FinalAnswer):
-    """A reward for the box in the answer; without a box, it is the lowest value."""
+    """A reward for the box in the answer. An answer without a box earns the lowest value."""
 
     name = "bounding_box"
 
@@ -115,7 +118,7 @@ class BoundingBox(FinalAnswer):
         self.bounds = (self.lowest, 1.0)
 
     def answer(self, text: str) -> str | None:
-        box = last_box(text)
+        box = extract_box(text)
         return None if box is None else str(tuple(box))
 
     def grade(self, text: str, task: Task) -> float:
@@ -124,30 +127,30 @@ class BoundingBox(FinalAnswer):
         Raises DataError if the task's answer is not a box, or if pixels must be converted and the
         picture's size is unknown.
         """
-        gold, box = self._gold(task), last_box(text)
+        gold, box = self._read_task_box(task), extract_box(text)
         if box is None:
             return self.lowest
         if self.config.given != self.config.said:
-            (wide, high), (across, down) = (
-                self._sides(self.config.given, task),
-                self._sides(self.config.said, task),
+            (task_width, task_height), (answer_width, answer_height) = (
+                self._get_size(self.config.given, task),
+                self._get_size(self.config.said, task),
             )
-            box = box.scaled(wide / across, high / down)
-        value = iou(box, gold) if self.config.measure == "iou" else giou(box, gold)
+            box = box.scale(task_width / answer_width, task_height / answer_height)
+        value = compute_iou(box, gold) if self.config.measure == "iou" else compute_giou(box, gold)
         return value if self.config.threshold is None else float(value >= self.config.threshold)
 
-    def _gold(self, task: Task) -> Box:
+    def _read_task_box(self, task: Task) -> Box:
         try:
             values: Any = parse_json(task.answer) if isinstance(task.answer, str) else task.answer
-            one, two, three, four = map(float, values)
+            first, second, third, fourth = map(float, values)
         except (TypeError, ValueError):
             raise DataError(
                 f"{task.where}: its answer {str(task.answer)[:100]!r} is no box [x1, y1, x2, y2]"
             ) from None
         gold = (
-            Box(one, two, three, four)
+            Box(first, second, third, fourth)
             if self.config.corners == "xyxy"
-            else Box(one, two, one + three, two + four)
+            else Box(first, second, first + third, second + fourth)
         )
         if not gold.area:
             raise DataError(
@@ -156,7 +159,7 @@ class BoundingBox(FinalAnswer):
             )
         return gold
 
-    def _sides(self, units: str, task: Task) -> tuple[float, float]:
+    def _get_size(self, units: str, task: Task) -> tuple[float, float]:
         """Return the picture's width and height in these units."""
         if units != "pixels":
             return SIDES[units], SIDES[units]
@@ -171,7 +174,7 @@ class BoundingBox(FinalAnswer):
         size = None if image is None else check(image, where=task.where, limits=MediaLimits())
         if size is None:
             raise DataError(
-                f"{task.where}: no picture and no columns width and height say how large a pixel "
-                "is: add them"
+                f"{task.where} has neither a picture nor the columns width and height, which are "
+                "needed to convert pixels: add them"
             )
         return size

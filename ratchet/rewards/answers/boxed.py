@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import canonical, last_boxed, same_answer
+from ratchet.rewards.answers.final_answer import canonicalize, extract_boxed, is_same_answer
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -33,21 +33,21 @@ class Boxed(FinalAnswer):
         self.config = config
 
     def answer(self, text: str) -> str | None:
-        answer = last_boxed(text)
-        return canonical(answer) if answer and self.config.normalise else answer
+        answer = extract_boxed(text)
+        return canonicalize(answer) if answer and self.config.normalise else answer
 
     def grade(self, text: str, task: Task) -> float:
         gold = gold_answer(task)
-        answer = last_boxed(text)
+        answer = extract_boxed(text)
         if answer is None:
             return 0.0
-        return float(same_answer(answer, gold) if self.config.normalise else answer == gold)
+        return float(is_same_answer(answer, gold) if self.config.normalise else answer == gold)
 
 
 def gold_answer(task: Task) -> str:
     """Return the task's answer, unboxed. Raise DataError if there is none."""
     gold = "" if task.answer is None else str(task.answer).strip()
-    boxed = last_boxed(gold)
+    boxed = extract_boxed(gold)
     gold = gold if boxed is None else boxed
     if not gold:
         raise DataError(f"task '{task.id}' has no answer to compare with")

@@ -37,19 +37,19 @@ class CountdownReward(AnswerReward):
         self.config = config
 
     def grade(self, text: str, task: Task) -> float:
-        given, target = Counter(task.meta["numbers"]), task.meta["target"]
+        available, target = Counter(task.meta["numbers"]), task.meta["target"]
         try:
-            value, numbers = evaluate(final_expression(text))
+            value, numbers = evaluate(extract_expression(text))
         except NotAnExpression:
             return 0.0
-        used = Counter(numbers)
-        legal = used == given if task.meta["use_all"] else used <= given
-        if not legal:
+        used_numbers = Counter(numbers)
+        is_legal = used_numbers == available if task.meta["use_all"] else used_numbers <= available
+        if not is_legal:
             return 0.0
         return 1.0 if value == target else self.config.partial
 
 
-def final_expression(text: str) -> str:
+def extract_expression(text: str) -> str:
     """Return the last line of the last <answer>...</answer>, or of the text if it has none.
 
     A result that follows the expression ("= 22") is cut off.

@@ -8,7 +8,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import marked_answer
+from ratchet.rewards.answers.final_answer import extract_marked_answer
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -20,11 +20,11 @@ class ExactMatchConfig(Section):
 
     marked: bool = Field(
         False,
-        description='What stands after "####", in <answer> or \\boxed{} is the answer, where there '
-        "is such.",
+        description='If the text has a mark ("####", <answer> or \\boxed{}), only the marked part '
+        "is the answer.",
     )
     ignore_case: bool = Field(
-        False, description="Upper and lower case are the same, and a full stop at the end is none."
+        False, description="Ignore upper and lower case, and a full stop at the end."
     )
 
 
@@ -36,13 +36,13 @@ class ExactMatch(FinalAnswer):
         self.config = config
 
     def answer(self, text: str) -> str:
-        marked = marked_answer(text) if self.config.marked else None
-        return self._spelt(text if marked is None else marked)
+        marked = extract_marked_answer(text) if self.config.marked else None
+        return self._normalize(text if marked is None else marked)
 
     def grade(self, text: str, task: Task) -> float:
         if task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare with")
-        return float(self.answer(text) == self._spelt(str(task.answer)))
+        return float(self.answer(text) == self._normalize(str(task.answer)))
 
-    def _spelt(self, answer: str) -> str:
+    def _normalize(self, answer: str) -> str:
         return answer.strip().rstrip(".").casefold() if self.config.ignore_case else answer.strip()

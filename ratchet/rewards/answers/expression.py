@@ -21,7 +21,7 @@ PRODUCTS = {"*": operator.mul, "/": operator.truediv}
 
 
 class NotAnExpression(ValueError):
-    """An error of a text that does not parse, divides by zero, or exceeds a bound."""
+    """An error for a text that does not parse, divides by zero, or exceeds a bound."""
 
 
 def evaluate(text: str) -> tuple[Fraction, list[int]]:
@@ -29,8 +29,8 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     if len(text) > MAX_CHARS:
         raise NotAnExpression(f"longer than {MAX_CHARS} characters")
     text = text.translate(SPELLINGS)
-    if stray := TOKEN.sub("", text).strip():
-        raise NotAnExpression(f"holds {stray!r}")
+    if unknown_text := TOKEN.sub("", text).strip():
+        raise NotAnExpression(f"holds {unknown_text!r}")
     parser = _Parser(TOKEN.findall(text))
     value = parser.sum()
     if parser.tokens:

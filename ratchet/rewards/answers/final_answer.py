@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 
-from ratchet.rewards.answers.numeric import last_match, whole_number
+from ratchet.rewards.answers.numeric import find_last_match, parse_whole_number
 
 # A longer \boxed{} counts as not closed; other answers are cut off here.
 MAX_ANSWER_CHARS = 2000
@@ -41,42 +41,46 @@ UNIT = re.compile(
 )
 
 
-def last_boxed(text: str) -> str | None:
+def extract_boxed(text: str) -> str | None:
     r"""Return the content of the last \boxed{}; "" if it is not closed, None if there is none."""
-    last = last_match(BOXED, text)
+    last = find_last_match(BOXED, text)
     if last is None:
         return None
-    rest = text[last.end() : last.end() + MAX_ANSWER_CHARS]
+    content = text[last.end() : last.end() + MAX_ANSWER_CHARS]
     if not last.group().endswith("{"):  # no braces, as in "\boxed 5"
-        return rest.split(maxsplit=1)[0].rstrip("$.,;")
+        return content.split(maxsplit=1)[0].rstrip("$.,;")
     depth = 1
-    for brace in BRACES.finditer(rest):
+    for brace in BRACES.finditer(content):
         depth += {"{": 1, "}": -1}.get(brace.group(), 0)
         if depth == 0:
-            return rest[: brace.start()].strip()
+            return content[: brace.start()].strip()
     return ""
 
 
-def marked_answer(text: str) -> str | None:
+def extract_marked_answer(text: str) -> str | None:
     r"""Return the content of a text's last mark; None if it has none.
 
     Marks are \boxed{}, "#### " and <answer></answer>.
     """
-    places: dict[int, str] = {}
-    if (boxed := last_boxed(text)) is not None:
-        places[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
+    answers_by_position: dict[int, str] = {}
+    if (boxed := extract_boxed(text)) is not None:
+        answers_by_position[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
     for match in HASHES.finditer(text):
         if match.group(1).strip() and not HEADING.match(match.group(1)):
-            places[match.start()] = match.group(1)
+            answers_by_position[match.start()] = match.group(1)
     if (start := text.rfind("<answer>")) >= 0:
         inner = text[start + len("<answer>") :].partition("</answer>")[0]
-        nested = last_boxed(inner)
-        places[start + len(inner)] = inner if nested is None else nested
-    return places[max(places)].strip()[:MAX_ANSWER_CHARS] if places else None
+        nested = extract_boxed(inner)
+        answers_by_position[start + len(inner)] = inner if nested is None else nested
+    return (
+        answers_by_position[max(answers_by_position)].strip()[:MAX_ANSWER_CHARS]
+        if answers_by_position
+        else None
+    )
 
 
-def one_spelling(latex: str) -> str:
-    """Return the same text for answers that mean the same but are spelt differently.
+def normalize_spelling(latex: str) -> str:
+    """Return an answer in a normalised spelling: equal for different spellings of the same LaTeX.
 
     Answers may differ in spaces, sizes, text commands, a trailing unit, a leading "x=", and degree,
     percent or dollar signs.
@@ -88,17 +92,17 @@ def one_spelling(latex: str) -> str:
     return value if equals and len(name) <= 2 and name[:1].isalpha() else latex  # "x=5" becomes "5"
 
 
-def canonical(answer: str) -> str:
+def canonicalize(answer: str) -> str:
     """Return the same text for all answers that `same_answer` finds equal."""
-    spelt = one_spelling(answer)
-    number = whole_number(spelt)
-    return spelt if number is None else str(number)
+    spelling = normalize_spelling(answer)
+    number = parse_whole_number(spelling)
+    return spelling if number is None else str(number)
 
 
-def same_answer(one: str, other: str) -> bool:
-    """True if two answers have the same spelling, which is not empty, or are the same number."""
-    one, other = one_spelling(one), one_spelling(other)
-    if one == other:
-        return one != ""
-    first, right = whole_number(one), whole_number(other)
-    return first is not None and first == right
+def is_same_answer(a: str, b: str) -> bool:
+    """True if two answers have the same non-empty spelling, or are the same number."""
+    a, b = normalize_spelling(a), normalize_spelling(b)
+    if a == b:
+        return a != ""
+    number_a, number_b = parse_whole_number(a), parse_whole_number(b)
+    return number_a is not None and number_a == number_b

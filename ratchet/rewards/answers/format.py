@@ -29,7 +29,8 @@ class FormatConfig(Section):
         0.0,
         ge=0,
         lt=1,
-        description="For all tags used rightly in a wrong whole; in parts for some of them.",
+        description="Reward if all tags are used correctly but the whole is not; a part of it for "
+        "some tags.",
     )
 
 
@@ -46,19 +47,19 @@ class Format(AnswerReward):
         if self.config.opened:
             text = f"<{tags[0]}>{text}"
         pieces = self._tag.split(text)  # text, tag, text, tag, ..., text
-        found, texts = pieces[1::2], pieces[0::2]
-        right = [name for name in tags if _used_once(name, found, texts)]
-        in_order = found == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]
-        clean = self.config.outside or not any(piece.strip() for piece in texts[0::2])
-        if in_order and clean and len(right) == len(tags):
+        written_tags, texts = pieces[1::2], pieces[0::2]
+        correct_tags = [name for name in tags if _is_used_once(name, written_tags, texts)]
+        is_in_order = written_tags == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]
+        is_clean = self.config.outside or not any(piece.strip() for piece in texts[0::2])
+        if is_in_order and is_clean and len(correct_tags) == len(tags):
             return 1.0
-        return self.config.share * len(right) / len(tags)
+        return self.config.share * len(correct_tags) / len(tags)
 
 
-def _used_once(name: str, found: list[str], texts: list[str]) -> bool:
+def _is_used_once(name: str, written_tags: list[str], texts: list[str]) -> bool:
     """True if the tag is opened and closed once, with text and no other tag between."""
     start = f"<{name}>"
-    if found.count(start) != 1 or found.count(f"</{name}>") != 1:
+    if written_tags.count(start) != 1 or written_tags.count(f"</{name}>") != 1:
         return False
-    at = found.index(start)
-    return found[at + 1 : at + 2] == [f"</{name}>"] and bool(texts[at + 1].strip())
+    index = written_tags.index(start)
+    return written_tags[index + 1 : index + 2] == [f"</{name}>"] and bool(texts[index + 1].strip())

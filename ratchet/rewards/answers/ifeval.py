@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError, MissingDependency
-from ratchet.rewards.answers.ifeval_checks import follows
+from ratchet.rewards.answers.ifeval_checks import follows_instruction
 from ratchet.rewards.base import AnswerReward, Verdict
 from ratchet.types import Task
 from ratchet.utils.safe_read import parse_json
@@ -22,11 +22,12 @@ class IFEvalConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
 
     credit: Literal["all", "share"] = Field(
-        "all", description="1 where all are followed, else 0; or the share followed."
+        "all", description="all: 1 if all are followed, else 0; share: the share followed."
     )
     loose: bool = Field(
         False,
-        description="Also without asterisks, the first line or the last line, as in the paper.",
+        description="Also accept the text without asterisks, first line or last line, as in the "
+        "paper.",
     )
 
 
@@ -50,21 +51,24 @@ class IFEval(AnswerReward):
 
         With credit "share", return a part for each instruction; they sum to the share followed.
         """
-        readings = loosely_read(text) if self.config.loose else [text]
+        readings = list_loose_readings(text) if self.config.loose else [text]
         ids, arguments = list_instructions(task)
         followed = [
-            any(follows(reading, one, given) for reading in readings)
-            for one, given in zip(ids, arguments, strict=True)
+            any(
+                follows_instruction(reading, instruction, instruction_arguments)
+                for reading in readings
+            )
+            for instruction, instruction_arguments in zip(ids, arguments, strict=True)
         ]
         if self.config.credit == "all":
             return float(all(followed))
         parts = dict.fromkeys(ids, 0.0)
-        for one, is_followed in zip(ids, followed, strict=True):
-            parts[one] += is_followed / len(ids)
+        for instruction, is_followed in zip(ids, followed, strict=True):
+            parts[instruction] += is_followed / len(ids)
         return parts
 
 
-def loosely_read(text: str) -> list[str]:
+def list_loose_readings(text: str) -> list[str]:
     """Return the paper's eight readings: with or without first line, last line and asterisks."""
     lines = text.split("\n")
     cuts = ["\n".join(piece).strip() for piece in (lines[1:], lines[:-1], lines[1:-1])]
@@ -76,19 +80,23 @@ def list_instructions(task: Task) -> tuple[Sequence[str], Sequence[Mapping[str, 
 
     Raises DataError if it has no ids, or not as many arguments as ids.
     """
-    row = task.meta if "instruction_id_list" in task.meta else _row(task.answer)
+    row = task.meta if "instruction_id_list" in task.meta else _parse_row(task.answer)
     ids, arguments = row.get("instruction_id_list"), row.get("kwargs")
     if not ids:
         raise DataError(f"task '{task.id}' has no instruction_id_list, in its meta or its answer")
-    arguments = [{}] * len(ids) if arguments is None else [given or {} for given in arguments]
+    arguments = (
+        [{}] * len(ids)
+        if arguments is None
+        else [one_arguments or {} for one_arguments in arguments]
+    )
     if len(arguments) != len(ids):
         raise DataError(
-            f"task '{task.id}' has {len(ids)} instructions, and kwargs for {len(arguments)}"
+            f"task '{task.id}' has {len(ids)} instructions, but kwargs for {len(arguments)}"
         )
     return ids, arguments
 
 
-def _row(answer: Any) -> Mapping[str, Any]:
+def _parse_row(answer: Any) -> Mapping[str, Any]:
     if isinstance(answer, str):
         try:
             answer = parse_json(answer)

@@ -3,8 +3,8 @@ published data.
 
 The checks are safe for hostile text: each takes time linear in the text's length, and words of the
 data are never used as patterns. They differ from the published code in three ways: rules split
-sentences (there a trained model), a text of unknown language fails a language instruction (there it
-passes), and a line that is a lone asterisk is no bullet (there it may be).
+sentences (the published code uses a trained model), a text of unknown language fails a language
+instruction (there it passes), and a line that is a lone asterisk is no bullet (there it may be).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ ABBREVIATIONS = frozenset(
 )
 
 
-def compared(count: int, relation: str, threshold: int) -> bool:
+def satisfies_relation(count: int, relation: str, threshold: int) -> bool:
     if relation == "less than":
         return count < threshold
     if relation == "at least":
@@ -50,7 +50,7 @@ def detect_language(text: str) -> str | None:
         return None
 
 
-def sentences(text: str) -> list[str]:
+def split_sentences(text: str) -> list[str]:
     """Return the sentences, each of which ends in . ! ? … before white space, or in 。！？.
 
     A full stop after an abbreviation, an initial or a number at the start ends no sentence.
@@ -58,20 +58,24 @@ def sentences(text: str) -> list[str]:
     pieces: list[str] = []
     start = 0
     for end in SENTENCE_END.finditer(text):
-        if end.group() == "." and _goes_on(text, start, end.start()):
+        if end.group() == "." and _is_inside_sentence(text, start, end.start()):
             continue
         piece = text[start : end.end()].strip()
         if piece.rstrip(".").isdigit():
             continue
         pieces.append(piece)
         start = end.end()
-    return [*pieces, rest] if (rest := text[start:].strip()) and WORD.search(rest) else pieces
+    return (
+        [*pieces, remainder]
+        if (remainder := text[start:].strip()) and WORD.search(remainder)
+        else pieces
+    )
 
 
-def _goes_on(text: str, start: int, stop: int) -> bool:
+def _is_inside_sentence(text: str, start: int, stop: int) -> bool:
     """Return True if the full stop at `stop` belongs to the word before it and ends nothing."""
-    before = text[max(start, stop - 20) : stop].split()
-    word = before[-1].strip("\"'“‘([*_") if before else ""
+    previous_words = text[max(start, stop - 20) : stop].split()
+    word = previous_words[-1].strip("\"'“‘([*_") if previous_words else ""
     if word.lower() in ABBREVIATIONS:
         return not text[stop + 1 : stop + 3].strip()[:1].isupper()
     return word.lower() in TITLES or (len(word) == 1 and word.isupper() and word != "I")
@@ -81,11 +85,11 @@ def _goes_on(text: str, start: int, stop: int) -> bool:
 
 
 def existence(text: str, keywords: Sequence[str]) -> bool:
-    return all(_occurrences(keyword, text) > 0 for keyword in keywords)
+    return all(_count_occurrences(keyword, text) > 0 for keyword in keywords)
 
 
 def frequency(text: str, keyword: str, frequency: int, relation: str) -> bool:
-    return compared(_occurrences(keyword.strip(), text), relation, frequency)
+    return satisfies_relation(_count_occurrences(keyword.strip(), text), relation, frequency)
 
 
 def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
@@ -94,10 +98,12 @@ def forbidden_words(text: str, forbidden_words: Sequence[str]) -> bool:
 
 
 def letter_frequency(text: str, letter: str, let_frequency: int, let_relation: str) -> bool:
-    return compared(text.lower().count(letter.strip().lower()), let_relation, let_frequency)
+    return satisfies_relation(
+        text.lower().count(letter.strip().lower()), let_relation, let_frequency
+    )
 
 
-def _occurrences(keyword: str, text: str) -> int:
+def _count_occurrences(keyword: str, text: str) -> int:
     return len(re.findall(re.escape(keyword), text, re.IGNORECASE))
 
 
@@ -105,8 +111,11 @@ def _occurrences(keyword: str, text: str) -> int:
 
 
 def response_language(text: str, language: str) -> bool:
-    found = detect_language(text)
-    return found is not None and language in (found, found.partition("-")[0])  # zh-cn is zh
+    detected = detect_language(text)
+    return detected is not None and language in (
+        detected,
+        detected.partition("-")[0],
+    )  # zh-cn is zh
 
 
 def english_capital(text: str) -> bool:
@@ -118,7 +127,7 @@ def english_lowercase(text: str) -> bool:
 
 
 def capital_word_frequency(text: str, capital_frequency: int, capital_relation: str) -> bool:
-    return compared(
+    return satisfies_relation(
         sum(word.isupper() for word in COMPOUND.findall(text)), capital_relation, capital_frequency
     )
 
@@ -127,11 +136,11 @@ def capital_word_frequency(text: str, capital_frequency: int, capital_relation: 
 
 
 def number_sentences(text: str, num_sentences: int, relation: str) -> bool:
-    return compared(len(sentences(text)), relation, num_sentences)
+    return satisfies_relation(len(split_sentences(text)), relation, num_sentences)
 
 
 def number_words(text: str, num_words: int, relation: str) -> bool:
-    return compared(sum(1 for _ in WORD.finditer(text)), relation, num_words)
+    return satisfies_relation(sum(1 for _ in WORD.finditer(text)), relation, num_words)
 
 
 def number_paragraphs(text: str, num_paragraphs: int) -> bool:
@@ -139,10 +148,10 @@ def number_paragraphs(text: str, num_paragraphs: int) -> bool:
 
     Only the pieces before the first and after the last divider may be empty; they don't count then.
     """
-    first, *rest = re.split(r"\s?\*\*\*\s?", text)
-    inner, last = (rest[:-1], rest[-1:]) if rest else ([], [])
-    ends = [piece for piece in (first, *last) if piece.strip()]
-    return all(piece.strip() for piece in inner) and len(inner) + len(ends) == num_paragraphs
+    first, *later = re.split(r"\s?\*\*\*\s?", text)
+    inner, last = (later[:-1], later[-1:]) if later else ([], [])
+    outer = [piece for piece in (first, *last) if piece.strip()]
+    return all(piece.strip() for piece in inner) and len(inner) + len(outer) == num_paragraphs
 
 
 def nth_paragraph_first_word(
@@ -274,7 +283,7 @@ CHECKS: Mapping[str, Check] = {
 }
 
 
-def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
+def follows_instruction(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
     """Return True if `text` follows the instruction; an empty text follows none.
 
     Raises DataError for an unknown id or arguments.
@@ -283,10 +292,10 @@ def follows(text: str, instruction: str, arguments: Mapping[str, Any]) -> bool:
     if check is None:
         raise DataError(f"the instruction '{instruction}' is none of the 25 of IFEval")
     # Published rows name the arguments of all instructions, most of them null.
-    named = {name: value for name, value in arguments.items() if value is not None}
+    given_arguments = {name: value for name, value in arguments.items() if value is not None}
     try:
-        return bool(text.strip()) and check(text, **named)
+        return bool(text.strip()) and check(text, **given_arguments)
     except (TypeError, AttributeError) as error:
         raise DataError(
-            f"the instruction '{instruction}' can't take the arguments {named}: {error}"
+            f"the instruction '{instruction}' can't take the arguments {given_arguments}: {error}"
         ) from error

@@ -31,10 +31,10 @@ class LengthConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _bounds(self) -> LengthConfig:
+    def _check_bounds(self) -> LengthConfig:
         if self.at_most is not None and self.at_most < self.at_least:
             raise ValueError(
-                f"at_most={self.at_most} lies below at_least={self.at_least}: no length would do"
+                f"at_most={self.at_most} is below at_least={self.at_least}: no length fits"
             )
         return self
 
@@ -67,10 +67,7 @@ class Length(PerTrajectory):
     def _length(self, text: str, trajectory: Trajectory) -> int:
         if self.config.unit == "tokens":
             if not len(trajectory):
-                raise DataError(
-                    "this is text without tokens, whose number is asked for: set unit to words or "
-                    "characters"
-                )
+                raise DataError("this text has no tokens to count: set unit to words or characters")
             return trajectory.completion_length
         if self.config.unit == "characters":
             return len(text)

@@ -11,8 +11,7 @@ from ratchet.types import Task, Trajectory
 
 
 class MalformedToolCallsConfig(Section):
-    """Minus the number of the attempt's tool calls that could not be parsed; `weight` is the cost
-    of each."""
+    """A penalty for tool calls that could not be parsed; `weight` is the cost of each."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.malformed_calls:MalformedToolCalls"
 
@@ -21,8 +20,10 @@ COUNT = "malformed_tool_calls"  # a metric of attempts that are offered tools
 
 
 class MalformedToolCalls(PerTrajectory):
-    """A reward: minus the number of malformed tool calls in all turns of the attempt. An attempt
-    that was cut off is judged as it stands."""
+    """A reward of minus the number of malformed tool calls in all turns of the attempt.
+
+    An attempt that was cut off is judged like any other.
+    """
 
     name = COUNT
 
@@ -36,7 +37,7 @@ class MalformedToolCalls(PerTrajectory):
         """
         if not trajectory.metrics:
             raise DataError(
-                "this is text, not an attempt that was played: its tool calls were not counted; "
-                "leave this reward out"
+                "this is text and not a played attempt, so its tool calls were not counted: leave "
+                "this reward out"
             )
         return -float(trajectory.metrics.get(COUNT, 0.0))

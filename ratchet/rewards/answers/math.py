@@ -15,12 +15,12 @@ from ratchet.errors import MissingDependency
 from ratchet.rewards.answers.boxed import gold_answer
 from ratchet.rewards.answers.final_answer import (
     MAX_ANSWER_CHARS,
-    canonical,
-    marked_answer,
-    one_spelling,
-    same_answer,
+    canonicalize,
+    extract_marked_answer,
+    is_same_answer,
+    normalize_spelling,
 )
-from ratchet.rewards.answers.numeric import NUMBER, last_match, whole_number
+from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_whole_number
 from ratchet.rewards.base import FinalAnswer
 from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
@@ -36,11 +36,11 @@ class MathConfig(Section):
 
     symbolic: Literal["auto", "required", "never"] = Field(
         "auto",
-        description="Computer algebra by math-verify; auto: where it is installed, else spellings "
-        "and numbers alone.",
+        description="Computer algebra by math-verify; auto: if it is installed, else only "
+        "spellings and numbers are compared.",
     )
     require_marker: bool = Field(
-        False, description='Only what stands after "####", in <answer> or \\boxed{} counts.'
+        False, description='Only an answer after "####", in <answer> or \\boxed{} counts.'
     )
     timeout_s: float = Field(
         3.0, gt=0, description="Processor time of one answer; one that takes longer earns 0."
@@ -88,27 +88,29 @@ class Math(FinalAnswer):
 
         Answers that only algebra finds equal count as different.
         """
-        answer = self._found(text)
-        return canonical(answer) if answer else None
+        answer = self._extract_answer(text)
+        return canonicalize(answer) if answer else None
 
-    def _found(self, text: str) -> str | None:
-        marked = marked_answer(text)
-        return last_formula(text) if marked is None and not self.config.require_marker else marked
+    def _extract_answer(self, text: str) -> str | None:
+        marked = extract_marked_answer(text)
+        return (
+            extract_formula(text) if marked is None and not self.config.require_marker else marked
+        )
 
     def grade(self, text: str, task: Task) -> Awaitable[float]:
         return self._grade(text, gold_answer(task))
 
     async def _grade(self, text: str, gold: str) -> float:
-        answer = self._found(text)
+        answer = self._extract_answer(text)
         if not answer:
             return 0.0
-        if same_answer(answer, gold):
+        if is_same_answer(answer, gold):
             return 1.0
         if (
             self._workers is None
             or len(answer) > MAX_ALGEBRA_CHARS
             or SIDE_BY_SIDE.search(answer)
-            or _two_numbers(answer, gold)
+            or _are_plain_numbers(answer, gold)
         ):
             return 0.0
         try:
@@ -117,17 +119,17 @@ class Math(FinalAnswer):
             return 0.0
 
 
-def last_formula(text: str) -> str | None:
+def extract_formula(text: str) -> str | None:
     """Return the last $...$ or \\(...\\) of a text, or its last number if that comes later.
 
     A text without either is itself the formula if it is one short line.
     """
-    formula, number = last_match(FORMULA, text), last_match(NUMBER, text)
+    formula, number = find_last_match(FORMULA, text), find_last_match(NUMBER, text)
     if number is not None and (formula is None or number.end() > formula.end()):
-        alone = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
+        is_only_number = not re.search(r"[^\W\d_]{2}|\n", text.strip()) or "\\" in text
         return (
             text.strip()[:MAX_ANSWER_CHARS]
-            if formula is None and alone and len(text) < 200
+            if formula is None and is_only_number and len(text) < 200
             else number.group()
         )
     if formula is not None:
@@ -135,11 +137,11 @@ def last_formula(text: str) -> str | None:
     return text.strip() if len(text) < 200 and "\n" not in text.strip() else None
 
 
-def _two_numbers(one: str, other: str) -> bool:
-    """True if both are plain numbers: if they differ, no algebra makes them equal.
+def _are_plain_numbers(a: str, b: str) -> bool:
+    """True if both are plain numbers, which computer algebra need not compare.
 
     Percentages are left to algebra, as 50 % may equal 0.5.
     """
-    if "%" in one + other:
+    if "%" in a + b:
         return False
-    return all(whole_number(one_spelling(text)) is not None for text in (one, other))
+    return all(parse_whole_number(normalize_spelling(text)) is not None for text in (a, b))

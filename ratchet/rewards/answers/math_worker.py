@@ -19,12 +19,14 @@ LATEX = (LatexExtractionConfig(boxed_match_priority=0),)
 def equal(answer: str, gold: str) -> bool:
     """True if two LaTeX texts are the same number, expression, set, interval, matrix or equation.
 
-    Text that can't be parsed (or needs more memory than there is) equals nothing.
+    Text that can't be parsed, or needs too much memory, equals nothing.
     """
     try:
-        expected, given = read(gold), read(answer)
+        parsed_gold, parsed_answer = parse_latex(gold), parse_latex(answer)
         return (
-            bool(expected) and bool(given) and bool(verify(expected, given, timeout_seconds=None))
+            bool(parsed_gold)
+            and bool(parsed_answer)
+            and bool(verify(parsed_gold, parsed_answer, timeout_seconds=None))
         )
     # A parser's bug on one answer must not stop the run. The check at the end of this module
     # catches a parser that fails on every answer.
@@ -32,7 +34,7 @@ def equal(answer: str, gold: str) -> bool:
         return False
 
 
-def read(latex: str) -> list:
+def parse_latex(latex: str) -> list:
     boxed = f"\\boxed{{{latex}}}"
     return parse(boxed, extraction_config=LATEX, fallback_mode="no_fallback", parsing_timeout=None)  # pyright: ignore
 

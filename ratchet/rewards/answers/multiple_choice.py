@@ -9,8 +9,8 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import DataError
-from ratchet.rewards.answers.final_answer import marked_answer
-from ratchet.rewards.answers.numeric import last_match
+from ratchet.rewards.answers.final_answer import extract_marked_answer
+from ratchet.rewards.answers.numeric import find_last_match
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -49,50 +49,50 @@ class MultipleChoice(FinalAnswer):
         letter = f"(?P<letter>[{config.letters}])(?![\\w'’-])"
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
-        self._said = re.compile(
+        self._answer_pattern = re.compile(
             rf"{noun}{verb}\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}"
         )
-        self._alone = re.compile(
+        self._letter_pattern = re.compile(
             rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
         )
-        self._other = re.compile(
+        self._next_letter_pattern = re.compile(
             rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}{WRAPPED}[{config.letters}](?![\w'’-])"
         )
 
     def answer(self, text: str) -> str | None:
-        return self.chosen(text)
+        return self.extract_choice(text)
 
     def grade(self, text: str, task: Task) -> float:
-        return float(self.chosen(text) == self._gold(task))
+        return float(self.extract_choice(text) == self._read_task_letter(task))
 
-    def chosen(self, text: str) -> str | None:
+    def extract_choice(self, text: str) -> str | None:
         """Return the letter that a text chooses; None if it names none or more than one."""
-        marked = marked_answer(text)
+        marked = extract_marked_answer(text)
         if marked is not None:
-            return self._only(marked)
-        last = last_match(self._said, text)
+            return self._read_single_letter(marked)
+        last = find_last_match(self._answer_pattern, text)
         if last is not None:
-            return None if self._other.match(text, last.end()) else last["letter"]
+            return None if self._next_letter_pattern.match(text, last.end()) else last["letter"]
         if self.config.require_marker:
             return None
         lines = text.strip().splitlines()
-        return self._only(lines[-1]) if lines else None
+        return self._read_single_letter(lines[-1]) if lines else None
 
-    def _only(self, text: str) -> str | None:
+    def _read_single_letter(self, text: str) -> str | None:
         text = TEXT.sub(r"\1", text)
-        match = self._alone.fullmatch(text)
+        match = self._letter_pattern.fullmatch(text)
         return (
             None
-            if match is None or self._other.match(text, match.end("letter"))
+            if match is None or self._next_letter_pattern.match(text, match.end("letter"))
             else match["letter"]
         )
 
-    def _gold(self, task: Task) -> str:
+    def _read_task_letter(self, task: Task) -> str:
         """Return the task's letter. Raises DataError if its answer is no letter and no index."""
         answer, letters = task.answer, self.config.letters
         if isinstance(answer, int) and not isinstance(answer, bool) and 0 <= answer < len(letters):
             return letters[answer]
-        gold = self._only(answer) if isinstance(answer, str) else None
+        gold = self._read_single_letter(answer) if isinstance(answer, str) else None
         if gold is None:
             raise DataError(
                 f"task '{task.id}': its answer {str(answer)[:100]!r} is none of {letters}, nor an "

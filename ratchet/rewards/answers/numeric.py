@@ -68,7 +68,7 @@ class NumericAnswer(FinalAnswer):
         self.config = config
 
     def answer(self, text: str) -> str | None:
-        number = final_number(text, require_marker=self.config.require_marker)
+        number = extract_final_number(text, require_marker=self.config.require_marker)
         return None if number is None else str(number)
 
     def grade(self, text: str, task: Task) -> float:
@@ -78,12 +78,12 @@ class NumericAnswer(FinalAnswer):
             raise DataError(
                 f"task '{task.id}': its answer '{str(task.answer)[:100]}' is not a number"
             )
-        number = final_number(text, require_marker=self.config.require_marker)
-        near = Fraction(self.config.tolerance) * max(1, abs(gold))
-        return float(number is not None and abs(number - gold) <= near)
+        number = extract_final_number(text, require_marker=self.config.require_marker)
+        tolerance = Fraction(self.config.tolerance) * max(1, abs(gold))
+        return float(number is not None and abs(number - gold) <= tolerance)
 
 
-def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
+def extract_final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
     """Return the final number of `text`; None if there is none.
 
     It is the number after the last "####" or in the last \\boxed{}, whichever comes later. Without
@@ -91,7 +91,7 @@ def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
     exactly one number: "#### 4 or 5" is None.
     """
     text = _remove_latex(text)
-    hashes = last_match(HASHES, text)
+    hashes = find_last_match(HASHES, text)
     boxed = text.rfind(BOXED)
     if hashes is not None and hashes.start() > boxed:
         return _read_single(hashes.group(1))
@@ -99,7 +99,7 @@ def final_number(text: str, *, require_marker: bool = False) -> Fraction | None:
         return _read_single(_read_braces(text[boxed + len(BOXED) :]))
     if require_marker:
         return None
-    number = last_match(NUMBER, text)
+    number = find_last_match(NUMBER, text)
     return number and _evaluate(number)
 
 
@@ -113,7 +113,7 @@ def read_number(text: str) -> Fraction | None:
     return _read_single(_remove_latex(text))
 
 
-def whole_number(text: str) -> Fraction | None:
+def parse_whole_number(text: str) -> Fraction | None:
     """Return the value of a text that is one number and nothing else (no unit), else None."""
     match = NUMBER.fullmatch(_remove_latex(text).strip())
     return _evaluate(match) if match else None
@@ -125,9 +125,10 @@ def _remove_latex(text: str) -> str:
     return text
 
 
-def last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
-    tail = deque(pattern.finditer(text), maxlen=1)
-    return tail[0] if tail else None
+def find_last_match(pattern: re.Pattern[str], text: str) -> re.Match[str] | None:
+    """Return the last match of a pattern in a text, if any."""
+    last = deque(pattern.finditer(text), maxlen=1)
+    return last[0] if last else None
 
 
 def _read_single(text: str) -> Fraction | None:
@@ -155,19 +156,21 @@ def _evaluate(match: re.Match[str]) -> Fraction | None:
         or PI_OR_ROOT.match(context, end)
     ):
         return None
-    mixed, above, below, plain, exponent = (
+    mixed, numerator, denominator, plain, exponent = (
         match[g] for g in ("mixed", "above", "below", "plain", "exponent")
     )
-    negative = "-" in (match["sign"] or "")
+    is_negative = "-" in (match["sign"] or "")
     if plain is not None:
         if abs(int(exponent or 0)) > MAX_DIGITS:
             return None
         value = _parse_decimal(plain) * Fraction(10) ** int(exponent or 0)
     else:
-        if not _parse_decimal(below):
+        if not _parse_decimal(denominator):
             return None
-        value = _parse_decimal(mixed or "0") + _parse_decimal(above) / _parse_decimal(below)
-    return -value if negative else value
+        value = _parse_decimal(mixed or "0") + _parse_decimal(numerator) / _parse_decimal(
+            denominator
+        )
+    return -value if is_negative else value
 
 
 def _parse_decimal(decimal: str) -> Fraction:

@@ -15,11 +15,11 @@ from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
 from ratchet.types import Task
 
 
-def _compiles(pattern: str) -> str:
+def _check_pattern(pattern: str) -> str:
     try:
         re.compile(pattern)
     except re.error as error:
-        raise ValueError(f"is no regular expression of Python: {error}") from None
+        raise ValueError(f"is not a regular expression of Python: {error}") from None
     return pattern
 
 
@@ -28,10 +28,10 @@ class RegexConfig(Section):
 
     builds: ClassVar[str] = "ratchet.rewards.answers.regex:Regex"
 
-    pattern: Annotated[str, AfterValidator(_compiles)] = Field(
+    pattern: Annotated[str, AfterValidator(_check_pattern)] = Field(
         description="Regular expression of Python's re; (?i) at its start ignores case."
     )
-    whole: bool = Field(False, description="The whole answer must match, not some part.")
+    whole: bool = Field(False, description="The whole answer must match, not just a part of it.")
     group: int | str | None = Field(
         None, description="This group of the last match must be the task's answer."
     )
@@ -41,13 +41,13 @@ class RegexConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _group_exists(self) -> RegexConfig:
+    def _check_group(self) -> RegexConfig:
         compiled = re.compile(self.pattern)
         if isinstance(self.group, str):
-            exists = self.group in compiled.groupindex
+            is_known = self.group in compiled.groupindex
         else:
-            exists = self.group is None or 0 <= self.group <= compiled.groups
-        if not exists:
+            is_known = self.group is None or 0 <= self.group <= compiled.groups
+        if not is_known:
             raise ValueError(
                 f"group={self.group!r} is not in the pattern: it has {compiled.groups}, named "
                 f"{[*compiled.groupindex]}"
@@ -83,12 +83,16 @@ class Regex(AnswerReward):
         if group is not None and task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare group {group!r} with")
         try:
-            found = await self._workers.call(self.config.pattern, text, self.config.whole, group)
+            matched_text = await self._workers.call(
+                self.config.pattern, text, self.config.whole, group
+            )
         except OutOfTime as error:
             pattern = self.config.pattern
             raise DataError(
                 f"the pattern {pattern!r} backtracks too long on an answer of {len(text)} "
                 f"characters: {error}"
             ) from None
-        matched = found is not None and (group is None or found.strip() == str(task.answer).strip())
-        return float(matched != self.config.invert)
+        is_match = matched_text is not None and (
+            group is None or matched_text.strip() == str(task.answer).strip()
+        )
+        return float(is_match != self.config.invert)

@@ -16,9 +16,9 @@ def match(pattern: str, text: str, whole: bool, group: int | str | None) -> str 
     """
     matcher = re.compile(pattern)
     if whole:
-        match_found = matcher.fullmatch(text)
+        match_object = matcher.fullmatch(text)
     elif group is None:
-        match_found = matcher.search(text)
+        match_object = matcher.search(text)
     else:
-        match_found = next(iter(deque(matcher.finditer(text), maxlen=1)), None)
-    return None if match_found is None else match_found[group or 0] or ""
+        match_object = next(iter(deque(matcher.finditer(text), maxlen=1)), None)
+    return None if match_object is None else match_object[group or 0] or ""

@@ -46,12 +46,12 @@ class Similarity(AnswerReward):
     def grade(self, text: str, task: Task) -> float:
         if task.answer is None:
             raise DataError(f"task '{task.id}' has no answer to compare with")
-        units = self._units(text)
-        reference = self._units(str(task.answer))
+        units = self._split_units(text)
+        reference = self._split_units(str(task.answer))
         if self.config.measure == "bag":
             common = (Counter(units) & Counter(reference)).total()
         else:
-            common = common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
+            common = longest_common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
         # F1: the harmonic mean of precision and recall.
         length = len(units) + len(reference)
         similarity = 2 * common / length if length else 1.0
@@ -61,26 +61,26 @@ class Similarity(AnswerReward):
             else float(similarity >= self.config.threshold)
         )
 
-    def _units(self, text: str) -> Sequence[Hashable]:
+    def _split_units(self, text: str) -> Sequence[Hashable]:
         text = text.strip()
         if self.config.ignore_case:
             text = text.casefold()
         return text if self.config.measure == "characters" else re.findall(r"\w+", text)
 
 
-def common_subsequence(one: Sequence[Hashable], other: Sequence[Hashable]) -> int:
+def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> int:
     """Return the length of the longest common subsequence.
 
     Each row of the dynamic program's table is held in the bits of one integer (Hyyrö 2004).
     """
-    # For each unit, the positions in `one` that hold it, as a bit mask.
+    # For each unit, the positions in `a` that hold it, as a bit mask.
     positions: dict[Hashable, int] = {}
-    for index, unit in enumerate(one):
+    for index, unit in enumerate(a):
         positions[unit] = positions.get(unit, 0) | 1 << index
-    all_bits = (1 << len(one)) - 1
+    all_bits = (1 << len(a)) - 1
     # A 0 bit marks a position at which the common subsequence grows by one.
     row = all_bits
-    for unit in other:
+    for unit in b:
         matches = row & positions.get(unit, 0)
         row = ((row + matches) | (row - matches)) & all_bits
-    return len(one) - row.bit_count()
+    return len(a) - row.bit_count()

@@ -1,9 +1,9 @@
 """Find tests that evaluate an answer as code, by static analysis of their source.
 
-Such tests run code that the program returned, in the process of their own assertions, where it can
-make all of them pass. They are refused for every program alike, so that no program escapes a reward
-of 0 by returning something that would be evaluated. Evaluation that this analysis misses is stopped
-at run time by `sandbox_program.AssertionJudge.guard`.
+Such tests run code that the program returned, in the process of their own assertions. This code can
+make all assertions pass. The tests are refused for every program alike, so that no program escapes
+a reward of 0 by returning something that would be evaluated. Evaluation that this analysis misses
+is stopped at run time by `sandbox_program.AssertionJudge.guard`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ TREE_LIMITS = (SyntaxError, ValueError, RecursionError, MemoryError)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
-def evaluated_answer(test: str, entry_point: str) -> str:
+def find_evaluated_answer(test: str, entry_point: str) -> str:
     """Return the source of a call in `test` that evaluates an answer of `entry_point`, or "".
 
     Control flow is not followed: a name that is assigned an answer anywhere in the tests counts as
@@ -28,47 +28,47 @@ def evaluated_answer(test: str, entry_point: str) -> str:
     """
     try:
         tree = ast.parse(test)
-        return next(_evaluations(tree, _tainted(tree, entry_point)), "")
+        return next(_find_evaluations(tree, _find_tainted_names(tree, entry_point)), "")
     except TREE_LIMITS:  # tests that don't parse are refused where they run
         return ""
 
 
-def _tainted(tree: ast.Module, entry_point: str) -> set[str]:
+def _find_tainted_names(tree: ast.Module, entry_point: str) -> set[str]:
     """Return the names that may hold the judged function or values derived from its answers."""
-    functions = dict(_functions(tree))
+    functions = dict(_find_functions(tree))
     names = {entry_point, "candidate"}
     if "check" in functions:
-        names |= set(_parameters(functions["check"]))
+        names |= set(_parameter_names(functions["check"]))
     while True:
-        before = len(names)
+        known = len(names)
         for node in ast.walk(tree):
-            names |= set(_spread(node, names, functions))
-        if len(names) == before:
+            names |= set(_propagate(node, names, functions))
+        if len(names) == known:
             return names
 
 
-def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> Iterator[str]:
+def _propagate(node: ast.AST, names: set[str], functions: dict[str, Function]) -> Iterator[str]:
     """Yield the names to which `node` binds a value derived from `names`."""
     match node:
         case ast.Assign(targets=targets, value=value) if _mentions(value, names):
             for target in targets:
-                yield from _bound(target)
+                yield from _bound_names(target)
         case (
             ast.AnnAssign(target=target, value=value)
             | ast.AugAssign(target=target, value=value)
             | ast.NamedExpr(target=target, value=value)
         ) if value is not None and _mentions(value, names):
-            yield from _bound(target)
+            yield from _bound_names(target)
         case (
             ast.For(target=target, iter=values)
             | ast.AsyncFor(target=target, iter=values)
             | ast.comprehension(target=target, iter=values)
         ) if _mentions(values, names):
-            yield from _bound(target)
+            yield from _bound_names(target)
         case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if _mentions(
             value, names
         ):
-            yield from _bound(target)
+            yield from _bound_names(target)
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if any(
             isinstance(part, ast.Return | ast.Yield)
             and part.value is not None
@@ -77,35 +77,35 @@ def _spread(node: ast.AST, names: set[str], functions: dict[str, Function]) -> I
         ):
             yield name
         case ast.Call(func=function) if any(
-            _mentions(argument, names) for argument in _arguments(node)
+            _mentions(argument, names) for argument in _argument_values(node)
         ):
             if isinstance(function, ast.Lambda):
-                yield from _parameters(function)
+                yield from _parameter_names(function)
             elif isinstance(function, ast.Name) and function.id in functions:
-                yield from _parameters(functions[function.id])
+                yield from _parameter_names(functions[function.id])
             elif isinstance(function, ast.Attribute):  # such as collected.append(candidate(1))
-                yield from _bound(function.value)
+                yield from _bound_names(function.value)
 
 
-def _evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
+def _find_evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        arguments = _arguments(node)
+        arguments = _argument_values(node)
         # eval(source, ...) evaluates its first argument alone. If eval itself is an argument, as in
         # map(eval, answers), any other argument may be evaluated.
         sources = (
             arguments[:1]
-            if _evaluates(node.func)
+            if _is_evaluator(node.func)
             else arguments
-            if any(map(_evaluates, arguments))
+            if any(map(_is_evaluator, arguments))
             else []
         )
         if any(_mentions(source, names) for source in sources):
             yield ast.unparse(node)[:200]
 
 
-def _evaluates(function: ast.expr) -> bool:
+def _is_evaluator(function: ast.expr) -> bool:
     match function:
         case ast.Name(id=name):
             return name in EVALUATORS
@@ -118,7 +118,7 @@ def _evaluates(function: ast.expr) -> bool:
     return False
 
 
-def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+def _find_functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
     for node in ast.walk(tree):
         match node:
             case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
@@ -127,7 +127,7 @@ def _functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
                 yield name, function
 
 
-def _parameters(function: Function) -> list[str]:
+def _parameter_names(function: Function) -> list[str]:
     arguments = function.args
     extras = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
     return [
@@ -136,11 +136,11 @@ def _parameters(function: Function) -> list[str]:
     ]
 
 
-def _arguments(call: ast.Call) -> list[ast.expr]:
+def _argument_values(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def _bound(target: ast.expr) -> Iterator[str]:
+def _bound_names(target: ast.expr) -> Iterator[str]:
     return (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
 

@@ -22,34 +22,34 @@ def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | 
     ones, or all of them joined. Without such a block it is the whole text. A block that is never
     closed ends with the text.
     """
-    found = fenced(text)
-    chosen = [code for mark, code in found if mark in PYTHON] or [
-        code for mark, code in found if not mark
+    marked_blocks = find_fenced_blocks(text)
+    programs = [code for mark, code in marked_blocks if mark in PYTHON] or [
+        code for mark, code in marked_blocks if not mark
     ]
-    if not chosen:
+    if not programs:
         return None if require_block else text
-    return "\n\n".join(chosen) if blocks == "all" else chosen[0 if blocks == "first" else -1]
+    return "\n\n".join(programs) if blocks == "all" else programs[0 if blocks == "first" else -1]
 
 
-def fenced(text: str) -> list[tuple[str, str]]:
+def find_fenced_blocks(text: str) -> list[tuple[str, str]]:
     """Return (language in lower case, content) of each fenced block."""
     fences: list[tuple[str, list[str]]] = []
     fence = ""
     for line in text.splitlines(keepends=True):
-        bare = line.strip()
+        stripped = line.strip()
         if fence:
-            if bare.startswith(fence) and not bare.strip(fence[0]):
+            if stripped.startswith(fence) and not stripped.strip(fence[0]):
                 fence = ""
             else:
                 fences[-1][1].append(line)
-        elif bare.startswith(FENCES):
-            fence = bare[: len(bare) - len(bare.lstrip(bare[0]))]
-            words = bare[len(fence) :].split()
+        elif stripped.startswith(FENCES):
+            fence = stripped[: len(stripped) - len(stripped.lstrip(stripped[0]))]
+            words = stripped[len(fence) :].split()
             fences.append((words[0].lower() if words else "", []))
     return [(mark, "".join(lines)) for mark, lines in fences]
 
 
-def right_output(
+def has_expected_output(
     result: Result, expected: str, compare: Literal["tokens", "lines"], tolerance: float | None
 ) -> bool:
     """True if the program ended by itself with exit code 0 and printed the expected output.
@@ -57,25 +57,28 @@ def right_output(
     Bytes are compared, so that look-alike characters never match.
 
     Args:
-        compare: "tokens" compares what white space separates; "lines" compares lines, without the
-            spaces at their ends and the empty lines at the end.
+        compare: "tokens" compares words separated by white space; "lines" compares lines, without
+            the spaces at their ends and the empty lines at the end.
         tolerance: numbers among the tokens that differ from the expected one by at most this,
             absolute or relative to it, are equal; None: tokens must be identical.
     """
     if compare == "lines":
         return output_matches(result, expected)
-    said, wanted = result.stdout.split(), expected.encode("utf-8", "surrogatepass").split()
-    if not result.ok or len(said) != len(wanted):
+    printed_tokens, expected_tokens = (
+        result.stdout.split(),
+        expected.encode("utf-8", "surrogatepass").split(),
+    )
+    if not result.ok or len(printed_tokens) != len(expected_tokens):
         return False
     return all(
-        one == other or _close(one, other, tolerance)
-        for one, other in zip(said, wanted, strict=True)
+        printed_token == expected_token or _is_close(printed_token, expected_token, tolerance)
+        for printed_token, expected_token in zip(printed_tokens, expected_tokens, strict=True)
     )
 
 
-def _close(said: bytes, wanted: bytes, tolerance: float | None) -> bool:
-    if tolerance is None or len(said) > MAX_NUMBER_BYTES or len(wanted) > MAX_NUMBER_BYTES:
+def _is_close(printed: bytes, expected: bytes, tolerance: float | None) -> bool:
+    if tolerance is None or len(printed) > MAX_NUMBER_BYTES or len(expected) > MAX_NUMBER_BYTES:
         return False
-    if not NUMBER.fullmatch(said) or not NUMBER.fullmatch(wanted):
+    if not NUMBER.fullmatch(printed) or not NUMBER.fullmatch(expected):
         return False
-    return abs(float(said) - float(wanted)) <= tolerance * max(1.0, abs(float(wanted)))
+    return abs(float(printed) - float(expected)) <= tolerance * max(1.0, abs(float(expected)))

@@ -15,7 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from ratchet.errors import DataError
-from ratchet.rewards.code.eval_in_tests import evaluated_answer
+from ratchet.rewards.code.eval_in_tests import find_evaluated_answer
 from ratchet.rewards.code.plain_values import AWAITING
 from ratchet.rewards.deadline import Programs
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 MAX_ROUNDS = 512  # maximum number of rounds: each runs the program, then the tests
 # maximum number of answered calls whose arguments come from earlier answers
 MAX_FOLLOWING = 5000
-MAX_WALLS = 30  # wall time of a program in all rounds, as a multiple of one execution's limit
+MAX_WALLS = 30  # maximum wall time of all rounds, as a multiple of one execution's limit
 MAX_PLANS = 1024  # maximum number of tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
 LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
@@ -47,7 +47,7 @@ class CodeVerdict:
 
     Args:
         end: "passed", "wrong", "crashed" or "limit".
-        held, broken: how many of the reached assertions held, and how many broke.
+        held, broken: numbers of reached assertions that passed, and that failed.
         call: the call after which the first assertion broke, as text; "" if none is known.
     """
 
@@ -63,8 +63,8 @@ class Plan:
 
     Args:
         calls: the calls as text.
-        ahead: number of calls, if the tests came to their end before any answer was known; else
-            None.
+        ahead: number of calls that the tests make before any answer is known; None if they did not
+            reach their end then.
     """
 
     calls: list[str]
@@ -72,7 +72,7 @@ class Plan:
 
 
 @dataclass(frozen=True)
-class Explained:
+class CallExplanation:
     """The result of one call, which may be shown to the policy.
 
     Args:
@@ -86,11 +86,12 @@ class Explained:
     result: Result
 
 
-def _script(module: str, entry: str, *, compiled: bool) -> str:
-    """Return a script that imports `plain_values` and `module` from its text, and calls `entry`.
+def _build_script(module: str, entry: str, *, compiled: bool) -> str:
+    """Return a script that creates the modules `plain_values` and `module`, and calls `entry`.
 
-    compiled: the sandbox runs this very Python, so compile both once here. That saves 4 ms, as much
-    as the rest of an execution takes. No compiled code is ever read back from the sandbox.
+    compiled: True if the sandbox runs this very Python: compile both modules once here. That saves
+    4 ms, as much as the rest of an execution takes. No compiled code is ever read back from the
+    sandbox.
     """
     lines = ["import marshal, sys, types"]
     for part in ("plain_values", module):
@@ -106,24 +107,25 @@ def _script(module: str, entry: str, *, compiled: bool) -> str:
 
 
 class FunctionJudge:
-    """A judge that runs the program on the tests' calls, then the tests on its answers, until the
-    tests end.
+    """A judge of functions. In each round it runs the program on the tests' calls, then the tests
+    on the program's answers, until the tests end.
 
-    share: the tests go on after an assertion that breaks.
+    share: True to continue the tests after a failed assertion.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
-        same = sandbox.same_python
+        is_same_python = sandbox.same_python
         self._program, self._explain = (
-            _script("program_runner", entry, compiled=same) for entry in ("program", "explain")
+            _build_script("program_runner", entry, compiled=is_same_python)
+            for entry in ("program", "explain")
         )
-        self._tests = _script("sandbox_program", "tests", compiled=same)
+        self._tests = _build_script("sandbox_program", "tests", compiled=is_same_python)
         self._tests_limits = Limits(
             wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB
         )
         self._plans: OrderedDict[FunctionTask, asyncio.Future[Plan]] = OrderedDict()
-        self._endless: set[str] = set()
+        self._warned_tasks: set[str] = set()
 
     async def judge(self, text: str, task: FunctionTask) -> CodeVerdict:
         """Return the tests' verdict on a program.
@@ -131,44 +133,45 @@ class FunctionJudge:
         Raises DataError if the tests can judge no program, SandboxError if the sandbox failed.
         """
         plan = await self._plan(task)
-        calls, answers, sure, following = plan.calls, [], 0, 0
+        calls, answers, certain, follow_up_calls = plan.calls, [], 0, 0
         programs = Programs(self.sandbox, MAX_WALLS * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
-            request = {**_program_columns(task), "text": text, "calls": calls}
-            result = await programs.run(self._program, _json(request), self.limits)
-            # Answers that the tests have already used stay, whatever the program says this time.
-            answers = answers[:sure] + _lines(result)[sure : len(calls)]
-            outcome = await self._try(task, calls, answers)
+            request = {**_get_program_columns(task), "text": text, "calls": calls}
+            result = await programs.run(self._program, _encode_request(request), self.limits)
+            # Answers that the tests have already used stay, whatever the program returns this time.
+            answers = answers[:certain] + _get_complete_lines(result)[certain : len(calls)]
+            outcome = await self._run_tests(task, calls, answers)
             # These answers made the tests run out of time or memory.
             if outcome is None:
                 return CodeVerdict("limit")
             if outcome["end"] == "unknown":
-                # The call after the sure ones follows from their answers, and was answered. If the
-                # tests don't make it again, they drew it at random.
-                if outcome["sure"] <= sure:
+                # The call after the certain ones follows from their answers, and was answered. If
+                # the tests don't make it again, they drew it at random.
+                if outcome["sure"] <= certain:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "
-                        "time. "
-                        "Seed what they draw, and let them read no clock."
+                        "time. Seed their random numbers, and let them read no clock."
                     )
-                following += sum(AWAITING in call for call in calls[sure : outcome["sure"]])
-                calls, sure = outcome["calls"], outcome["sure"]
+                follow_up_calls += sum(
+                    AWAITING in call for call in calls[certain : outcome["sure"]]
+                )
+                calls, certain = outcome["calls"], outcome["sure"]
                 if programs.is_over:
                     return CodeVerdict("limit")
-                if following > MAX_FOLLOWING:
+                if follow_up_calls > MAX_FOLLOWING:
                     break
                 continue
             end = outcome["end"]
             if end == "lost":
                 end = "limit" if result.reason in LIMITED else "crashed"
             return CodeVerdict(end, outcome["held"], outcome["broken"], outcome["call"])
-        return self._endless_calls(task, plan)
+        return self._judge_endless_calls(task, plan)
 
-    def _endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
+    def _judge_endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
         """Return the verdict on a program whose answers led to ever more calls.
 
-        Raises DataError if the tests make that many by themselves. Otherwise the program keeps a
-        loop of the tests going, and an error would spare it the reward of 0.
+        Raises DataError if the tests make that many by themselves. Otherwise the program's answers
+        keep a loop of the tests running, and an error would spare the program the reward of 0.
         """
         limit = (
             f"too many calls that follow from each other's answers ({MAX_ROUNDS} rounds, or "
@@ -176,74 +179,82 @@ class FunctionJudge:
         )
         if plan.ahead is not None and plan.ahead > MAX_ROUNDS:
             raise DataError(f"task '{task.label}': its tests make {limit}. Let them make fewer.")
-        if task.label not in self._endless:
-            self._endless.add(task.label)
+        if task.label not in self._warned_tasks:
+            self._warned_tasks.add(task.label)
             log.warning(
-                "task '%s': answers of a program led its tests to make %s; it earns 0, as one that "
-                "runs "
-                "out of time. Let the tests make fewer, if a right program may need as many.",
+                "task '%s': answers of a program led its tests to make %s. The program earns 0, as "
+                "if it ran out of time. Let the tests make fewer, if a correct program may need as "
+                "many.",
                 task.label,
                 limit,
             )
         return CodeVerdict("limit")
 
-    async def explain(self, text: str, task: FunctionTask, call: str) -> Explained:
+    async def explain(self, text: str, task: FunctionTask, call: str) -> CallExplanation:
         """Run the program on `call` alone, in a process that never sees a test."""
-        request = {**_program_columns(task), "text": text, "call": call}
-        result = await Programs(self.sandbox).run(self._explain, _json(request), self.limits)
-        lines = [_text(line) for line in _lines(result)[:2]]
-        return Explained(
+        request = {**_get_program_columns(task), "text": text, "call": call}
+        result = await Programs(self.sandbox).run(
+            self._explain, _encode_request(request), self.limits
+        )
+        lines = [_decode_text(line) for line in _get_complete_lines(result)[:2]]
+        return CallExplanation(
             lines[0] if lines else "",
             lines[1] if len(lines) > 1 else None,
             replace(result, stdout=b""),
         )
 
     async def _plan(self, task: FunctionTask) -> Plan:
-        """Return the calls that the tests seem to make, which attempts of a group share: the first
-        one computes them."""
+        """Return the calls that the tests seem to make.
+
+        The attempts of a group share them: the first attempt computes them.
+        """
         plan = self._plans.get(task)
         if (
             plan is None
             or plan.get_loop() is not asyncio.get_running_loop()
             or plan.cancelled()
-            or _failed(plan)
+            or _has_failed(plan)
         ):
-            plan = asyncio.ensure_future(self._foresee(task))
+            plan = asyncio.ensure_future(self._make_plan(task))
             self._plans[task] = plan
             while len(self._plans) > MAX_PLANS:
                 self._plans.popitem(last=False)
         return await asyncio.shield(plan)
 
-    async def _foresee(self, task: FunctionTask) -> Plan:
-        if evaluation := evaluated_answer(task.test, task.entry_point):
+    async def _make_plan(self, task: FunctionTask) -> Plan:
+        if evaluation := find_evaluated_answer(task.test, task.entry_point):
             raise DataError(
                 f"task '{task.label}': its tests evaluate what {task.entry_point} returned: "
-                f"{evaluation}. "
-                "Compare the value instead, as a program could make such tests pass."
+                f"{evaluation}. Compare the value instead, because a program could make such tests "
+                "pass."
             )
-        outcome = await self._try(task, [], [])
+        outcome = await self._run_tests(task, [], [])
         if outcome is None:
             raise DataError(
                 f"task '{task.label}': its tests ended before their first verdict, or ran out of "
                 "time or memory"
             )
         if outcome["end"] != "unknown":
-            why = outcome["why"] or "they end without calling it"
-            raise DataError(f"task '{task.label}': its tests can't judge {task.entry_point}: {why}")
+            reason = outcome["why"] or "they end without calling it"
+            raise DataError(
+                f"task '{task.label}': its tests can't judge {task.entry_point}: {reason}"
+            )
         return Plan(outcome["calls"], outcome["ahead"])
 
-    async def _try(
+    async def _run_tests(
         self, task: FunctionTask, calls: list[str], answers: list[str]
     ) -> dict[str, Any] | None:
         """Return the result of `AssertionJudge.run`; None if the tests did not end."""
         request = {
-            **_program_columns(task),
+            **_get_program_columns(task),
             "test": task.test,
             "calls": calls,
             "answers": answers,
             "share": self.share,
         }
-        result = await Programs(self.sandbox).run(self._tests, _json(request), self._tests_limits)
+        result = await Programs(self.sandbox).run(
+            self._tests, _encode_request(request), self._tests_limits
+        )
         if not result.ok or not result.stdout:
             return None
         outcome = json.loads(result.stdout)
@@ -254,20 +265,20 @@ class FunctionJudge:
         return outcome
 
 
-def _json(request: dict[str, Any]) -> bytes:
+def _encode_request(request: dict[str, Any]) -> bytes:
     return json.dumps(request).encode("ascii")
 
 
-def _program_columns(task: FunctionTask) -> dict[str, str]:
+def _get_program_columns(task: FunctionTask) -> dict[str, str]:
     return {"prompt": task.prompt, "entry_point": task.entry_point}
 
 
-def _lines(result: Result) -> list[str]:
+def _get_complete_lines(result: Result) -> list[str]:
     """Return the complete lines of stdout: a line that was cut off is no answer."""
     return [line.decode("utf-8", "replace") for line in result.stdout.split(b"\n")[:-1]]
 
 
-def _text(line: str) -> str:
+def _decode_text(line: str) -> str:
     """Return the text in a line of JSON, or "" if there is none: the program may write anything."""
     try:
         text = json.loads(line)
@@ -276,5 +287,5 @@ def _text(line: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _failed(plan: asyncio.Future[Plan]) -> bool:
+def _has_failed(plan: asyncio.Future[Plan]) -> bool:
     return plan.done() and plan.exception() is not None

@@ -34,13 +34,14 @@ class Anything:
         return 0
 
 
-# Operations whose result is `Anything` again. Those after it have a result of a built-in type.
-SELF = (
+# Operations whose result is `Anything` again. The operations in the loop below have results of
+# built-in types.
+SELF_OPERATIONS = (
     "call getitem add radd sub rsub mul rmul truediv rtruediv floordiv rfloordiv mod rmod pow "
     "rpow abs neg round and or"
 )
 for _words, _result in (
-    (SELF, None),
+    (SELF_OPERATIONS, None),
     ("eq ne lt le gt ge bool contains", True),
     ("len int index", 0),
     ("float", 0.0),
@@ -60,7 +61,7 @@ class Awaited(Anything):
         self.index = index
 
 
-class Unplain(Exception):
+class NotPlainError(Exception):
     """An error for a value that is not plain.
 
     Plain values consist of None, bool, numbers, text, bytes, lists, tuples, sets, dicts, ranges and
@@ -109,11 +110,11 @@ def encode(value: Any) -> Any:
             return ["iterator", items]
     if isinstance(value, Awaited):  # only tests that look ahead pass one
         return {"answer": value.index}
-    raise Unplain(type(value).__name__)
+    raise NotPlainError(type(value).__name__)
 
 
 # For each encoded type, a function from its content to the value.
-REBUILT: dict[str, Callable[[Any], Any]] = {
+DECODERS: dict[str, Callable[[Any], Any]] = {
     "int": lambda content: int(content, 16),
     "float": float.fromhex,
     "complex": lambda content: complex(*map(float.fromhex, content)),
@@ -128,15 +129,15 @@ REBUILT: dict[str, Callable[[Any], Any]] = {
 }
 
 
-def decode(said: Any) -> Any:
+def decode(data: Any) -> Any:
     """Return the value that `encode` turned into this data.
 
     Data that `encode` didn't write may raise any exception, but every returned value is plain.
     """
-    if said is None or isinstance(said, bool | str | int):
-        return said
-    kind, content = said
-    return REBUILT[kind](content)
+    if data is None or isinstance(data, bool | str | int):
+        return data
+    kind, content = data
+    return DECODERS[kind](content)
 
 
 def take_stdout() -> int:
@@ -156,7 +157,7 @@ def send(channel: int, text: str) -> None:
         unsent = unsent[os.write(channel, unsent) :]
 
 
-def resolved(call: str, answers: list[str]) -> str | None:
+def fill_in_answers(call: str, answers: list[str]) -> str | None:
     """Return `call` with each awaited answer replaced by its value from `answers`.
 
     None if an answer is missing or holds no value. Encoded plain values contain no JSON object, so
@@ -176,7 +177,7 @@ def resolved(call: str, answers: list[str]) -> str | None:
         return None
 
 
-def valid(source: str) -> Any:
+def compile_if_valid(source: str) -> Any:
     """Return `source` compiled; None if it is not valid Python."""
     try:
         return compile(source, "solution", "exec", dont_inherit=True)

@@ -17,13 +17,13 @@ import types
 from typing import Any, NoReturn
 
 from ratchet.rewards.code.plain_values import (
-    Unplain,
+    NotPlainError,
+    compile_if_valid,
     decode,
     encode,
-    resolved,
+    fill_in_answers,
     send,
     take_stdout,
-    valid,
 )
 
 SHOWN_CHARS = 500  # maximum length of an argument or a returned value, as shown
@@ -40,7 +40,7 @@ def program() -> NoReturn:
     function = load(**{name: request[name] for name in ("prompt", "entry_point", "text")})
     lines: list[str] = []
     for call in request["calls"]:
-        if (call := resolved(call, lines)) is None:
+        if (call := fill_in_answers(call, lines)) is None:
             break
         lines.append(answer(function, call))
         send(channel, lines[-1] + "\n")
@@ -55,9 +55,12 @@ def explain() -> NoReturn:
     """
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
-    arguments, named = (decode(part) for part in json.loads(request["call"]))
-    words = [*map(short, arguments), *(f"{name}={short(value)}" for name, value in named.items())]
-    send(channel, json.dumps(f"{request['entry_point']}({', '.join(words)})") + "\n")
+    arguments, keywords = (decode(part) for part in json.loads(request["call"]))
+    argument_texts = [
+        *map(shorten_repr, arguments),
+        *(f"{name}={shorten_repr(value)}" for name, value in keywords.items()),
+    ]
+    send(channel, json.dumps(f"{request['entry_point']}({', '.join(argument_texts)})") + "\n")
     parts = {name: request[name] for name in ("prompt", "entry_point", "text")}
     source = (
         parts["text"]
@@ -66,7 +69,7 @@ def explain() -> NoReturn:
     )
     linecache.cache["solution"] = (len(source), None, source.splitlines(keepends=True), "solution")
     try:
-        value = load(**parts)(*arguments, **named)
+        value = load(**parts)(*arguments, **keywords)
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "solution":
@@ -74,11 +77,11 @@ def explain() -> NoReturn:
         traceback.print_exception(type(error), error, trace)
         sys.stderr.flush()
         os._exit(1)
-    send(channel, json.dumps(short(value)) + "\n")
+    send(channel, json.dumps(shorten_repr(value)) + "\n")
     os._exit(0)
 
 
-def short(value: Any) -> str:
+def shorten_repr(value: Any) -> str:
     """Return the `repr` of a value, cut to SHOWN_CHARS characters; its type if `repr` fails."""
     try:
         text = repr(value)
@@ -96,10 +99,10 @@ def load(prompt: str, entry_point: str, text: str) -> Any:
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
     if defines(text, entry_point):
-        parts = [valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
+        parts = [compile_if_valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
     else:
         parts = [
-            valid(prompt + text)
+            compile_if_valid(prompt + text)
             or compile(prompt + "\n" + text, "solution", "exec", dont_inherit=True)
         ]
     for part in filter(None, parts):
@@ -115,37 +118,37 @@ def defines(source: str, name: str) -> bool:
     for statement in statements:
         targets = statement.targets if isinstance(statement, ast.Assign) else []
         aliases = statement.names if isinstance(statement, ast.Import | ast.ImportFrom) else []
-        named = {
+        names = {
             getattr(statement, "name", None),
             *(getattr(target, "id", None) for target in targets),
         }
-        if name in named | {alias.asname or alias.name for alias in aliases}:
+        if name in names | {alias.asname or alias.name for alias in aliases}:
             return True
     return False
 
 
 def answer(function: Any, call: str) -> str:
-    arguments, named = (decode(part) for part in json.loads(call))
+    arguments, keywords = (decode(part) for part in json.loads(call))
     try:
-        value = function(*arguments, **named)
+        value = function(*arguments, **keywords)
     except BaseException as error:
-        return json.dumps({"raised": described(error)})
+        return json.dumps({"raised": describe_exception(error)})
     try:
         return json.dumps({"value": encode(value)})
     except BaseException:
         return json.dumps({"opaque": type(value).__name__})
 
 
-def described(error: BaseException) -> list[Any]:
-    """Return the names of the exception's classes, its own first, and arguments to rebuild it.
+def describe_exception(error: BaseException) -> list[Any]:
+    """Return [names of the exception's classes, most derived first; arguments to rebuild it].
 
-    They are the exception's own arguments if its built-in base class, built from them, has the same
-    text; else they are the text alone.
+    The arguments are the exception's own if its built-in base class, built from them, has the same
+    text. Otherwise they are only the text.
     """
     kinds = type(error).__mro__
     builtin = next(kind for kind in kinds if kind.__module__ == "builtins")
     arguments = encode([str(error)[:500]])
-    with contextlib.suppress(Unplain, TypeError, ValueError):
+    with contextlib.suppress(NotPlainError, TypeError, ValueError):
         if str(builtin(*error.args)) == str(error):
             arguments = encode(list(error.args))
     return [[kind.__name__ for kind in kinds], arguments]

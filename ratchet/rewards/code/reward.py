@@ -11,7 +11,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.code.extract_program import extract_program, right_output
+from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
 from ratchet.rewards.deadline import Programs
 from ratchet.sandbox import Isolation, Limits, Result, Sandbox
@@ -26,12 +26,12 @@ class CodeConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.code.reward:Code"
 
     credit: Literal["all", "share"] = Field(
-        "all", description="1 where all tests pass, else 0; or the share that passes."
+        "all", description="all: 1 if all tests pass, else 0; share: the share that passes."
     )
     compare: Literal["tokens", "lines"] = Field(
         "tokens",
-        description="Units of an output that are compared: what white space separates; or lines, "
-        "but for spaces at their ends.",
+        description="tokens: compare words separated by white space; lines: compare lines without "
+        "the spaces at their ends.",
     )
     tolerance: float | None = Field(
         None,
@@ -65,7 +65,7 @@ class CodeConfig(Section):
     )
 
     @model_validator(mode="after")
-    def _tolerance_is_read(self) -> CodeConfig:
+    def _check_tolerance(self) -> CodeConfig:
         if self.tolerance is not None and self.compare == "lines":
             raise ValueError(
                 f"tolerance={self.tolerance:g} is read with compare=tokens alone: set that, or "
@@ -76,7 +76,7 @@ class CodeConfig(Section):
 
 ENDS = ("passed", "wrong", "crashed", "limit")
 FUNCTION_COLUMNS = ("prompt", "entry_point", "test")
-WALL_PER_CPU = 3  # a busy machine must not make a right program late
+WALL_PER_CPU = 3  # a correct program must not time out because the machine is busy
 
 
 class Code(AnswerReward):
@@ -111,19 +111,19 @@ class Code(AnswerReward):
         Its own crash, limit or wrong output earns 0. Raises DataError if the task has no tests or
         broken ones, SandboxError if the sandbox failed.
         """
-        row = given_tests(task)
-        tests = row if isinstance(row, FunctionTask) else io_tests(row["tests"], task.id)
+        row = get_tests(task)
+        tests = row if isinstance(row, FunctionTask) else parse_io_tests(row["tests"], task.id)
         program = extract_program(text, self.config.blocks, require_block=self.config.require_block)
         if program is None:
-            return self._scored({"wrong": 1}, 1)
+            return self._make_outcome({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
             verdict = await self.functions.judge(program, tests)
             if self.config.credit == "share" and verdict.end != "passed":
-                return self._scored(
+                return self._make_outcome(
                     {"passed": verdict.held, verdict.end: verdict.broken},
                     verdict.held + verdict.broken,
                 )
-            return self._scored({verdict.end: 1}, 1)
+            return self._make_outcome({verdict.end: 1}, 1)
         return await self._run(program, tests)
 
     async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
@@ -133,24 +133,24 @@ class Code(AnswerReward):
             if programs.is_over:
                 counts["limit"] = counts.get("limit", 0) + len(tests) - number
                 break
-            end = self._end(await programs.run(program, stdin, self.limits), expected)
+            end = self._classify(await programs.run(program, stdin, self.limits), expected)
             counts[end] = counts.get(end, 0) + 1
             if end != "passed" and self.config.credit == "all":
                 break
-        return self._scored(counts, len(tests))
+        return self._make_outcome(counts, len(tests))
 
-    def _end(self, result: Result, expected: str) -> str:
+    def _classify(self, result: Result, expected: str) -> str:
         if result.reason in LIMITED:
             return "limit"
         if not result.ok:
             return "crashed"
         return (
             "passed"
-            if right_output(result, expected, self.config.compare, self.config.tolerance)
+            if has_expected_output(result, expected, self.config.compare, self.config.tolerance)
             else "wrong"
         )
 
-    def _scored(self, counts: Mapping[str, int], total: int) -> Scored:
+    def _make_outcome(self, counts: Mapping[str, int], total: int) -> Scored:
         parts = {end: counts.get(end, 0) / total for end in ENDS}
         return Scored(
             parts["passed"]
@@ -160,9 +160,9 @@ class Code(AnswerReward):
         )
 
 
-def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
+def get_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
     """Return the row that holds the task's tests. Raises DataError if there is none."""
-    for row in (task.meta, _row(task.answer)):
+    for row in (task.meta, _parse_row(task.answer)):
         if "tests" in row:
             return row
         if "test" in row or "entry_point" in row:
@@ -170,7 +170,7 @@ def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
             for name, value in values.items():
                 if not isinstance(value, str):
                     raise DataError(
-                        f"task '{task.id}' has tests of a function, and its {name} is {value!r}: "
+                        f"task '{task.id}' has tests of a function, but its {name} is {value!r}: "
                         "it must be text"
                     )
             return FunctionTask(**values, label=task.id)  # pyright: ignore[reportArgumentType]
@@ -181,16 +181,16 @@ def given_tests(task: Task) -> FunctionTask | Mapping[str, Any]:
     )
 
 
-def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
+def parse_io_tests(tests: Any, label: str) -> list[tuple[bytes, str]]:
     """Return the (stdin, expected stdout) of each test. Raises DataError if they are malformed."""
-    given = _parsed(given)
-    if not isinstance(given, Sequence) or isinstance(given, str) or not given:
+    tests = _parse_if_text(tests)
+    if not isinstance(tests, Sequence) or isinstance(tests, str) or not tests:
         raise DataError(
             f"task '{label}': tests must be a list of {{stdin, stdout}} with at least one, not "
-            f"{given!r:.100}"
+            f"{tests!r:.100}"
         )
     pairs: list[tuple[bytes, str]] = []
-    for index, test in enumerate(given):
+    for index, test in enumerate(tests):
         values = (
             (test.get("stdin", ""), test.get("stdout"))
             if isinstance(test, Mapping)
@@ -205,12 +205,12 @@ def io_tests(given: Any, label: str) -> list[tuple[bytes, str]]:
     return pairs
 
 
-def _row(answer: Any) -> Mapping[str, Any]:
-    answer = _parsed(answer)
+def _parse_row(answer: Any) -> Mapping[str, Any]:
+    answer = _parse_if_text(answer)
     return answer if isinstance(answer, Mapping) else {}
 
 
-def _parsed(value: Any) -> Any:
+def _parse_if_text(value: Any) -> Any:
     if isinstance(value, str):
         try:
             return parse_json(value)

@@ -1,8 +1,8 @@
 """Run the tests of a function in the sandbox, on answers that the judged program gave earlier.
 
 It imports only the standard library and `plain_values`, and never shares a process with the judged
-code (`program_runner`). The tests get plain values built from text, never the program's objects, so
-the program can't patch them, and its `__eq__` that is always true has no effect.
+code (`program_runner`). The tests get plain values built from text, never the program's objects. So
+the program can't patch the tests, and an object whose `__eq__` is always true has no effect.
 
 The tests call a stand-in for the function, which returns known answers. At the first call without
 an answer the tests continue with `Anything`, only to find which calls are likely to follow, so that
@@ -27,13 +27,13 @@ from ratchet.rewards.code.plain_values import (
     AWAITING,
     Anything,
     Awaited,
-    Unplain,
+    NotPlainError,
+    compile_if_valid,
     decode,
     encode,
-    resolved,
+    fill_in_answers,
     send,
     take_stdout,
-    valid,
 )
 
 MAX_CALLS = 5000  # maximum number of calls to foresee
@@ -119,17 +119,17 @@ class AssertionJudge:
     ) -> None:
         self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
         self.calls, self.answers = calls, answers
-        self.asked: list[str] = []
+        self.calls_made: list[str] = []
         self.sure: int | None = None  # calls before the first without an answer
         self.unforeseen = 0  # later calls that were counted but not foreseen
-        self.stopped = False  # True if the look-ahead was cut off
-        self.at = 0  # the call after which the first assertion broke, or the tests ended
-        self.lost = False  # True if the program ended without an answer
-        # True once the tests got an answer; and once they got one that is more than a number.
-        self.given = self.heard_text = False
+        self.is_cut_off = False  # True if the look-ahead was cut off
+        self.break_index = 0  # the call after which the first assertion broke, or the tests ended
+        self.is_lost = False  # True if the program ended without an answer
+        # True once the tests got an answer, and once they got an answer that is not a number.
+        self.has_answered = self.has_seen_text = False
         self.evaluated = ""  # error message if the tests tried to run an answer as code
         self.held = self.broken = 0
-        self.programs: list[BaseException] = []  # exceptions that came from the program
+        self.program_errors: list[BaseException] = []  # exceptions that came from the program
 
     def run(self) -> dict[str, Any]:
         """Run the tests and return a result, whose "end" is one of these.
@@ -144,28 +144,28 @@ class AssertionJudge:
         """
         try:
             self._run()
-            end, why = ("wrong" if self.broken else "passed"), ""
+            end, reason = ("wrong" if self.broken else "passed"), ""
         except BaseException as error:
-            end, why = (
-                ("crashed" if error in self.programs else "wrong"),
+            end, reason = (
+                ("crashed" if error in self.program_errors else "wrong"),
                 f"{type(error).__name__}: {error}",
             )
-            if self._own(error):
+            if self._is_tests_fault(error):
                 end = "unusable"
-            self._break(self.share or not self.broken)
+            self._count_broken(self.share or not self.broken)
         if self.evaluated:
-            end, why = "unusable", self.evaluated
+            end, reason = "unusable", self.evaluated
         if self.sure is not None and end != "unusable":
-            ahead = None if self.stopped else len(self.asked) + self.unforeseen
-            return {"end": "unknown", "calls": self.asked, "sure": self.sure, "ahead": ahead}
-        if not self.asked and end == "passed":
-            end, why = "unusable", f"the tests never call {self.entry_point}"
-        if self.lost and end != "unusable":
+            ahead = None if self.is_cut_off else len(self.calls_made) + self.unforeseen
+            return {"end": "unknown", "calls": self.calls_made, "sure": self.sure, "ahead": ahead}
+        if not self.calls_made and end == "passed":
+            end, reason = "unusable", f"the tests never call {self.entry_point}"
+        if self.is_lost and end != "unusable":
             end = "lost"
-        call = self.asked[self.at] if self.at < len(self.asked) else ""
+        call = self.calls_made[self.break_index] if self.break_index < len(self.calls_made) else ""
         return {
             "end": end,
-            "why": why[:2000],
+            "why": reason[:2000],
             "held": self.held,
             "broken": self.broken,
             "call": call,
@@ -174,7 +174,7 @@ class AssertionJudge:
     def _run(self) -> None:
         random.seed(0)  # the tests run more than once, and must make the same calls
         namespace: dict[str, Any] = {"__name__": "tests", "_ratchet_judge": self}
-        stub = valid(self.prompt) or valid(self.prompt + "\n    pass\n")
+        stub = compile_if_valid(self.prompt) or compile_if_valid(self.prompt + "\n    pass\n")
         if stub is not None:  # the tests may use its imports and helper functions
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
@@ -195,10 +195,16 @@ class AssertionJudge:
         """
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
-            if event not in RUNNING or not self.heard_text or compiled_by_library(sys._getframe(1)):
+            if (
+                event not in RUNNING
+                or not self.has_seen_text
+                or is_compiled_by_library(sys._getframe(1))
+            ):
                 return
             code = arguments[0] if event in TAKING_CODE else None
-            if isinstance(code, types.CodeType) and (nameless(code) or code in literals(self.test)):
+            if isinstance(code, types.CodeType) and (
+                is_nameless(code) or code in compile_literals(self.test)
+            ):
                 return
             self.evaluated = (
                 f"they evaluate what {self.entry_point} returned ({event}); compare "
@@ -208,11 +214,11 @@ class AssertionJudge:
 
         sys.addaudithook(hook)
 
-    def call(self, *arguments: Any, **named: Any) -> Any:
+    def call(self, *arguments: Any, **keywords: Any) -> Any:
         """Stand in for the judged function: return the answer, or look ahead without one."""
         try:
-            text = json.dumps([encode(list(arguments)), encode(named)])
-        except Unplain as error:
+            text = json.dumps([encode(list(arguments)), encode(keywords)])
+        except NotPlainError as error:
             if self.sure is not None:
                 return self._look_ahead(None)
             raise Unusable(
@@ -221,16 +227,16 @@ class AssertionJudge:
             ) from None
         if self.sure is not None:
             return self._look_ahead(text)
-        index = len(self.asked)
-        if self.lost or (
-            index < len(self.calls) and resolved(self.calls[index], self.answers) == text
+        index = len(self.calls_made)
+        if self.is_lost or (
+            index < len(self.calls) and fill_in_answers(self.calls[index], self.answers) == text
         ):
-            self.asked.append(text)
-            if self.lost or index >= len(self.answers):
-                self.at = self.at if self.lost else index
-                self.lost = self.given = True
+            self.calls_made.append(text)
+            if self.is_lost or index >= len(self.answers):
+                self.break_index = self.break_index if self.is_lost else index
+                self.is_lost = self.has_answered = True
                 raise self._from_program(ProgramError("the program ended without an answer"))
-            return self._given(self.answers[index])
+            return self._read_answer(self.answers[index])
         self.sure = index
         signal.signal(signal.SIGVTALRM, self._stop)
         signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
@@ -243,66 +249,70 @@ class AssertionJudge:
         with each round: a loop that only an answer ends would never stop here.
         """
         assert self.sure is not None
-        ahead = len(self.asked) - self.sure
+        ahead = len(self.calls_made) - self.sure
         limit = (
             max(FEWEST_AWAITING, self.sure) if text is not None and AWAITING in text else MAX_CALLS
         )
         if text is None or self.unforeseen or ahead >= limit:
             self.unforeseen += 1
-            if self.given or self.unforeseen > MAX_COUNTED:
+            if self.has_answered or self.unforeseen > MAX_COUNTED:
                 self._stop()
             return Anything()
-        self.asked.append(text)
-        return Awaited(len(self.asked) - 1)
+        self.calls_made.append(text)
+        return Awaited(len(self.calls_made) - 1)
 
     def _stop(self, *_: object) -> NoReturn:
-        self.stopped = True
+        self.is_cut_off = True
         raise Stop
 
-    def _given(self, line: str) -> Any:
+    def _read_answer(self, line: str) -> Any:
         """Return, or raise, the answer in a line from the program, which may hold anything."""
-        before, self.given, self.heard_text = self.heard_text, True, True
+        had_seen_text, self.has_answered, self.has_seen_text = self.has_seen_text, True, True
         try:
             answer = json.loads(line)
             if "raised" in answer:
                 kinds, arguments = answer["raised"]
-                error = raised([str(kind) for kind in kinds], list(decode(arguments)))
+                error = rebuild_exception([str(kind) for kind in kinds], list(decode(arguments)))
             elif "opaque" in answer:
                 error = ProgramError(
                     f"it returned a value of type {answer['opaque']}, which can't travel"
                 )
             else:
                 value = decode(answer["value"])
-                self.heard_text = before or not isinstance(value, int | float | complex | None)
+                self.has_seen_text = had_seen_text or not isinstance(
+                    value, int | float | complex | None
+                )
                 return value
-        except Exception as problem:
-            error = ProgramError(f"its answer can't be read: {problem}")
+        except Exception as decode_error:
+            error = ProgramError(f"its answer can't be read: {decode_error}")
         raise self._from_program(error)
 
     def _from_program(self, error: Exception) -> Exception:
-        self.programs.append(error)
+        self.program_errors.append(error)
         return error
 
-    def _own(self, error: BaseException) -> bool:
+    def _is_tests_fault(self, error: BaseException) -> bool:
         """True if the tests are at fault: they lack a name or a module, or are broken source.
 
         After the first answer, the answer may have caused such an error, so it counts as wrong: no
         program may turn its reward of 0 into a failed attempt.
         """
         # During look-ahead only these count, because `Anything` does not cause them.
-        lacking = NameError | ModuleNotFoundError
-        kinds = lacking if self.sure is not None else lacking | SyntaxError | ImportError
-        broken = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
-        return isinstance(error, Unusable) or (broken and not self.given)
+        missing_kinds = NameError | ModuleNotFoundError
+        kinds = (
+            missing_kinds if self.sure is not None else missing_kinds | SyntaxError | ImportError
+        )
+        is_broken_source = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
+        return isinstance(error, Unusable) or (is_broken_source and not self.has_answered)
 
-    def _break(self, count: int) -> None:
-        if not self.broken and not self.lost:
-            self.at = max(0, len(self.asked) - 1)
+    def _count_broken(self, count: int) -> None:
+        if not self.broken and not self.is_lost:
+            self.break_index = max(0, len(self.calls_made) - 1)
         self.broken += count
 
     def broke(self, error: Exception) -> bool:
-        self._break(1)
-        return self._own(error) or not (self.share or self.sure is not None)
+        self._count_broken(1)
+        return self._is_tests_fault(error) or not (self.share or self.sure is not None)
 
 
 # Audit events that run or build code.
@@ -313,7 +323,7 @@ TAKING_CODE = ("exec", "function.__new__")
 COMPILING = ("collections/__init__.py", "dataclasses.py")
 
 
-def compiled_by_library(frame: types.FrameType | None) -> bool:
+def is_compiled_by_library(frame: types.FrameType | None) -> bool:
     """Return True if a module is being imported, or the library makes a class from source."""
     if (
         frame is not None
@@ -328,7 +338,7 @@ def compiled_by_library(frame: types.FrameType | None) -> bool:
     return False
 
 
-def literals(source: str) -> Iterator[types.CodeType]:
+def compile_literals(source: str) -> Iterator[types.CodeType]:
     """Yield the code that the string literals in `source` compile to."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Constant) and isinstance(node.value, str):
@@ -337,14 +347,14 @@ def literals(source: str) -> Iterator[types.CodeType]:
                     yield compile(node.value, "<string>", mode, dont_inherit=True)
 
 
-def nameless(code: types.CodeType) -> bool:
+def is_nameless(code: types.CodeType) -> bool:
     """Return True if `code` has no variable, attribute or module: it only combines constants."""
     return not code.co_names and all(
-        nameless(part) for part in code.co_consts if isinstance(part, types.CodeType)
+        is_nameless(part) for part in code.co_consts if isinstance(part, types.CodeType)
     )
 
 
-def raised(kinds: list[str], arguments: list[Any]) -> Exception:
+def rebuild_exception(kinds: list[str], arguments: list[Any]) -> Exception:
     """Return the exception that a program raised, as its nearest built-in class.
 
     An exception that ends a loop silently becomes a ProgramError, because it could make
@@ -355,8 +365,12 @@ def raised(kinds: list[str], arguments: list[Any]) -> Exception:
         (kind for kind in classes if isinstance(kind, type) and issubclass(kind, BaseException)),
         None,
     )
-    silent = (StopIteration, StopAsyncIteration)
-    if nearest is not None and issubclass(nearest, Exception) and not issubclass(nearest, silent):
+    loop_ending = (StopIteration, StopAsyncIteration)
+    if (
+        nearest is not None
+        and issubclass(nearest, Exception)
+        and not issubclass(nearest, loop_ending)
+    ):
         # Some classes refuse arguments that others take.
         with contextlib.suppress(TypeError, ValueError):
             return nearest(*arguments)

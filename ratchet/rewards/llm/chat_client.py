@@ -1,4 +1,4 @@
-"""Ask a judge model at an OpenAI-compatible endpoint; equal questions are asked once."""
+"""LLM-as-a-judge: query a judge model at an OpenAI-compatible endpoint, with a cache of replies."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class ChatJudgeConfig(EndpointConfig):
         "Is the response correct, complete and clear?", description="Criteria of the judge."
     )
     temperature: Temperature = Field(
-        0.0, description="Temperature of the judge; above 0, equal questions are still asked once."
+        0.0, description="Temperature of the judge; even above 0, equal questions share one reply."
     )
     max_tokens: int = Field(512, gt=0, description="Tokens of the judge's reply.")
     extra_body: dict[str, Any] = Field(
@@ -42,34 +42,34 @@ class ChatJudgeConfig(EndpointConfig):
     max_chars: int = Field(
         20_000,
         gt=1,
-        description="Characters of an answer that the judge reads: of a longer one only the "
-        "beginning and the end.",
+        description="Maximum characters of an answer that the judge reads; the middle of a longer "
+        "answer is cut out.",
     )
     cache: Path | None = Field(None, description="Directory that keeps the replies beyond the run.")
 
     @field_validator("prompt", check_fields=False)
     @classmethod
-    def _has_its_places(cls, prompt: str) -> str:
-        for place in cls.placeholders:
-            if place not in prompt:
-                raise ValueError(f"prompt lacks {place}: the judge would not see it")
+    def _check_placeholders(cls, prompt: str) -> str:
+        for placeholder in cls.placeholders:
+            if placeholder not in prompt:
+                raise ValueError(f"prompt lacks {placeholder}: the judge would not see it")
         return prompt
 
 
-REMEMBERED = 100_000  # maximum number of replies kept in memory
+MAX_CACHED_REPLIES = 100_000  # maximum number of replies kept in memory
 
 
-class Replies:
+class ReplyCache:
     """A cache of replies by the hash of the request: in memory and, beyond the run, on disk."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
-        self._known: OrderedDict[str, str] = OrderedDict()
+        self._cached: OrderedDict[str, str] = OrderedDict()
 
     def get(self, key: str) -> str | None:
-        if key in self._known:
-            self._known.move_to_end(key)
-            return self._known[key]
+        if key in self._cached:
+            self._cached.move_to_end(key)
+            return self._cached[key]
         if self.directory is not None:
             try:
                 return self._path(key).read_text(encoding="utf-8")
@@ -78,9 +78,9 @@ class Replies:
         return None
 
     def put(self, key: str, reply: str) -> None:
-        self._known[key] = reply
-        if len(self._known) > REMEMBERED:
-            self._known.popitem(last=False)
+        self._cached[key] = reply
+        if len(self._cached) > MAX_CACHED_REPLIES:
+            self._cached.popitem(last=False)
         if self.directory is not None:
             path = self._path(key)
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -101,8 +101,8 @@ class ChatJudge:
     def __init__(self, config: ChatJudgeConfig) -> None:
         self.config = config
         self._endpoint = Endpoint(f"{config.url.rstrip('/')}/chat/completions", config)
-        self._replies = Replies(config.cache)
-        self._asked: dict[str, asyncio.Future[str]] = {}
+        self._replies = ReplyCache(config.cache)
+        self._pending: dict[str, asyncio.Future[str]] = {}
 
     async def ask(self, question: str) -> str:
         """Return the model's reply. Raises EndpointError, or DataError if the answer has none."""
@@ -120,12 +120,12 @@ class ChatJudge:
         cached = self._replies.get(key)
         if cached is not None:
             return cached
-        asked = self._asked.get(key)
-        if asked is None or asked.get_loop() is not asyncio.get_running_loop():
-            asked = self._asked[key] = asyncio.ensure_future(self._fetch(key, body))
-            asked.add_done_callback(lambda _: self._asked.pop(key, None))
+        pending = self._pending.get(key)
+        if pending is None or pending.get_loop() is not asyncio.get_running_loop():
+            pending = self._pending[key] = asyncio.ensure_future(self._fetch(key, body))
+            pending.add_done_callback(lambda _: self._pending.pop(key, None))
         # Shielded so that a cancelled caller does not cancel the request of the others.
-        return await asyncio.shield(asked)
+        return await asyncio.shield(pending)
 
     async def _fetch(self, key: str, body: Mapping[str, object]) -> str:
         answer = await self._endpoint.post(body)
@@ -141,33 +141,33 @@ class ChatJudge:
         return reply
 
 
-def filled(template: str, values: Mapping[str, str]) -> str:
-    """Return the template with its {name}s replaced at once: a {name} in a value stays."""
+def fill_template(template: str, values: Mapping[str, str]) -> str:
+    """Return the template with each {name} replaced by its value. A {name} in a value stays."""
     names = "|".join(re.escape(name) for name in values)
     return re.sub(rf"\{{({names})\}}", lambda match: values[match[1]], template)
 
 
-def request_text(task: Task, trajectory: Trajectory) -> str:
+def format_request(task: Task, trajectory: Trajectory) -> str:
     """Return the messages before the judged answer as text.
 
-    A single message is returned as it is; of several, each has its role as a heading.
+    A single message is returned as it is. With several messages, each has its role as a heading.
     """
     messages = trajectory.messages
     last = max(
         (i for i, message in enumerate(messages) if message.role == "assistant"),
         default=len(messages),
     )
-    before = messages[:last] or task.messages
-    if len(before) == 1:
-        return before[0].text
-    return "\n\n".join(f"[{message.role}]\n{message.text}" for message in before)
+    earlier = messages[:last] or task.messages
+    if len(earlier) == 1:
+        return earlier[0].text
+    return "\n\n".join(f"[{message.role}]\n{message.text}" for message in earlier)
 
 
-def reference_block(task: Task) -> str:
+def format_reference(task: Task) -> str:
     return "" if task.answer is None else f"<reference>\n{task.answer}\n</reference>\n"
 
 
-def checked_answer(trajectory: Trajectory, most_chars: int) -> str:
+def shorten_answer(trajectory: Trajectory, most_chars: int) -> str:
     """Return the text of the answer, without its middle if it exceeds `most_chars`."""
     text = answer_text(trajectory)
     half = most_chars // 2

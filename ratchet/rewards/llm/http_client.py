@@ -15,13 +15,13 @@ from ratchet.errors import MissingDependency, RatchetError
 from ratchet.utils.credentials import get_credential
 
 
-def _is_url(url: str) -> str:
+def _check_url(url: str) -> str:
     if not re.fullmatch(r"https?://[^\s/]+\S*", url):
         raise ValueError(f"{url!r} is no address: it must begin with http:// or https://")
     return url
 
 
-Url = Annotated[str, AfterValidator(_is_url)]
+Url = Annotated[str, AfterValidator(_check_url)]
 
 
 class EndpointConfig(Section):
@@ -45,14 +45,14 @@ class EndpointConfig(Section):
     )
 
 
-# statuses that are retried, like all of 500 and above
-TOO_EARLY_OR_BUSY = (408, 425, 429)
+# HTTP statuses that are retried, besides all of 500 and above.
+RETRIED_STATUSES = (408, 425, 429)
 MAX_WAIT_S = 60.0
 EXCERPT = 200
 
 
 class EndpointError(RatchetError):
-    """An error of an endpoint that refused, or gave nothing usable in any try.
+    """An error of an endpoint that refused the request, or gave no usable response in any try.
 
     status: the HTTP status of the refusal; None if all tries failed.
     """
@@ -62,7 +62,7 @@ class EndpointError(RatchetError):
         self.status = status
 
 
-class Pace:
+class RateLimit:
     """A rate limit that spaces requests evenly.
 
     Many servers would refuse a burst at the start of each minute.
@@ -79,14 +79,14 @@ class Pace:
         return start - now
 
 
-class _Again(Exception):
+class _RetryableError(Exception):
     """A failure worth a retry.
 
     after_s: the server's Retry-After, in seconds.
     """
 
-    def __init__(self, why: str, after_s: float = 0.0) -> None:
-        super().__init__(why)
+    def __init__(self, reason: str, after_s: float = 0.0) -> None:
+        super().__init__(reason)
         self.after_s = after_s
 
 
@@ -105,15 +105,15 @@ class Endpoint:
         try:
             import httpx
         except ImportError:
-            raise MissingDependency("httpx", extra="envs", needed_for="asking over HTTP") from None
+            raise MissingDependency("httpx", extra="envs", needed_for="rewards over HTTP") from None
         self._httpx, self.url, self.config = httpx, url, config
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
             self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"
         # Reading the certificates takes 20 ms, so it is done once.
         self._verify = httpx.create_ssl_context() if url.startswith("https") else False
-        self._pace = Pace(config.requests_per_minute)
-        self._turns: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
+        self._rate_limit = RateLimit(config.requests_per_minute)
+        self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
     async def post(self, body: Any) -> Any:
         """Post `body` as JSON and return the JSON response. Raises EndpointError."""
@@ -121,33 +121,35 @@ class Endpoint:
             json.dumps(body, ensure_ascii=True).encode("ascii"),
             self.config.retries + 1,
         )
-        wait_s, why = 0.0, ""
+        wait_s, reason = 0.0, ""
         for number in range(tries):
             await asyncio.sleep(wait_s)
             try:
-                return await self._once(content)
-            except _Again as failure:
+                return await self._try_post(content)
+            except _RetryableError as failure:
                 wait_s = min(MAX_WAIT_S, max(self.config.backoff_s * 2**number, failure.after_s))
-                why = str(failure)
-        raise EndpointError(f"{self.url} gave nothing usable in {tries} tries, the last: {why}")
+                reason = str(failure)
+        raise EndpointError(
+            f"{self.url} gave no usable response in {tries} tries; the last failed with {reason}"
+        )
 
-    async def _once(self, content: bytes) -> Any:
-        async with self._turn():
-            await asyncio.sleep(self._pace.wait_s(time.monotonic()))
+    async def _try_post(self, content: bytes) -> Any:
+        async with self._get_semaphore():
+            await asyncio.sleep(self._rate_limit.wait_s(time.monotonic()))
             try:
                 # The timeout of httpx restarts with each packet, so a server that trickles bytes
                 # would never time out.
                 async with asyncio.timeout(self.config.timeout_s), self._client() as client:
                     answer = await client.post(self.url, content=content)
             except TimeoutError:
-                raise _Again(f"no answer within {self.config.timeout_s:g} s") from None
+                raise _RetryableError(f"no answer within {self.config.timeout_s:g} s") from None
             except self._httpx.TransportError as error:
-                raise _Again(f"{type(error).__name__}: {error}") from None
+                raise _RetryableError(f"{type(error).__name__}: {error}") from None
         status = answer.status_code
-        if status in TOO_EARLY_OR_BUSY or status >= 500:
-            raise _Again(
+        if status in RETRIED_STATUSES or status >= 500:
+            raise _RetryableError(
                 f"status {status}: {answer.text[:EXCERPT]}",
-                _seconds(answer.headers.get("retry-after")),
+                _parse_retry_after(answer.headers.get("retry-after")),
             )
         if status != 200:
             raise EndpointError(
@@ -156,20 +158,20 @@ class Endpoint:
         try:
             return answer.json()
         except ValueError:  # a proxy's error page, or a truncated response
-            raise _Again(f"no JSON: {answer.text[:EXCERPT]!r}") from None
+            raise _RetryableError(f"no JSON: {answer.text[:EXCERPT]!r}") from None
 
     def _client(self) -> Any:
         return self._httpx.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
 
-    def _turn(self) -> asyncio.Semaphore:
+    def _get_semaphore(self) -> asyncio.Semaphore:
         """Return the running event loop's semaphore; a semaphore can't be shared between loops."""
         loop = asyncio.get_running_loop()
-        if self._turns is None or self._turns[0] is not loop:
-            self._turns = (loop, asyncio.Semaphore(self.config.concurrency))
-        return self._turns[1]
+        if self._semaphore is None or self._semaphore[0] is not loop:
+            self._semaphore = (loop, asyncio.Semaphore(self.config.concurrency))
+        return self._semaphore[1]
 
 
-def _seconds(header: str | None) -> float:
+def _parse_retry_after(header: str | None) -> float:
     """Return the seconds of a Retry-After header; 0 if it is absent or a date."""
     try:
         return max(0.0, float(header or 0.0))

@@ -16,10 +16,10 @@ from ratchet.rewards.base import PerTrajectory, answer_text
 from ratchet.rewards.llm.chat_client import (
     ChatJudge,
     ChatJudgeConfig,
-    checked_answer,
-    filled,
-    reference_block,
-    request_text,
+    fill_template,
+    format_reference,
+    format_request,
+    shorten_answer,
 )
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated
 
@@ -42,7 +42,7 @@ class JudgeConfig(ChatJudgeConfig):
 
     @field_validator("scale")
     @classmethod
-    def _rises(cls, scale: tuple[float, float]) -> tuple[float, float]:
+    def _check_scale(cls, scale: tuple[float, float]) -> tuple[float, float]:
         if not scale[0] < scale[1]:
             raise ValueError(f"scale {scale[0]:g} to {scale[1]:g} must rise: [lowest, highest]")
         return scale
@@ -55,10 +55,11 @@ class PairwiseJudgeConfig(ChatJudgeConfig):
     placeholders: ClassVar[tuple[str, ...]] = ("{first}", "{second}")
 
     against: Literal["group", "answer"] = Field(
-        "group", description="Every other attempt of the group, or the task's answer."
+        "group", description="Compare with every other attempt of the group, or the task's answer."
     )
     both_orders: bool = Field(
-        True, description="Ask twice, with the places exchanged: judges prefer one of them."
+        True,
+        description="Compare twice, with A and B exchanged, to cancel the judge's position bias.",
     )
     prompt: str = Field(
         "You compare two responses to a request. "
@@ -100,19 +101,20 @@ class RubricJudge(PerTrajectory):
             return 0.0
         low, high = self.config.scale
         values = {
-            "request": request_text(task, trajectory),
-            "response": checked_answer(trajectory, self.config.max_chars),
-            "reference": reference_block(task),
+            "request": format_request(task, trajectory),
+            "response": shorten_answer(trajectory, self.config.max_chars),
+            "reference": format_reference(task),
             "rubric": self.config.rubric,
             "low": f"{low:g}",
             "high": f"{high:g}",
         }
         return (
-            score_in(await self._chat.ask(filled(self.config.prompt, values)), low, high) - low
+            parse_score(await self._chat.ask(fill_template(self.config.prompt, values)), low, high)
+            - low
         ) / (high - low)
 
 
-def score_in(reply: str, low: float, high: float) -> float:
+def parse_score(reply: str, low: float, high: float) -> float:
     """Return the last "Score: N" of a reply, or the "score" of its JSON.
 
     Raise DataError if there is none, or if it lies outside the scale.
@@ -142,9 +144,11 @@ class PairwiseJudge:
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return an outcome for each attempt: Failed("reward") if any of its comparisons failed."""
-        outcomes: list[Outcome] = [_ended(trajectory, task) for trajectory in trajectories]
+        outcomes: list[Outcome] = [
+            _get_initial_outcome(trajectory, task) for trajectory in trajectories
+        ]
         rows = [i for i, outcome in enumerate(outcomes) if isinstance(outcome, Scored)]
-        texts = {i: checked_answer(trajectories[i], self.config.max_chars) for i in rows}
+        texts = {i: shorten_answer(trajectories[i], self.config.max_chars) for i in rows}
         if self.config.against == "answer" and rows:
             if task.answer is None:
                 failed = Failed(
@@ -157,45 +161,46 @@ class PairwiseJudge:
             texts[-1] = str(task.answer)
         else:
             pairs = list(combinations(rows, 2))
-        asked = [self._compared(texts[i], texts[j], task, trajectories[i]) for i, j in pairs]
-        verdicts = dict(zip(pairs, await asyncio.gather(*asked), strict=True))
+        comparisons = [self._compare(texts[i], texts[j], task, trajectories[i]) for i, j in pairs]
+        verdicts = dict(zip(pairs, await asyncio.gather(*comparisons), strict=True))
         for i in rows:
             outcomes[i] = _win_rate(i, verdicts)
         return outcomes
 
-    async def _compared(
-        self, one: str, other: str, task: Task, trajectory: Trajectory
+    async def _compare(
+        self, text: str, other_text: str, task: Task, trajectory: Trajectory
     ) -> float | Failed:
-        """Return 1 if `one` is better, 0 if `other` is, 0.5 for a tie, or why judging failed.
+        """Return 1 if `text` is better, 0 if `other_text` is, 0.5 for a tie, or a failure.
 
-        Judges prefer one of the two places, so with `both_orders` each answer takes both.
+        Judges have a position bias, so with `both_orders` each answer takes both positions.
         """
-        if one == other:
+        if text == other_text:
             return 0.5
         values = {
-            "request": request_text(task, trajectory),
-            "reference": "" if self.config.against == "answer" else reference_block(task),
+            "request": format_request(task, trajectory),
+            "reference": "" if self.config.against == "answer" else format_reference(task),
             "rubric": self.config.rubric,
         }
         # Sorted, so that two answers make the same (shared) request in either order.
-        first, second = sorted((one, other))
+        first, second = sorted((text, other_text))
         orders = (
             ((first, second), (second, first)) if self.config.both_orders else ((first, second),)
         )
         questions = [
-            filled(self.config.prompt, {**values, "first": a, "second": b}) for a, b in orders
+            fill_template(self.config.prompt, {**values, "first": a, "second": b})
+            for a, b in orders
         ]
         try:
             replies = await asyncio.gather(*(self._chat.ask(question) for question in questions))
-            wins = [verdict_in(reply) for reply in replies]
+            wins = [parse_verdict(reply) for reply in replies]
         # Any error of the judge fails only the two attempts that it compares.
         except Exception:
             return Failed("reward", f"pairwise_judge, task '{task.id}':\n{traceback.format_exc()}")
         share = wins[0] if len(wins) == 1 else (wins[0] + 1.0 - wins[1]) / 2
-        return share if first == one else 1.0 - share
+        return share if first == text else 1.0 - share
 
 
-def verdict_in(reply: str) -> float:
+def parse_verdict(reply: str) -> float:
     """Return 1 if the last verdict of a reply is for A, 0 for B, and 0.5 for a tie.
 
     Raise DataError if there is none.
@@ -207,7 +212,7 @@ def verdict_in(reply: str) -> float:
     return 0.5 if last in TIES else float(last == "a")
 
 
-def _ended(trajectory: Trajectory, task: Task) -> Outcome:
+def _get_initial_outcome(trajectory: Trajectory, task: Task) -> Outcome:
     """Return the outcome before any comparison: Scored if the attempt is to be compared."""
     if isinstance(trajectory.outcome, Failed | Cancelled):
         return trajectory.outcome
@@ -226,11 +231,11 @@ def _ended(trajectory: Trajectory, task: Task) -> Outcome:
 
 def _win_rate(row: int, verdicts: Mapping[tuple[int, int], float | Failed]) -> Outcome:
     wins: list[float] = []
-    for (one, other), verdict in verdicts.items():
-        if row not in (one, other):
+    for (first, second), verdict in verdicts.items():
+        if row not in (first, second):
             continue
         if isinstance(verdict, Failed):
             return verdict
-        wins.append(verdict if row == one else 1.0 - verdict)
+        wins.append(verdict if row == first else 1.0 - verdict)
     rate = sum(wins) / len(wins) if wins else 0.5
     return Scored(rate, {"pairwise_judge": rate})

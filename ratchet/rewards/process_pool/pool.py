@@ -79,9 +79,9 @@ class RewardWorkers:
             try:
                 with waiting("rewards", self.function, "reward workers", worker.wall_s):
                     answer = worker.ask(request)
-            except _Died as death:
+            except _WorkerDeath as death:
                 worker.kill()
-                if death.by == signal.SIGPROF:
+                if death.signal_number == signal.SIGPROF:
                     raise OutOfTime(
                         f"{self.function} took more than {self.cpu_s:g} s of processor time"
                     ) from None
@@ -110,19 +110,22 @@ class RewardWorkers:
             self._idle.append(worker)
 
 
-class _Died(Exception):
-    """The worker died or gave no answer in time. by: the signal that killed it; at most 0: none."""
+class _WorkerDeath(Exception):
+    """The worker died or gave no answer in time.
 
-    def __init__(self, why: str, by: int = 0) -> None:
-        super().__init__(why)
-        self.by = by
+    signal_number: the signal that killed it; 0 or less if no signal did.
+    """
+
+    def __init__(self, reason: str, signal_number: int = 0) -> None:
+        super().__init__(reason)
+        self.signal_number = signal_number
 
 
 class _Worker:
     def __init__(self, function: str, cpu_s: float, memory_mib: int) -> None:
         self.calls = 0
-        # The worker itself limits its processor time. This limit on wall time is for calls that
-        # sleep, or that get no processor for very long.
+        # The worker itself limits its processor time. This limit on wall time ends calls that
+        # sleep, or that get no processor time for very long.
         self.wall_s = 30.0 + 20.0 * cpu_s
         code = f"{BOOTSTRAP}({function!r}, {cpu_s!r}, {memory_mib!r})"
         self.process = subprocess.Popen(
@@ -130,14 +133,14 @@ class _Worker:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
-            # Sets of symbols are then iterated in the same order in every run.
+            # With a fixed hash seed, sets of symbols are iterated in the same order in every run.
             env={"PYTHONHASHSEED": "0"},
             start_new_session=True,  # Ctrl-C is for the driver
         )
-        self._rest = b""
+        self._buffer = b""
         try:
             self._receive(START_S)
-        except _Died as death:
+        except _WorkerDeath as death:
             self.kill()
             raise PoolWorkerError(f"the process of {function} did not start ({death})") from None
 
@@ -149,7 +152,7 @@ class _Worker:
             self.process.stdin.write(request.encode("ascii"))
             self.process.stdin.flush()
         except OSError:
-            raise self._death() from None
+            raise self._wait_for_death() from None
         return json.loads(self._receive(self.wall_s))
 
     def _receive(self, limit_s: float) -> bytes:
@@ -158,22 +161,22 @@ class _Worker:
         poll = select.poll()
         poll.register(pipe, select.POLLIN)
         end = time.monotonic() + limit_s
-        while b"\n" not in self._rest:
+        while b"\n" not in self._buffer:
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
-                raise _Died(f"no answer within {limit_s:.0f} s")
+                raise _WorkerDeath(f"no answer within {limit_s:.0f} s")
             piece = self.process.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue]
             if not piece:
-                raise self._death()
-            self._rest += piece
-        line, _, self._rest = self._rest.partition(b"\n")
+                raise self._wait_for_death()
+            self._buffer += piece
+        line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 
-    def _death(self) -> _Died:
+    def _wait_for_death(self) -> _WorkerDeath:
         try:
             code = self.process.wait(5)
         except subprocess.TimeoutExpired:
-            return _Died("it closed its pipes")
-        return _Died(describe_exit(code)[0], by=-code)
+            return _WorkerDeath("it closed its pipes")
+        return _WorkerDeath(describe_exit(code)[0], signal_number=-code)
 
     def kill(self) -> None:
         self.process.kill()

@@ -8,11 +8,11 @@ import pytest
 
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import check_environment
 from ratchet.types import Message, Task
 
-CODE = composed((resolve("rewards", {"kind": "code"}),))
+CODE = compose_rewards((resolve("rewards", {"kind": "code"}),))
 ECHO = {
     "prompt": "double it",
     "tests": [{"stdin": "2", "stdout": "4"}, {"stdin": "5", "stdout": "10"}],

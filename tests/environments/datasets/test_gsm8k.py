@@ -10,7 +10,7 @@ from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import (
     NumericAnswer,
     NumericAnswerConfig,
-    final_number,
+    extract_final_number,
     read_number,
 )
 from ratchet.testing import check_environment
@@ -164,7 +164,7 @@ def test_every_published_solution_is_right_and_one_more_is_wrong():
         assert reward.grade(f"so it is ${gold:,}.", task) == 1.0
         assert reward.grade(f"\\boxed{{{gold}}}", task) == 1.0
         assert (
-            final_number(task.meta["solution"].rpartition("####")[0] + f"#### {gold + 1}")
+            extract_final_number(task.meta["solution"].rpartition("####")[0] + f"#### {gold + 1}")
             == gold + 1
         )
         assert reward.grade(f"#### {gold + 1}", task) == 0.0

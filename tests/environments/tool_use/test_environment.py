@@ -15,7 +15,7 @@ from ratchet.environments.tool_use.environment import ToolUse
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.sandbox import SandboxError
 from ratchet.testing import check_environment
 from ratchet.types import Completion, Failed, Message, Sampling, Scored, StopReason, Task, ToolCall
@@ -29,7 +29,7 @@ TEMPLATE = """\
 {%- if m.role == "assistant" -%}{{- eos_token -}}{%- endif -%}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<assistant>" -}}{%- endif -%}"""
-EXACT = composed((resolve("rewards", {"kind": "exact_match"}),))
+EXACT = compose_rewards((resolve("rewards", {"kind": "exact_match"}),))
 PROBLEMS = {"kind": "arithmetic", "digits": 2, "operators": ["*"]}
 
 
@@ -72,7 +72,7 @@ def played(environment, task, *turns, reward=None):
 
 def test_the_kit_with_the_reward_of_the_problems():
     made = section(system="Use the calculator.")
-    reward = composed((resolve("rewards", {"kind": made.default_reward}),))
+    reward = compose_rewards((resolve("rewards", {"kind": made.default_reward}),))
     check_environment(build(made), reward=reward)
     task = next(iter(build(made).tasks("train", seed=0)))
     assert [message.role for message in task.messages] == ["system", "user"]
@@ -109,7 +109,7 @@ def test_a_policy_may_learn_from_what_went_wrong_with_its_calls():
         task,
         *turns,
         "1776",
-        reward=composed((resolve("rewards", {"kind": "exact_match"}),)),
+        reward=compose_rewards((resolve("rewards", {"kind": "exact_match"}),)),
     )
     assert trajectory.reward == 1.0
     assert (trajectory.metrics["tool_calls"], trajectory.metrics["tool_errors"]) == (4, 3)
@@ -181,7 +181,7 @@ def test_questions_are_answered_by_searching(qa, tmp_path):
     task = next(
         task for task in islice(environment.tasks("train", seed=0), 40) if task.answer == "town 7"
     )
-    reward = composed((resolve("rewards", made.default_reward),))
+    reward = compose_rewards((resolve("rewards", made.default_reward),))
     trajectory, script = played(
         environment, task, written_call("search", query="person 7"), "Town 7", reward=reward
     )

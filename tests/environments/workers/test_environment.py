@@ -326,8 +326,8 @@ def test_a_process_killed_from_outside_between_two_turns():
         assert watched.ends()
         with pytest.raises(
             EnvironmentProcessLost,
-            match=rf"{pid} died \(SIGKILL, by another process, or by the kernel for want of "
-            r"memory\)",
+            match=rf"{pid} died \(SIGKILL, sent by another process, or by the kernel because "
+            r"memory ran out\)",
         ):
             await tell(environment, "say on")
 
@@ -504,7 +504,8 @@ def test_a_death_is_a_failure_of_the_infrastructure_that_is_played_again(tmp_pat
     assert isinstance(failed, Failed)
     assert failed.kind == "environment"
     assert (
-        "died (SIGKILL, by another process, or by the kernel for want of memory)" in failed.detail
+        "died (SIGKILL, sent by another process, or by the kernel because memory ran out)"
+        in failed.detail
     )
 
 

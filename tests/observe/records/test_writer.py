@@ -16,11 +16,17 @@ from ratchet.data.packing import pack
 from ratchet.errors import DataError
 from ratchet.observe.records import writer as recording
 from ratchet.observe.records.groups import read_groups
-from ratchet.observe.records.media import MEDIA, collect_sources, name_in, restored, shortened
+from ratchet.observe.records.media import (
+    MEDIA,
+    collect_sources,
+    parse_placeholder,
+    restore_value,
+    shorten_value,
+)
 from ratchet.observe.records.reader import INDEX, Record
 from ratchet.observe.records.schema import SCALARS, SCHEMA
 from ratchet.observe.records.table import build_table
-from ratchet.observe.records.writer import MOST_STEPS, Recorder
+from ratchet.observe.records.writer import MAX_STEPS, Recorder
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.types import (
     Cancelled,
@@ -180,9 +186,13 @@ def test_a_sample_of_the_groups_has_its_own_columns():
     assert repr(some) == repr(whole[-1:])
 
 
-def record(directory, steps, config=None, *, keep_through=0, groups=None, beside=True):
+def record(directory, steps, config=None, *, keep_through=0, groups=None, in_background=True):
     made = Recorder(
-        config or RecordConfig(), directory, seed=3, keep_through=keep_through, beside=beside
+        config or RecordConfig(),
+        directory,
+        seed=3,
+        keep_through=keep_through,
+        in_background=in_background,
     )
     for step in steps:
         made.add(step, "rl", groups or some_groups(), columned(groups or some_groups()), ones, {})
@@ -192,8 +202,8 @@ def record(directory, steps, config=None, *, keep_through=0, groups=None, beside
 
 def test_the_bytes_are_the_same_whoever_makes_the_tables(tmp_path):
     """Of more steps than a file has."""
-    for name, beside in {"thread": True, "training": False}.items():
-        record(tmp_path / name, range(1, MOST_STEPS + 3), beside=beside)
+    for name, in_background in {"thread": True, "training": False}.items():
+        record(tmp_path / name, range(1, MAX_STEPS + 3), in_background=in_background)
     thread, training = (
         {
             path.relative_to(tmp_path / name): path.read_bytes()
@@ -403,10 +413,13 @@ def test_only_a_url_that_comes_back_the_same_is_taken_out():
         "media:a;b/c",
         "x.png",
     ):
-        assert shortened(Part("image", value)) == value
-    assert shortened(Part("text", "data:image/png;base64,AQ==")) == "data:image/png;base64,AQ=="
-    short = shortened(Part("image", "data:image/png;base64,AQ=="))
-    assert restored("image", short, {name_in(short): b"\1"}) == "data:image/png;base64,AQ=="
+        assert shorten_value(Part("image", value)) == value
+    assert shorten_value(Part("text", "data:image/png;base64,AQ==")) == "data:image/png;base64,AQ=="
+    short = shorten_value(Part("image", "data:image/png;base64,AQ=="))
+    assert (
+        restore_value("image", short, {parse_placeholder(short): b"\1"})
+        == "data:image/png;base64,AQ=="
+    )
 
 
 def test_a_bit_that_changed_is_found(tmp_path):
@@ -429,7 +442,7 @@ def test_a_sample_is_the_same_each_time_and_is_no_whole_step(tmp_path):
     assert a.table(["group"]) == b.table(["group"])
     assert len(set(a.table(["group"]).column("group").to_pylist())) > 1
     assert (a.steps[1].groups, a.steps[1].drawn) == (1, 3)
-    with pytest.raises(DataError, match=r"1 of its 3 groups \(record.groups\)"):
+    with pytest.raises(DataError, match=r"1 of its 3 groups in the record \(record.groups\)"):
         a.groups(1)
 
 
@@ -440,7 +453,7 @@ def test_every_so_many_steps_or_none(tmp_path):
 
 
 def test_a_record_keeps_within_its_size_and_the_newest(tmp_path, monkeypatch):
-    monkeypatch.setattr(recording, "MOST_STEPS", 1)
+    monkeypatch.setattr(recording, "MAX_STEPS", 1)
     size = record(tmp_path / "one", [1]).files[0].size
     found = record(tmp_path / "all", range(1, 8), RecordConfig(max_gib=3.5 * size / 2**30))
     assert list(found.steps) == [5, 6, 7]
@@ -449,7 +462,7 @@ def test_a_record_keeps_within_its_size_and_the_newest(tmp_path, monkeypatch):
 
 
 def test_a_disk_that_fails_ends_the_record_with_one_warning(tmp_path, monkeypatch, caplog):
-    monkeypatch.setattr(recording, "MOST_STEPS", 1)
+    monkeypatch.setattr(recording, "MAX_STEPS", 1)
 
     def full(path):
         raise OSError(28, "No space left on device")

@@ -11,7 +11,14 @@ from typing import Any
 
 import pytest
 
-from ratchet.observe.tracing.perfetto import ATTEMPTS, EACH, MOST_ATTEMPTS, Trace, traced, tracing
+from ratchet.observe.tracing.perfetto import (
+    ATTEMPTS,
+    FIRST_STEPS,
+    MAX_ATTEMPTS,
+    Trace,
+    is_traced_step,
+    open_trace,
+)
 from ratchet.observe.tracing.spans import Activity
 
 PHASES = ("sample", "score", "update", "sync", "after")
@@ -122,24 +129,25 @@ def test_a_file_of_something_else_is_begun_anew(tmp_path: Path):
 
 
 def test_a_long_run_is_thinned(tmp_path: Path):
-    assert all(traced(step) for step in range(EACH))
+    assert all(is_traced_step(step) for step in range(FIRST_STEPS))
     counts = [
-        sum(traced(step) for step in range(2**i * EACH, 2 ** (i + 1) * EACH)) for i in range(6)
+        sum(is_traced_step(step) for step in range(2**i * FIRST_STEPS, 2 ** (i + 1) * FIRST_STEPS))
+        for i in range(6)
     ]
-    assert counts == [EACH // 2] * 6
-    written(tmp_path / "trace.json", [EACH + 1])
+    assert counts == [FIRST_STEPS // 2] * 6
+    written(tmp_path / "trace.json", [FIRST_STEPS + 1])
     assert [e for e in read(tmp_path / "trace.json") if e["ph"] == "X"] == []
 
 
 def test_attempts_are_bounded(tmp_path: Path):
-    written(tmp_path / "trace.json", range(2), attempts=2 * MOST_ATTEMPTS)
-    assert sum(e["ph"] == "b" for e in read(tmp_path / "trace.json")) == 2 * MOST_ATTEMPTS
+    written(tmp_path / "trace.json", range(2), attempts=2 * MAX_ATTEMPTS)
+    assert sum(e["ph"] == "b" for e in read(tmp_path / "trace.json")) == 2 * MAX_ATTEMPTS
 
 
 def test_none_is_wanted_or_none_can_be_made(tmp_path: Path, caplog: pytest.LogCaptureFixture):
-    with tracing(None) as trace:
+    with open_trace(None) as trace:
         assert trace is None
-    with caplog.at_level(logging.WARNING), tracing(tmp_path / "missing" / "trace.json") as trace:
+    with caplog.at_level(logging.WARNING), open_trace(tmp_path / "missing" / "trace.json") as trace:
         assert trace is None
     assert "there will be no trace" in caplog.text
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ratchet.observe.matmul_rate import Gemm, gemm_rate
+from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
 from ratchet.observe.tracing.profile_table import PhaseWork, Profile
 from ratchet.observe.tracing.profiler import (
     Profiler,
@@ -70,7 +70,7 @@ def test_kernels_that_overlap_count_once_and_those_of_an_evaluation_do_not() -> 
         span("evaluate", 2000, 3000),
         kernel(2500, 2600),
     ]
-    assert kernel_seconds(events, apart=("evaluate",)) == pytest.approx(150e-9)
+    assert kernel_seconds(events, excluded=("evaluate",)) == pytest.approx(150e-9)
 
 
 # --- the table
@@ -79,7 +79,7 @@ PROFILE = Profile(
     stage="rl",
     first=4,
     steps=2,
-    asked=3,
+    requested_steps=3,
     phases={
         "sample": PhaseWork(seconds=1.0, rows=500, forwards=10, tokens=400, flop=4e9),
         "update": PhaseWork(seconds=0.5, rows=300, forwards=3, tokens=600, flop=6e9),
@@ -88,7 +88,7 @@ PROFILE = Profile(
     },
     generated=320,
     wall_s=2.0,
-    apart_s=0.25,
+    excluded_s=0.25,
     unprofiled_s=0.75,
     idle=0.125,
     busy_of="2 threads",
@@ -99,10 +99,7 @@ PROFILE = Profile(
 
 def test_the_table_by_hand() -> None:
     lines = PROFILE.table().splitlines()
-    assert (
-        lines[0]
-        == "Profile of stage rl, steps 4 to 5 (of 3 that were asked for: there were no more)"
-    )
+    assert lines[0] == "Profile of stage rl, steps 4 to 5 (of 3 requested: the stage had no more)"
     cells = [line.replace(" %", "%").split() for line in lines[3:8]]
     assert cells == [
         ["sample", "0.5000", "50.0%", "320", "1.250", "4.00", "25.0%"],
@@ -129,7 +126,7 @@ def test_a_supervised_step_without_a_warm_up_has_a_table_too() -> None:
         phases={"sample": PhaseWork(), "other": PhaseWork(2.0)},
         generated=0,
         unprofiled_s=None,
-        asked=1,
+        requested_steps=1,
         steps=1,
     )
     table = nothing.table()
@@ -146,7 +143,7 @@ def test_the_rate_of_products_is_finite_and_draws_no_random_number() -> None:
     before = torch.get_rng_state()
     gemm = Gemm(4, 8, 16)
     assert gemm.flop == 1024
-    rate = gemm_rate(gemm, device=torch.device("cpu"), dtype=torch.float32)
+    rate = measure_gemm_rate(gemm, device=torch.device("cpu"), dtype=torch.float32)
     assert rate > 0
     assert math.isfinite(rate)
     assert torch.equal(torch.get_rng_state(), before)
@@ -163,11 +160,11 @@ def profiler(tmp_path: Path, asked: int, left: int) -> Profiler:
         threads=1,
         vocab_size=12,
         widest=(8, 8),
-        asked=lambda: 0.0,
-        generated=lambda: 0.0,
+        requested_tokens=lambda: 0.0,
+        generated_tokens=lambda: 0.0,
     )
     return Profiler(
-        subject, asked, first_step=10, left=left, directory=tmp_path, show=lambda text: None
+        subject, asked, first_step=10, steps_left=left, directory=tmp_path, show=lambda text: None
     )
 
 
@@ -202,7 +199,7 @@ def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
     assert (found.first, found.steps) == (14, 2)
     assert found.phases["update"].flop == 2 * 2 * 5 * 12 * 3
     assert sum(found.share(name) for name in found.phases) == pytest.approx(1)
-    assert found.apart_s > 0
+    assert found.excluded_s > 0
     assert shown == [(tmp_path / "table.txt").read_text()]
     with gzip.open(tmp_path / "trace.json.gz") as file:
         names = [
@@ -232,7 +229,7 @@ def test_what_a_signal_leaves_is_told(tmp_path: Path) -> None:
     made.finish()
     assert made.profile is not None
     assert made.profile.steps == 1
-    assert "step 14 (of 3 that were asked for" in (tmp_path / "table.txt").read_text()
+    assert "step 14 (of 3 requested" in (tmp_path / "table.txt").read_text()
 
 
 def test_nothing_is_written_before_the_first_profiled_step_nor_after_an_error(

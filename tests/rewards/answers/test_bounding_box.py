@@ -9,7 +9,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import embed
 from ratchet.environments.games.rendering import blank
 from ratchet.errors import DataError
-from ratchet.rewards.answers.bounding_box import Box, giou, iou, last_box
+from ratchet.rewards.answers.bounding_box import Box, compute_giou, compute_iou, extract_box
 from ratchet.types import Message, Part, Task
 
 SIDE = 12
@@ -34,20 +34,20 @@ def test_measures_are_those_of_counted_pixels(a, b):
     shared, union = (one & other).sum(), (one | other).sum()
     rows, columns = np.nonzero(one | other)
     around = (rows.max() - rows.min() + 1) * (columns.max() - columns.min() + 1)
-    assert iou(a, b) == pytest.approx(shared / union)
-    assert giou(a, b) == pytest.approx(shared / union - (around - union) / around)
-    assert iou(a, b) == iou(b, a)
-    assert giou(a, b) == giou(b, a)
-    assert -1 < giou(a, b) <= iou(a, b) <= 1
-    assert iou(a.scaled(3, 7), b.scaled(3, 7)) == pytest.approx(iou(a, b))
+    assert compute_iou(a, b) == pytest.approx(shared / union)
+    assert compute_giou(a, b) == pytest.approx(shared / union - (around - union) / around)
+    assert compute_iou(a, b) == compute_iou(b, a)
+    assert compute_giou(a, b) == compute_giou(b, a)
+    assert -1 < compute_giou(a, b) <= compute_iou(a, b) <= 1
+    assert compute_iou(a.scale(3, 7), b.scale(3, 7)) == pytest.approx(compute_iou(a, b))
 
 
 def test_measures_by_hand():
     """Two squares of 2 that share a corner of 1: 1/7; the box around is 9, of which 2 are empty.
     Two of 1 with a gap of 1."""
-    assert iou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7)
-    assert giou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
-    assert giou(Box(0, 0, 1, 1), Box(2, 0, 3, 1)) == pytest.approx(-1 / 3)
+    assert compute_iou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7)
+    assert compute_giou(Box(0, 0, 2, 2), Box(1, 1, 3, 3)) == pytest.approx(1 / 7 - 2 / 9)
+    assert compute_giou(Box(0, 0, 1, 1), Box(2, 0, 3, 1)) == pytest.approx(-1 / 3)
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_measures_by_hand():
     ],
 )
 def test_the_box_that_an_answer_gives(text, box):
-    assert last_box(text) == (None if box is None else Box(*box))
+    assert extract_box(text) == (None if box is None else Box(*box))
 
 
 def task(answer, *, size=None, **meta):
@@ -109,7 +109,7 @@ def test_units_of_the_picture_and_of_the_answer():
         assert graded(
             said["thousand"], task(text, size=(200, 50)), given=units, said="thousand"
         ) == pytest.approx(1.0)
-    with pytest.raises(DataError, match="no picture and no columns width and height"):
+    with pytest.raises(DataError, match="neither a picture nor the columns width and height"):
         graded(said["unit"], task("[20, 10, 60, 40]"), said="unit")
 
 

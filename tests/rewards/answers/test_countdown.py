@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from ratchet.rewards.answers.countdown import (
     CountdownReward,
     CountdownRewardConfig,
-    final_expression,
+    extract_expression,
 )
 from ratchet.rewards.answers.expression import MAX_DEPTH, NotAnExpression, evaluate
 from ratchet.testing import answered, check_reward
@@ -135,7 +135,7 @@ def test_values_agree_with_fractions_computed_by_python(text):
     ],
 )
 def test_the_expression_is_found(text, expression):
-    assert final_expression(text) == expression
+    assert extract_expression(text) == expression
 
 
 @pytest.mark.parametrize(

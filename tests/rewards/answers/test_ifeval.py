@@ -10,7 +10,7 @@ from ratchet.config.resolve import resolve
 from ratchet.errors import DataError, MissingDependency
 from ratchet.rewards.answers import ifeval
 from ratchet.rewards.answers.ifeval import IFEvalConfig
-from ratchet.rewards.answers.ifeval_checks import CHECKS, follows, sentences
+from ratchet.rewards.answers.ifeval_checks import CHECKS, follows_instruction, split_sentences
 from ratchet.testing import answered, check_reward
 from ratchet.training.from_config import build_reward
 from ratchet.types import Failed, Message, Task
@@ -260,12 +260,12 @@ def test_every_instruction_of_the_paper_has_a_row():
     ("instruction", "arguments", "good", "bad", "edge", "holds"), ROWS, ids=[row[0] for row in ROWS]
 )
 def test_an_instruction(instruction, arguments, good, bad, edge, holds):
-    assert follows(good, instruction, arguments)
-    assert not follows(bad, instruction, arguments)
-    assert follows(edge, instruction, arguments) == holds
-    assert not follows("  \n", instruction, arguments)
+    assert follows_instruction(good, instruction, arguments)
+    assert not follows_instruction(bad, instruction, arguments)
+    assert follows_instruction(edge, instruction, arguments) == holds
+    assert not follows_instruction("  \n", instruction, arguments)
     # as rows of the published table have it
-    assert follows(good, instruction, arguments | {"some_other_key": None})
+    assert follows_instruction(good, instruction, arguments | {"some_other_key": None})
 
 
 HOSTILE = [c * 100_000 for c in "[<*\n-.!?\"' ,{PSp1"]
@@ -292,7 +292,7 @@ HOSTILE += [
 def test_hostile_text_gets_a_verdict_in_linear_time(text):
     """A pattern that backtracked quadratically would take minutes on these."""
     for instruction, arguments, *_ in ROWS:
-        assert follows(text, instruction, arguments) in (True, False)
+        assert follows_instruction(text, instruction, arguments) in (True, False)
 
 
 @pytest.mark.parametrize(
@@ -313,7 +313,7 @@ def test_hostile_text_gets_a_verdict_in_linear_time(text):
     ],
 )
 def test_sentences_are_counted(text, count):
-    assert len(sentences(text)) == count
+    assert len(split_sentences(text)) == count
 
 
 @pytest.mark.parametrize(
@@ -332,7 +332,7 @@ def test_sentences_are_counted(text, count):
 def test_words_of_capital_letters_are_counted(text, count):
     for bound, holds in ((count, True), (count + 1, False)):
         arguments = {"capital_frequency": bound, "capital_relation": "at least"}
-        assert follows(text, "change_case:capital_word_frequency", arguments) == holds
+        assert follows_instruction(text, "change_case:capital_word_frequency", arguments) == holds
 
 
 @pytest.mark.parametrize(
@@ -356,7 +356,7 @@ def test_words_of_capital_letters_are_counted(text, count):
 )
 def test_a_broken_row_is_named(instruction, arguments, message):
     with pytest.raises(DataError, match=message):
-        follows("a text", instruction, arguments)
+        follows_instruction("a text", instruction, arguments)
 
 
 # --- the reward
@@ -427,7 +427,7 @@ def test_loose_reading_forgives_a_first_or_last_line_and_asterisks():
         ({"answer": "[1]"}, "has no instruction_id_list"),
         (
             {"meta": {"instruction_id_list": ["punctuation:no_comma"], "kwargs": [{}, {}]}},
-            "has 1 instructions, and kwargs for 2",
+            "has 1 instructions, but kwargs for 2",
         ),
         ({"meta": {"instruction_id_list": ["punctuation:none"]}}, "is none of the 25"),
     ],

@@ -5,7 +5,7 @@ import pytest
 
 from ratchet.errors import MissingDependency
 from ratchet.rewards.answers import math as module
-from ratchet.rewards.answers.math import Math, MathConfig, last_formula
+from ratchet.rewards.answers.math import Math, MathConfig, extract_formula
 from ratchet.rewards.process_pool.pool import RewardWorkers
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Task, Truncated
@@ -116,7 +116,7 @@ def test_a_marker_can_be_required():
     ],
 )
 def test_what_an_unmarked_text_ends_on(text, formula):
-    assert last_formula(text) == formula
+    assert extract_formula(text) == formula
 
 
 HOSTILE = [

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from ratchet.rewards.answers.numeric import (
     NumericAnswer,
     NumericAnswerConfig,
-    final_number,
+    extract_final_number,
     read_number,
 )
 from ratchet.testing import answered, check_reward
@@ -111,13 +111,13 @@ def test_one_number_is_read(text, value):
     ],
 )
 def test_the_number_that_a_text_ends_on(text, value):
-    assert final_number(text) == value
+    assert extract_final_number(text) == value
 
 
 def test_a_required_marker():
-    assert final_number("it is 18", require_marker=True) is None
-    assert final_number("#### 18", require_marker=True) == 18
-    assert final_number(r"\boxed{18}", require_marker=True) == 18
+    assert extract_final_number("it is 18", require_marker=True) is None
+    assert extract_final_number("#### 18", require_marker=True) == 18
+    assert extract_final_number(r"\boxed{18}", require_marker=True) == 18
     strict = NumericAnswer(NumericAnswerConfig(require_marker=True))
     assert [strict.grade(text, task("18")) for text in ("18", "#### 18")] == [0.0, 1.0]
 
@@ -138,7 +138,7 @@ def test_integers_beyond_float_precision_are_told_apart():
     st.sampled_from(["{}", "{:,}", "{:+,}", "#### {:,}", "\\boxed{{{:,}}}", "It is {:,} km."]),
 )
 def test_integers_round_trip(n, style):
-    assert final_number(style.format(n)) == n
+    assert extract_final_number(style.format(n)) == n
 
 
 @given(

@@ -8,7 +8,7 @@ import math
 
 import pytest
 
-from ratchet.rewards.code.plain_values import Anything, Unplain, decode, encode
+from ratchet.rewards.code.plain_values import Anything, NotPlainError, decode, encode
 from ratchet.rewards.code.program_runner import defines
 
 ATOMS = [None, True, 0, -1, 2**53, -(2**200), 0.1, -0.0, math.inf, 1 + 2j, "", "ß\ud800\0", b"\xff"]
@@ -56,7 +56,7 @@ def test_what_overrides_built_in_types_stays_behind():
 
 @pytest.mark.parametrize("value", [object(), len, int, Anything(), [object()], {1: len}])
 def test_other_values_do_not_travel(value):
-    with pytest.raises(Unplain):
+    with pytest.raises(NotPlainError):
         encode(value)
 
 

@@ -12,8 +12,12 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import DataError
-from ratchet.rewards.code.extract_program import extract_program, fenced, right_output
-from ratchet.rewards.code.reward import Code, CodeConfig, given_tests, io_tests
+from ratchet.rewards.code.extract_program import (
+    extract_program,
+    find_fenced_blocks,
+    has_expected_output,
+)
+from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
 from ratchet.rewards.deadline import CURRENT, Deadline
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.testing import answered, check_reward
@@ -89,7 +93,7 @@ def test_the_program_in_an_answer(text, blocks, wanted):
 def test_a_block_may_be_required():
     assert extract_program("a = 1", "last", require_block=True) is None
     assert extract_program("```\na = 1\n```", "last", require_block=True) == "a = 1\n"
-    assert fenced("no block") == []
+    assert find_fenced_blocks("no block") == []
 
 
 # --- tests of output
@@ -119,8 +123,8 @@ def result(stdout, exit=0, reason=Reason.EXIT):
     ],
 )
 def test_outputs_are_compared_by_tokens_or_lines(stdout, expected, tokens, lines):
-    assert right_output(result(stdout), expected, "tokens", None) is tokens
-    assert right_output(result(stdout), expected, "lines", None) is lines
+    assert has_expected_output(result(stdout), expected, "tokens", None) is tokens
+    assert has_expected_output(result(stdout), expected, "lines", None) is lines
 
 
 @pytest.mark.parametrize(
@@ -143,12 +147,14 @@ def test_outputs_are_compared_by_tokens_or_lines(stdout, expected, tokens, lines
     ],
 )
 def test_numbers_within_the_tolerance_are_equal(stdout, expected, right):
-    assert right_output(result(stdout), expected, "tokens", 1e-3) is right
+    assert has_expected_output(result(stdout), expected, "tokens", 1e-3) is right
 
 
 def test_a_bad_end_is_no_right_output():
-    assert not right_output(result(b"42", exit=1), "42", "tokens", None)
-    assert not right_output(result(b"42", exit=None, reason=Reason.WALL), "42", "tokens", None)
+    assert not has_expected_output(result(b"42", exit=1), "42", "tokens", None)
+    assert not has_expected_output(
+        result(b"42", exit=None, reason=Reason.WALL), "42", "tokens", None
+    )
 
 
 def test_the_share_and_all_or_nothing(made):
@@ -383,12 +389,12 @@ def test_the_attempts_of_a_group_find_out_once_what_is_called(made):
 
 
 def test_where_the_tests_come_from():
-    assert given_tests(STREAM)["tests"] == DOUBLE
-    assert given_tests(Task("t", (), answer={"tests": DOUBLE}))["tests"] == DOUBLE
-    assert given_tests(Task("t", (), answer=json.dumps({"tests": DOUBLE})))["tests"] == DOUBLE
-    assert given_tests(function("T", "P")).entry_point == "f"
-    assert io_tests(json.dumps(DOUBLE), "t")[0] == (b"21\n", "42\n")
-    assert io_tests([{"stdout": "x"}], "t") == [(b"", "x")]
+    assert get_tests(STREAM)["tests"] == DOUBLE
+    assert get_tests(Task("t", (), answer={"tests": DOUBLE}))["tests"] == DOUBLE
+    assert get_tests(Task("t", (), answer=json.dumps({"tests": DOUBLE})))["tests"] == DOUBLE
+    assert get_tests(function("T", "P")).entry_point == "f"
+    assert parse_io_tests(json.dumps(DOUBLE), "t")[0] == (b"21\n", "42\n")
+    assert parse_io_tests([{"stdout": "x"}], "t") == [(b"", "x")]
 
 
 @pytest.mark.parametrize(
@@ -404,7 +410,7 @@ def test_where_the_tests_come_from():
 )
 def test_a_task_without_tests_says_so(task, why):
     with pytest.raises(DataError, match=why):
-        given_tests(task)
+        get_tests(task)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +419,7 @@ def test_a_task_without_tests_says_so(task, why):
 )
 def test_tests_of_the_wrong_shape_are_refused(tests):
     with pytest.raises(DataError, match="tests"):
-        io_tests(tests, "t")
+        parse_io_tests(tests, "t")
 
 
 def test_a_tolerance_that_nobody_reads_is_refused():

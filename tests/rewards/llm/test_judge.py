@@ -8,10 +8,10 @@ from rewards.fake_http import HANG, Answer, chat, serve
 
 from ratchet.config.resolve import build, resolve
 from ratchet.errors import ConfigError, DataError
-from ratchet.rewards.llm.chat_client import filled
-from ratchet.rewards.llm.http_client import Pace
-from ratchet.rewards.llm.judge import score_in, verdict_in
-from ratchet.rewards.weighted_sum import composed
+from ratchet.rewards.llm.chat_client import fill_template
+from ratchet.rewards.llm.http_client import RateLimit
+from ratchet.rewards.llm.judge import parse_score, parse_verdict
+from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated
 from ratchet.utils import credentials
@@ -60,9 +60,9 @@ def rates(body, number=0):
 def test_the_last_score_of_a_reply_counts_if_the_scale_has_it(reply, score):
     if score is None:
         with pytest.raises(DataError, match="the judge's"):
-            score_in(reply, 0.0, 10.0)
+            parse_score(reply, 0.0, 10.0)
     else:
-        assert score_in(reply, 0.0, 10.0) == score
+        assert parse_score(reply, 0.0, 10.0) == score
 
 
 @pytest.mark.parametrize(
@@ -81,24 +81,24 @@ def test_the_last_score_of_a_reply_counts_if_the_scale_has_it(reply, score):
 def test_the_last_verdict_of_a_reply_counts(reply, win):
     if win is None:
         with pytest.raises(DataError, match="no verdict"):
-            verdict_in(reply)
+            parse_verdict(reply)
     else:
-        assert verdict_in(reply) == win
+        assert parse_verdict(reply) == win
 
 
 def test_what_an_answer_says_is_never_filled_in_twice():
-    assert filled("{a} {b} {c}", {"a": "{b}", "b": "x"}) == "{b} x {c}"
+    assert fill_template("{a} {b} {c}", {"a": "{b}", "b": "x"}) == "{b} x {c}"
 
 
 def test_requests_are_spaced_evenly():
-    pace = Pace(120.0)
+    pace = RateLimit(120.0)
     assert [pace.wait_s(10.0), pace.wait_s(10.0), pace.wait_s(10.25), pace.wait_s(20.0)] == [
         0.0,
         0.5,
         0.75,
         0.0,
     ]
-    assert Pace(None).wait_s(3.0) == 0.0
+    assert RateLimit(None).wait_s(3.0) == 0.0
 
 
 # --- a score by a rubric
@@ -180,7 +180,7 @@ def test_what_may_pass_is_tried_again():
             Answer("busy", 503),
             {"retries": 2},
             3,
-            "gave nothing usable in 3 tries, the last: status 503: busy",
+            "gave no usable response in 3 tries; the last failed with status 503: busy",
         ),
         (HANG, {"retries": 1, "timeout_s": 0.05}, 2, "no answer within 0.05 s"),
         (Answer("no such model", 404), {}, 1, "refused with status 404: no such model"),
@@ -376,5 +376,5 @@ def test_they_compose_with_the_others():
             resolve("rewards", {"kind": "exact_match"}),
             resolve("rewards", {"kind": "judge", "url": fake.url, "model": "m", "weight": 0.5}),
         )
-        (outcome,) = scores(composed(sections), "85")
+        (outcome,) = scores(compose_rewards(sections), "85")
         assert outcome == Scored(1.5, {"exact_match": 1.0, "judge": 1.0})
