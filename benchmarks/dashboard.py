@@ -47,7 +47,7 @@ GOAL_S = 2.0
 def make_run(path: Path) -> None:
     directory = RunDirectory(path)
     path.mkdir(parents=True)
-    directory.settle(
+    directory.write_or_check_config(
         {"name": "long", "tokenizer": {"kind": "bytes"}, "stages": [{"name": "rl", "steps": STEPS}]}
     )
     generator = np.random.default_rng(0)

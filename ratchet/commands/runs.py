@@ -80,7 +80,7 @@ def describe_run(run: RunDirectory) -> RunRow:
     )
     return RunRow(
         path=str(run.path),
-        state="running" if run.held else "finished" if run.summary.exists() else "stopped",
+        state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
         steps=sum(stage["steps"] for stage in run.read_config()["stages"]),
         seconds=seconds,
@@ -213,7 +213,7 @@ def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
     console = make_console(soft_wrap=True)
     freed_bytes = 0
     for run in find_runs(place):
-        if run.held:
+        if run.is_locked:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
         policies = [stage["checkpoint"] for stage in run.read_config()["stages"]]

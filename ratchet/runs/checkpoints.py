@@ -51,7 +51,7 @@ class CheckpointStore:
         keep_every: Keep every checkpoint whose step is a multiple of this; 0 turns the rule off.
 
     Attributes:
-        held: Steps that are not pruned for now because another thread reads them.
+        protected_steps: Steps that are not pruned for now because another thread reads them.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class CheckpointStore:
         self.keep = keep
         self.keep_best = keep_best
         self.keep_every = keep_every
-        self.held: frozenset[int] = frozenset()
+        self.protected_steps: frozenset[int] = frozenset()
         self._rejected: set[Path] = set()
-        self._present: list[int] = []  # steps with a checkpoint after the last `tidy`
+        self._known_steps: list[int] = []  # steps with a checkpoint after the last `tidy`
 
     def save(self, step: int, write: Callable[[Path], None], meta: Mapping[str, Any]) -> Path:
         """Write the checkpoint of `step` and return its directory.
@@ -78,19 +78,19 @@ class CheckpointStore:
             CheckpointError: The checkpoint can't be written (disk full, ...) or was saved before.
                 Earlier checkpoints are unchanged.
         """
-        assert is_json_value(dict(meta)), f"{meta} would come back from JSON as something else"
+        assert is_json_value(dict(meta)), f"{meta} would change in a round trip through JSON"
         final = self.root / f"step-{step:08d}"
         draft = self.root / f".tmp-{step}-{uuid.uuid4().hex[:12]}"
         try:
             self.root.mkdir(parents=True, exist_ok=True)
-            if lost := sorted(set(self._present).difference(self.steps())):
+            if deleted_steps := sorted(set(self._known_steps).difference(self.steps())):
                 logger.warning(
                     "checkpoints of steps %s were deleted from %s by another program",
-                    lost,
+                    deleted_steps,
                     self.root,
                 )
-            self._sweep()
-            self._set_rejected_aside(final)
+            self._remove_drafts()
+            self._rename_rejected(final)
             draft.mkdir()
             failpoints.point("checkpoint.begin")
             write(draft)
@@ -122,9 +122,9 @@ class CheckpointStore:
         the checkpoints that `latest` rejected. Disk errors are logged, not raised.
         """
         try:
-            self._sweep()
+            self._remove_drafts()
             self._prune()
-            self._present = self.steps()
+            self._known_steps = self.steps()
         except OSError as error:  # the next save tries again
             logger.warning("an old checkpoint in %s can't be deleted: %s", self.root, error)
 
@@ -177,12 +177,12 @@ class CheckpointStore:
         Raises:
             CheckpointError: The checkpoint is damaged.
         """
-        whole = [
+        complete = [
             verify(path, step, contents=False)
             for step, path in self._newest_first()
             if step >= first
         ]
-        scored = sort_by_score(whole)
+        scored = sort_by_score(complete)
         return self.load(scored[0].step) if scored else None
 
     def steps(self) -> list[int]:
@@ -195,12 +195,12 @@ class CheckpointStore:
         for step in sorted(steps, reverse=True):
             yield step, self.root / steps[step]
 
-    def _sweep(self) -> None:
+    def _remove_drafts(self) -> None:
         """Remove the drafts and partly deleted checkpoints that a killed process left."""
         for path in (*self.root.glob(".tmp-*"), *self.root.glob(".del-*")):
             shutil.rmtree(path)
 
-    def _set_rejected_aside(self, final: Path) -> None:
+    def _rename_rejected(self, final: Path) -> None:
         """Rename rejected checkpoints, so that they block no new checkpoint of the same step.
 
         `final` is rejected too if it does not verify. Pruning ignores renamed checkpoints.
@@ -218,48 +218,48 @@ class CheckpointStore:
 
     def _prune(self) -> None:
         for checkpoint in self.surplus():
-            doomed = self.root / f".del-{checkpoint.step}-{uuid.uuid4().hex[:12]}"
-            checkpoint.path.rename(doomed)
+            removed_path = self.root / f".del-{checkpoint.step}-{uuid.uuid4().hex[:12]}"
+            checkpoint.path.rename(removed_path)
             failpoints.point("checkpoint.prune_renamed")
-            shutil.rmtree(doomed)
+            shutil.rmtree(removed_path)
             failpoints.point("checkpoint.pruned")
 
     def surplus(self) -> list[Checkpoint]:
         """Return the complete checkpoints that no rule keeps."""
-        whole = self.whole()
-        kept = self.kept(whole) | self.held
-        return [checkpoint for checkpoint in whole if checkpoint.step not in kept]
+        complete = self.list_complete()
+        kept_steps = self.select_kept(complete) | self.protected_steps
+        return [checkpoint for checkpoint in complete if checkpoint.step not in kept_steps]
 
-    def whole(self) -> list[Checkpoint]:
+    def list_complete(self) -> list[Checkpoint]:
         """Return the complete checkpoints, newest first.
 
         Only file sizes are compared: the contents were hashed when they were saved or loaded.
         """
-        whole: list[Checkpoint] = []
+        complete: list[Checkpoint] = []
         for step, path in self._newest_first():
             with suppress(CheckpointError):
                 if path not in self._rejected:
-                    whole.append(verify(path, step, contents=False))
-        return whole
+                    complete.append(verify(path, step, contents=False))
+        return complete
 
-    def kept(self, whole: Sequence[Checkpoint]) -> set[int]:
+    def select_kept(self, complete: Sequence[Checkpoint]) -> set[int]:
         """Return the steps of the checkpoints that the rules keep.
 
         Args:
-            whole: Complete checkpoints, newest first. Among equal scores the newest is kept.
+            complete: Complete checkpoints, newest first. Among equal scores the newest is kept.
         """
-        best = sort_by_score(whole)[: self.keep_best]
-        kept = {checkpoint.step for checkpoint in (*whole[: self.keep], *best)}
-        return kept | {
+        best = sort_by_score(complete)[: self.keep_best]
+        kept_steps = {checkpoint.step for checkpoint in (*complete[: self.keep], *best)}
+        return kept_steps | {
             checkpoint.step
-            for checkpoint in whole
+            for checkpoint in complete
             if self.keep_every and checkpoint.step % self.keep_every == 0
         }
 
 
-def sort_by_score(whole: Sequence[Checkpoint]) -> list[Checkpoint]:
+def sort_by_score(complete: Sequence[Checkpoint]) -> list[Checkpoint]:
     """Return the checkpoints that have a score, the highest score first."""
-    scored = [checkpoint for checkpoint in whole if checkpoint.meta.get("score") is not None]
+    scored = [checkpoint for checkpoint in complete if checkpoint.meta.get("score") is not None]
     return sorted(scored, key=lambda checkpoint: -checkpoint.meta["score"])
 
 

@@ -31,7 +31,7 @@ def serve_status(directory: RunDirectory) -> Iterator[None]:
 
     The block must be entered in the main thread.
     """
-    with _address() as address:
+    with _open_address() as address:
         location = {"pid": os.getpid(), "host": socket.gethostname(), "socket": address}
         with show_on_signal(), answer_status(address):
             replace_text(directory.status, json.dumps(location))
@@ -45,7 +45,7 @@ def serve_status(directory: RunDirectory) -> Iterator[None]:
 
 
 @contextmanager
-def _address() -> Iterator[str]:
+def _open_address() -> Iterator[str]:
     """Yield the address of a socket.
 
     On Linux it is an abstract name, which disappears with a killed process. Elsewhere it is a file
@@ -73,7 +73,7 @@ def query_status(path: Path) -> str:
         )
     try:
         location = read_json(directory.status)
-        host, socket_path, process = str(location["host"]), str(location["socket"]), location["pid"]
+        host, socket_path, pid = str(location["host"]), str(location["socket"]), location["pid"]
     except FileNotFoundError:
         raise RunDirectoryError(f"no run is under way in {path}") from None
     except (OSError, ValueError, LookupError, TypeError) as error:
@@ -88,6 +88,6 @@ def query_status(path: Path) -> str:
         return request_status(socket_path)
     except OSError as error:
         raise RunDirectoryError(
-            f"process {process}, which runs in {path}, does not answer ({error}): it is suspended "
+            f"process {pid}, which runs in {path}, does not answer ({error}): it is suspended "
             "or was killed"
         ) from error

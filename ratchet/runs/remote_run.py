@@ -42,7 +42,7 @@ log = logging.getLogger(__name__)
 INDEX = "mirror.json"
 FORMAT = 1
 CHECKPOINTS = "checkpoints"
-HIDDEN = ".run_id"  # the only hidden file of a run: trackers identify the run by it
+RUN_ID_FILE = ".run_id"  # the only hidden file of a run: trackers identify the run by it
 # A run can't resume without these. Any other file that is damaged is logged and left out.
 ESSENTIAL = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
@@ -55,7 +55,7 @@ class FileDigest:
     sha256: str
 
 
-def _parse_facts(size: object, sha256: object) -> FileDigest:
+def _parse_digest(size: object, sha256: object) -> FileDigest:
     if not isinstance(size, int) or size < 0 or not isinstance(sha256, str):
         raise ValueError(f"{size!r}, {sha256!r}")
     return FileDigest(size, sha256)
@@ -79,8 +79,8 @@ class MirrorIndex:
     def content(self) -> bytes:
         """Return the sealed JSON text of `mirror.json`."""
         files = {
-            name: [one and [one.size, one.sha256] for one in lines]
-            for name, lines in self.files.items()
+            name: [version and [version.size, version.sha256] for version in versions]
+            for name, versions in self.files.items()
         }
         return seal(
             {"format": FORMAT, "run": self.run, "writer": self.writer, "files": files}
@@ -101,15 +101,17 @@ class MirrorIndex:
                     f"{address}/{INDEX} has format {body['format']!r}; this version reads {FORMAT}"
                 )
             files = {
-                name: tuple(None if one is None else _parse_facts(*one) for one in lines)
-                for name, lines in body["files"].items()
+                name: tuple(
+                    None if version is None else _parse_digest(*version) for version in versions
+                )
+                for name, versions in body["files"].items()
             }
             index = cls(body["run"], body["writer"], files)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{address}/{INDEX} is malformed ({error!r})") from error
-        for name, lines in index.files.items():
-            if not any(lines):
-                raise CheckpointError(f"{address}/{INDEX} is malformed (no line for '{name}')")
+        for name, versions in index.files.items():
+            if not any(versions):
+                raise CheckpointError(f"{address}/{INDEX} is malformed (no entry for '{name}')")
             if not is_mirrored(name):
                 raise CheckpointError(
                     f"{address}/{INDEX} lists '{name}', which is no file of a run's directory"
@@ -124,8 +126,8 @@ def is_mirrored(name: str) -> bool:
         name: The path relative to the run directory.
     """
     parts = PurePosixPath(name).parts
-    hidden = any(part.startswith(".") for part in parts) and name != HIDDEN
-    return stays_inside(name) and not hidden and parts[0] not in (CHECKPOINTS, INDEX)
+    is_hidden = any(part.startswith(".") for part in parts) and name != RUN_ID_FILE
+    return stays_inside(name) and not is_hidden and parts[0] not in (CHECKPOINTS, INDEX)
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ class MirroredRun:
         self.address = self.store.address
         # Steps of checkpoints whose fetched files did not match their manifest.
         self.damaged: set[int] = set()
-        self._read: dict[int, tuple[StoredFile, bytes]] = {}
+        self._manifests: dict[int, tuple[StoredFile, bytes]] = {}
 
     def index(self) -> MirrorIndex | None:
         """Return the index, or None if no run is there."""
@@ -168,8 +170,7 @@ class MirroredRun:
             return None
 
     def checkpoints(self) -> tuple[dict[int, RemoteCheckpoint], dict[int, list[str]]]:
-        """Return the complete checkpoints by step, newest first, and the names of all files by
-        step.
+        """Return (complete checkpoints by step, newest first; names of all files by step).
 
         Only the files' sizes are compared with the manifest.
         """
@@ -178,16 +179,16 @@ class MirroredRun:
             parts = PurePosixPath(name).parts
             if len(parts) > 2 and (match := STEP.fullmatch(parts[1])):
                 entries.setdefault(int(match[1]), {})["/".join(parts[2:])] = entry
-        whole = {}
+        complete = {}
         for step in sorted(entries, reverse=True):
             try:
-                whole[step] = self._whole(step, entries[step])
+                complete[step] = self._check_complete(step, entries[step])
             except CheckpointError as error:
                 log.warning("checkpoint rejected: %s", error)
-        return whole, {step: list(files) for step, files in entries.items()}
+        return complete, {step: list(files) for step, files in entries.items()}
 
-    def _whole(self, step: int, entries: Mapping[str, StoredFile]) -> RemoteCheckpoint:
-        """Return the checkpoint of `step` if all its files are there with the right sizes.
+    def _check_complete(self, step: int, entries: Mapping[str, StoredFile]) -> RemoteCheckpoint:
+        """Return the checkpoint of `step`. Raises CheckpointError unless all file sizes match.
 
         A manifest is read again only if its entry in the store has changed.
         """
@@ -196,25 +197,25 @@ class MirroredRun:
             raise CheckpointError(f"{where} did not match its manifest when it was fetched")
         if MANIFEST not in entries:
             raise CheckpointError(f"{where} has no {MANIFEST}: its upload did not complete")
-        if (seen := self._read.get(step)) is None or seen[0] != entries[MANIFEST]:
-            seen = (
+        if (cached := self._manifests.get(step)) is None or cached[0] != entries[MANIFEST]:
+            cached = (
                 entries[MANIFEST],
                 self.store.read(f"{get_checkpoint_name(step)}/{MANIFEST}", MAX_MANIFEST_BYTES),
             )
-            self._read[step] = seen
+            self._manifests[step] = cached
         try:
-            body = read_body(where, seen[1], step)
-            for name, facts in body["files"].items():
+            body = read_body(where, cached[1], step)
+            for name, listed_file in body["files"].items():
                 check_format(where, name)
-                if name not in entries or entries[name].size != facts["size"]:
+                if name not in entries or entries[name].size != listed_file["size"]:
                     size = entries[name].size if name in entries else "no"
                     raise CheckpointError(
-                        f"{where}/{name} has {size} bytes instead of {facts['size']}"
+                        f"{where}/{name} has {size} bytes instead of {listed_file['size']}"
                     )
             dict(body["meta"])
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise CheckpointError(f"{where}: the manifest is malformed ({error!r})") from error
-        return RemoteCheckpoint(step, seen[1], body)
+        return RemoteCheckpoint(step, cached[1], body)
 
     def fetch_checkpoint(self, stored: RemoteCheckpoint, root: Path) -> Path:
         """Fetch a checkpoint into `root`, completely or not at all, and return its directory.
@@ -267,27 +268,27 @@ class MirroredRun:
             CheckpointError: A file that the run can't resume without is damaged. Other damaged
                 files are logged and left out.
         """
-        for name, lines in index.files.items():
+        for name, versions in index.files.items():
             path = directory / name
-            if not is_selected(name) or truncate_to_listed(path, lines):
+            if not is_selected(name) or truncate_to_listed(path, versions):
                 continue
             draft = path.with_name(f".{path.name}.fetched")
             try:
                 self.store.get(name, draft)
                 size = draft.stat().st_size
-                if not truncate_to_listed(draft, lines):
-                    listed = max(one.size for one in lines if one)
-                    what = (
+                if not truncate_to_listed(draft, versions):
+                    listed = max(version.size for version in versions if version)
+                    damage = (
                         f"{size} bytes instead of {listed}"
                         if size < listed
                         else "another checksum than is listed"
                     )
                     raise CheckpointError(
-                        f"{self.address}/{name} is damaged, with {what}: restore it from a backup"
+                        f"{self.address}/{name} is damaged, with {damage}: restore it from a backup"
                     )
                 draft.replace(path)
             except (CheckpointError, FileNotFoundError) as error:
-                if isinstance(error, FileNotFoundError) and None in lines:
+                if isinstance(error, FileNotFoundError) and None in versions:
                     continue
                 if PurePosixPath(name).parts[0] in ESSENTIAL:
                     raise CheckpointError(str(error)) from error
@@ -296,15 +297,21 @@ class MirroredRun:
                 draft.unlink(missing_ok=True)
 
 
-def truncate_to_listed(path: Path, lines: FileVersions) -> bool:
-    """Cut a file off after the longest listed content that it begins with; True if it has one."""
+def truncate_to_listed(path: Path, versions: FileVersions) -> bool:
+    """Cut a file off after the longest listed content that it begins with.
+
+    Return True if it begins with a listed content.
+    """
     if path.is_symlink() or not path.is_file():
         return False
-    for one in sorted(filter(None, lines), key=lambda one: -one.size):
-        if path.stat().st_size >= one.size and hash_beginning(path, one.size) == one.sha256:
-            if path.stat().st_size > one.size:
+    for version in sorted(filter(None, versions), key=lambda version: -version.size):
+        if (
+            path.stat().st_size >= version.size
+            and hash_beginning(path, version.size) == version.sha256
+        ):
+            if path.stat().st_size > version.size:
                 with open(open_unshared(path, os.O_RDWR), "r+b") as file:
-                    file.truncate(one.size)
+                    file.truncate(version.size)
             return True
     return False
 
@@ -319,11 +326,11 @@ def hash_beginning(path: Path, size: int) -> str:
     remaining = size
     with path.open("rb") as file:
         while remaining:
-            part = file.read(min(remaining, 2**20))
-            if not part:
+            chunk = file.read(min(remaining, 2**20))
+            if not chunk:
                 raise OSError(f"{path} has become shorter than {size} bytes")
-            digest.update(part)
-            remaining -= len(part)
+            digest.update(chunk)
+            remaining -= len(chunk)
     return digest.hexdigest()
 
 

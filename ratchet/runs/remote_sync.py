@@ -1,4 +1,4 @@
-"""Mirror the directory of a training run to an object store, without ever delaying the run for it.
+"""Mirror the directory of a training run to an object store (S3 and others).
 
 The local directory is the run; no failure of the store changes it. After each save the store gets
 what is new, in this order:
@@ -48,7 +48,7 @@ from ratchet.utils.object_store import get_cached_path
 log = logging.getLogger(__name__)
 
 IDENTITY = ".mirror.json"  # in a run directory: identifies the run that it is a copy of
-MAX_NAMED = 6  # missing files that the error at the end names
+MAX_NAMES = 6  # missing files that the error at the end names
 
 
 class FileSnapshot(NamedTuple):
@@ -88,15 +88,15 @@ class Mirror:
         self._run = uuid.uuid4().hex
         self._writer = uuid.uuid4().hex
         self._files: dict[str, FileVersions] = {}  # the entries of `mirror.json` at the address
-        self._facts: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
+        self._digests: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
         self._not_uploaded: list[str] = []  # names that the latest attempt left out
-        self._wrote = False  # True once this process has written `mirror.json`
-        self._settled = False  # True once the store has the checkpoint rules of a stage
-        self._work = BackgroundTask()
+        self._has_written = False  # True once this process has written `mirror.json`
+        self._has_rules = False  # True once the store has the checkpoint rules of a stage
+        self._background = BackgroundTask()
 
     # --- before the run
 
-    def expect_nothing(self) -> None:
+    def check_empty(self) -> None:
         """Check that a new run may start at the address.
 
         Raises:
@@ -114,7 +114,7 @@ class Mirror:
         if names:
             raise RunDirectoryError(f"{self.address} holds other files. Choose an empty --run-dir")
 
-    def take_up(self) -> None:
+    def resume(self) -> None:
         """Fetch the run to resume, unless the local directory has a checkpoint at least as new.
 
         Raises:
@@ -122,7 +122,7 @@ class Mirror:
             CheckpointError: All checkpoints at the address are damaged.
         """
         try:
-            self._take_up()
+            self._resume()
         except OSError as error:
             offline_hint = (
                 f". To resume without it, use --resume {self.directory.path}"
@@ -133,27 +133,27 @@ class Mirror:
                 f"--resume {self.address} can't be fetched: {error}{offline_hint}"
             ) from error
 
-    def _take_up(self) -> None:
+    def _resume(self) -> None:
         index = self.remote.index()
         local_step = find_newest_step(self.directory)
         if index is None and local_step is None:
             raise RunDirectoryError(
-                f"{self.address} holds no run (no {INDEX}): give the address that a run was begun "
-                "with"
+                f"{self.address} holds no run (no {INDEX}): give the address that the run was "
+                "started with"
             )
-        local_run = self._identity()
+        local_run = self._read_identity()
         path = self.directory.path
         if index is None:
             self._run = local_run or self._run
             self.notes.append(
-                f"{self.address} holds nothing of this run: its local copy in {path} goes on, "
+                f"{self.address} holds nothing of this run: the local copy in {path} continues "
                 f"after step {local_step}"
             )
             return
         if self.directory.used and local_run != index.run:
             raise RunDirectoryError(
-                f"{path}, the local copy for {self.address}, is of another run than the one there: "
-                f"move it away, or go on with it alone by --resume {path}"
+                f"{path}, the local copy for {self.address}, belongs to another run: move it away, "
+                f"or continue it without the mirror by --resume {path}"
             )
         self._run, self._files = index.run, dict(index.files)
         complete, names_by_step = self.remote.checkpoints()
@@ -165,18 +165,17 @@ class Mirror:
                 else f"as new as {self.address}"
             )
             self.notes.append(
-                f"the local copy in {path} goes on: with step {local_step} it is {relation} "
+                f"the local copy in {path} continues: with step {local_step} it is {relation} "
                 f"(step {remote_step})"
             )
             return
-        self._note_identity()
+        self._write_identity()
         self.remote.fetch_files(index, path)
         self._fetch_checkpoints(complete, any_listed=bool(names_by_step))
         replaced = "" if local_step is None else f", which was older (step {local_step})"
         self.notes.append(
-            f"{self.address} goes on, after step {find_newest_step(self.directory)}: it was "
-            "fetched into "
-            f"{path}{replaced}"
+            f"{self.address} continues after step {find_newest_step(self.directory)}: it was "
+            f"fetched into {path}{replaced}"
         )
 
     def _fetch_checkpoints(
@@ -214,9 +213,9 @@ class Mirror:
         Raises:
             RunDirectoryError: The address can't be written.
         """
-        self._note_identity()
+        self._write_identity()
         try:
-            self._push(self.note())
+            self._push(self.take_snapshot())
         except OSError as error:
             offline_hint = (
                 f" (or go on without it: --resume {self.directory.path})"
@@ -227,21 +226,21 @@ class Mirror:
                 f"{self.address} can't be written: {error}; choose another --run-dir{offline_hint}"
             ) from error
 
-    def _identity(self) -> str | None:
+    def _read_identity(self) -> str | None:
         """Return the id of the run that the directory is a copy of, or None if it is no copy."""
         try:
             return str(json.loads((self.directory.path / IDENTITY).read_bytes())["run"])
         except (OSError, ValueError, KeyError, TypeError):
             return None
 
-    def _note_identity(self) -> None:
+    def _write_identity(self) -> None:
         replace_text(
             self.directory.path / IDENTITY, json.dumps({"run": self._run, "address": self.address})
         )
 
     # --- during the run
 
-    def note(self) -> dict[str, FileSnapshot]:
+    def take_snapshot(self) -> dict[str, FileSnapshot]:
         """Return size and modification time of all mirrored files except checkpoints."""
         root = self.directory.path
         snapshots = {}
@@ -259,86 +258,87 @@ class Mirror:
                         snapshots[name] = FileSnapshot(status.st_size, status.st_mtime_ns)
         return snapshots
 
-    def push(self, noted: Mapping[str, FileSnapshot], *, beside: bool) -> None:
+    def push(self, snapshots: Mapping[str, FileSnapshot], *, in_background: bool) -> None:
         """Upload what a save has written. Failures of the store are logged, not raised.
 
         Args:
-            noted: The files at the time of the save.
-            beside: Upload in a background thread. If the previous upload still runs, this one is
-                skipped, and the next one includes it.
+            snapshots: The files at the time of the save.
+            in_background: Upload in a background thread. If the previous upload still runs, this
+                one is skipped, and the next one includes it.
         """
-        self._settled = True
-        if not beside:
-            self._work.settle()
-            self._attempt(noted)
+        self._has_rules = True
+        if not in_background:
+            self._background.settle()
+            self._try_push(snapshots)
             return
-        if self._work.ended:
-            self._work.settle()
-        if self._work.busy:
-            log.info("%s is still being written: what was saved now follows later", self.address)
+        if self._background.ended:
+            self._background.settle()
+        if self._background.busy:
+            log.info("%s is still being written: this save is uploaded later", self.address)
             return
         # Checkpoints must not be pruned before the thread has read them.
-        self.store.held = frozenset(self.store.steps())
-        self._work.begin(lambda: self._attempt(noted))
+        self.store.protected_steps = frozenset(self.store.steps())
+        self._background.begin(lambda: self._try_push(snapshots))
 
     def finish(self) -> bool:
         """Upload the rest at the end of a run, and return True if the address has all of it.
 
         Otherwise an error is logged that names what is missing.
         """
-        self._work.settle()
-        if self._settled:
+        self._background.settle()
+        if self._has_rules:
             # Prune the checkpoints that were held while the upload thread read them.
             self.store.tidy()
-        self._attempt(self.note())
+        self._try_push(self.take_snapshot())
         if self.behind is None:
             return True
-        missing = ", ".join(self._not_uploaded[:MAX_NAMED])
-        if len(self._not_uploaded) > MAX_NAMED:
-            missing += " and more"
+        missing_names = ", ".join(self._not_uploaded[:MAX_NAMES])
+        if len(self._not_uploaded) > MAX_NAMES:
+            missing_names += " and more"
         path = self.directory.path
         log.error(
             "%s lacks a part of the run (%s). Missing: %s. The complete run is in %s; `ratchet "
             "train --resume %s` tries again",
             self.address,
             self.behind,
-            missing or "what was written last",
+            missing_names or "what was written last",
             path,
             self.address,
         )
         return False
 
-    def _attempt(self, noted: Mapping[str, FileSnapshot]) -> None:
+    def _try_push(self, snapshots: Mapping[str, FileSnapshot]) -> None:
         try:
-            self._push(noted)
+            self._push(snapshots)
             self.behind = None
         except OSError as error:
             self.behind = str(error)
             log.warning(
-                "%s did not take what was saved, which is tried again after the next save: %s",
+                "the save can't be uploaded to %s, which is tried again after the next save: %s",
                 self.address,
                 error,
             )
         finally:
-            self.store.held = frozenset()
+            self.store.protected_steps = frozenset()
 
-    def _push(self, noted: Mapping[str, FileSnapshot]) -> None:
-        """Upload the files and checkpoints that changed, in the order that the module's docstring
-        gives."""
-        new = {
-            name: facts
-            for name, snapshot in noted.items()
-            if (facts := self._get_facts(name, snapshot))
+    def _push(self, snapshots: Mapping[str, FileSnapshot]) -> None:
+        """Upload the changed files and checkpoints, in the order of the module's docstring."""
+        new_digests = {
+            name: digest
+            for name, snapshot in snapshots.items()
+            if (digest := self._get_digest(name, snapshot))
         }
-        changed = [name for name in new if self._files.get(name) != (new[name],)]
-        local_checkpoints = {checkpoint.step: checkpoint for checkpoint in self.store.whole()}
+        changed = [name for name in new_digests if self._files.get(name) != (new_digests[name],)]
+        local_checkpoints = {
+            checkpoint.step: checkpoint for checkpoint in self.store.list_complete()
+        }
         self._not_uploaded = [*changed, *map(get_checkpoint_name, local_checkpoints)]
         self._check_writer()
-        deleted = [name for name in self._files if name not in noted]
-        if changed or deleted or not self._wrote:
+        deleted = [name for name in self._files if name not in snapshots]
+        if changed or deleted or not self._has_written:
             self._write_index(
                 self._files
-                | {name: (*self._files.get(name, (None,)), new[name]) for name in changed}
+                | {name: (*self._files.get(name, (None,)), new_digests[name]) for name in changed}
             )
             for name in changed:
                 failpoints.point("mirror.file")
@@ -348,8 +348,8 @@ class Mirror:
         if changed or deleted:
             self._write_index(
                 {
-                    name: (new[name],) if name in new else self._files[name]
-                    for name in noted
+                    name: (new_digests[name],) if name in new_digests else self._files[name]
+                    for name in snapshots
                     if name in self._files
                 }
             )
@@ -357,28 +357,30 @@ class Mirror:
             self.remote.store.remove(name)
         self._not_uploaded = []
 
-    def _get_facts(self, name: str, noted: FileSnapshot) -> FileDigest | None:
+    def _get_digest(self, name: str, snapshot: FileSnapshot) -> FileDigest | None:
         """Return size and hash of a file as it was at its snapshot.
 
         None if the file has become shorter or was deleted since then; the next save handles it.
         """
-        if name not in self._facts or self._facts[name][0] != noted:
+        if name not in self._digests or self._digests[name][0] != snapshot:
             try:
-                self._facts[name] = (
-                    noted,
-                    FileDigest(noted.size, hash_beginning(self.directory.path / name, noted.size)),
+                self._digests[name] = (
+                    snapshot,
+                    FileDigest(
+                        snapshot.size, hash_beginning(self.directory.path / name, snapshot.size)
+                    ),
                 )
             except OSError as error:
                 log.info("%s changed since it was noted: %s", name, error)
                 return None
-        return self._facts[name][1]
+        return self._digests[name][1]
 
     def _check_writer(self) -> None:
         """Raise OSError if another process has written to the address after this one.
 
         Two processes that write in turns would leave a mixture of both.
         """
-        if not self._wrote:
+        if not self._has_written:
             return
         try:
             index = self.remote.index()
@@ -390,12 +392,12 @@ class Mirror:
             self._files = {}
         elif index.writer != self._writer:
             raise OSError(
-                "another process goes on with this run there; this one stops writing to it"
+                "another process continues this run there; this process stops writing to it"
             )
 
     def _write_index(self, files: Mapping[str, FileVersions]) -> None:
         self.remote.store.write(INDEX, MirrorIndex(self._run, self._writer, files).content())
-        self._files, self._wrote = dict(files), True
+        self._files, self._has_written = dict(files), True
 
     def _put_checkpoints(self, local_checkpoints: Mapping[int, Checkpoint]) -> None:
         """Upload the kept checkpoints that the address lacks, then remove the others from it."""
@@ -403,21 +405,21 @@ class Mirror:
         checkpoint_by_step = {step: stored.checkpoint for step, stored in complete.items()} | dict(
             local_checkpoints
         )
-        kept = (
-            self.store.kept(
+        kept_steps = (
+            self.store.select_kept(
                 [checkpoint_by_step[step] for step in sorted(checkpoint_by_step, reverse=True)]
             )
-            if self._settled
+            if self._has_rules
             else set(checkpoint_by_step)
         )
-        for step in sorted(kept & local_checkpoints.keys(), reverse=True):
+        for step in sorted(kept_steps & local_checkpoints.keys(), reverse=True):
             if (
                 step not in complete
                 or complete[step].manifest != (local_checkpoints[step].path / MANIFEST).read_bytes()
             ):
                 self._put_checkpoint(local_checkpoints[step], names_by_step.get(step, []))
             self._not_uploaded.remove(get_checkpoint_name(step))
-        for step in names_by_step.keys() - kept:
+        for step in names_by_step.keys() - kept_steps:
             # Damaged checkpoints stay, so that the user can inspect them.
             if step in complete or MANIFEST not in names_by_step[step]:
                 self._remove(step, names_by_step[step])
@@ -434,7 +436,9 @@ class Mirror:
         self.remote.damaged.discard(checkpoint.step)
 
     def _remove(self, step: int, listed: list[str]) -> None:
-        """Remove a checkpoint, its manifest first, so that a partly removed one is never taken as
-        complete."""
+        """Remove a checkpoint, its manifest first.
+
+        So a partly removed checkpoint never counts as complete.
+        """
         for name in sorted(listed, key=lambda name: name != MANIFEST):
             self.remote.store.remove(f"{get_checkpoint_name(step)}/{name}")

@@ -22,7 +22,7 @@ from ratchet.utils.safe_read import read_json
 log = logging.getLogger(__name__)
 
 MODEL = "model"  # the trained model, as a Hugging Face directory
-ADAPTER = "adapter"  # what a stage with `lora` trained, as peft reads it
+ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
 MAX_NAMED = 8  # differing keys that a message lists
 
@@ -84,8 +84,7 @@ class RunDirectory:
             self._directory_fd = self._lock_fd = -1
 
     def verify(self, config: Mapping[str, Any]) -> None:
-        """Check that the path is still the directory that `locked` took, and restore a lost lock or
-        recipe.
+        """Check that the path is still the locked directory; restore a deleted lock or recipe.
 
         A run calls it after every step and before every save, so that it never writes into a
         directory that was deleted, moved away or taken by another run.
@@ -117,7 +116,7 @@ class RunDirectory:
             self._write_config(config)
             log.warning("%s was deleted under its run and is written again", self.config)
 
-    def settle(self, config: Mapping[str, Any]) -> None:
+    def write_or_check_config(self, config: Mapping[str, Any]) -> None:
         """Write the resolved recipe into a new directory, or compare it with a used directory's.
 
         Args:
@@ -129,13 +128,13 @@ class RunDirectory:
         if not self.used:
             self._write_config(config)
             return
-        if changed := _changed(self.read_config(), config):
+        if changed := _describe_differences(self.read_config(), config):
             raise RunDirectoryError(
                 f"{self.path} belongs to a run with another recipe; different: {changed}. "
                 "Give this run another --run-dir, or resume with the same recipe"
             )
 
-    def expect(self, recipe: Mapping[str, Any]) -> None:
+    def check_recipe(self, recipe: Mapping[str, Any]) -> None:
         """Check that the run or plan in this directory has the recipe `recipe`.
 
         Raises:
@@ -146,12 +145,12 @@ class RunDirectory:
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise RunDirectoryError(f"{self.plan} is not a plan ({error!r}). Remove it") from error
         run_recipe = self.read_config() if self.used else recipe
-        for what, present in (("run", run_recipe), ("plan", planned_recipe)):
-            if changed := _changed(present, recipe):
+        for kind, present_recipe in (("run", run_recipe), ("plan", planned_recipe)):
+            if changed := _describe_differences(present_recipe, recipe):
                 raise RunDirectoryError(
-                    f"{self.path} has the {what} of another recipe; different: {changed}. Choose "
+                    f"{self.path} has the {kind} of another recipe; different: {changed}. Choose "
                     "another --run-dir, or "
-                    + (f"plan {self.config}" if what == "run" else f"remove {self.plan}")
+                    + (f"plan {self.config}" if kind == "run" else f"remove {self.plan}")
                 )
 
     @property
@@ -160,7 +159,7 @@ class RunDirectory:
         return self.config.exists()
 
     @property
-    def held(self) -> bool:
+    def is_locked(self) -> bool:
         """True if a running process holds the lock."""
         try:
             descriptor = open_plain(self._lock, os.O_RDONLY)
@@ -247,33 +246,29 @@ def _describe_holder(content: bytes) -> str:
         return "another process"
 
 
-def _changed(before: Any, now: Any) -> str:
+def _describe_differences(old: Any, new: Any) -> str:
     """Return the first differences as text, empty if there are none."""
-    changed = list_config_differences(before, now)
+    changed = list_config_differences(old, new)
     text = "; ".join(changed[:MAX_NAMED])
     if len(changed) > MAX_NAMED:
         text += f" and {len(changed) - MAX_NAMED} more"
     return text
 
 
-def list_config_differences(before: Any, now: Any, where: str = "") -> list[str]:
-    """Return the leaves in which two nested configurations differ, as `path: before -> now`."""
+def list_config_differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """Return the leaves in which two nested configurations differ, as `path: old -> new`."""
     pairs: list[tuple[Any, Any, Any]]
-    if isinstance(before, Mapping) and isinstance(now, Mapping):
-        keys = dict.fromkeys([*before, *now])
-        pairs = [(key, before.get(key, ABSENT), now.get(key, ABSENT)) for key in keys]
-    elif _is_list(before) and _is_list(now) and len(before) == len(now):
-        pairs = [(index, *items) for index, items in enumerate(zip(before, now, strict=True))]
+    if isinstance(old, Mapping) and isinstance(new, Mapping):
+        keys = dict.fromkeys([*old, *new])
+        pairs = [(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
+    elif _is_list(old) and _is_list(new) and len(old) == len(new):
+        pairs = [(index, *items) for index, items in enumerate(zip(old, new, strict=True))]
     else:
-        return (
-            []
-            if before == now and type(before) is type(now)
-            else [f"{where}: {before!r} -> {now!r}"]
-        )
+        return [] if old == new and type(old) is type(new) else [f"{path}: {old!r} -> {new!r}"]
     return [
         line
         for key, a, b in pairs
-        for line in list_config_differences(a, b, f"{where}.{key}" if where else str(key))
+        for line in list_config_differences(a, b, f"{path}.{key}" if path else str(key))
     ]
 
 

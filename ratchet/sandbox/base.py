@@ -22,8 +22,8 @@ FIXED_ENVIRONMENT: Mapping[str, str] = {
 
 
 class SandboxError(RatchetError):
-    """The sandbox failed: it is too weak for the declared level, the machine refused it, or it
-    broke.
+    """An error of the sandbox: it is weaker than the declared level, refused by the machine, or
+    broken.
 
     It is never a verdict on the program: an attempt that ends with this error is failed, not wrong.
     """
@@ -66,13 +66,11 @@ class Strength:
     def require(self, at_least: Isolation, where: str) -> None:
         """Raise SandboxError if this isolation is weaker than `at_least`."""
         if self.isolation < at_least:
-            why = f" ({'; '.join(self.refused)})" if self.refused else ""
+            reasons = f" ({'; '.join(self.refused)})" if self.refused else ""
             raise SandboxError(
                 f"{where} isolates programs by {self.isolation.name.lower()} only, weaker than the "
-                "declared "
-                f"{at_least.name.lower()}{why}: run where more is allowed, or declare the weaker "
-                "level with "
-                f"at_least=Isolation.{self.isolation.name}"
+                f"declared {at_least.name.lower()}{reasons}: run where more is allowed, or declare "
+                f"the weaker level with at_least=Isolation.{self.isolation.name}"
             )
 
 
@@ -221,10 +219,10 @@ def check_relative_path(path: str) -> str:
 
     Raises SandboxError for a path that leads out of the directory.
     """
-    tidy = posixpath.normpath(path)
-    if path.startswith("/") or tidy == ".." or tidy.startswith("../") or "\0" in path:
+    normalised = posixpath.normpath(path)
+    if path.startswith("/") or normalised == ".." or normalised.startswith("../") or "\0" in path:
         raise SandboxError(f"{path!r} is no path inside the working directory")
-    return tidy
+    return normalised
 
 
 def end_threads(threads: ThreadPoolExecutor) -> None:

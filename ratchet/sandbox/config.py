@@ -80,14 +80,14 @@ class DockerSandboxConfig(Section):
 
     @field_validator("address")
     @classmethod
-    def _reachable(cls, address: str) -> str:
-        scheme, _, rest = address.partition("://")
-        if scheme not in ("unix", "http", "https") or not rest:
+    def _check_address(cls, address: str) -> str:
+        scheme, _, location = address.partition("://")
+        if scheme not in ("unix", "http", "https") or not location:
             raise ValueError(
                 f"{address!r} is no address of an engine: write unix:///path, "
                 "http://127.0.0.1:port or https://host:port"
             )
-        host = rest.split("/")[0].rpartition(":")[0] or rest
+        host = location.split("/")[0].rpartition(":")[0] or location
         if scheme == "http" and host not in LOOPBACK:
             raise ValueError(
                 f"address={address} is not encrypted, and access to an engine is root access. "
@@ -96,10 +96,10 @@ class DockerSandboxConfig(Section):
         return address
 
     @model_validator(mode="after")
-    def _fits(self) -> DockerSandboxConfig:
+    def _check_keys(self) -> DockerSandboxConfig:
         if self.certificates is not None and not self.address.startswith("https://"):
             raise ValueError(
-                "certificates are read with an https:// address alone: set that, or remove them"
+                "certificates are only used with an https:// address: set one, or remove them"
             )
         if self.read_only and self.workdir != "/tmp" and not self.workdir.startswith("/tmp/"):
             raise ValueError(
@@ -118,8 +118,8 @@ class RemoteSandboxConfig(Section):
         pattern="^https?://", description="Address of the service, without /run_code."
     )
     offers: Literal["seccomp", "landlock", "namespaces", "kernel"] = Field(
-        description="Isolation of programs that the service's operator declares; the service "
-        "doesn't report it, and is tried out."
+        description="Isolation of programs, as the service's operator declares it; the service "
+        "doesn't report it, and two test programs check it."
     )
     token_file: Path | None = Field(
         None, description="File whose text is sent as the bearer token."
@@ -135,6 +135,6 @@ class RemoteSandboxConfig(Section):
     timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds to wait for an answer, beyond the program's own time: its place in "
-        "the queue.",
+        description="Seconds to wait for an answer, beyond the program's own time, while the "
+        "request is queued.",
     )

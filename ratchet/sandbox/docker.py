@@ -1,7 +1,7 @@
 """Run programs and sessions in Docker containers, one container each, with the Docker Engine API.
 
-A container lives as long as the connection that feeds its first process. So the engine ends and
-removes it when the sandbox's process dies, however that dies. Labels name the owning process, so
+A container lives as long as the connection to the input of its first process. So the engine ends
+and removes it when the sandbox's process dies for any reason. Labels name the owning process, so
 that the next sandbox on this machine removes the containers of a dead owner.
 """
 
@@ -45,7 +45,7 @@ T = TypeVar("T")
 OWN_KERNEL = ("runsc", "kata")
 TRIES = 2
 GRACE_S = 5.0  # seconds for killed processes to end, and for the engine to notice
-SPARE_PROCESSES = 8  # for the first process, shells, and KILL
+SPARE_PROCESSES = 8  # beyond the program's limit: the first process, shells, and KILL
 BROKEN_PIPE = 128 + 13
 PAGE = 4096  # smallest size of a file in memory
 SCRATCH = "/tmp"
@@ -83,7 +83,7 @@ class DockerSandbox:
     ) -> None:
         self.config = config
         self._engine = DockerEngine(config.address, config.certificates, config.timeout_s)
-        self.strength = _strength(self._engine.json("GET", "/info"), config)
+        self.strength = _read_strength(self._engine.json("GET", "/info"), config)
         try:
             self.strength.require(at_least, f"the engine at {config.address}")
         except SandboxError:
@@ -116,7 +116,7 @@ class DockerSandbox:
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
         """Start a container for a session; see `Sandbox.open`."""
         container = await self._call(
-            lambda: self._retried(lambda: self.start(image or self.config.image, limits))
+            lambda: self._retry(lambda: self.start(image or self.config.image, limits))
         )
         return DockerSession(self, container, limits)
 
@@ -138,7 +138,7 @@ class DockerSandbox:
             cancel()
             raise
 
-    def _retried(self, work: Callable[[], T]) -> T:
+    def _retry(self, work: Callable[[], T]) -> T:
         for remaining in reversed(range(TRIES)):
             try:
                 return work()
@@ -150,7 +150,7 @@ class DockerSandbox:
     def _run(
         self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
     ) -> Result:
-        return self._retried(lambda: self._run_once(ticket, program, stdin, limits))
+        return self._retry(lambda: self._run_once(ticket, program, stdin, limits))
 
     def _run_once(
         self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
@@ -159,8 +159,8 @@ class DockerSandbox:
         container = ticket.container = self.start(self.config.image, limits)
         try:
             ticket.check()
-            end = secrets.token_hex(16)
-            files = {f"{end}.in": stdin}
+            end_marker = secrets.token_hex(16)
+            files = {f"{end_marker}.in": stdin}
             words = (
                 list(program)
                 if not isinstance(program, str)
@@ -170,7 +170,12 @@ class DockerSandbox:
                 files["main.py"] = program.encode("utf-8", "surrogatepass")
             self._engine.put(container, SCRATCH, files)
             return self.execute(
-                container, ["sh", "-c", RUN, end, *words], SCRATCH, limits, limits.wall_s, end
+                container,
+                ["sh", "-c", RUN, end_marker, *words],
+                SCRATCH,
+                limits,
+                limits.wall_s,
+                end_marker,
             )
         except DockerNotFound as error:
             raise EngineUnavailable(f"the container went away: {error}") from error
@@ -183,7 +188,7 @@ class DockerSandbox:
     def start(self, image: str, limits: Limits) -> str:
         """Return the id of a new container that waits for programs."""
         engine = self._engine
-        body = _container(image, self.config, limits, self._owner)
+        body = _build_container_config(image, self.config, limits, self._owner)
         try:
             container = engine.json("POST", "/containers/create", body)["Id"]
         except DockerNotFound:
@@ -234,21 +239,21 @@ class DockerSandbox:
             "User": self.config.user,
         }
         name = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
-        began = time.monotonic()
+        start = time.monotonic()
         stream = engine.attach(f"/exec/{name}/start", {"Detach": False, "Tty": False})
         outputs = CommandOutputs(limits.output_kib << 10, end)
         try:
-            reason = outputs.listen(stream, began + timeout_s)
-            seconds = time.monotonic() - began
+            reason = outputs.listen(stream, start + timeout_s)
+            seconds = time.monotonic() - start
             if reason is not None:
-                self._end_all(container, name)
+                self._kill_programs(container, name)
                 return Result(None, None, *outputs.texts_without_end(), seconds, reason)
         finally:
             stream.close()
         code = self._exit_code(name)
         # Outputs without their end mean a cut stream, unless the program killed its shell, which
         # any signal but SIGPIPE shows.
-        if not outputs.complete and (code <= 128 or code == BROKEN_PIPE):
+        if not outputs.is_complete and (code <= 128 or code == BROKEN_PIPE):
             raise EngineUnavailable(
                 "the engine's stream was cut: the program ended by itself, and its outputs have no "
                 "end"
@@ -277,7 +282,7 @@ class DockerSandbox:
             time.sleep(0.02)
         return int(state["ExitCode"])
 
-    def _end_all(self, container: str, name: str) -> None:
+    def _kill_programs(self, container: str, name: str) -> None:
         """End every process but the first. If that fails, end the container."""
         body = {"Cmd": ["sh", "-c", KILL], "User": self.config.user}
         try:
@@ -316,32 +321,34 @@ class DockerSession:
         self._end = weakref.finalize(self, sandbox.stop, container)
 
     async def run(self, command: str, timeout_s: float) -> Result:
-        end = secrets.token_hex(16)
-        words = shell.build_shell_command(self._sandbox.config.shell, command, STATE, end)
+        end_marker = secrets.token_hex(16)
+        words = shell.build_shell_command(self._sandbox.config.shell, command, STATE, end_marker)
         folder, limits = self._folder, self._limits
         return await self._call(
-            lambda: self._sandbox.execute(self.container, words, folder, limits, timeout_s, end)
+            lambda: self._sandbox.execute(
+                self.container, words, folder, limits, timeout_s, end_marker
+            )
         )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        named = {check_relative_path(name): bytes(data) for name, data in files.items()}
-        self._stored_bytes += sum(-(-len(data) // PAGE) * PAGE for data in named.values())
+        files_by_path = {check_relative_path(name): bytes(data) for name, data in files.items()}
+        self._stored_bytes += sum(-(-len(data) // PAGE) * PAGE for data in files_by_path.values())
         if self._sandbox.config.read_only and self._stored_bytes > self._limits.disk_mib << 20:
             raise TooLarge(f"the session's files take more than its {self._limits.disk_mib} MiB")
-        await self._call(lambda: self._sandbox.put(self.container, self._folder, named))
+        await self._call(lambda: self._sandbox.put(self.container, self._folder, files_by_path))
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
         relative = check_relative_path(path)
         # "/." gives the contents of a directory; a file has no such path, so it is requested by its
         # name.
-        whole = f"{self._folder}/." if relative == "." else f"{self._folder}/{relative}"
+        full_path = f"{self._folder}/." if relative == "." else f"{self._folder}/{relative}"
         max_bytes = max(64 << 20, self._limits.disk_mib << 20)
-        by_name = await self._call(lambda: self._sandbox.get(self.container, whole, max_bytes))
+        by_name = await self._call(lambda: self._sandbox.get(self.container, full_path, max_bytes))
         parent = os.path.dirname(relative)
-        named = {
+        files = {
             os.path.normpath(os.path.join(parent, name)): data for name, data in by_name.items()
         }
-        return {name: data for name, data in named.items() if name != shell.STATE_FILE}
+        return {name: data for name, data in files.items() if name != shell.STATE_FILE}
 
     async def close(self) -> None:
         if self._end.alive:
@@ -372,7 +379,7 @@ class _Ticket:
             threading.Thread(target=self._sandbox.stop, args=(container,), daemon=True).start()
 
 
-def _container(
+def _build_container_config(
     image: str, config: DockerSandboxConfig, limits: Limits, owner: str
 ) -> dict[str, Any]:
     memory = limits.memory_mib << 20
@@ -422,7 +429,7 @@ def _container(
     }
 
 
-def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
+def _read_strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
     options = [str(option) for option in info.get("SecurityOptions") or ()]
     if info.get("OSType", "linux") != "linux":
         raise SandboxError(
@@ -435,16 +442,16 @@ def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
             f"{', '.join(runtimes)}"
         )
     runtime = config.runtime or str(info.get("DefaultRuntime", ""))
-    filtered = any(
+    has_seccomp = any(
         option.startswith("name=seccomp") and "unconfined" not in option for option in options
     )
-    own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL)
-    if not filtered and not own_kernel:
+    has_own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL)
+    if not has_seccomp and not has_own_kernel:
         raise SandboxError(
             f"the engine at {config.address} filters no system calls (seccomp): no isolation level "
             "holds there"
         )
-    by = [
+    mechanisms = [
         "container",
         "no capabilities",
         "no-new-privileges",
@@ -452,9 +459,13 @@ def _strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Strength:
         "cgroups",
         f"runtime {runtime or 'default'}",
     ]
-    by += [option.split(",")[0].removeprefix("name=") for option in options]
-    refused = () if own_kernel else (f"runtime {runtime or 'default'} shares the machine's kernel",)
-    return Strength(Isolation.KERNEL if own_kernel else Isolation.NAMESPACES, refused, tuple(by))
+    mechanisms += [option.split(",")[0].removeprefix("name=") for option in options]
+    refused = (
+        () if has_own_kernel else (f"runtime {runtime or 'default'} shares the machine's kernel",)
+    )
+    return Strength(
+        Isolation.KERNEL if has_own_kernel else Isolation.NAMESPACES, refused, tuple(mechanisms)
+    )
 
 
 def _end(engine: DockerEngine, live: dict[str, DockerStream], threads: ThreadPoolExecutor) -> None:

@@ -61,8 +61,7 @@ class DockerStream:
             stream, size = HEADER.unpack(header)
             if stream not in (0, 1, 2):
                 raise EngineUnavailable(
-                    "the engine's stream is no multiplexed one: it begins a frame with "
-                    f"{header[:4]!r}"
+                    f"the engine's stream is not multiplexed: it begins a frame with {header[:4]!r}"
                 )
             while size:
                 data = self._read_up_to(min(size, CHUNK), deadline)
@@ -116,7 +115,7 @@ class DockerEngine:
             ) from None
         scheme, _, path = address.partition("://")
         limits = httpx.Limits(max_connections=None)
-        verify = _tls(certificates) if certificates else True
+        verify = _load_tls_context(certificates) if certificates else True
         transport = httpx.HTTPTransport(
             uds=f"/{path.lstrip('/')}" if scheme == "unix" else None,
             verify=verify,
@@ -128,13 +127,13 @@ class DockerEngine:
             transport=transport, base_url=base, timeout=timeout_s, trust_env=False
         )
         self._version = ""
-        offered = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
-        version = tuple(int(part) for part in offered.split(".")[:2] if part.isdecimal())
+        api_version = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
+        version = tuple(int(part) for part in api_version.split(".")[:2] if part.isdecimal())
         if version < OLDEST:
             self.close()
             raise SandboxError(
-                f"the engine at {address} speaks API {offered}: 1.41 (Docker 20.10) or later is "
-                "needed"
+                f"the engine at {address} speaks API {api_version}: 1.41 (Docker 20.10) or later "
+                "is needed"
             )
         self._version = "/v{}.{}".format(*min(version, NEWEST))
 
@@ -180,7 +179,7 @@ class DockerEngine:
         """Write files into the container; their keys are paths relative to `folder`."""
         tar_file = io.BytesIO()
         with tarfile.open(fileobj=tar_file, mode="w", format=tarfile.PAX_FORMAT) as archive:
-            for name, data in _with_folders(files):
+            for name, data in _list_entries(files):
                 entry = tarfile.TarInfo(name)
                 entry.mode, entry.mtime = SESSION_FILE_MODE, int(time.time())
                 if data is None:
@@ -305,7 +304,7 @@ def _closing(response: httpx.Response) -> Iterator[None]:
         response.close()
 
 
-def _with_folders(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
+def _list_entries(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | None]]:
     """Return all directories, then the files.
 
     The engine would create missing directories itself, but for root alone.
@@ -314,7 +313,7 @@ def _with_folders(files: Mapping[str, bytes]) -> Sequence[tuple[str, bytes | Non
     return [*((folder, None) for folder in sorted(folders)), *files.items()]
 
 
-def _tls(certificates: Path) -> ssl.SSLContext:
+def _load_tls_context(certificates: Path) -> ssl.SSLContext:
     try:
         context = ssl.create_default_context(cafile=str(certificates / "ca.pem"))
         context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")

@@ -30,7 +30,7 @@ class CommandOutputs:
                 text += data
                 if len(text) > self._max_bytes + len(self._end):
                     return Reason.OUTPUT
-                if self.complete:
+                if self.is_complete:
                     break
         except TimeoutError:
             return Reason.WALL
@@ -38,7 +38,7 @@ class CommandOutputs:
         return Reason.OUTPUT if exceeded else None
 
     @property
-    def complete(self) -> bool:
+    def is_complete(self) -> bool:
         return all(text.endswith(self._end) for text in self.texts.values())
 
     def texts_without_end(self) -> tuple[bytes, bytes]:

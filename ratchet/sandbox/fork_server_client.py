@@ -35,8 +35,9 @@ from ratchet.sandbox.base import (
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # beyond the wall limit, before the fork server itself counts as broken
 CHUNK = 1 << 16
-# Share of the CPU limit from which a SIGKILL counts as the kernel's. The kernel counts whole ticks
-# and the report is exact, so on a busy virtual machine the report can be lower by a third.
+# Share of the CPU limit from which a SIGKILL counts as the kernel's CPU limit. The kernel counts
+# whole ticks and the report is exact, so on a busy virtual machine the report can be lower by a
+# third.
 KILLED_FOR_CPU = 0.5
 # Without address randomisation, `hash(None)` and all else that depends on addresses is the same
 # in every slot; the switch takes effect at the next exec. Where a container refuses it (EPERM),
@@ -54,7 +55,7 @@ from inside.launch import main
 del sys.path[0]
 main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
-HERE = str(Path(__file__).resolve().parent)
+PACKAGE_DIR = str(Path(__file__).resolve().parent)
 # All environment variables of programs and commands. PATH is set, because bash's default ends in
 # the current directory.
 ENVIRONMENT = {
@@ -98,7 +99,7 @@ class ForkServerSlot:
             "utf8",
             "-c",
             BOOT,
-            HERE,
+            PACKAGE_DIR,
             str(server_end.fileno()),
             options,
         ]
@@ -126,9 +127,9 @@ class ForkServerSlot:
         except TimeoutError:
             answer = {"error": f"no answer within {START_TIMEOUT_S:g} s"}
         if "level" not in answer:
-            why = answer.get("error") or self._last_words()
+            reason = answer.get("error") or self._read_stderr()
             self.close()
-            raise SandboxError(f"no sandbox on this machine: {why}")
+            raise SandboxError(f"no sandbox on this machine: {reason}")
         return Strength(Isolation(answer["level"]), tuple(answer["refused"]), tuple(answer["by"]))
 
     def run(
@@ -148,58 +149,58 @@ class ForkServerSlot:
         if self._process is None or self._process.poll() is not None:
             self.close()
             self.start()
-        command = not isinstance(program, str)
+        is_command = not isinstance(program, str)
         text = (
             json.dumps(list(program)).encode()
-            if command
+            if is_command
             else program.encode("utf-8", "surrogatepass")
         )
         files = [seal_in_memory(text), seal_in_memory(stdin)]
         outputs: list[int] = []
         try:
             for _ in range(2):
-                read, write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
-                os.set_blocking(write, True)
-                outputs.append(read)
-                files.append(write)
+                read_end, write_end = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
+                os.set_blocking(write_end, True)
+                outputs.append(read_end)
+                files.append(write_end)
             try:
-                self._ask(limits, command, files)
+                self._send_request(limits, is_command, files)
             finally:
                 close(files)
                 files = []
             if is_cancelled():
                 self.stop()
-            watched = RunOutputs(outputs, limits)
-            report = self._follow(watched, limits)
+            run_outputs = RunOutputs(outputs, limits)
+            report = self._collect_report(run_outputs, limits)
         except (OSError, ForkServerError) as error:
-            why = self._last_words()
+            stderr_text = self._read_stderr()
             self.close()
             raise ForkServerError(
-                f"the sandbox's fork server broke: {error} {why}".rstrip()
+                f"the sandbox's fork server broke: {error} {stderr_text}".rstrip()
             ) from error
         finally:
             close(files + outputs)
         if report["setup"]:
             raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
-        result = judge_end(report, watched, limits)
+        result = judge_end(report, run_outputs, limits)
         # The program can't send SIGKILL to itself.
-        if result.signal == SIGKILL and not command and limits.processes == 1:
+        if result.signal == SIGKILL and not is_command and limits.processes == 1:
             raise ForkServerError(
-                "the program was killed from outside: by the kernel for want of memory, or by "
+                "the program was killed from outside: by the kernel because memory ran out, or by "
                 "another user"
             )
         return result
 
-    def _ask(self, limits: Limits, command: bool, files: list[int]) -> None:
+    def _send_request(self, limits: Limits, is_command: bool, files: list[int]) -> None:
         assert self._channel is not None
         request: dict[str, Any] = {
             name: getattr(limits, name)
             for name in ("wall_s", "memory_mib", "disk_mib", "processes", "threads")
         }
-        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": command}
+        request |= {"cpu_s": max(1, -int(-limits.cpu_s // 1)), "command": is_command}
         socket.send_fds(self._channel, [json.dumps(request).encode()], files)
 
-    def _follow(self, watched: RunOutputs, limits: Limits) -> dict[str, Any]:
+    def _collect_report(self, outputs: RunOutputs, limits: Limits) -> dict[str, Any]:
         """Read both outputs until the fork server reports the end, and return its report.
 
         The pipes then hold all remaining output.
@@ -207,26 +208,26 @@ class ForkServerSlot:
         channel = self._channel
         assert channel is not None
         poll = select.poll()
-        for file in (channel.fileno(), *watched.open):
+        for file in (channel.fileno(), *outputs.open):
             poll.register(file, select.POLLIN)
         deadline = time.monotonic() + limits.wall_s + GRACE_S
-        stopping = False
+        is_stopping = False
         while True:
             remaining_s = deadline - time.monotonic()
             if remaining_s <= 0:
                 raise ForkServerError(f"no report {GRACE_S:g} s after the wall limit")
             ready = [file for file, _ in poll.poll(remaining_s * 1000)]
             for file in ready:
-                if file != channel.fileno() and not watched.read(file):
+                if file != channel.fileno() and not outputs.read(file):
                     poll.unregister(file)
-            if watched.over and not stopping:
-                stopping = True
+            if outputs.is_over_limit and not is_stopping:
+                is_stopping = True
                 self.stop("output")
             if channel.fileno() in ready:
                 message = channel.recv(CHUNK)
                 if not message:
                     raise ForkServerError("it is gone")
-                watched.drain()
+                outputs.drain()
                 return json.loads(message)
 
     def stop(self, reason: str = "cancel") -> None:
@@ -235,7 +236,7 @@ class ForkServerSlot:
             if self._channel is not None:
                 self._channel.send(json.dumps({"stop": reason}).encode())
 
-    def _last_words(self) -> str:
+    def _read_stderr(self) -> str:
         if self._process is not None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
@@ -269,7 +270,7 @@ class RunOutputs:
 
     def __init__(self, files: list[int], limits: Limits) -> None:
         self.texts = [bytearray(), bytearray()]
-        self.over = False
+        self.is_over_limit = False
         self.open = dict(zip(files, self.texts, strict=True))
         self._limit = limits.output_kib << 10
 
@@ -282,7 +283,7 @@ class RunOutputs:
             return True
         text += data
         if len(text) > self._limit:
-            self.over = True
+            self.is_over_limit = True
             del text[self._limit :]
             data = b""
         if not data:
@@ -292,22 +293,22 @@ class RunOutputs:
     def drain(self) -> None:
         """Read all available output without waiting for the end of file.
 
-        A background process that can't be counted might hold the pipe open for ever.
+        A background process may hold the pipe open for ever.
         """
         for file in list(self.open):
             while (
-                (before := len(self.open[file])) is not None
+                (size := len(self.open[file])) is not None
                 and self.read(file)
-                and len(self.open[file]) > before
+                and len(self.open[file]) > size
             ):
                 pass
 
 
-def judge_end(report: dict[str, Any], watched: RunOutputs, limits: Limits) -> Result:
+def judge_end(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> Result:
     code, stopped = report["status"], report["stopped"]
     exit_code = os.WEXITSTATUS(code) if os.WIFEXITED(code) else None
-    number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else None
-    if watched.over:
+    signal_number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else None
+    if outputs.is_over_limit:
         reason = Reason.OUTPUT
     elif stopped == "cancel":
         raise SandboxError(
@@ -315,17 +316,17 @@ def judge_end(report: dict[str, Any], watched: RunOutputs, limits: Limits) -> Re
         )
     elif stopped:
         reason = Reason(stopped)
-    elif number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) * KILLED_FOR_CPU:
+    elif signal_number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) * KILLED_FOR_CPU:
         reason = Reason.CPU
     else:
-        reason = Reason.SIGNAL if number else Reason.EXIT
+        reason = Reason.SIGNAL if signal_number else Reason.EXIT
     if reason not in (Reason.EXIT, Reason.SIGNAL):
-        exit_code = number = None
+        exit_code = signal_number = None
     return Result(
         exit_code,
-        number,
-        bytes(watched.texts[0]),
-        bytes(watched.texts[1]),
+        signal_number,
+        bytes(outputs.texts[0]),
+        bytes(outputs.texts[1]),
         report["seconds"],
         reason,
     )

@@ -14,12 +14,12 @@ OWNER = "ratchet.owner"
 
 def reap(engine: DockerEngine) -> list[str]:
     """Remove the containers of dead owners on this machine, and return their ids."""
-    listed = engine.json(
+    containers = engine.json(
         "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]})
     )
     dead = [
         item["Id"]
-        for item in listed
+        for item in containers
         if not _may_live(str((item.get("Labels") or {}).get(OWNER, "")))
     ]
     for container in dead:
@@ -29,22 +29,26 @@ def reap(engine: DockerEngine) -> list[str]:
 
 
 def identify_process() -> str:
-    """Return an id of this process: its machine's boot, its pid, and its start time, because pids
-    are reused."""
-    return f"{_boot()}/{os.getpid()}/{_started(os.getpid())}"
+    """Return an id of this process: its machine's boot id, its pid and its start time.
+
+    The start time is part of it because pids are reused.
+    """
+    return f"{_read_boot_id()}/{os.getpid()}/{_read_start_time(os.getpid())}"
 
 
 def _may_live(owner: str) -> bool:
-    boot, _, rest = owner.partition("/")
-    pid, _, started = rest.partition("/")
-    if not boot or boot != _boot() or not pid.isdecimal():
+    boot, _, process = owner.partition("/")
+    pid, _, started = process.partition("/")
+    if not boot or boot != _read_boot_id() or not pid.isdecimal():
         return True  # perhaps on another machine, which can't be inspected from here
-    return _started(int(pid)) == started
+    return _read_start_time(int(pid)) == started
 
 
-def _boot() -> str:
-    """Return an id of the machine's boot and this pid namespace, as two namespaces may use the same
-    pid; "" if unknown."""
+def _read_boot_id() -> str:
+    """Return an id of the machine's boot and of this pid namespace; "" if unknown.
+
+    Two namespaces may use the same pid.
+    """
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip() + os.readlink(
             "/proc/self/ns/pid"
@@ -53,7 +57,7 @@ def _boot() -> str:
         return ""
 
 
-def _started(pid: int) -> str:
+def _read_start_time(pid: int) -> str:
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
     except OSError:

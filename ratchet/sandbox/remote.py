@@ -40,8 +40,8 @@ SERVICE_OUTPUT = 1 << 20
 MAX_ANSWER = 8 << 20
 NOT_TEXT = "[DecodeError]"  # the service's replacement of an output that isn't UTF-8
 # Two programs that test isolation: one leaves a file, the other looks for it.
-LEAVE = "open('/tmp/{name}', 'w').close()"
-LOOK = "import os\nprint(os.path.exists('/tmp/{name}'))"
+LEAVE_FILE = "open('/tmp/{name}', 'w').close()"
+LOOK_FOR_FILE = "import os\nprint(os.path.exists('/tmp/{name}'))"
 
 
 class ServiceUnavailable(SandboxError):
@@ -53,9 +53,9 @@ class RemoteSandbox:
 
     The service does not report how it isolates programs: the config declares it (`offers`), and two
     programs test if one can leave a file for the other. The service limits time and memory as each
-    request says, and output at 1 MiB; `Limits.output_kib` is applied here. Its own limits
-    stand in for `cpu_s`, `disk_mib`, `processes` and `threads`. Raises SandboxError at construction
-    if the service does not respond, or isolates too weakly.
+    request says, and output at 1 MiB; `Limits.output_kib` is applied here. The service's own limits
+    replace `cpu_s`, `disk_mib`, `processes` and `threads`. Raises SandboxError at construction if
+    the service does not respond, or isolates too weakly.
 
     Args:
         slots: Number of concurrent requests.
@@ -77,12 +77,12 @@ class RemoteSandbox:
                 "httpx", extra="envs", needed_for="the remote sandbox"
             ) from None
         self.config = config
-        offered = Isolation[config.offers.upper()]
+        declared = Isolation[config.offers.upper()]
         self.strength = Strength(
-            offered, (f"offers is {config.offers}",), (f"declared of {config.address}",)
+            declared, (f"offers is {config.offers}",), (f"declared of {config.address}",)
         )
         self.strength.require(at_least, f"the service at {config.address}")
-        headers = {"Authorization": f"Bearer {_token(config)}"} if config.token_file else {}
+        headers = {"Authorization": f"Bearer {_read_token(config)}"} if config.token_file else {}
         self._client = httpx.Client(headers=headers, trust_env=False)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="remote")
         self._closing = threading.Event()
@@ -134,8 +134,8 @@ class RemoteSandbox:
 
     def _check_service(self) -> None:
         name = f"ratchet-{secrets.token_hex(8)}"
-        self._run(LEAVE.format(name=name), b"", DEFAULT_LIMITS)
-        probe = self._run(LOOK.format(name=name), b"", DEFAULT_LIMITS)
+        self._run(LEAVE_FILE.format(name=name), b"", DEFAULT_LIMITS)
+        probe = self._run(LOOK_FOR_FILE.format(name=name), b"", DEFAULT_LIMITS)
         if not probe.ok:
             raise SandboxError(
                 f"the service at {self.config.address} can't run Python: {probe.stderr[-200:]!r}"
@@ -143,8 +143,8 @@ class RemoteSandbox:
         if self.isolation > Isolation.SECCOMP and b"True" in probe.stdout:
             raise SandboxError(
                 f"the service at {self.config.address} lets a program leave files for the next "
-                "one, weaker than the declared "
-                f"{self.config.offers}: have it isolate programs, or declare offers: seccomp"
+                f"one, weaker than the declared {self.config.offers}: have it isolate programs, or "
+                "declare offers: seccomp"
             )
 
     def _run(self, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
@@ -262,7 +262,7 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
     )
 
 
-def _token(config: RemoteSandboxConfig) -> str:
+def _read_token(config: RemoteSandboxConfig) -> str:
     assert config.token_file is not None
     try:
         return config.token_file.read_text(encoding="utf-8").strip()

@@ -27,14 +27,14 @@ MARGIN_S = 10.0
 SHELL_PROCESSES = 32
 # Maximum size of a session's files: a remote service keeps 1 MiB of an answer, and base64 adds a
 # third.
-CARRIED_KIB = 512
+MAX_FILES_KIB = 512
 
 
 class Workspace:
     """A session whose files are kept in this process between commands.
 
-    Kept: regular files with their modes, directories, the current directory and exported variables.
-    Not kept: links, and background processes.
+    It keeps regular files with their modes, directories, the current directory and exported
+    variables. It does not keep links and background processes.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits) -> None:
@@ -47,23 +47,24 @@ class Workspace:
     async def run(self, command: str, timeout_s: float) -> Result:
         """Run a command; see `Session.run`.
 
-        A command that leaves more than CARRIED_KIB of files ends with Reason.OUTPUT, and is undone.
+        A command that leaves more than MAX_FILES_KIB of files ends with Reason.OUTPUT, and its
+        changes are undone.
         """
         self._check()
-        most_kib = min(self._limits.output_kib, CARRIED_KIB // 8)
+        max_output_kib = min(self._limits.output_kib, MAX_FILES_KIB // 8)
         request = {
-            "files": {name: [mode, _encoded(data)] for name, (mode, data) in self._files.items()},
+            "files": {name: [mode, _encode(data)] for name, (mode, data) in self._files.items()},
             "words": shell.build_shell_command("sh", command, shell.STATE_FILE),
             "state": shell.STATE_FILE,
             "timeout_s": timeout_s,
-            "most_output": most_kib << 10,
-            "most_files": CARRIED_KIB << 10,
+            "most_output": max_output_kib << 10,
+            "most_files": MAX_FILES_KIB << 10,
         }
         limits = replace(
             self._limits,
             wall_s=timeout_s + MARGIN_S,
             cpu_s=max(self._limits.cpu_s, MARGIN_S),
-            output_kib=2 * CARRIED_KIB,
+            output_kib=2 * MAX_FILES_KIB,
             processes=self._limits.processes + SHELL_PROCESSES,
         )
         source = (
@@ -71,40 +72,40 @@ class Workspace:
             .joinpath("inside/session_command.py")
             .read_text(encoding="utf-8")
         )
-        carried = await self._sandbox.run(
+        carrier_result = await self._sandbox.run(
             f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits
         )
         # The carrier was ended by a limit that it shares with the command, or by the command.
-        if not carried.ok:
+        if not carrier_result.ok:
             return replace(
-                carried,
+                carrier_result,
                 stdout=b"",
                 stderr=b"the command ended its session's process; its files are undone\n",
             )
-        return self._read(carried)
+        return self._read(carrier_result)
 
-    def _read(self, carried: Result) -> Result:
+    def _read(self, carrier_result: Result) -> Result:
         """Return the result that the carrier program reported, and store its files.
 
         The report is as untrusted as the command: the limits bound its size, and it is only parsed
         as data.
         """
         try:
-            report: dict[str, Any] = json.loads(carried.stdout)
+            report: dict[str, Any] = json.loads(carrier_result.stdout)
             stdout, stderr = (
                 base64.b64decode(report[name], validate=True) for name in ("stdout", "stderr")
             )
             code, reason = int(report["code"]), Reason(report["reason"])
             if report["files"] is not None:
-                kept = report["files"].items()
+                entries = report["files"].items()
                 self._files = {
-                    check_relative_path(name): (int(mode) & 0o777, _decoded(data))
-                    for name, (mode, data) in kept
+                    check_relative_path(name): (int(mode) & 0o777, _decode(data))
+                    for name, (mode, data) in entries
                 }
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-            if carried.ok and carried.stdout:
+            if carrier_result.ok and carrier_result.stdout:
                 return replace(
-                    carried,
+                    carrier_result,
                     exit=1,
                     stdout=b"",
                     stderr=b"the command wrote into its session's own report\n",
@@ -112,10 +113,10 @@ class Workspace:
             raise SandboxError(
                 f"a session's command came back without a report: {error}"
             ) from error
-        ended = reason in (Reason.EXIT, Reason.SIGNAL)
-        signal = -code if ended and code < 0 else None
+        has_status = reason in (Reason.EXIT, Reason.SIGNAL)
+        signal = -code if has_status and code < 0 else None
         return Result(
-            code if ended and code >= 0 else None,
+            code if has_status and code >= 0 else None,
             signal,
             stdout,
             stderr,
@@ -128,9 +129,9 @@ class Workspace:
         updated = self._files | {
             check_relative_path(name): (0o755, bytes(data)) for name, data in files.items()
         }
-        if sum(len(data or b"") for _, data in updated.values()) > CARRIED_KIB << 10:
+        if sum(len(data or b"") for _, data in updated.values()) > MAX_FILES_KIB << 10:
             raise TooLarge(
-                f"the session's files take more than {CARRIED_KIB} KiB: use the docker sandbox"
+                f"the session's files take more than {MAX_FILES_KIB} KiB: use the docker sandbox"
             )
         self._files = updated
 
@@ -157,9 +158,9 @@ class Workspace:
             raise SandboxError("this session is closed")
 
 
-def _encoded(data: bytes | None) -> str | None:
+def _encode(data: bytes | None) -> str | None:
     return None if data is None else base64.b64encode(data).decode()
 
 
-def _decoded(data: Any) -> bytes | None:
+def _decode(data: Any) -> bytes | None:
     return None if data is None else base64.b64decode(data, validate=True)

@@ -103,7 +103,7 @@ class CheckpointSaver:
             "score": self._score[1] if self._score[0] == done else None,
         }
         source = await run.batcher.source.snapshot()
-        noted = {} if self.mirror is None else self.mirror.note()
+        noted = {} if self.mirror is None else self.mirror.take_snapshot()
         goes_on = run.stop.status is None and not run.progress.ended and done < run.last_step
         if self.config.background and goes_on:
             write = self._copy(source)
@@ -121,7 +121,7 @@ class CheckpointSaver:
     ) -> None:
         self.store.save(done, write, meta)
         if self.mirror is not None:
-            self.mirror.push(noted, beside=self.config.background)
+            self.mirror.push(noted, in_background=self.config.background)
 
     def settle(self) -> None:
         """Wait for the background write.

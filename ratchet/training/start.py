@@ -51,7 +51,7 @@ def start_run(
     path = directory.path
     place = path if mirror is None else mirror.address
     if mirror is not None:
-        mirror.expect_nothing()
+        mirror.check_empty()
     if directory.used:
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
@@ -61,12 +61,12 @@ def start_run(
         raise RunDirectoryError(
             f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
         )
-    directory.expect(plain(written))
+    directory.check_recipe(plain(written))
     with directory.locked():
         if mirror is not None:
             # Before anything local is written, so that the command can be repeated if this fails.
             mirror.begin()
-        directory.settle(plain(config))
+        directory.write_or_check_config(plain(config))
         if mirror is not None:
             mirror.begin()
         return _run(
@@ -98,7 +98,7 @@ def resume_run(
         )
     with directory.locked():
         if mirror is not None:
-            mirror.take_up()
+            mirror.resume()
             mirror.begin()
         config = load_config(directory.config)
         if (key := find_unfrozen_key(config)) is not None:

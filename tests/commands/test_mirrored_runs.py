@@ -431,7 +431,7 @@ def test_a_killed_process_goes_on_on_another_machine(whole, recipe, tmp_path):
     assert killed.returncode == -signal.SIGKILL, killed.stderr
     resumed = ratchet("train", "--resume", address, cache="two")
     assert resumed.returncode == 0, resumed.stderr
-    assert f"{address} goes on, after step 2" in resumed.stdout
+    assert f"{address} continues after step 2" in resumed.stdout
     (run,) = (tmp_path / "two").glob("runs/*/run")
     assert_equal_runs(whole, run)
     fsspec.filesystem("file").rm(f"{tmp_path}/store/run/model", recursive=True)

@@ -47,7 +47,9 @@ def test_each_domain_has_its_own_rewards_and_its_own_names():
 def test_a_tag_without_rewards_fails_unless_there_are_some_for_any():
     failed = outcome(made(), "code", "85")
     assert isinstance(failed, Failed)
-    assert "task 't/0' has the tag 'code', but there are rewards only for sums, words" in failed.detail
+    assert (
+        "task 't/0' has the tag 'code', but there are rewards only for sums, words" in failed.detail
+    )
     anything = made({**DOMAINS, "*": [{"kind": "exact_match"}]})
     assert outcome(anything, "code", "85") == Scored(
         1.0, {"by_tag": 1.0, "by_tag/code/exact_match": 1.0}
@@ -75,7 +77,10 @@ def test_a_domain_without_rewards_leaves_its_attempts_to_its_environments_steps(
     # to which the turns' own rewards are added
     assert played(0.0, 1.0) == Scored(0.0, {"by_tag": 0.0})
     assert played(None, ended=Truncated(None)) == Truncated(0.0, {"by_tag": 0.0})
-    assert "domain 'puzzle' has no rewards, and its environment gave none" in played(None).detail
+    assert (
+        "domain 'puzzle' has no rewards, and its environment rewarded no turn"
+        in played(None).detail
+    )
 
 
 @pytest.mark.parametrize(

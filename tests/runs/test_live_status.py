@@ -14,7 +14,7 @@ from ratchet.runs.run_dir import RunDirectory
 @pytest.fixture
 def directory(tmp_path):
     made = RunDirectory(tmp_path)
-    made.settle({"name": "run"})
+    made.write_or_check_config({"name": "run"})
     return made
 
 

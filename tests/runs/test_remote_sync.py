@@ -52,13 +52,13 @@ class Run:
         self.mirror = Mirror(address, self.directory, self.store)
 
     def begin(self):
-        self.mirror.expect_nothing()
+        self.mirror.check_empty()
         self.directory.config.write_text(yaml.safe_dump(RECIPE))
         self.mirror.begin()
         return self
 
     def take_up(self):
-        self.mirror.take_up()
+        self.mirror.resume()
         self.mirror.begin()
         return self
 
@@ -73,7 +73,7 @@ class Run:
         (self.path / "steps").mkdir(exist_ok=True)
         (self.path / "steps" / f"{step}.parquet").write_bytes(b"%d" % step * 99)
         (self.path / "provenance.json").write_text(str(step))
-        noted = self.mirror.note()
+        noted = self.mirror.take_snapshot()
 
         def write(draft):
             (draft / "policy").mkdir()
@@ -82,7 +82,7 @@ class Run:
 
         self.store.save(step, write, {"step": step, "score": score})
         if push:
-            self.mirror.push(noted, beside=beside)
+            self.mirror.push(noted, in_background=beside)
         return self
 
     def files(self):
@@ -169,7 +169,7 @@ def test_wherever_an_upload_ends_what_is_there_can_be_gone_on_from(machine):
                 done = False
         machine(f"other-{ends_at}")
         other = Run(address, keep=1)
-        other.mirror.take_up()
+        other.mirror.resume()
         step = find_newest_step(other.directory)
         assert step in (1, 2)
         assert step == 2 or not done
@@ -192,7 +192,7 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
     address = f"file://{tmp_path}/store/run"
     Run(address).begin().step(1)
     run = Run(address)
-    run.mirror.take_up()
+    run.mirror.resume()
     monkeypatch.setattr(
         type(run.mirror.remote.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died)
     )
@@ -215,7 +215,7 @@ def test_a_store_that_fails_costs_nothing_and_gets_all_of_it_later(name, address
 
     with telling(told):
         run.step(2)
-    assert "did not take what was saved" in caplog.text
+    assert "the save can't be uploaded" in caplog.text
     assert "out of order" in caplog.text
     assert sorted(MirroredRun(address).checkpoints()[0]) == [1]
     assert run.store.load(2)
@@ -264,10 +264,10 @@ def test_a_run_begins_only_where_nothing_is(address):
     with pytest.raises(
         RunDirectoryError, match=f"holds a run. Continue it with --resume {address}"
     ):
-        Run(address).mirror.expect_nothing()
+        Run(address).mirror.check_empty()
     MirroredRun(f"{address}2").store.write("a.txt", b"")
     with pytest.raises(RunDirectoryError, match="holds other files"):
-        Run(f"{address}2").mirror.expect_nothing()
+        Run(f"{address}2").mirror.check_empty()
     with pytest.raises(RunDirectoryError, match="holds no run"):
         Run(f"{address}3").take_up()
 
@@ -287,7 +287,7 @@ def test_another_machine_gets_all_that_the_run_had(address, machine):
     assert run.store.steps() == [2, 3, 4]
     assert other.files() == kept
     assert other.mirror.notes == [
-        f"{address} goes on, after step 4: it was fetched into {other.path}"
+        f"{address} continues after step 4: it was fetched into {other.path}"
     ]
     other.step(5)  # by the same rules there, though this machine has fewer
     assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 4, 5]
@@ -300,14 +300,14 @@ def test_of_two_copies_the_newer_goes_on_and_it_is_said(address, machine):
     machine("one")
     again = Run(address).take_up()
     assert (
-        f"goes on, after step 2: it was fetched into {again.path}, which was older (step 1)"
+        f"continues after step 2: it was fetched into {again.path}, which was older (step 1)"
         in again.mirror.notes[0]
     )
     assert again.path == first.path
     again.step(3, push=False)
     ahead = Run(address).take_up()
     assert (
-        f"the local copy in {first.path} goes on: with step 3 it is newer than {address} (step 2)"
+        f"the local copy in {first.path} continues: with step 3 it is newer than {address} (step 2)"
         in ahead.mirror.notes
     )
     assert ahead.files().items() <= without_index(address).items()
@@ -322,7 +322,7 @@ def test_a_local_copy_whose_address_was_emptied_goes_on(address):
     Broken.store.clear()
     again = Run(address).take_up()
     assert again.mirror.notes == [
-        f"{address} holds nothing of this run: its local copy in {run.path} goes on, after step 1"
+        f"{address} holds nothing of this run: the local copy in {run.path} continues after step 1"
     ]
     assert without_index(address) == run.files()
 
@@ -336,9 +336,7 @@ def test_a_local_copy_of_another_run_is_left_alone(address):
     Run(address).begin().step(1)
     shutil.rmtree(run.path)
     moved.rename(run.path)
-    with pytest.raises(
-        RunDirectoryError, match="is of another run than the one there: move it away"
-    ):
+    with pytest.raises(RunDirectoryError, match="belongs to another run: move it away"):
         Run(address).take_up()
     assert run.files() == before
 
@@ -363,7 +361,7 @@ def test_of_two_that_write_at_once_the_first_stops(address, machine):
     machine("two")
     second = Run(address).take_up().step(2)
     first.step(2)
-    assert "another process goes on with this run" in first.mirror.behind
+    assert "another process continues this run" in first.mirror.behind
     assert not first.mirror.finish()
     second.step(3)
     assert second.mirror.finish()
@@ -516,7 +514,7 @@ def test_what_fails_beside_is_said_and_made_up_for(address, caplog):
 
     with telling(told):
         run.step(1, beside=True)
-        run.mirror._work.settle()
+        run.mirror._background.settle()
     assert "out of order" in run.mirror.behind
     run.step(2, beside=True)
     assert run.mirror.finish()
@@ -525,13 +523,13 @@ def test_what_fails_beside_is_said_and_made_up_for(address, caplog):
 
 def test_a_file_that_grows_or_goes_while_it_is_sent_is_no_failure(address, machine):
     run = Run(address).begin().step(1)
-    noted = run.mirror.note()
+    noted = run.mirror.take_snapshot()
     (run.path / "steps" / "1.parquet").unlink()
     (run.path / "run.log").write_text("")
     with (run.path / "metrics.jsonl").open("a") as file:
         file.write("more\n")
     (run.path / "provenance.json").write_text("new")
-    run.mirror.push(noted | {"gone.json": noted["run.log"]}, beside=False)
+    run.mirror.push(noted | {"gone.json": noted["run.log"]}, in_background=False)
     assert run.mirror.behind is None
     machine("two")
     assert (Run(address).take_up().path / "metrics.jsonl").read_text() == '{"step": 1}\n'

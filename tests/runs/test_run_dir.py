@@ -146,11 +146,11 @@ except RunDirectoryError as error:
 
 def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.settle(CONFIG)
+    run.write_or_check_config(CONFIG)
     assert run.used
     assert run.read_config() == CONFIG
     before = run.config.read_bytes()
-    run.settle(CONFIG)
+    run.write_or_check_config(CONFIG)
     assert run.config.read_bytes() == before
     assert {path.name for path in tmp_path.iterdir()} == {"config.yaml"}
 
@@ -158,7 +158,7 @@ def test_the_recipe_is_written_once_and_read_back(tmp_path: Path) -> None:
 @pytest.mark.fault("C11")
 def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.settle(CONFIG)
+    run.write_or_check_config(CONFIG)
     other = {
         "seed": 8,
         "model": {"preset": "tiny"},
@@ -166,7 +166,7 @@ def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
         "device": "cpu",
     }
     with pytest.raises(RunDirectoryError) as refused:
-        run.settle(other)
+        run.write_or_check_config(other)
     message = str(refused.value)
     for part in (
         "seed: 7 -> 8",
@@ -182,9 +182,9 @@ def test_another_recipe_is_refused_naming_the_keys(tmp_path: Path) -> None:
 
 def test_many_differences_are_counted(tmp_path: Path) -> None:
     run = RunDirectory(tmp_path)
-    run.settle({f"k{i}": i for i in range(20)})
+    run.write_or_check_config({f"k{i}": i for i in range(20)})
     with pytest.raises(RunDirectoryError, match=r"k7: 7 -> -7 and 12 more\."):
-        run.settle({f"k{i}": -i if i else 1 for i in range(20)})
+        run.write_or_check_config({f"k{i}": -i if i else 1 for i in range(20)})
 
 
 @pytest.mark.parametrize(
@@ -225,12 +225,12 @@ def test_a_lock_that_is_no_plain_file(replace, tmp_path: Path) -> None:
     other.write_text("not of this run")
     directory = RunDirectory(tmp_path)
     with directory.locked():
-        directory.settle(CONFIG)
+        directory.write_or_check_config(CONFIG)
         (tmp_path / ".lock").unlink()
         replace(tmp_path / ".lock")
         with pytest.raises(RunDirectoryError, match=r"\.lock"):
             directory.verify(CONFIG)
-    assert not directory.held  # a pipe is not waited for
+    assert not directory.is_locked  # a pipe is not waited for
     with pytest.raises(RunDirectoryError, match=r"\.lock"), directory.locked():
         pass
     assert other.read_text() == "not of this run"
@@ -240,7 +240,7 @@ def test_a_lock_that_is_no_plain_file(replace, tmp_path: Path) -> None:
 def test_a_recipe_that_is_no_plain_file(tmp_path: Path) -> None:
     directory = RunDirectory(tmp_path)
     with directory.locked():
-        directory.settle(CONFIG)
+        directory.write_or_check_config(CONFIG)
         directory.config.unlink()
         os.mkfifo(directory.config)
         directory.verify(CONFIG)
@@ -256,7 +256,7 @@ def test_a_path_that_leads_nowhere_is_a_lost_directory(tmp_path: Path) -> None:
     parent = tmp_path / "parent"
     directory = RunDirectory(parent / "run")
     with directory.locked():
-        directory.settle(CONFIG)
+        directory.write_or_check_config(CONFIG)
         parent.rename(tmp_path / "moved")
         parent.write_text("a file")
         with pytest.raises(RunDirectoryError, match="moved or replaced"):

@@ -61,7 +61,7 @@ def show_plan(
         )
     recipe = plain(config)
     if directory is not None:
-        directory.expect(recipe)
+        directory.check_recipe(recipe)
     config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
     cost, stages = (
         DecoderCost(read_shape(config), config.kernels == "compiled"),

@@ -78,7 +78,7 @@ class RunReader:
         """Return `finished`, `running` or `stopped`.
 
         A run on another machine counts as running while it has a status file. The run's lock
-        (`RunDirectory.held`) is not tried, because a reader that tries it every few seconds could
+        (`RunDirectory.is_locked`) is not tried, because a reader that tries it every few seconds could
         block a run that is starting.
         """
         if self.directory.summary.exists():

@@ -1,4 +1,4 @@
-"""Run one program: a process forked from the zygote drops its privileges and becomes it."""
+"""Run one program: a process forked from the zygote drops its privileges and runs the program."""
 
 from __future__ import annotations
 
@@ -64,11 +64,11 @@ class Request:
     command: bool  # True if the program is a command (a JSON list of its words), not Python source
 
     @property
-    def forking(self) -> bool:
+    def can_fork(self) -> bool:
         return self.processes > 1 or self.command
 
 
-def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
+def become_program(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
     """Turn this process into the program.
 
     The status file gets "ready", or the reason why the program could not be started.
@@ -81,11 +81,13 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
         os.setsid()
         source = os.pread(program, os.fstat(program).st_size, 0)
         # Copy all descriptors first, as a dup2 could close one that a later dup2 needs.
-        for target, held in enumerate([os.dup(file) for file in (stdin, stdout, stderr, status)]):
-            os.dup2(held, target, inheritable=target != STATUS)
+        for target, copied_file in enumerate(
+            [os.dup(file) for file in (stdin, stdout, stderr, status)]
+        ):
+            os.dup2(copied_file, target, inheritable=target != STATUS)
         status = STATUS
         os.closerange(FIRST_UNUSED, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        usual_signals(request.command)
+        restore_signals(request.command)
         confine(request, place, zygote)
         os.write(status, b"ready")
     except BaseException as error:
@@ -97,12 +99,13 @@ def become(request: Request, place: Place, zygote: int, files: list[int]) -> NoR
     run_source(source)
 
 
-def usual_signals(command: bool) -> None:
+def restore_signals(command: bool) -> None:
     """Restore the handling of signals that the zygote and Python ignore.
 
-    A command gets the default of all of them, a Python program only that of SIGINT, which it may
-    send itself. It still ignores SIGTERM and SIGHUP unless it handles them: a service manager that
-    stops the trainer sends them to every process, and that would look like a crash of the program.
+    A command gets the default handling of all of them. A Python program gets it only for SIGINT,
+    which it may send itself. The program still ignores SIGTERM and SIGHUP unless it handles them: a
+    service manager that stops the trainer sends them to every process, and that would look like a
+    crash of the program.
     """
     if command:
         for number in (
@@ -118,7 +121,7 @@ def usual_signals(command: bool) -> None:
 
 
 def confine(request: Request, place: Place, zygote: int) -> None:
-    inside = place.level >= 3
+    is_in_namespaces = place.level >= 3
     limit_resources(request, place)
     if place.drop:
         os.setgroups([])
@@ -132,13 +135,13 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os._exit(125)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    if place.level >= 2 and (not inside or landlock.abi()):
+    if place.level >= 2 and (not is_in_namespaces or landlock.abi()):
         readable = [*place.library, *place.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
-        if request.forking:
+        if request.can_fork:
             readable += [*rootfs.SYSTEM, sys.base_prefix]
-        writable = ["/dev/null", *([rootfs.BOX] if inside else [])]
-        landlock.restrict(readable, writable, executable=request.forking)
-    seccomp.install(seccomp.program(os.getpid(), place.level, request.forking))
+        writable = ["/dev/null", *([rootfs.BOX] if is_in_namespaces else [])]
+        landlock.restrict(readable, writable, executable=request.can_fork)
+    seccomp.install(seccomp.program(os.getpid(), place.level, request.can_fork))
 
 
 def limit_resources(request: Request, place: Place) -> None:
@@ -157,10 +160,10 @@ def limit_resources(request: Request, place: Place) -> None:
     # Without a uid or user namespace of its own, the trainer's threads would count too.
     if place.drop or place.level >= 3:
         # In a user namespace the kernel also counts the zygote and its launcher.
-        beside = 0 if place.drop else 2
+        other_processes = 0 if place.drop else 2
         limits[resource.RLIMIT_NPROC] = (
-            request.processes if request.forking else request.threads
-        ) + beside
+            request.processes if request.can_fork else request.threads
+        ) + other_processes
     for kind, value in limits.items():
         ceiling = resource.getrlimit(kind)[1]
         value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)

@@ -1,9 +1,9 @@
 """The sandbox's entry point: find the strongest isolation that this machine grants, enter it, and
 start the zygote.
 
-Each level is first tried in full in a throwaway process: some machines grant a namespace but refuse
-what makes it useful, and a sandbox must never be weaker than it reports. If entering the level then
-fails after all, the launch fails.
+Each level is first tried in full in a throwaway process. Some machines grant a namespace but refuse
+the calls that make it useful, and a sandbox must never be weaker than it reports. If entering the
+level then fails after all, the launch fails.
 """
 
 from __future__ import annotations
@@ -46,18 +46,18 @@ def main(control: int, options: dict[str, Any]) -> None:
 
     Args:
         control: Descriptor of the control socket.
-        options: `boss`, the pid of the trainer; `at_most`, the highest level to try; `readable`,
+        options: `boss`, the trainer's pid; `at_most`, the highest level to try; `readable`,
             paths that programs may read besides the library.
     """
     channel = socket.socket(fileno=control)
     try:
-        boss = watch_boss(options["boss"])
-        oom_first()
+        trainer = open_trainer(options["boss"])
+        prefer_for_oom_kill()
         os.umask(0o022)  # a fixed one, not the trainer's
-        zygote.be_quiet()
+        zygote.ignore_stop_signals()
         readable = tuple(options["readable"])
-        sources = view(readable)
-        level, refused = strongest(options["at_most"], sources)
+        sources = list_bound_paths(readable)
+        level, refused = find_strongest_level(options["at_most"], sources)
         if level == 0:
             raise RuntimeError("; ".join(refused))
         seccomp.template(level, False)  # cached, so that forked programs need not build it
@@ -65,28 +65,29 @@ def main(control: int, options: dict[str, Any]) -> None:
             __import__(name)
         sys.path.extend(readable)
         sys.dont_write_bytecode = True
-        place = child.Place(level, library(), readable, unused_uid(level, readable))
+        place = child.Place(level, list_library_paths(), readable, find_unused_uid(level, readable))
         if level >= 3:
             rootfs.enter()
             inner = os.fork()
             if inner:
                 channel.close()
-                wait_for(inner, boss)  # does not return
+                wait_for_zygote(inner, trainer)  # does not return
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         proc = rootfs.build(sources) if level >= 3 else None
         channel.send(
-            json.dumps({"level": level, "refused": refused, "by": mechanisms(place)}).encode()
+            json.dumps({"level": level, "refused": refused, "by": list_mechanisms(place)}).encode()
         )
     except Exception as error:
         channel.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
-    zygote.serve(channel.detach(), boss, place, proc)
+    zygote.serve(channel.detach(), trainer, place, proc)
 
 
-def watch_boss(pid: int) -> int:
+def open_trainer(pid: int) -> int:
     """Return a pidfd of the trainer, or exit if the trainer is already dead.
 
-    A parent-death signal would not do: it is sent when the *thread* that started this process ends.
+    A parent-death signal does not suffice: it is sent when the *thread* that started this process
+    ends.
     """
     handle = os.pidfd_open(pid)
     if os.getppid() != pid:
@@ -94,13 +95,13 @@ def watch_boss(pid: int) -> int:
     return handle
 
 
-def oom_first() -> None:
+def prefer_for_oom_kill() -> None:
     """Make the kernel kill sandboxed programs, not the trainer, when memory runs out."""
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
 
 
-def wait_for(inner: int, boss: int) -> None:
+def wait_for_zygote(inner: int, trainer: int) -> None:
     """Wait until the zygote or the trainer ends, then exit.
 
     The launcher stays because a process can't move itself into its new process namespace. The
@@ -108,15 +109,15 @@ def wait_for(inner: int, boss: int) -> None:
     trainer ends first, the launcher kills the zygote.
     """
     poll = select.poll()
-    for pidfd in (boss, os.pidfd_open(inner)):
+    for pidfd in (trainer, os.pidfd_open(inner)):
         poll.register(pidfd, select.POLLIN)
-    if [pidfd for pidfd, _ in poll.poll()] == [boss]:
+    if [pidfd for pidfd, _ in poll.poll()] == [trainer]:
         os.kill(inner, signal.SIGKILL)
     os.waitpid(inner, 0)
     os._exit(0)
 
 
-def view(readable: Sequence[str]) -> list[str]:
+def list_bound_paths(readable: Sequence[str]) -> list[str]:
     """Return the paths to bind into the root, without those inside another bound path."""
     paths: list[str] = []
     for path in [*rootfs.SYSTEM, sys.base_prefix, *readable]:
@@ -125,7 +126,7 @@ def view(readable: Sequence[str]) -> list[str]:
     return paths
 
 
-def library() -> tuple[str, ...]:
+def list_library_paths() -> tuple[str, ...]:
     """Return the paths that a program must be able to read.
 
     These are the standard library and the libraries that its extension modules are linked to.
@@ -139,18 +140,18 @@ def library() -> tuple[str, ...]:
     )
 
 
-def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
+def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     """Return the strongest level up to `at_most` that is granted, and why others were refused."""
     if not seccomp.available():
         return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
     refused: list[str] = []
-    if why := trial(try_filter):
-        return 0, [f"seccomp: {why}"]
+    if reason := try_in_child(try_filter):
+        return 0, [f"seccomp: {reason}"]
     if at_most >= 3:
-        why = trial(lambda: try_namespaces(sources))
-        if not why:
+        reason = try_in_child(lambda: try_namespaces(sources))
+        if not reason:
             return 3, refused
-        refused.append(f"namespaces: {why}")
+        refused.append(f"namespaces: {reason}")
     if at_most >= 2:
         if landlock.abi():
             return 2, refused
@@ -158,7 +159,7 @@ def strongest(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     return 1, refused
 
 
-def trial(attempt: Callable[[], None]) -> str:
+def try_in_child(attempt: Callable[[], None]) -> str:
     """Run `attempt` in a separate process. Return why it failed, or "" if it succeeded."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
@@ -187,11 +188,11 @@ def try_namespaces(sources: list[str]) -> None:
         rootfs.fresh_box(1, 0)
 
     rootfs.enter()
-    if why := trial(inside):
-        raise RuntimeError(why)
+    if reason := try_in_child(inside):
+        raise RuntimeError(reason)
 
 
-def unused_uid(level: int, readable: Sequence[str]) -> int:
+def find_unused_uid(level: int, readable: Sequence[str]) -> int:
     """Return an unused uid for programs if this process is root; 0 if not, or if none can be used.
 
     File permissions and limits on processes don't bind uid 0.
@@ -201,23 +202,23 @@ def unused_uid(level: int, readable: Sequence[str]) -> int:
     ):
         return 0
     if level < 3 and not all(
-        open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)
+        is_open_to_others(path) for path in (sysconfig.get_path("stdlib"), *readable)
     ):
         return 0  # another user could not import from a Python that only root can read
     for uid in (child.SCRATCH_UID + os.getpid(), child.NARROW_UID + os.getpid() % 500):
-        if not trial(lambda uid=uid: os.setresuid(uid, uid, uid)):
+        if not try_in_child(lambda uid=uid: os.setresuid(uid, uid, uid)):
             return uid
     return 0
 
 
-def open_to_others(path: str) -> bool:
+def is_open_to_others(path: str) -> bool:
     parts = path.split("/")
     return all(
         os.stat("/".join(parts[:i]) or "/").st_mode & stat.S_IXOTH for i in range(1, len(parts) + 1)
     )
 
 
-def mechanisms(place: child.Place) -> list[str]:
+def list_mechanisms(place: child.Place) -> list[str]:
     names = ["resource limits", "seccomp", "no capabilities"]
     if place.level >= 2 and landlock.abi():
         names.append(f"Landlock ABI {landlock.abi()}")

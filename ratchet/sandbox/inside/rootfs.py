@@ -80,8 +80,8 @@ def fresh_box(disk_mib: int, owner: int) -> None:
         owner: Uid of the program, since git only works in directories of its own user; 0 for this
             process's uid.
     """
-    owned = f",uid={owner},gid={owner}" if owner else ""
-    options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owned}"
+    owner_options = f",uid={owner},gid={owner}" if owner else ""
+    options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owner_options}"
     syscalls.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
     os.chdir(BOX)
 

@@ -25,11 +25,11 @@ WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
 Instruction = tuple[int, int, int, int]
 
 
-def table(text: str) -> dict[str, int]:
+def parse_table(text: str) -> dict[str, int]:
     return {name: int(number) for name, number in (word.split("=") for word in text.split())}
 
 
-ALWAYS = table("""
+ALWAYS = parse_table("""
     read=0 write=1 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 rt_sigaction=13
     rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22 select=23 sched_yield=24
     mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36 alarm=37 setitimer=38
@@ -46,22 +46,22 @@ ALWAYS = table("""
     faccessat2=439 epoll_pwait2=441
     sendto=44 recvfrom=45 shutdown=48 getsockname=51 getpeername=52 getsockopt=55
 """)
-OPENING = table("open=2 openat=257")
+OPENING = parse_table("open=2 openat=257")
 # Allowed if only the scratch directory of the file system is writable.
-CHANGING = OPENING | table("""
+CHANGING = OPENING | parse_table("""
     truncate=76 ftruncate=77 rename=82 mkdir=83 rmdir=84 creat=85 link=86 unlink=87 symlink=88 chmod=90 fchmod=91
     mkdirat=258 unlinkat=263 renameat=264 linkat=265 symlinkat=266 fchmodat=268 utimensat=280 fallocate=285
     renameat2=316
 """)
 # Allowed only inside a separate process namespace. make sets its ids to their current values when it starts
 # a command; without capabilities no other values can be set.
-FORKING = table("""
+FORKING = parse_table("""
     fork=57 vfork=58 execve=59 wait4=61 kill=62 setpgid=109 setsid=112 setresuid=117 setresgid=119 setpriority=141
     tgkill=234 waitid=247 execveat=322
 """)
 # `ls -l` and `cp` read these attributes of every file. No file has any here, and only for ENOTSUP
 # do they print no error message.
-ATTRIBUTES = table(
+ATTRIBUTES = parse_table(
     "getxattr=191 lgetxattr=192 fgetxattr=193 listxattr=194 llistxattr=195 flistxattr=196"
 )
 CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = (
@@ -88,12 +88,12 @@ def available() -> bool:
     return MACHINE == "x86_64"
 
 
-def returns(action: int) -> Instruction:
+def return_action(action: int) -> Instruction:
     return (RETURN, 0, 0, action)
 
 
-def fails(number: int = errno.EPERM) -> Instruction:
-    return returns(FAIL | number)
+def return_error(number: int = errno.EPERM) -> Instruction:
+    return return_action(FAIL | number)
 
 
 def argument(index: int) -> Instruction:
@@ -102,7 +102,7 @@ def argument(index: int) -> Instruction:
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
-def when(call: int, body: list[Instruction]) -> list[Instruction]:
+def if_call(call: int, body: list[Instruction]) -> list[Instruction]:
     """Return the filter that runs `body` if the system call is `call`.
 
     `body` must return. Its first instruction may overwrite the loaded number, which nothing after
@@ -116,12 +116,12 @@ def allow_values(
 ) -> list[Instruction]:
     body = [argument(index)]
     for value in values:
-        body += [(JUMP_EQUAL, 0, 1, value), returns(OK)]
-    return [*body, fails(error)]
+        body += [(JUMP_EQUAL, 0, 1, value), return_action(OK)]
+    return [*body, return_error(error)]
 
 
-def without(index: int, bits: int, error: int) -> list[Instruction]:
-    return [argument(index), (JUMP_SET, 0, 1, bits), fails(error), returns(OK)]
+def reject_bits(index: int, bits: int, error: int) -> list[Instruction]:
+    return [argument(index), (JUMP_SET, 0, 1, bits), return_error(error), return_action(OK)]
 
 
 def locks(forking: bool) -> list[Instruction]:
@@ -133,17 +133,19 @@ def locks(forking: bool) -> list[Instruction]:
     programs in other slots hold none.
     """
     if forking:
-        return when(FCNTL, allow_values(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + when(
-            FLOCK, [returns(OK)]
+        return if_call(FCNTL, allow_values(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + if_call(
+            FLOCK, [return_action(OK)]
         )
-    granted = returns(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
+    granted = return_action(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
     setting = [step for command in SET_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), granted)]
     allowing = [
         step
         for command in FCNTL_COMMANDS + ASK_LOCKS
-        for step in ((JUMP_EQUAL, 0, 1, command), returns(OK))
+        for step in ((JUMP_EQUAL, 0, 1, command), return_action(OK))
     ]
-    return when(FCNTL, [argument(1), *setting, *allowing, fails()]) + when(FLOCK, [granted])
+    return if_call(FCNTL, [argument(1), *setting, *allowing, return_error()]) + if_call(
+        FLOCK, [granted]
+    )
 
 
 def allow_signals_to_self(index: int) -> list[Instruction]:
@@ -155,8 +157,14 @@ def allow_signals_to_self(index: int) -> list[Instruction]:
     Args:
         index: The position of the argument that holds the signal.
     """
-    to_itself = [argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), fails()]
-    return [*to_itself, argument(index), (JUMP_EQUAL, 0, 1, SIGKILL), returns(KILL), returns(OK)]
+    to_itself = [argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), return_error()]
+    return [
+        *to_itself,
+        argument(index),
+        (JUMP_EQUAL, 0, 1, SIGKILL),
+        return_action(KILL),
+        return_action(OK),
+    ]
 
 
 def program(pid: int, level: int, forking: bool) -> bytes:
@@ -170,60 +178,68 @@ def template(level: int, forking: bool) -> bytes:
 
     It is cached, since building it takes as long as the rest of a child's start.
     """
-    code: list[Instruction] = [(LOAD, 0, 0, 4), (JUMP_EQUAL, 1, 0, ARCH_X86_64), returns(KILL)]
-    code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), returns(KILL)]
+    code: list[Instruction] = [
+        (LOAD, 0, 0, 4),
+        (JUMP_EQUAL, 1, 0, ARCH_X86_64),
+        return_action(KILL),
+    ]
+    code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), return_action(KILL)]
     threads_only = [
         argument(0),
         (JUMP_SET, 0, 1, NAMESPACE_FLAGS),
-        fails(),
+        return_error(),
         (JUMP_SET, 0, 1, CLONE_THREAD),
-        returns(OK),
-        fails(),
+        return_action(OK),
+        return_error(),
     ]
-    code += when(CLONE, without(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only)
+    code += if_call(
+        CLONE, reject_bits(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only
+    )
     for call in ATTRIBUTES.values():
-        code += when(call, [fails(errno.ENOTSUP)])
+        code += if_call(call, [return_error(errno.ENOTSUP)])
     # The flags of clone3 lie in memory, which a filter can't read; glibc falls back to clone.
-    code += when(CLONE3, [fails(errno.ENOSYS)])
-    code += locks(forking) + when(IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY))
-    code += when(PRCTL, allow_values(0, PRCTL_COMMANDS))
+    code += if_call(CLONE3, [return_error(errno.ENOSYS)])
+    code += locks(forking) + if_call(IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY))
+    code += if_call(PRCTL, allow_values(0, PRCTL_COMMANDS))
     # Only AF_UNIX with SOCK_STREAM, which asyncio uses to wake itself: such a pair stays connected
     # to itself, so it leads nowhere.
     pair = [
         argument(0),
         (JUMP_EQUAL, 1, 0, 1),
-        fails(),
+        return_error(),
         argument(1),
         (0x54, 0, 0, 0xF),
         (JUMP_EQUAL, 1, 0, 1),
-        fails(),
-        returns(OK),
+        return_error(),
+        return_action(OK),
     ]
-    code += when(SOCKETPAIR, pair)
+    code += if_call(SOCKETPAIR, pair)
     # prlimit may only read the caller's own limits: pid 0, and a null pointer (both halves) to new
     # limits.
     zeros = [
         step
         for word in (16, 32, 36)
-        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), fails())
+        for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
     ]
-    code += when(PRLIMIT, [*zeros, returns(OK)])
+    code += if_call(PRLIMIT, [*zeros, return_action(OK)])
     allowed = dict(ALWAYS)
     if forking:
         allowed |= FORKING
     else:
-        code += when(KILL_CALL, allow_signals_to_self(1)) + when(TGKILL, allow_signals_to_self(2))
+        code += if_call(KILL_CALL, allow_signals_to_self(1)) + if_call(
+            TGKILL, allow_signals_to_self(2)
+        )
     if level >= 3:
         allowed |= CHANGING
     elif level == 2:  # Landlock checks opened files, but not changes of modes and times
         allowed |= OPENING
     else:
-        code += when(OPENING["open"], without(1, WRITING, errno.EACCES)) + when(
-            OPENING["openat"], without(2, WRITING, errno.EACCES)
+        code += if_call(OPENING["open"], reject_bits(1, WRITING, errno.EACCES)) + if_call(
+            OPENING["openat"], reject_bits(2, WRITING, errno.EACCES)
         )
     for number in allowed.values():
-        code += when(number, [returns(OK)])
-    code.append(fails())
+        code += if_call(number, [return_action(OK)])
+    code.append(return_error())
     return b"".join(struct.pack("HBBI", kind, yes, no, value) for kind, yes, no, value in code)
 
 

@@ -39,10 +39,10 @@ def pack(max_bytes):
         files[os.path.relpath(folder)] = [0o755, None]
         for name in names:
             path = os.path.join(folder, name)
-            about = os.lstat(path)
-            if not stat.S_ISREG(about.st_mode):
+            status = os.lstat(path)
+            if not stat.S_ISREG(status.st_mode):
                 continue
-            total += about.st_size + len(path)
+            total += status.st_size + len(path)
             if total > max_bytes:
                 return None
             try:
@@ -51,24 +51,24 @@ def pack(max_bytes):
             except PermissionError:
                 continue
             files[os.path.relpath(path)] = [
-                stat.S_IMODE(about.st_mode),
+                stat.S_IMODE(status.st_mode),
                 base64.b64encode(data).decode(),
             ]
     return files
 
 
-def listen(pipe, text, max_bytes, over):
+def listen(pipe, text, max_bytes, over_limit):
     while data := os.read(pipe, CHUNK):
         text += data
         if len(text) > max_bytes:
-            over.set()
+            over_limit.set()
             return
 
 
 def run(request):
     texts = [bytearray(), bytearray()]
-    over = threading.Event()
-    began = time.monotonic()
+    over_limit = threading.Event()
+    start = time.monotonic()
     words = [
         os.path.abspath(word) if word == request["state"] else word for word in request["words"]
     ]
@@ -83,7 +83,9 @@ def run(request):
     assert process.stderr is not None
     readers = [
         threading.Thread(
-            target=listen, args=(pipe.fileno(), text, request["most_output"], over), daemon=True
+            target=listen,
+            args=(pipe.fileno(), text, request["most_output"], over_limit),
+            daemon=True,
         )
         for pipe, text in zip((process.stdout, process.stderr), texts, strict=True)
     ]
@@ -91,10 +93,10 @@ def run(request):
         reader.start()
     reason = "exit"
     while process.poll() is None:
-        if over.wait(0.005):
+        if over_limit.wait(0.005):
             reason = "output"
             break
-        if time.monotonic() - began > request["timeout_s"]:
+        if time.monotonic() - start > request["timeout_s"]:
             reason = "wall"
             break
     with contextlib.suppress(ProcessLookupError):
@@ -102,7 +104,7 @@ def run(request):
     code = process.wait()
     for reader in readers:
         reader.join(GRACE_S)
-    if over.is_set():
+    if over_limit.is_set():
         reason = "output"
     elif code < 0 and reason == "exit":
         reason = "signal"
@@ -110,7 +112,7 @@ def run(request):
         code,
         reason,
         [bytes(text[: request["most_output"]]) for text in texts],
-        time.monotonic() - began,
+        time.monotonic() - start,
     )
 
 

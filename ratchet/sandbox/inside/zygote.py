@@ -17,19 +17,19 @@ import time
 from typing import Any, NoReturn
 
 from . import rootfs
-from .child import Place, Request, become
+from .child import Place, Request, become_program
 
 MEMORY_WATCH_S = 0.02
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 
 
-def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
+def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoReturn:
     """Serve requests until the trainer ends.
 
     Args:
         control: Socket of requests. It is at its end when the trainer has ended, unless a process
             that the trainer forked holds a copy of the other end.
-        boss: A pidfd of the trainer, which reports its end in any case.
+        trainer: A pidfd of the trainer, which reports its end in any case.
         proc: Descriptor of a private /proc, to measure memory and set process ids; None if there
             is none.
     """
@@ -39,10 +39,10 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
     gc.freeze()
     poll = select.poll()
     poll.register(channel, select.POLLIN)
-    poll.register(boss, select.POLLIN)
+    poll.register(trainer, select.POLLIN)
     last_pid = open_last_pid(proc)
     while True:
-        if any(file == boss for file, _ in poll.poll()):
+        if any(file == trainer for file, _ in poll.poll()):
             os._exit(0)
         message, files, _, _ = socket.recv_fds(channel, 1 << 16, 4)
         if not message:
@@ -52,42 +52,46 @@ def serve(control: int, boss: int, place: Place, proc: int | None) -> NoReturn:
             if last_pid is not None:
                 os.pwrite(last_pid, b"1", 0)
             channel.send(
-                json.dumps(execute(channel, boss, Request(**request), place, files, proc)).encode()
+                json.dumps(
+                    execute(channel, trainer, Request(**request), place, files, proc)
+                ).encode()
             )
 
 
 def execute(
     channel: socket.socket,
-    boss: int,
+    trainer: int,
     request: Request,
     place: Place,
     files: list[int],
     proc: int | None,
 ) -> dict[str, Any]:
-    inside = place.level >= 3  # in namespaces, with a private root directory
-    if request.forking and proc is None:
+    is_in_namespaces = place.level >= 3  # in namespaces, with a private root directory
+    if request.can_fork and proc is None:
         close(files)
         return {
             "setup": "commands and processes need namespaces and a /proc of their own; this is "
             f"level {place.level}"
         }
-    if inside:
+    if is_in_namespaces:
         rootfs.fresh_box(request.disk_mib, place.drop)
     ready, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
     if child == 0:
-        become(request, place, zygote, [*files, status])
+        become_program(request, place, zygote, [*files, status])
     close([*files, status])
     handle = os.pidfd_open(child)
-    stopped = watch(channel, boss, handle, request, proc if request.forking else None, start)
+    stopped = wait_for_child(
+        channel, trainer, handle, request, proc if request.can_fork else None, start
+    )
     if stopped:
         with contextlib.suppress(ProcessLookupError):
             os.kill(child, signal.SIGKILL)
     _, code, usage = os.wait4(child, 0)
     seconds = time.monotonic() - start
-    if inside:
-        end_all()
+    if is_in_namespaces:
+        kill_all_programs()
         rootfs.discard_box()
     status_text = os.read(ready, 600)
     close([handle, ready])
@@ -113,33 +117,38 @@ def open_last_pid(proc: int | None) -> int | None:
         return None
 
 
-def watch(
-    channel: socket.socket, boss: int, handle: int, request: Request, proc: int | None, start: float
+def wait_for_child(
+    channel: socket.socket,
+    trainer: int,
+    handle: int,
+    request: Request,
+    proc: int | None,
+    start: float,
 ) -> str:
     """Wait for the child. Return the reason to stop it, or "" if it has ended."""
     poll = select.poll()
-    for file in (handle, channel.fileno(), boss):
+    for file in (handle, channel.fileno(), trainer):
         poll.register(file, select.POLLIN)
     while True:
         remaining_s = start + request.wall_s - time.monotonic()
         if remaining_s <= 0:
             return "wall"
         wait = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
-        happened = {file for file, _ in poll.poll(wait * 1000 + 1)}
-        if handle in happened:
+        ready_files = {file for file, _ in poll.poll(wait * 1000 + 1)}
+        if handle in ready_files:
             return ""
-        if boss in happened:
-            leave()
-        if channel.fileno() in happened:
+        if trainer in ready_files:
+            exit_with_trainer()
+        if channel.fileno() in ready_files:
             message = channel.recv(1 << 16)
             if not message:
-                leave()
+                exit_with_trainer()
             return json.loads(message)["stop"]
         if proc is not None and resident_kib(proc) > request.memory_mib * 1024:
             return "memory"
 
 
-def leave() -> NoReturn:
+def exit_with_trainer() -> NoReturn:
     """Exit because the trainer ended.
 
     The end of the process namespace, or the death signal of the children, ends the children.
@@ -147,7 +156,7 @@ def leave() -> NoReturn:
     os._exit(0)
 
 
-def end_all() -> None:
+def kill_all_programs() -> None:
     """Kill all processes that the program started.
 
     This process is process 1 of a namespace, so -1 means that namespace's processes and no others.
@@ -176,7 +185,7 @@ def close(files: list[int]) -> None:
         os.close(file)
 
 
-def be_quiet() -> None:
+def ignore_stop_signals() -> None:
     """Ignore SIGINT, SIGTERM and SIGHUP, which the trainer handles."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)

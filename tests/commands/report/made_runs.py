@@ -35,7 +35,7 @@ def make_run(
     """differs_from: the step from which on rewards are others. say: what the policy answers."""
     directory = RunDirectory(path)
     path.mkdir(parents=True)
-    directory.settle({**CONFIG, "stages": [{"name": "rl", "optimizer": {"lr": lr}}]})
+    directory.write_or_check_config({**CONFIG, "stages": [{"name": "rl", "optimizer": {"lr": lr}}]})
     grow(directory, range(1, steps + 1), differs_from=differs_from, say=say)
     directory.sentinels.mkdir()
     alarm = {"step": 3, "sentinel": "entropy", "message": f"step 3: {say}", "history": []}

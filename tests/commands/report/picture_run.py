@@ -58,7 +58,7 @@ def beep():
 def make_picture_run(path, *, question="How many circles?"):
     directory = RunDirectory(path)
     path.mkdir(parents=True)
-    directory.settle(
+    directory.write_or_check_config(
         {"name": "made", "seed": 0, "tokenizer": {"kind": "bytes"}, "stages": [{"name": "rl"}]}
     )
     sink = JsonlSink(directory.metrics, keep_through=0)
