@@ -1,6 +1,6 @@
 """Conformance kits, fakes and builders, for tests of your own.
 
-`check_algorithm` loads torch, and only when it is asked for.
+`check_algorithm` loads torch, so it is imported only when it is used.
 """
 
 from typing import TYPE_CHECKING, Any

@@ -28,21 +28,21 @@ from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import (
     LossAndSlopes,
     Update,
+    compute_metrics,
     compute_row_values,
-    differentiated,
-    gathered,
-    measured,
-    same,
+    differentiate,
+    gather_rows,
+    require_equal,
     token_indices,
 )
 
 SEEDS = (0, 1, 2)
 # Maximum answer lengths, tried in order until the property breaks: some exemptions, such as that of
 # a length penalty, show only in long answers.
-LONGEST = (0, 64, 512, 4096, 32768)
+ANSWER_LENGTHS = (0, 64, 512, 4096, 32768)
 
 
-class Broken(AssertionError):
+class PropertyBroken(AssertionError):
     """An error for a property that does not hold. Other failures are plain AssertionErrors."""
 
 
@@ -115,7 +115,7 @@ class Case:
     @cached_property
     def whole(self) -> Update:
         """Return the whole batch as one update."""
-        return Update.of(self.algorithm, self.draw.groups(self.algorithm))
+        return Update.from_groups(self.algorithm, self.draw.groups(self.algorithm))
 
     @property
     def minis(self) -> Iterator[Update]:
@@ -127,11 +127,11 @@ class Case:
             ):
                 yield self.whole.mini(mini)
 
-    def found(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
+    def iterate_results(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
         """Yield each update and role, with the loss and slopes of the update as one micro-batch."""
         for update in self.minis:
             for role in self.algorithm.losses:
-                yield update, role, differentiated(update, role, range(update.batch.n_sequences))
+                yield update, role, differentiate(update, role, range(update.batch.n_sequences))
 
     def units(self, batch: Batch) -> list[list[int]]:
         """Return the rows of each unit. The rows of a unit stay in one micro-batch."""
@@ -153,7 +153,7 @@ def _micro_batches(case: Case) -> None:
     The weights are computed once, before the cut. Rows of weight 0 may be left out.
     """
     rng = np.random.default_rng(case.draw.seed)
-    for update, role, whole in case.found():
+    for update, role, whole in case.iterate_results():
         units = case.units(update.batch)
         for parts in range(2, 5):
             order = rng.permutation(len(units))
@@ -162,15 +162,17 @@ def _micro_batches(case: Case) -> None:
                 [row for unit in order[begin:end] for row in units[unit]]
                 for begin, end in itertools.pairwise(cuts)
             ]
-            same(_total(update, role, pieces), whole, "cut into micro-batches")
+            require_equal(_total(update, role, pieces), whole, "cut into micro-batches")
         active = select_weighted_rows(update.batch, update.terms(role))
-        same(differentiated(update, role, active), whole, "without the rows that weigh nothing")
+        require_equal(
+            differentiate(update, role, active), whole, "without the rows that weigh nothing"
+        )
 
 
 def _packing(case: Case) -> None:
     """Check that units computed one by one sum to the packed batch."""
-    for update, role, whole in case.found():
-        same(_total(update, role, case.units(update.batch)), whole, "one unit at a time")
+    for update, role, whole in case.iterate_results():
+        require_equal(_total(update, role, case.units(update.batch)), whole, "one unit at a time")
 
 
 def _shards(case: Case) -> None:
@@ -178,7 +180,7 @@ def _shards(case: Case) -> None:
 
     One of the ranks has no rows.
     """
-    for update, role, whole in case.found():
+    for update, role, whole in case.iterate_results():
         units = case.units(update.batch)
         ranks = [[row for unit in units[rank::3] for row in unit] for rank in range(3)]
         try:
@@ -187,7 +189,7 @@ def _shards(case: Case) -> None:
             raise AssertionError(
                 f"a rank without rows can't compute the loss ({type(error).__name__}: {error})"
             ) from error
-        same(total, whole, "sharded over ranks, one of them without rows")
+        require_equal(total, whole, "sharded over ranks, one of them without rows")
 
 
 def _order(case: Case) -> None:
@@ -211,20 +213,22 @@ def _order(case: Case) -> None:
             for group in shuffled
         ]
     shuffled_rows = [id(row) for group in shuffled for row in group.trajectories if row.counts]
-    update, other = Update.of(algorithm, groups), Update.of(algorithm, shuffled)
-    places = [shuffled_rows.index(id(row)) for row in rows]
+    update, other = Update.from_groups(algorithm, groups), Update.from_groups(algorithm, shuffled)
+    positions = [shuffled_rows.index(id(row)) for row in rows]
     for role in algorithm.losses:
-        slopes = differentiated(other, role, range(len(rows)))
-        expected = differentiated(update, role, range(len(rows)))
-        same(
-            gathered(slopes, other.batch, places), expected, "with groups and rows in another order"
+        slopes = differentiate(other, role, range(len(rows)))
+        expected = differentiate(update, role, range(len(rows)))
+        require_equal(
+            gather_rows(slopes, other.batch, positions),
+            expected,
+            "with groups and rows in another order",
         )
 
 
-def _total(update: Update, role: str, pieces: Sequence[Sequence[int]]) -> LossAndSlopes:
+def _total(update: Update, role: str, row_lists: Sequence[Sequence[int]]) -> LossAndSlopes:
     """Return the sum of the losses and slopes of several pieces, each a list of rows."""
     return sum(
-        (differentiated(update, role, rows) for rows in pieces), LossAndSlopes.zero(update, role)
+        (differentiate(update, role, rows) for rows in row_lists), LossAndSlopes.zero(update, role)
     )
 
 
@@ -232,7 +236,7 @@ def _learns(cases: Sequence[Case]) -> None:
     """Check that each role gets a gradient. Without one, the invariances would prove nothing."""
     for role in cases[0].algorithm.losses:
         results = (
-            differentiated(case.whole, role, range(case.whole.batch.n_sequences)) for case in cases
+            differentiate(case.whole, role, range(case.whole.batch.n_sequences)) for case in cases
         )
         require(
             any(slope.any() for result in results for slope in result.slopes.values()),
@@ -277,10 +281,10 @@ def _check_exemption(
     algorithm: Algorithm, check: Callable[[Algorithm, Sequence[Draw]], None], reason: str
 ) -> None:
     """Raise AssertionError unless the exempt property breaks on some batch."""
-    for longest in LONGEST:
+    for longest in ANSWER_LENGTHS:
         try:
             check(algorithm, [Draw(seed, longest=longest) for seed in SEEDS])
-        except Broken:
+        except PropertyBroken:
             return
     require(
         False, f"is exempt ({reason}), but it holds on every batch of the kit: remove the exemption"
@@ -288,7 +292,7 @@ def _check_exemption(
 
 
 def _advantages(batch: Batch) -> Tensor:
-    """Return the advantages. Raises AssertionError if there are none."""
+    """Return the advantages [T]. Raises AssertionError if there are none."""
     require(
         batch.has("advantages"),
         'is claimed, but there are no advantages: exempt it, with a reason "no advantages: ..."',
@@ -317,9 +321,9 @@ def _check_isolated(
         _close(values, other_values),
         f"term '{term.name}' gives a row another value when other rows' tokens change",
     )
-    places = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
+    indices_by_level = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
-        indices = places["rows" if name in OF_SEQUENCES else "tokens"]
+        indices = indices_by_level["rows" if name in OF_SEQUENCES else "tokens"]
         has_leak = slope.index_fill(0, indices, 0.0).any()
         _require_property(
             not has_leak,
@@ -340,13 +344,13 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     terms = algorithm.losses.get("policy", ())
     has_policy_gradient = False
     for draw in draws:
-        update = Update.of(algorithm, draw.groups(algorithm), on_policy=True)
+        update = Update.from_groups(algorithm, draw.groups(algorithm), on_policy=True)
         advantages_T = _advantages(update.batch)
         zero_advantages = update.with_columns(advantages=torch.zeros_like(advantages_T))
         for term in terms:
             rows = range(update.batch.n_sequences)
             result, base = (
-                differentiated(variant, "policy", rows, [term])
+                differentiate(variant, "policy", rows, [term])
                 for variant in (update, zero_advantages)
             )
             differences = {name: slope - base.slopes[name] for name, slope in result.slopes.items()}
@@ -355,7 +359,7 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
                 _check_policy_gradient(term, update, differences)
     require(
         has_policy_gradient,
-        'is claimed, but no term moves with the advantages: exempt it, with a reason "no policy '
+        'is claimed, but no term depends on the advantages: exempt it, with a reason "no policy '
         'gradient: ..."',
     )
 
@@ -381,7 +385,7 @@ def _check_policy_gradient(
             f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off "
             f"by up to {largest_error:.2g}",
         )
-    ratio = measured(term, update, "policy").get("ratio")
+    ratio = compute_metrics(term, update, "policy").get("ratio")
     _require_property(
         ratio is None or _close(ratio, torch.ones_like(ratio)),
         f"on policy, term '{term.name}' has ratios other than 1",
@@ -392,11 +396,11 @@ def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check that advantages are 0 if the rewards in each group are equal."""
     for draw in draws:
         groups = replace(draw, equal=True).groups(algorithm)
-        advantages_T = _advantages(Update.of(algorithm, groups).batch)
+        advantages_T = _advantages(Update.from_groups(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
         _require_property(
             not advantages_T.any(),
-            f"rewards are equal in every group, and advantages reach {largest:.2g}",
+            f"rewards are equal in every group, but advantages reach {largest:.2g}",
         )
 
 
@@ -405,9 +409,9 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     for draw in draws:
         groups = replace(draw, attempts=1).groups(algorithm)
         try:
-            update = Update.of(algorithm, groups)
+            update = Update.from_groups(algorithm, groups)
             for role in algorithm.losses:
-                differentiated(update, role, range(update.batch.n_sequences))
+                differentiate(update, role, range(update.batch.n_sequences))
         except RatchetError as error:
             _require_property(
                 any(group.id in str(error) for group in groups),
@@ -424,7 +428,7 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 def _require_property(condition: bool | Tensor, message: str) -> None:
     """Raise Broken with the message unless the condition holds."""
     if not condition:
-        raise Broken(message)
+        raise PropertyBroken(message)
 
 
 def _close(a: Tensor, b: Tensor) -> bool:

@@ -25,7 +25,7 @@ from ratchet.testing.rewards import SAMPLE, reward_points
 
 WIDTH = 128
 # Keys that built-in algorithms require. Nothing is loaded from the paths.
-NEEDED: Mapping[str, Mapping[str, Any]] = {
+REQUIRED_KEYS: Mapping[str, Mapping[str, Any]] = {
     "dr_grpo": {"fixed_length": 6},
     "on_policy_distillation": {"teacher": "path/of/a/model"},
     "distill_off_policy": {"teacher": "path/of/a/model"},
@@ -35,7 +35,7 @@ NEEDED: Mapping[str, Mapping[str, Any]] = {
 
 def built_in(kind: str, **keys: Any) -> Algorithm:
     """Return a built-in algorithm with its defaults, except for `keys`."""
-    return build(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **keys}))
+    return build(resolve("algorithm", {"kind": kind, **REQUIRED_KEYS.get(kind, {}), **keys}))
 
 
 def properties_page() -> str:
@@ -45,35 +45,39 @@ def properties_page() -> str:
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
     """Check the object at an import path, and return (the table, True if no check failed)."""
-    slot = _slot(imported(path))
+    slot = _find_slot(imported(path))
     if slot != "algorithm":
-        return _pointwise(path, slot, overrides)
+        return _check_points(path, slot, overrides)
     algorithm = named(path, overrides)
     findings = examine(algorithm)
-    return table(algorithm, findings), all(finding.verdict != "fails" for finding in findings)
+    return format_findings(algorithm, findings), all(
+        finding.verdict != "fails" for finding in findings
+    )
 
 
-def _slot(target: object) -> str:
+def _find_slot(target: object) -> str:
     """Return the slot of an object by its methods.
 
     A function of (trajectory, task, ...) is a reward.
     """
-    checked = target
+    inspected = target
     if inspect.isclass(target) and issubclass(target, Section) and target.builds:
-        checked = imported(target.builds)
-    if all(hasattr(checked, method) for method in ("tasks", "reset", "step")):
+        inspected = imported(target.builds)
+    if all(hasattr(inspected, method) for method in ("tasks", "reset", "step")):
         return "environment"
-    if hasattr(checked, "score") or hasattr(checked, "judge"):
+    if hasattr(inspected, "score") or hasattr(inspected, "judge"):
         return "rewards"
-    if inspect.isfunction(checked) and list(inspect.signature(checked).parameters)[1:2] == ["task"]:
+    if inspect.isfunction(inspected) and list(inspect.signature(inspected).parameters)[1:2] == [
+        "task"
+    ]:
         return "rewards"
     return "algorithm"
 
 
-def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
+def _check_points(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
     target = imported(path)
-    ready = not callable(target)  # an instance, which takes no keys
-    instance = target if ready else build(section_from_words(slot, path, overrides))
+    is_instance = not callable(target)  # an instance, which takes no keys
+    instance = target if is_instance else build(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
     points = (
         environment_points(instance)
@@ -81,24 +85,27 @@ def _pointwise(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, boo
         else reward_points(as_reward(instance), SAMPLE)
     )
     width = max(len(name) for name in points)
-    lines, broken = [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""], ""
+    lines, failure = (
+        [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""],
+        "",
+    )
     for name, check in points.items():
-        if broken:
-            lines.append(f"  {name:<{width}}  n/a    after what fails")
+        if failure:
+            lines.append(f"  {name:<{width}}  n/a    an earlier check failed")
             continue
         try:
             supervised(check, DEADLINE_S)
         except Exception as error:  # user code may raise anything, and that is the finding
-            broken = (
+            failure = (
                 f"{error}"
                 if isinstance(error, AssertionError)
                 else f"{type(error).__name__}: {error}"
             )
-        head = f"  {name:<{width}}  {'fails' if broken else 'holds'}"
+        head = f"  {name:<{width}}  {'fails' if failure else 'holds'}"
         lines += textwrap.wrap(
-            f"{head}  {broken}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11)
+            f"{head}  {failure}".rstrip(), WIDTH, subsequent_indent=" " * (width + 11)
         )
-    return "\n".join(lines), not broken
+    return "\n".join(lines), not failure
 
 
 def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
@@ -117,16 +124,16 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
         return target
     if not callable(target):
         raise ConfigError(
-            f"'{path}' is {_article(target)}: name an Algorithm, a section, or a function that "
+            f"'{path}' is {_name_type(target)}: name an Algorithm, a section, or a function that "
             "makes an Algorithm"
         )
     algorithm = build(section_from_words("algorithm", path, overrides))
     if not isinstance(algorithm, Algorithm):
-        raise ConfigError(f"'{path}' makes {_article(algorithm)}, not an Algorithm")
+        raise ConfigError(f"'{path}' makes {_name_type(algorithm)}, not an Algorithm")
     return algorithm
 
 
-def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
+def format_findings(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
     """Return a table with a row for each finding and a note of what fails or why it is exempt."""
     width = max(len(finding.name) for finding in findings)
     lines = [f"{algorithm.name}: {algorithm.source}, micro-batches by {algorithm.unit}", ""]
@@ -138,6 +145,6 @@ def table(algorithm: Algorithm, findings: Sequence[Finding]) -> str:
     return "\n".join(lines)
 
 
-def _article(found: object) -> str:
-    name = type(found).__name__
+def _name_type(value: object) -> str:
+    name = type(value).__name__
     return f"{'an' if name[0].lower() in 'aeiou' else 'a'} {name}"

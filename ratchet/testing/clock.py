@@ -1,4 +1,4 @@
-"""A simulated clock, with which waiting takes no real time and every run goes the same way."""
+"""A simulated clock: waiting takes no real time, and every run has the same order of events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 T = TypeVar("T")
 
 
-class _Jumping(selectors.SelectSelector):
+class _JumpingSelector(selectors.SelectSelector):
     """A selector that advances `now` (seconds) to the next timer if nothing else is ready."""
 
     def __init__(self) -> None:
@@ -31,11 +31,11 @@ class SimulatedLoop(asyncio.SelectorEventLoop):
     """
 
     def __init__(self) -> None:
-        self._jumping = _Jumping()
-        super().__init__(self._jumping)
+        self._selector_clock = _JumpingSelector()
+        super().__init__(self._selector_clock)
 
     def time(self) -> float:
-        return self._jumping.now
+        return self._selector_clock.now
 
 
 def simulate(coroutine: Coroutine[Any, Any, T]) -> T:

@@ -34,14 +34,16 @@ async def check_learner(
     after save and load.
     """
     learner = make()
-    scored = (await learner.score(batch, ["logprobs"]))["logprobs"]
-    assert scored.shape == (batch.n_tokens,), (
-        f"logprobs have shape {tuple(scored.shape)} for {batch.n_tokens} tokens"
+    logprobs_T = (await learner.score(batch, ["logprobs"]))["logprobs"]
+    assert logprobs_T.shape == (batch.n_tokens,), (
+        f"logprobs have shape {tuple(logprobs_T.shape)} for {batch.n_tokens} tokens"
     )
-    assert not scored[~batch.trainable_T].any(), "logprobs must be 0 where a token does not train"
-    assert (scored[batch.trainable_T] <= 0).all(), "a logprob is above 0"
+    assert not logprobs_T[~batch.trainable_T].any(), (
+        "logprobs must be 0 where a token does not train"
+    )
+    assert (logprobs_T[batch.trainable_T] <= 0).all(), "a logprob is above 0"
     again = (await learner.score(batch, ["logprobs"]))["logprobs"]
-    assert torch.equal(scored, again), "scoring the same batch twice differs"
+    assert torch.equal(logprobs_T, again), "scoring the same batch twice differs"
     halves = [
         batch.take(rows)
         for rows in (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2))
@@ -49,23 +51,25 @@ async def check_learner(
     for rows, half in zip(
         (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2)), halves, strict=True
     ):
-        alone = (await learner.score(half, ["logprobs"]))["logprobs"]
-        kept = torch.cat([scored[batch.sequence_T == row] for row in rows])
-        assert torch.allclose(alone, kept, rtol=rtol, atol=1e-5), (
+        half_logprobs = (await learner.score(half, ["logprobs"]))["logprobs"]
+        expected = torch.cat([logprobs_T[batch.sequence_T == row] for row in rows])
+        assert torch.allclose(half_logprobs, expected, rtol=rtol, atol=1e-5), (
             "a sequence's logprobs depend on its neighbours"
         )
 
-    before = _weights(learner)
-    empty = replace(
+    weights_before = _weights(learner)
+    unweighted_batch = replace(
         batch,
         weights={
             k: w._replace(values=torch.zeros_like(w.values)) for k, w in batch.weights.items()
         },
     )
-    await learner.update(empty, terms)
-    assert _same(before, _weights(learner)), "an update whose weights are all 0 changed the model"
+    await learner.update(unweighted_batch, terms)
+    assert _same(weights_before, _weights(learner)), (
+        "an update whose weights are all 0 changed the model"
+    )
     await learner.update(batch, terms)
-    assert not _same(before, _weights(learner)), "an update changed nothing"
+    assert not _same(weights_before, _weights(learner)), "an update changed nothing"
 
     learner.save(directory)
     restored = make()

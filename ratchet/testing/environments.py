@@ -22,10 +22,10 @@ from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
 
 SEEDS = (0, 1)
-PLAYED = 5  # number of tasks of each split for which episodes are run
+EPISODE_TASKS = 5  # number of tasks of each split for which episodes are run
 
 
-FAULTED = 2  # number of these whose episodes are also run with injected faults
+FAULT_TASKS = 2  # number of these whose episodes are also run with injected faults
 DEADLINE_S = 30.0
 
 
@@ -67,11 +67,11 @@ def environment_points(
     n: int = 200,
     max_turns: int = 100,
 ) -> Mapping[str, Callable[[Calls], None]]:
-    """Return the checks by name. Each raises AssertionError, and needs those before it to run."""
+    """Return the checks by name. Each raises AssertionError, and needs the earlier checks."""
     tasks: list[Task] = []
     script: list[Said] = []
 
-    def serves(calls: Calls) -> None:
+    def check_tasks(calls: Calls) -> None:
         require(
             isinstance(environment, Environment),
             f"{type(environment).__name__} lacks methods of the Environment protocol",
@@ -81,33 +81,33 @@ def environment_points(
             train, test = (_check_order(environment, split, n) for split in ("train", "test"))
             _check_seeds(environment, train, test)
             _check_splits(train, test)
-        tasks.extend(train[:PLAYED] + test[:PLAYED])
+        tasks.extend(train[:EPISODE_TASKS] + test[:EPISODE_TASKS])
 
-    def travels(calls: Calls) -> None:
+    def check_serialisation(calls: Calls) -> None:
         for task in tasks:
             _check_travels(task)
 
-    def episodes(calls: Calls) -> None:
+    def check_episodes(calls: Calls) -> None:
         for task in tasks:
             asyncio.run(_check_episode(calls, environment, task, max_turns))
 
-    def demonstrations(calls: Calls) -> None:
+    def check_demonstrations(calls: Calls) -> None:
         for task in tasks:
             asyncio.run(_check_demonstration(calls, environment, task, reward, full_reward))
-        script.extend(Said.of(environment, task, max_turns) for task in tasks[:FAULTED])
+        script.extend(Said.of(environment, task, max_turns) for task in tasks[:FAULT_TASKS])
 
-    def under(check: Any) -> Callable[[Calls], None]:
+    def bind_script(check: Any) -> Callable[[Calls], None]:
         return lambda calls: check(calls, environment, script)
 
     return {
-        "tasks": serves,
-        "serialisable tasks": travels,
-        "episodes and shapes": episodes,
-        "demonstrations": demonstrations,
-        "seeded reset": under(faulty.check_replay),
-        "faults are no rewards": under(faulty.check_faults),
-        "deadlines": under(faulty.check_cancelling),
-        "close releases": under(faulty.check_release),
+        "tasks": check_tasks,
+        "serialisable tasks": check_serialisation,
+        "episodes and shapes": check_episodes,
+        "demonstrations": check_demonstrations,
+        "seeded reset": bind_script(faulty.check_replay),
+        "faults are no rewards": bind_script(faulty.check_faults),
+        "deadlines": bind_script(faulty.check_cancelling),
+        "close releases": bind_script(faulty.check_release),
     }
 
 
@@ -167,8 +167,7 @@ def _check_travels(task: Task) -> None:
         ) from error
     require(
         again == task,
-        f"task '{task.id}' is another once it was serialised: keep plain data in its answer and "
-        "meta",
+        f"task '{task.id}' changes when it is serialised: keep plain data in its answer and meta",
     )
 
 

@@ -17,14 +17,14 @@ from ratchet.testing.harness import (
     BrokenRule,
     Calls,
     broken_services,
-    children,
-    held,
+    count_open_resources,
     kill,
+    list_children,
     require,
 )
 from ratchet.types import Message, Task
 
-CLOSED = 4  # number of instances, after a first one, that must leave nothing open
+INSTANCES = 4  # number of instances, after a first one, that must leave nothing open
 
 
 @dataclass(frozen=True)
@@ -79,23 +79,23 @@ def check_replay(calls: Calls, environment: Environment, script: Sequence[Said])
     async def play() -> None:
         alone = [await played(calls, environment, line) for line in script]
         again = [await trace(calls, environment, line) for line in script]
-        beside = await asyncio.gather(*(played(calls, environment, line) for line in script))
-        for line, one, two in zip(script, alone, again, strict=True):
+        concurrent = await asyncio.gather(*(played(calls, environment, line) for line in script))
+        for line, trace_alone, trace_again in zip(script, alone, again, strict=True):
             require(
-                two == one,
-                f"'{line.task.id}' played again, after others, differs: `reset` must reset all of "
-                "it",
+                trace_again == trace_alone,
+                f"'{line.task.id}' played again, after others, differs: `reset` must reset all "
+                "state",
             )
-        for line, one, three in zip(script, alone, beside, strict=True):
+        for line, trace_alone, trace_concurrent in zip(script, alone, concurrent, strict=True):
             require(
-                three == one,
-                f"'{line.task.id}' played beside others differs: copies share what is an attempt's",
+                trace_concurrent == trace_alone,
+                f"'{line.task.id}' played beside others differs: copies share state of an attempt",
             )
         await calls("close", environment.close)
 
-    before = copy.deepcopy([line.task for line in script])
+    tasks_before = copy.deepcopy([line.task for line in script])
     asyncio.run(play())
-    for line, task in zip(script, before, strict=True):
+    for line, task in zip(script, tasks_before, strict=True):
         require(task == line.task, f"an episode changed its task '{line.task.id}'")
 
 
@@ -110,7 +110,7 @@ def check_faults(calls: Calls, environment: Environment, script: Sequence[Said])
 
     async def play(said: Said) -> None:
         clean = (await played(calls, environment, said))[1]
-        before_children = children()
+        before_children = list_children()
         for fault in ("out of reach", "killed"):
             instance = copy.copy(environment)
             try:
@@ -125,7 +125,7 @@ def check_faults(calls: Calls, environment: Environment, script: Sequence[Said])
         after = (await played(calls, environment, said))[1]
         require(
             after == clean,
-            f"'{said.task.id}' is another episode after a fault has passed: start anew what had "
+            f"'{said.task.id}' is another episode after a fault has passed: restart processes that "
             "died",
         )
 
@@ -143,7 +143,7 @@ async def _under(
     await calls(f"reset('{name}')", lambda: environment.reset(said.task))
     steps: list[Step] = []
     for answer in said.answers:
-        kill(children() - mine)
+        kill(list_children() - mine)
         steps.append(
             await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer))
         )
@@ -198,17 +198,17 @@ def check_release(calls: Calls, environment: Environment, script: Sequence[Said]
         await calls("close, once more,", instance.close)
 
     asyncio.run(play())
-    before = held()
-    for _ in range(CLOSED):
+    open_before = count_open_resources()
+    for _ in range(INSTANCES):
         asyncio.run(play())
     leaked = {
-        name: count - before[name]
-        for name, count in held().items()
-        if count - before[name] >= CLOSED
+        name: count - open_before[name]
+        for name, count in count_open_resources().items()
+        if count - open_before[name] >= INSTANCES
     }
     listed = ", ".join(f"{count} {name}" for name, count in leaked.items())
     require(
         not leaked,
-        f"{CLOSED} instances left {listed} behind: `close` must release what `reset` and `step` "
+        f"{INSTANCES} instances left {listed} behind: `close` must release what `reset` and `step` "
         "open",
     )

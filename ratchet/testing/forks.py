@@ -100,18 +100,18 @@ def serve() -> None:
     """Run the server: for each line of input fork a process, and write its PID, then its status."""
     for module in sys.argv[1:]:
         importlib.import_module(module)
-    _say(0)
+    _write_number(0)
     for line in sys.stdin:
         function, arguments, log = json.loads(line)
         pid = os.fork()
         if not pid:
             _serve_one(function, arguments, log)
-        _say(pid)
-        _, ended = os.waitpid(pid, 0)
-        _say(os.waitstatus_to_exitcode(ended))
+        _write_number(pid)
+        _, wait_status = os.waitpid(pid, 0)
+        _write_number(os.waitstatus_to_exitcode(wait_status))
 
 
-def _say(number: int) -> None:
+def _write_number(number: int) -> None:
     sys.stdout.write(f"{number}\n")
     sys.stdout.flush()
 
@@ -120,11 +120,11 @@ def _serve_one(function: str, arguments: Sequence[Any], log: str) -> None:
     """Run the call in the new process, which never returns from here."""
     status = 1
     try:
-        nothing, output = (
+        null_input, output = (
             os.open(os.devnull, os.O_RDONLY),
             os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644),
         )
-        for descriptor, source in enumerate((nothing, output, output)):
+        for descriptor, source in enumerate((null_input, output, output)):
             os.dup2(source, descriptor)
         module, _, name = function.partition(":")
         status = getattr(importlib.import_module(module), name)(*arguments)

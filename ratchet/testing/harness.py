@@ -24,7 +24,7 @@ from unittest.mock import patch
 T = TypeVar("T")
 
 PROC = Path("/proc")  # absent outside Linux: nothing is counted or killed there
-LOOKS_S = 0.02  # interval at which `supervised` polls the check
+POLL_S = 0.02  # interval in seconds at which `supervised` polls the check
 # A helper process of the standard library. It outlives its use, so it is not counted.
 HELPER = b"resource_tracker"
 
@@ -87,25 +87,23 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
     threading.Thread(target=run, daemon=True, name="check").start()
     while True:
         with suppress(TimeoutError):
-            return future.result(timeout=LOOKS_S)
+            return future.result(timeout=POLL_S)
         if future.done():  # the TimeoutError came from `check`
             return future.result()
         running = calls.running
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
             raise BrokenRule(
-                f"{running[0]} does not give way {2 * deadline_s:g} s after it began: it blocks "
-                "the event loop, or goes on "
-                "after it was cancelled; await what waits, or put it in a process that can be "
-                "killed"
+                f"{running[0]} still runs {2 * deadline_s:g} s after it began: it blocks the event "
+                "loop, or goes on after it was cancelled; await what waits, or put it in a process "
+                "that can be killed"
             )
 
 
 @contextmanager
 def broken_services() -> Iterator[None]:
-    """Make every attempt to open a connection or start a process raise OSError, inside the
-    block."""
+    """Make opening a connection or starting a process raise OSError inside the block."""
 
-    def refuse(*arguments: Any, **named: Any) -> Any:
+    def refuse(*arguments: Any, **keywords: Any) -> Any:
         raise OSError(errno.EAGAIN, "broken by the check: services and processes are out of reach")
 
     with ExitStack() as stack:
@@ -121,7 +119,7 @@ def broken_services() -> Iterator[None]:
         yield
 
 
-def children() -> set[int]:
+def list_children() -> set[int]:
     """Return the ids of this process's children that have not been waited for."""
     pids: set[int] = set()
     for status in PROC.glob("[0-9]*/stat"):
@@ -141,12 +139,12 @@ def kill(processes: set[int]) -> None:
             os.kill(process, signal.SIGKILL)
 
 
-def held() -> dict[str, int]:
+def count_open_resources() -> dict[str, int]:
     """Return how many child processes, threads and files this process has open."""
     gc.collect()
     files = PROC / "self" / "fd"
     return {
-        "processes": len(children()),
+        "processes": len(list_children()),
         "threads": threading.active_count(),
         "files": len(os.listdir(files)) if files.exists() else 0,
     }

@@ -28,7 +28,7 @@ from ratchet.utils import failpoints
 
 KILLED = -9
 # Files that are not compared by bit, because they depend on times, processes or interruptions.
-APART = (
+NOT_COMPARED = (
     "run.log",
     "trace.json",
     "summary.json",
@@ -95,13 +95,13 @@ class Chaos:
         Args:
             resume_after: The failpoint spec of the kill.
         """
-        began = time.monotonic()
-        assert self.start(self.whole, "") == 0, self._said()
-        self.seconds = time.monotonic() - began
+        start = time.monotonic()
+        assert self.start(self.whole, "") == 0, self._read_output()
+        self.seconds = time.monotonic() - start
         self.passed = _read_list(self.whole)
         resumed = self.folder / "resumed"
         assert self.start(resumed, resume_after) == KILLED, f"{resume_after} is not passed"
-        assert self.start(resumed, "") == 0, self._said()
+        assert self.start(resumed, "") == 0, self._read_output()
         self.passed_resuming = _read_list(resumed)
         self._remove(resumed)
 
@@ -111,9 +111,11 @@ class Chaos:
         The first and the last passage are among them if `most` is at least 2. Failpoints that only
         a resumed process passes are killed there, after a first kill at `resume_after`.
         """
-        trials = [Trial((spec,)) for spec in _specs(self.passed, most)]
+        trials = [Trial((spec,)) for spec in _list_kill_specs(self.passed, most)]
         resumed_only = [name for name in self.passed_resuming if name not in set(self.passed)]
-        return trials + [Trial((resume_after, spec)) for spec in _specs(resumed_only, most)]
+        return trials + [
+            Trial((resume_after, spec)) for spec in _list_kill_specs(resumed_only, most)
+        ]
 
     def at_random(self, n: int, *, seed: int) -> list[Trial]:
         """Return `n` trials of one to three kills at random times.
@@ -137,7 +139,9 @@ class Chaos:
             if status != KILLED:
                 break
         different = (
-            differences(self.whole, run) if status == 0 else [f"status {status}: {self._said()}"]
+            differences(self.whole, run)
+            if status == 0
+            else [f"status {status}: {self._read_output()}"]
         )
         if different:
             run.rename(self.folder / f"different-{sum(1 for _ in self.folder.glob('different-*'))}")
@@ -147,16 +151,16 @@ class Chaos:
 
     def start(self, run: Path, kill: str | float) -> int:
         """Start or resume the run. Return its exit status, or minus the signal that ended it."""
-        spec, after = (kill, None) if isinstance(kill, str) else ("", kill)
+        spec, kill_after_s = (kill, None) if isinstance(kill, str) else ("", kill)
         return self.forks.call(
             "ratchet.testing.kill_and_resume:train_here",
             str(self.recipe),
             str(run),
             spec,
-            kill_after_s=after,
+            kill_after_s=kill_after_s,
         )
 
-    def _said(self) -> str:
+    def _read_output(self) -> str:
         return self.forks.log.read_text(encoding="utf-8", errors="replace")[-2000:]
 
     def _remove(self, run: Path) -> None:
@@ -206,7 +210,7 @@ def _read_list(run: Path) -> list[str]:
     return json.loads(_list_path(run).read_text(encoding="utf-8"))
 
 
-def _specs(passed: Sequence[str], most: int) -> list[str]:
+def _list_kill_specs(passed: Sequence[str], most: int) -> list[str]:
     return [
         f"{name}:{n}:kill" for name, count in Counter(passed).items() for n in spread(count, most)
     ]
@@ -230,21 +234,28 @@ def differences(a: Path, b: Path) -> list[str]:
     Files, weights and learner states are compared by bit, metrics and summaries without times, and
     the last checkpoints by step, state, sentinels and progress.
     """
-    unequal = [f"only one has {name}" for name in sorted(_files(a) ^ _files(b))]
+    unequal = [
+        f"only one has {name}" for name in sorted(_list_compared_files(a) ^ _list_compared_files(b))
+    ]
     unequal += [
         f"{name} differs"
-        for name in sorted(_files(a) & _files(b))
+        for name in sorted(_list_compared_files(a) & _list_compared_files(b))
         if (a / name).read_bytes() != (b / name).read_bytes()
     ]
-    unequal += [f"metrics of step {row[0]} differ" for row in _unequal(_metrics(a), _metrics(b))]
-    unequal += [f"the summary differs: {row}" for row in _unequal(_summary(a), _summary(b))]
+    unequal += [
+        f"metrics of step {row[0]} differ"
+        for row in _list_unequal(_read_metrics(a), _read_metrics(b))
+    ]
+    unequal += [
+        f"the summary differs: {row}" for row in _list_unequal(_read_summary(a), _read_summary(b))
+    ]
     return unequal + [
         f"the last checkpoint differs: {row}"
-        for row in _unequal(_last_position(a), _last_position(b))
+        for row in _list_unequal(_read_last_position(a), _read_last_position(b))
     ]
 
 
-def _files(run: Path) -> set[str]:
+def _list_compared_files(run: Path) -> set[str]:
     """Return the names of the files that are compared by bit.
 
     They are the files outside APART, and the files of checkpoints except manifests.
@@ -253,12 +264,12 @@ def _files(run: Path) -> set[str]:
     return {
         name
         for name in names
-        if name.split("/")[0] not in APART
+        if name.split("/")[0] not in NOT_COMPARED
         or ("checkpoints/" in name and not name.endswith(MANIFEST))
     }
 
 
-def _metrics(run: Path) -> list[Any]:
+def _read_metrics(run: Path) -> list[Any]:
     rows = read_jsonl(run / "metrics.jsonl")
     return [
         (
@@ -269,7 +280,7 @@ def _metrics(run: Path) -> list[Any]:
     ]
 
 
-def _summary(run: Path) -> list[Any]:
+def _read_summary(run: Path) -> list[Any]:
     stages = json.loads((run / "summary.json").read_text(encoding="utf-8"))["stages"]
     return [
         {name: value for name, value in stage.items() if name not in ("seconds", "tokens_per_s")}
@@ -277,7 +288,7 @@ def _summary(run: Path) -> list[Any]:
     ]
 
 
-def _last_position(run: Path) -> list[Any]:
+def _read_last_position(run: Path) -> list[Any]:
     checkpoint = CheckpointStore(run / "checkpoints").latest()
     assert checkpoint is not None, f"{run} has no checkpoint"
     progress = {
@@ -286,6 +297,6 @@ def _last_position(run: Path) -> list[Any]:
     return [checkpoint.step, checkpoint.meta["state"], checkpoint.meta["sentinels"], progress]
 
 
-def _unequal(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
+def _list_unequal(a: Sequence[Any], b: Sequence[Any]) -> list[Any]:
     pairs = [(x, y) for x, y in zip(a, b, strict=False) if x != y]
     return [x for x, _ in pairs] + list(a[len(b) :]) + list(b[len(a) :])

@@ -16,8 +16,8 @@ from ratchet.testing.harness import (
     BrokenRule,
     Calls,
     broken_services,
-    children,
     kill,
+    list_children,
     require,
     supervised,
 )
@@ -25,8 +25,8 @@ from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Tr
 
 DEADLINE_S = 30.0
 # deadline of a call while services are out of reach
-PATIENCE_S = 2.0
-RECOVERS = 3  # calls within which a reward must recover from a fault
+FAULT_DEADLINE_S = 2.0
+RECOVERY_CALLS = 3  # calls within which a reward must recover from a fault
 SAMPLE = Task("check/0", (Message("user", "37+48="),), answer="85")
 TEXTS = ("85", "86")
 
@@ -71,55 +71,64 @@ def check_reward(
 def reward_points(
     reward: Reward, task: Task, good: str | None = None, bad: str | None = None
 ) -> Mapping[str, Callable[[Calls], None]]:
-    """Return the checks by name, in order. Each raises AssertionError and presumes those before."""
+    """Return the checks by name, in order. Each raises AssertionError.
+
+    A check needs the checks before it.
+    """
     texts = (TEXTS[0] if good is None else good, TEXTS[1] if bad is None else bad)
-    judging = _Judging(
+    checks = _RewardChecks(
         reward,
         task,
         answered(task, texts[0]),
         answered(task, texts[1]),
         None not in (good, bad),
-        children(),
+        list_children(),
     )
 
-    def run(check: Callable[[_Judging, Calls], Any]) -> Callable[[Calls], None]:
-        return lambda calls: asyncio.run(check(judging, calls))
+    def run(check: Callable[[_RewardChecks, Calls], Any]) -> Callable[[Calls], None]:
+        return lambda calls: asyncio.run(check(checks, calls))
 
-    def is_one(calls: Calls) -> None:
+    def check_protocol(calls: Calls) -> None:
         require(
             isinstance(reward, Reward),
             f"{type(reward).__name__} lacks the method `score` of the Reward protocol",
         )
 
     return {
-        "protocol": is_one,
-        "shapes and order": run(_Judging.shapes),
-        "same again": run(_Judging.again),
-        "cut-off answers": run(_Judging.cut),
-        "faults are no rewards": run(_Judging.faults),
+        "protocol": check_protocol,
+        "shapes and order": run(_RewardChecks.check_shapes),
+        "same again": run(_RewardChecks.check_repeat),
+        "cut-off answers": run(_RewardChecks.check_cut_off),
+        "faults are no rewards": run(_RewardChecks.check_faults),
     }
 
 
 @dataclass(frozen=True)
-class _Judging:
+class _RewardChecks:
     """The reward under test with its task and two answers.
 
-    ranked: True if `one` must earn more than `two`.
-    before: child processes that existed before the checks; they are not killed.
+    has_ranking: True if `first_answer` must earn more than `second_answer`.
+    previous_children: child processes that existed before the checks; they are not killed.
     """
 
     reward: Reward
     task: Task
-    one: Trajectory
-    two: Trajectory
-    ranked: bool
-    before: set[int]
+    first_answer: Trajectory
+    second_answer: Trajectory
+    has_ranking: bool
+    previous_children: set[int]
 
-    async def shapes(self, calls: Calls) -> None:
-        high, low, twin = await self.rewards(calls, [self.one, self.two, self.one])
-        require(not self.ranked or high > low, f"the good answer earns {high}, the bad one {low}")
+    async def check_shapes(self, calls: Calls) -> None:
+        high, low, twin = await self.rewards(
+            calls, [self.first_answer, self.second_answer, self.first_answer]
+        )
+        require(
+            not self.has_ranking or high > low, f"the good answer earns {high}, the bad one {low}"
+        )
         require(twin == high, f"the same answer earns {high} and {twin} in one group")
-        swapped = await self.rewards(calls, [self.two, self.one, self.one])
+        swapped = await self.rewards(
+            calls, [self.second_answer, self.first_answer, self.first_answer]
+        )
         require(
             swapped == [low, high, high],
             "outcomes are not in the trajectories' order, or judging the same group again differs",
@@ -127,41 +136,49 @@ class _Judging:
         require(list(await self.score(calls, [])) == [], "an empty group must give no outcomes")
         await self.rewards(calls, [answered(self.task, "")])
 
-    async def again(self, calls: Calls) -> None:
-        first = await self.rewards(calls, [self.one, self.two, self.one])
-        second = await self.rewards(calls, [self.one, self.two, self.one])
+    async def check_repeat(self, calls: Calls) -> None:
+        first = await self.rewards(
+            calls, [self.first_answer, self.second_answer, self.first_answer]
+        )
+        second = await self.rewards(
+            calls, [self.first_answer, self.second_answer, self.first_answer]
+        )
         require(first == second, "judging the same group again differs")
 
-    async def cut(self, calls: Calls) -> None:
-        (cut,) = await self.score(calls, [replace(self.one, outcome=Truncated(None))])
+    async def check_cut_off(self, calls: Calls) -> None:
+        (cut,) = await self.score(calls, [replace(self.first_answer, outcome=Truncated(None))])
         require(
             isinstance(cut, Truncated),
             f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}",
         )
 
-    async def faults(self, calls: Calls) -> None:
+    async def check_faults(self, calls: Calls) -> None:
         """Check that a fault gives Failed or the usual reward, never another reward.
 
         The faults are services out of reach and killed processes.
         """
-        group = [self.one, self.two, self.one]
+        group = [self.first_answer, self.second_answer, self.first_answer]
         clean = await self.score(calls, group)
         with broken_services():
-            self.unmoved(clean, await self.impatient(calls, group), "out of reach")
-        await self.recovers(calls, group, clean)
-        kill(children() - self.before)
-        self.unmoved(clean, await self.under(calls, group), "killed")
-        await self.recovers(calls, group, clean)
+            self.require_unchanged(
+                clean, await self.score_with_timeout(calls, group), "out of reach"
+            )
+        await self.require_recovery(calls, group, clean)
+        kill(list_children() - self.previous_children)
+        self.require_unchanged(clean, await self.score_or_fail(calls, group), "killed")
+        await self.require_recovery(calls, group, clean)
 
-    async def impatient(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
+    async def score_with_timeout(
+        self, calls: Calls, group: Sequence[Trajectory]
+    ) -> Sequence[Outcome]:
         try:
-            async with asyncio.timeout(PATIENCE_S):
-                return await self.under(calls, group)
+            async with asyncio.timeout(FAULT_DEADLINE_S):
+                return await self.score_or_fail(calls, group)
         # endless retries count as Failed, as they do under a run's deadline
         except TimeoutError:
-            return [Failed("timeout", f"nothing within {PATIENCE_S:g} s")] * len(group)
+            return [Failed("timeout", f"nothing within {FAULT_DEADLINE_S:g} s")] * len(group)
 
-    async def under(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
+    async def score_or_fail(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
         try:
             return await self.score(calls, group)
         except BrokenRule:
@@ -169,21 +186,23 @@ class _Judging:
         except Exception as error:  # raising is allowed: the attempts then fail and get no reward
             return [Failed("reward", str(error))] * len(group)
 
-    async def recovers(
+    async def require_recovery(
         self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]
     ) -> None:
         outcomes = clean
-        for _ in range(RECOVERS):
-            outcomes = await self.under(calls, group)
+        for _ in range(RECOVERY_CALLS):
+            outcomes = await self.score_or_fail(calls, group)
             if list(outcomes) == list(clean):
                 return
         require(
             False,
-            f"{RECOVERS} calls after a fault has passed it still gives {outcomes[0]}, not "
+            f"{RECOVERY_CALLS} calls after a fault has passed it still gives {outcomes[0]}, not "
             f"{clean[0]}",
         )
 
-    def unmoved(self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str) -> None:
+    def require_unchanged(
+        self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str
+    ) -> None:
         for right, outcome in zip(clean, found, strict=True):
             require(
                 isinstance(outcome, Failed) or outcome == right,

@@ -62,12 +62,12 @@ class SlowGenerator(FakeGenerator):
         aborted.set()
 
 
-def _without_tokens(done: Completion) -> Completion:
-    none = {
-        name: getattr(done, name)[:0]
+def _without_tokens(completion: Completion) -> Completion:
+    empty_columns = {
+        name: getattr(completion, name)[:0]
         for name in ("tokens", "logprobs", "log_kept_mass", "versions")
     }
-    return replace(done, stop=StopReason.ABORTED, **none)
+    return replace(completion, stop=StopReason.ABORTED, **empty_columns)
 
 
 def draw_seconds(seed: int, mean_s: float, sigma: float) -> float:
@@ -107,7 +107,7 @@ def undisturbed(
     ends, attempts_left = list[float](), dict[ScheduledGroup, int]()
     waiting, ordinals = deque[tuple[ScheduledGroup, int]](), itertools.count()
     # Heap of ends: (time, tie-breaker, group of the request; None for an update).
-    coming: list[tuple[float, int, ScheduledGroup | None]] = []
+    pending_ends: list[tuple[float, int, ScheduledGroup | None]] = []
     while len(ends) < scheduler.last_step:
         step = len(ends)
         # While a step trains, its groups still take up room that the next step may not use.
@@ -118,18 +118,20 @@ def undisturbed(
                 waiting.extend((issue, attempt) for attempt in range(attempts))
             issue, attempt = waiting.popleft()
             free -= 1
-            heapq.heappush(coming, (clock + seconds(issue.number, attempt), next(ordinals), issue))
+            heapq.heappush(
+                pending_ends, (clock + seconds(issue.number, attempt), next(ordinals), issue)
+            )
         if not training and scheduler.choose(step) is not None:
             training = True
-            heapq.heappush(coming, (clock + update_s, next(ordinals), None))
+            heapq.heappush(pending_ends, (clock + update_s, next(ordinals), None))
             continue
-        clock, _, ended = heapq.heappop(coming)
-        if ended is None:
+        clock, _, group = heapq.heappop(pending_ends)
+        if group is None:
             ends.append(clock)
             training = False
             continue
         free += 1
-        attempts_left[ended] -= 1
-        if not attempts_left[ended]:
-            scheduler.ready(ended, Group(ended.id, ended.task, ()))
+        attempts_left[group] -= 1
+        if not attempts_left[group]:
+            scheduler.ready(group, Group(group.id, group.task, ()))
     return ends

@@ -63,8 +63,8 @@ class TinyRole:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
         def normal(*shape: int) -> Tensor:
-            start, moved = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
-            return start + drift * moved
+            start, change = torch.randn(2, *shape, generator=generator, dtype=torch.float64)
+            return start + drift * change
 
         self.embedding_Vd, self.head_Vd, self.scalar_d = (
             normal(VOCAB, HIDDEN),
@@ -85,24 +85,24 @@ class TinyRole:
 
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """Return the contents of `Outputs` for an update, without the old logprobs."""
-        named = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
+        column_names = {"logprobs"} | set(needs) if "old_logprobs" in needs else set(needs)
         columns = self._columns(
             batch,
             batch.predicted_T,
-            named,
+            column_names,
             TokenOutputSpec.from_names(needs, given_ids=batch.has("teacher_ids")),
         )
-        return {name: column for name, column in columns.items() if name in named}
+        return {name: column for name, column in columns.items() if name in column_names}
 
     def _columns(
-        self, batch: Batch, mask_T: Tensor, names: Collection[str], wanted: TokenOutputSpec
+        self, batch: Batch, mask_T: Tensor, names: Collection[str], spec: TokenOutputSpec
     ) -> dict[str, Tensor]:
-        before_Td = self.embedding_Vd[batch.tokens_T.roll(1)] * (batch.positions_T > 0)[:, None]
-        hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + before_Td / 2)
+        previous_Td = self.embedding_Vd[batch.tokens_T.roll(1)] * (batch.positions_T > 0)[:, None]
+        hidden_Td = torch.tanh(self.embedding_Vd[batch.tokens_T] + previous_Td / 2)
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(names):
             head = Head(self._logits, len(self.head_Vd), chunk_rows=1 << 30)
-            columns |= compute_token_columns(head, hidden_Td, batch, mask_T, wanted)
+            columns |= compute_token_columns(head, hidden_Td, batch, mask_T, spec)
         scalars_T = hidden_Td @ self.scalar_d
         columns |= {
             "values": compute_state_values(scalars_T, mask_T),
@@ -126,18 +126,18 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
     They are the keys of the algorithm's options called `weights`, or two fixed names without any.
     """
 
-    def named(value: Any) -> set[str]:
+    def collect_names(value: Any) -> set[str]:
         if isinstance(value, functools.partial):
             weights = value.keywords.get("weights")
             weight_names = set(weights) if isinstance(weights, Mapping) else set[str]()
             return weight_names.union(
-                *(named(item) for item in (*value.args, *value.keywords.values()))
+                *(collect_names(item) for item in (*value.args, *value.keywords.values()))
             )
         if isinstance(value, tuple | list):
-            return set[str]().union(*(named(item) for item in value))
+            return set[str]().union(*(collect_names(item) for item in value))
         return set()
 
-    return tuple(sorted(named(algorithm.advantage))) or ("correct", "brief")
+    return tuple(sorted(collect_names(algorithm.advantage))) or ("correct", "brief")
 
 
 @dataclass(frozen=True)
@@ -156,9 +156,12 @@ class Draw:
 
     def groups(self, algorithm: Algorithm) -> list[Group]:
         rng = np.random.default_rng(self.seed)
-        make = {"rollouts": _attempts, "pairs": _pair, "labelled": _labelled, "steps": _steps}.get(
-            algorithm.source, _row
-        )
+        make = {
+            "rollouts": _make_attempts,
+            "pairs": _make_pair,
+            "labelled": _make_labelled,
+            "steps": _make_labelled_steps,
+        }.get(algorithm.source, _make_row)
         tags = sorted({item.tag for item in algorithm.passes if item.tag is not None}) or [
             "",
             "other",
@@ -172,7 +175,7 @@ class Draw:
         return groups
 
 
-def _attempts(
+def _make_attempts(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
     """Return a group of attempts.
@@ -182,28 +185,34 @@ def _attempts(
     """
     count = draw.attempts or algorithm.group_size
     names = part_names(algorithm)
-    plain = draw.equal or draw.attempts is not None
-    same = _rewards(rng, names)
+    is_plain = draw.equal or draw.attempts is not None
+    equal_reward = _draw_rewards(rng, names)
     rows: list[Trajectory] = []
     for attempt in range(count):
-        reward = same if draw.equal or index == 1 else _rewards(rng, names)
-        outcome = Failed("kit") if index == 2 and not plain else _ending(rng, reward, plain=plain)
+        reward = equal_reward if draw.equal or index == 1 else _draw_rewards(rng, names)
+        outcome = (
+            Failed("kit")
+            if index == 2 and not is_plain
+            else _draw_outcome(rng, reward, plain=is_plain)
+        )
         forks = 2 if rng.random() < 0.15 else 1
         rows += [
-            _trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0))
+            _make_trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0))
             for _ in range(forks)
         ]
     if algorithm.greedy_baseline:
-        outcome = Failed("kit") if index == 3 and not plain else Scored(*_rewards(rng, names))
-        rows.append(_trajectory(rng, outcome, attempt=count, use="baseline", temperature=0.0))
+        outcome = (
+            Failed("kit") if index == 3 and not is_plain else Scored(*_draw_rewards(rng, names))
+        )
+        rows.append(_make_trajectory(rng, outcome, attempt=count, use="baseline", temperature=0.0))
     return rows
 
 
-def _rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float, dict[str, float]]:
+def _draw_rewards(rng: np.random.Generator, names: Sequence[str]) -> tuple[float, dict[str, float]]:
     return float(rng.choice(REWARDS)), {name: float(rng.choice(REWARDS)) for name in names}
 
 
-def _ending(
+def _draw_outcome(
     rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool
 ) -> Outcome:
     """Return a random outcome, which has a reward if `plain`."""
@@ -215,7 +224,7 @@ def _ending(
     return [Truncated(None), Failed("kit"), Cancelled("kit")][int(rng.integers(3))]
 
 
-def _trajectory(
+def _make_trajectory(
     rng: np.random.Generator,
     outcome: Outcome | None,
     *,
@@ -240,14 +249,14 @@ def _trajectory(
             Turn(start, len(owner), reward, state_key=str(rng.choice(["", "here", "there"])))
         )
         owner += [Owner.ENVIRONMENT] * int(rng.integers(0, 3))
-    wrote = np.asarray([writer == Owner.POLICY for writer in owner])
+    is_policy = np.asarray([writer == Owner.POLICY for writer in owner])
     return Trajectory(
         tokens=rng.integers(0, VOCAB, len(owner)),
         owner=np.asarray(owner, dtype=np.int8),
-        trainable=wrote & (rng.random(len(owner)) < 0.9),
+        trainable=is_policy & (rng.random(len(owner)) < 0.9),
         rollout_logprobs=np.zeros(len(owner), dtype=np.float32),
-        versions=np.where(wrote, 0, -1).astype(np.int32),
-        log_kept_mass=np.where(wrote, -0.1 * rng.random(len(owner)), 0.0).astype(np.float32),
+        versions=np.where(is_policy, 0, -1).astype(np.int32),
+        log_kept_mass=np.where(is_policy, -0.1 * rng.random(len(owner)), 0.0).astype(np.float32),
         attempt=attempt,
         use=use,
         temperature=float(rng.choice([0.7, 1.0])) if temperature is None else temperature,
@@ -256,53 +265,53 @@ def _trajectory(
     )
 
 
-def _given(
-    rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **more: Any
+def _make_supervised_row(
+    rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **options: Any
 ) -> Trajectory:
     """Return a supervised row: its trainable tokens count as the policy's, though none was sampled.
 
     It has no turns.
     """
-    row = _trajectory(rng, outcome, temperature=algorithm.temperature, **more)
+    row = _make_trajectory(rng, outcome, temperature=algorithm.temperature, **options)
     text = Trajectory.supervised(
         row.tokens.tolist(), row.trainable.tolist(), temperature=row.temperature, outcome=outcome
     )
     return replace(text, attempt=row.attempt, use=row.use)
 
 
-def _pair(
+def _make_pair(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
     better, worse = sorted(rng.choice(REWARDS, 2).tolist(), reverse=True)
     rewards = [better, better if draw.equal else worse][: draw.attempts]
     return [
-        _given(rng, algorithm, Scored(reward), attempt=attempt)
+        _make_supervised_row(rng, algorithm, Scored(reward), attempt=attempt)
         for attempt, reward in enumerate(rewards)
     ]
 
 
-def _labelled(
+def _make_labelled(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
-    rows = [_given(rng, algorithm, Scored(float(rng.choice(REWARDS))))]
+    rows = [_make_supervised_row(rng, algorithm, Scored(float(rng.choice(REWARDS))))]
     return (
-        [*rows, _given(rng, algorithm, attempt=1, use="reference")]
+        [*rows, _make_supervised_row(rng, algorithm, attempt=1, use="reference")]
         if algorithm.reference_rows
         else rows
     )
 
 
-def _row(
+def _make_row(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
-    return [_given(rng, algorithm)]
+    return [_make_supervised_row(rng, algorithm)]
 
 
-def _steps(
+def _make_labelled_steps(
     rng: np.random.Generator, draw: Draw, algorithm: Algorithm, index: int
 ) -> list[Trajectory]:
     """Return a row whose turns are labelled steps; some have no label."""
-    row = _trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
+    row = _make_trajectory(rng, None, temperature=algorithm.temperature, turn_rewards=False)
     turns = [
         replace(turn, reward=None if i == 2 else float(rng.choice([0.0, 1.0, 0.4])))
         for i, turn in enumerate(row.turns)

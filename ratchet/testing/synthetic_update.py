@@ -38,7 +38,7 @@ class Update:
     models: Mapping[str, TinyRole]
 
     @classmethod
-    def of(
+    def from_groups(
         cls, algorithm: Algorithm, groups: Sequence[Group], *, on_policy: bool = False
     ) -> Update:
         """Return the update on some groups: packed, with scores, advantages and term weights.
@@ -184,7 +184,7 @@ class LossAndSlopes:
         )
 
 
-def differentiated(
+def differentiate(
     update: Update, role: str, rows: Sequence[int], terms: Sequence[AlgorithmTerm] | None = None
 ) -> LossAndSlopes:
     """Return the loss of some rows, summed over terms as a learner does, and its slopes.
@@ -195,14 +195,14 @@ def differentiated(
         terms: Terms of the role to sum; None: all of them.
     """
     batch = update.batch.take(rows)
-    places = {
+    indices = {
         "tokens": token_indices(update.batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
-    leaves = _leaves(update, role, places)
+    leaves = _make_leaves(update, role, indices)
     loss, metrics = torch.zeros((), dtype=torch.float64), dict[str, float]()
     for term in update.terms(role) if terms is None else terms:
-        value, term_metrics = term(_outputs(batch, leaves, term), batch)
+        value, term_metrics = term(_make_outputs(batch, leaves, term), batch)
         loss = loss + value
         metrics |= {
             f"{term.name}/{name}": float(metric.detach()) for name, metric in term_metrics.items()
@@ -211,10 +211,10 @@ def differentiated(
             bool(value.isfinite()), f"the loss of term '{term.name}' is {float(value.detach())}"
         )
     slopes = {}
-    for name, slope in _gradients(loss, leaves).items():
+    for name, slope in _compute_gradients(loss, leaves).items():
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
         batch_zeros = torch.zeros_like(update.columns[role][name])
-        slopes[name] = batch_zeros.index_copy(0, _entry_indices(name, places), slope)
+        slopes[name] = batch_zeros.index_copy(0, _entry_indices(name, indices), slope)
     return LossAndSlopes(float(loss.detach()), slopes, metrics)
 
 
@@ -226,25 +226,25 @@ def compute_row_values(
     Values whose weight is 0 count as 0. The slopes are with respect to the outputs of all rows.
     """
     batch = update.batch
-    places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
-    leaves = _leaves(update, role, places)
-    values, _ = term.fn(_outputs(batch, leaves, term), batch)
-    # indices of the row's entries at the level of the term
-    indices = {
+    indices = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
+    leaves = _make_leaves(update, role, indices)
+    values, _ = term.fn(_make_outputs(batch, leaves, term), batch)
+    # Indices of the row's entries at the level of the term.
+    row_indices = {
         "token": token_indices(batch, [row]),
         "sequence": torch.tensor([row]),
         "group": batch.group_S[[row]],
     }[term.level]
     weight = batch.weights[term.name].values
-    row_values = torch.where(weight[indices] != 0, values[indices], 0.0)
-    return row_values.detach(), _gradients(row_values.sum(), leaves)
+    row_values = torch.where(weight[row_indices] != 0, values[row_indices], 0.0)
+    return row_values.detach(), _compute_gradients(row_values.sum(), leaves)
 
 
-def measured(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor]:
+def compute_metrics(term: AlgorithmTerm, update: Update, role: str) -> dict[str, Tensor]:
     """Return a term's metrics at each of its values whose weight is not 0."""
     batch = update.batch
-    places = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
-    _, metrics = term.fn(_outputs(batch, _leaves(update, role, places), term), batch)
+    indices = {"tokens": torch.arange(batch.n_tokens), "rows": torch.arange(batch.n_sequences)}
+    _, metrics = term.fn(_make_outputs(batch, _make_leaves(update, role, indices), term), batch)
     active = batch.weights[term.name].values != 0
     return {name: metric[active].detach() for name, metric in metrics.items()}
 
@@ -256,55 +256,59 @@ def token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
     return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
 
 
-def gathered(found: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
-    """Return `found` with its slopes reordered, so that the rows of `batch` come as in `rows`."""
-    places = {
+def gather_rows(result: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
+    """Return the result with its slopes reordered: the rows of `batch` in the order of `rows`."""
+    indices = {
         "tokens": token_indices(batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
-    slopes = {name: slope[_entry_indices(name, places)] for name, slope in found.slopes.items()}
-    return replace(found, slopes=slopes)
+    slopes = {name: slope[_entry_indices(name, indices)] for name, slope in result.slopes.items()}
+    return replace(result, slopes=slopes)
 
 
-def same(found: LossAndSlopes, expected: LossAndSlopes, how: str) -> None:
+def require_equal(result: LossAndSlopes, expected: LossAndSlopes, method: str) -> None:
     """Raise BrokenRule (an AssertionError) if two results differ by more than rounding.
 
     Args:
-        how: How `found` was computed; the error message begins with it.
+        method: How `result` was computed; the error message begins with it.
     """
     require(
-        _near(found.loss, expected.loss),
-        f"{how}, the loss is {found.loss:.12g} and not {expected.loss:.12g}",
+        _is_near(result.loss, expected.loss),
+        f"{method}, the loss is {result.loss:.12g} and not {expected.loss:.12g}",
     )
     for name, slope in expected.slopes.items():
         limit = RELATIVE * float(slope.abs().max()) + ABSOLUTE if slope.numel() else 0.0
-        difference = float((found.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
+        difference = float((result.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
         require(
-            difference <= limit, f"{how}, the gradient by {name} is off by up to {difference:.2g}"
+            difference <= limit,
+            f"{method}, the gradient by {name} is off by up to {difference:.2g}",
         )
     for name, metric in expected.metrics.items():
-        value = found.metrics.get(name, 0.0)
-        require(_near(value, metric), f"{how}, metric {name} is {value:.12g} and not {metric:.12g}")
+        value = result.metrics.get(name, 0.0)
+        require(
+            _is_near(value, metric),
+            f"{method}, metric {name} is {value:.12g} and not {metric:.12g}",
+        )
 
 
-def _near(a: float, b: float) -> bool:
+def _is_near(a: float, b: float) -> bool:
     return abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE
 
 
-def _entry_indices(name: str, places: Mapping[str, Tensor]) -> Tensor:
+def _entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
     """Return the indices of an output's entries: of rows or of tokens."""
-    return places["rows" if name in OF_SEQUENCES else "tokens"]
+    return indices["rows" if name in OF_SEQUENCES else "tokens"]
 
 
-def _leaves(update: Update, role: str, places: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Return the outputs of a role's model at `places`, as leaves of the autograd graph."""
+def _make_leaves(update: Update, role: str, indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the outputs of a role's model at `indices`, as leaves of the autograd graph."""
     return {
-        name: column[_entry_indices(name, places)].clone().requires_grad_()
+        name: column[_entry_indices(name, indices)].clone().requires_grad_()
         for name, column in update.columns[role].items()
     }
 
 
-def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
+def _make_outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
     """Return the outputs that the term declares in `needs`, and no others.
 
     A term that reads an output needed only by another term would fail without that other term.
@@ -318,7 +322,7 @@ def _outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) ->
     return Outputs(sequence_sum=batch.sequence_sum, **columns)
 
 
-def _gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def _compute_gradients(value: Tensor, leaves: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the gradient of `value` by each leaf, zeros for a leaf that it does not depend on."""
     if not value.requires_grad:
         return {name: torch.zeros_like(leaf) for name, leaf in leaves.items()}

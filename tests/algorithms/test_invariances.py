@@ -29,7 +29,7 @@ from ratchet.config.registry import KINDS
 from ratchet.data.packing import pack
 from ratchet.testing.check_command import built_in
 from ratchet.testing.synthetic import Draw, TinyRole
-from ratchet.testing.synthetic_update import Update, differentiated, same
+from ratchet.testing.synthetic_update import Update, differentiate, require_equal
 
 WEIGHTINGS = st.sampled_from(
     [token_mean, sequence_mean, prompt_mean, partial(fixed_length, length=7)]
@@ -158,7 +158,7 @@ def anything(batch: Batch, column: Tensor) -> Tensor:
 def test_no_loss_reads_what_does_not_train(kind: str):
     """Of any built-in algorithm, after the estimators."""
     algo = built_in(kind)
-    update = Update.of(algo, Draw(seed=5).groups(algo))
+    update = Update.from_groups(algo, Draw(seed=5).groups(algo))
     noisy_columns = {
         name: anything(update.batch, column) for name, column in update.batch.token_columns.items()
     }
@@ -166,8 +166,8 @@ def test_no_loss_reads_what_does_not_train(kind: str):
     noisy = replace(update, models=models, batch=update.batch.fill_tokens(**noisy_columns))
     for role in algo.losses:
         rows = range(update.batch.n_sequences)
-        same(
-            differentiated(noisy, role, rows),
-            differentiated(update, role, rows),
+        require_equal(
+            differentiate(noisy, role, rows),
+            differentiate(update, role, rows),
             "with noise where nothing trains",
         )

@@ -64,7 +64,7 @@ PROBED = {"every": 1, "second_opinion": [{"kind": "exact_match"}], "canaries": S
 
 def of_algorithm(kind: str, options: dict[str, Any]) -> Iterator[str]:
     algorithm = build(resolve("algorithm", {"kind": kind, **NEEDED.get(kind, {}), **options}))
-    update = Update.of(algorithm, Draw(0).groups(algorithm))
+    update = Update.from_groups(algorithm, Draw(0).groups(algorithm))
     yield from (f"batch/{name}" for name in update.batch.metrics)
     for role, terms in algorithm.losses.items():
         yield from (f"{role}/{term.name}" for term in terms if term.coef)

@@ -305,8 +305,8 @@ check = lambda text: True  # noqa: E731
 @pytest.mark.parametrize(
     ("broken", "deadline_s", "error"),
     [
-        (Remembers, 30, "played again, after others, differs: `reset` must reset all of it"),
-        (Shares, 30, "played beside others differs: copies share what is an attempt's"),
+        (Remembers, 30, "played again, after others, differs: `reset` must reset all state"),
+        (Shares, 30, "played beside others differs: copies share state of an attempt"),
         (
             Excuses,
             30,
@@ -316,8 +316,8 @@ check = lambda text: True  # noqa: E731
         (Mortal, 30, "killed, step 1 gives reward 0.0.*else 1.0"),
         (Leaks, 30, "4 instances left 4 files behind: `close` must release"),
         (Hangs, 0.1, "step in 'good/train/.*' gave nothing within 0.1 s: bound what it waits for"),
-        (Blocks, 0.1, "does not give way 0.2 s after it began: it blocks the event loop"),
-        (Stubborn, 0.1, "does not give way 0.2 s after it began"),
+        (Blocks, 0.1, "still runs 0.2 s after it began: it blocks the event loop"),
+        (Stubborn, 0.1, "still runs 0.2 s after it began"),
         (Unpicklable, 30, "can't be serialised"),
     ],
 )

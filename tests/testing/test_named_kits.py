@@ -46,7 +46,7 @@ class Halves:
             [
                 "episodes and shapes",
                 "fails  step in 'echo/train/0' gives dict, not Step",
-                "n/a    after what fails",
+                "n/a    an earlier check failed",
             ],
         ),
         ("Rude", [], 1, ["KeyError: 'no such room'"]),

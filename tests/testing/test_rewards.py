@@ -144,7 +144,7 @@ def blocks(trajectory, task):
         (
             FunctionReward(blocks),
             0.1,
-            "score does not give way 0.2 s after it began: it blocks the event loop",
+            "score still runs 0.2 s after it began: it blocks the event loop",
         ),
     ],
 )
