@@ -38,7 +38,10 @@ def add_media_names(
         [medium["name"] for medium in placed] if len(placed) == len(parts) else [None] * len(parts)
     )
     names = iter(
-        [parse_placeholder(part["value"]) or name for part, name in zip(parts, ordered_names, strict=True)]
+        [
+            parse_placeholder(part["value"]) or name
+            for part, name in zip(parts, ordered_names, strict=True)
+        ]
     )
     return [
         {

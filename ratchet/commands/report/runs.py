@@ -78,8 +78,8 @@ class RunReader:
         """Return `finished`, `running` or `stopped`.
 
         A run on another machine counts as running while it has a status file. The run's lock
-        (`RunDirectory.is_locked`) is not tried, because a reader that tries it every few seconds could
-        block a run that is starting.
+        (`RunDirectory.is_locked`) is not tried, because a reader that tries it every few seconds
+        could block a run that is starting.
         """
         if self.directory.summary.exists():
             return "finished"
