@@ -1,2 +1,1 @@
-"""Algorithms as data: the passes, the advantage estimator and the loss terms that make up GRPO
-and the others."""
+"""The algorithms (GRPO, PPO, DPO, ...) as data: passes, advantage estimator and loss terms."""

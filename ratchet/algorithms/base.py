@@ -30,10 +30,11 @@ class AlgorithmTerm:
     fn: `fn(out, batch) -> (x, metrics)` returns x and detached metrics at the term's `level`:
       [T], [S] or [G].
     weighting: `weighting(batch)` returns the [T] column that carries the complete normaliser,
-      computed once over an optimizer step. The weight of a sequence or group is the sum of its
-      tokens'.
+      computed once over an optimizer step. The weight of a sequence or group is the sum of the
+      weights of its tokens.
     needs: names of the `Outputs` that the learner must produce.
-    coef: 0 only measures the term: it adds nothing to the loss, whatever its values.
+    coef: factor of the term. A term with coef=0 is only measured: it adds nothing to the loss, even
+      if its values are not finite.
 
     Both functions are module-level, or a `functools.partial` of one, so that a term can be sent to
     another process by name.
@@ -47,15 +48,16 @@ class AlgorithmTerm:
     coef: float = 1.0
 
     def __post_init__(self) -> None:
-        for role, function in (("fn", self.fn), ("weighting", self.weighting)):
-            if not _importable(function):
+        for field_name, function in (("fn", self.fn), ("weighting", self.weighting)):
+            if not _is_importable(function):
                 raise ConfigError(
-                    f"term '{self.name}': {role} is a closure or a lambda, which can't reach "
-                    "another process. Use a module-level function, with functools.partial for "
-                    "its options."
+                    f"term '{self.name}': {field_name} is a closure or a lambda, which can't be "
+                    "sent to another process. Use a module-level function, with functools.partial "
+                    "for its options."
                 )
 
     def __call__(self, out: Outputs, batch: Batch) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the term's loss, summed over the batch, and the weighted means of its metrics."""
         x, metrics = self.fn(out, batch)
         _, weight, total, coef = batch.weights[self.name]
         assert x.shape == weight.shape, (
@@ -66,13 +68,13 @@ class AlgorithmTerm:
         loss = coef * (weight * torch.where(active, x, 0.0)).sum() if coef else weight.new_zeros(())
         share = weight / total if total else weight
         means = {
-            k: (share * torch.where(active, v.to(weight.dtype), 0.0)).sum()
-            for k, v in metrics.items()
+            name: (share * torch.where(active, values.to(weight.dtype), 0.0)).sum()
+            for name, values in metrics.items()
         }
         return loss, means
 
 
-def _importable(function: Callable[..., Any]) -> bool:
+def _is_importable(function: Callable[..., Any]) -> bool:
     while isinstance(function, functools.partial):
         function = function.func
     name = getattr(function, "__qualname__", "")
@@ -81,12 +83,13 @@ def _importable(function: Callable[..., Any]) -> bool:
 
 @dataclass(frozen=True)
 class Pass:
-    """A scoring pass: before the update, `role` computes a column without gradient.
+    """A scoring pass: before the update, the model of `role` fills a column without gradient.
 
     output: name of the learner's output.
     produces: the column's name in the batch.
-    tag: score only rows whose task has this tag. Several passes may fill one column, a part each.
-    top_k: width of "topk_ids" and "topk_logprobs"; 0: one entry for each token of the vocabulary.
+    tag: score only rows whose task has this tag; None: score all rows. Passes with different tags
+      may fill the same column.
+    top_k: number of tokens in "topk_ids" and "topk_logprobs"; 0: the whole vocabulary.
     """
 
     role: str
@@ -103,7 +106,8 @@ class Role:
 
     path: directory or hub id of its model; None: a copy of the policy at the start of the stage.
     lr: its peak learning rate; None: the policy's.
-    aligned: its tokenizer differs from the policy's, and its columns are aligned by text spans.
+    aligned: True if its tokenizer differs from the policy's, so that its columns are aligned by
+      text spans.
     """
 
     path: str | None = None
@@ -140,18 +144,21 @@ class Algorithm:
     fills: columns that `advantage` fills in place of a scoring pass.
     adapt: may change `state.numbers` after a step, where "coef/<term>" replaces a term's `coef`.
     warmup: steps of the stage during which a role is not updated, by role.
+    minibatches: optimizer steps that a batch is divided into.
     minibatches_of: unit in which a batch is distributed over its mini-batches. Losses that compare
       the rows of a group need "groups".
+    epochs: passes over all mini-batches of a batch.
     group_size: sampled attempts at each prompt.
-    greedy_baseline: each group has a greedy attempt too, with use="baseline".
-    reference_rows: each labelled row comes with the answer to another prompt, with use="reference".
-    temperature: sampling temperature assumed for given text, whose own is unknown.
-    turns: the assistant's turns that train in given text.
-    reads_reward: False if nothing depends on rewards. Attempts need none then, and those without
-      one train.
-    reads_parts: True if the named parts of the rewards matter: attempts of equal reward differ if
-      their parts do.
-    replays: the policy's routers choose the experts that the sampler recorded (router replay).
+    greedy_baseline: True if each group also has a greedy attempt, with use="baseline".
+    reference_rows: True if each labelled row comes with the answer to another prompt, with
+      use="reference".
+    temperature: sampling temperature assumed for text that no sampler wrote (demonstrations).
+    turns: assistant turns of a demonstration that train: all of them, or the last one.
+    reads_reward: False if nothing depends on rewards. Attempts without a reward then train too.
+    reads_parts: True if the named parts of the rewards matter. Attempts of equal reward then count
+      as different if their parts differ.
+    replays: True for router replay: the policy's routers choose the experts that the sampler
+      recorded.
     exempt: properties of `ratchet.algorithms.properties` that it does not have, with the reason.
     """
 
@@ -181,21 +188,22 @@ class Algorithm:
         names = [term.name for terms in self.losses.values() for term in terms]
         if len(set(names)) != len(names):
             raise ConfigError(f"algorithm '{self.name}': two terms share a name among {names}")
-        unknown = {*self.losses, *(item.role for item in self.passes)} - {*self.roles, "policy"}
-        if unknown:
+        used_roles = {*self.losses, *(scoring_pass.role for scoring_pass in self.passes)}
+        unknown_roles = used_roles - {*self.roles, "policy"}
+        if unknown_roles:
             raise ConfigError(
-                f"algorithm '{self.name}' names the role '{min(unknown)}' and doesn't say how it "
-                "is made. Add it to roles."
+                f"algorithm '{self.name}' uses the role '{min(unknown_roles)}', which `roles` does "
+                "not define. Add it to roles."
             )
         if self.minibatches_of == "attempts" and self.unit == "group":
             raise ConfigError(
-                f"minibatches_of=attempts splits the groups whose rows algorithm '{self.name}' "
-                "compares. Set minibatches_of=groups."
+                f"minibatches_of=attempts splits groups, but algorithm '{self.name}' compares the "
+                "rows of a group. Set minibatches_of=groups."
             )
-        reads_old = any(
+        reads_old_logprobs = any(
             "old_logprobs" in term.needs for terms in self.losses.values() for term in terms
         )
-        if reads_old and self.updates_per_batch > 1 and "old_logprobs" not in self.columns:
+        if reads_old_logprobs and self.updates_per_batch > 1 and "old_logprobs" not in self.columns:
             raise ConfigError(
                 f"algorithm '{self.name}' takes {self.updates_per_batch} optimizer steps a batch "
                 "and reads old_logprobs, which no pass fills. Add "
@@ -210,7 +218,7 @@ class Algorithm:
     @property
     def columns(self) -> frozenset[str]:
         """The columns that are filled before the update."""
-        return self.fills | {item.produces for item in self.passes}
+        return self.fills | {scoring_pass.produces for scoring_pass in self.passes}
 
     @property
     def unit(self) -> Level:
@@ -220,19 +228,22 @@ class Algorithm:
 
     def required_outputs(self, role: str) -> frozenset[str]:
         """Return the outputs that the terms and passes need from a role's learner."""
-        by_passes = (item.output for item in self.passes if item.role == role)
-        return frozenset(by_passes).union(*(term.needs for term in self.losses.get(role, ())))
+        pass_outputs = (
+            scoring_pass.output for scoring_pass in self.passes if scoring_pass.role == role
+        )
+        return frozenset(pass_outputs).union(*(term.needs for term in self.losses.get(role, ())))
 
     def roles_to_update(self, state: AlgoState) -> Iterator[str]:
         """Yield the roles whose warm-up is over."""
         return (role for role in self.losses if state.step >= self.warmup.get(role, 0))
 
     def split(self, batch: Batch) -> Iterator[Batch]:
-        """Yield the mini-batches of a batch, `epochs` times over, as even as counts allow.
+        """Yield the mini-batches of a batch, each of them once an epoch.
 
-        A mini-batch has whole groups in order, or some attempts of every group. A step that lost
-        groups to failures may have fewer groups than mini-batches. Empty mini-batches then count
-        as optimizer steps that change nothing, so that learning-rate schedules stay in step.
+        Mini-batches are of about equal size. One has whole groups in order, or some attempts of
+        every group. A step that lost groups to failures may have fewer groups than mini-batches.
+        Empty mini-batches then count as optimizer steps that change nothing, so that the
+        learning-rate schedule does not shift.
         """
         minibatches = [batch]
         if self.minibatches > 1:
@@ -247,8 +258,8 @@ class Algorithm:
     def _assign_minibatches(self, batch: Batch) -> Tensor:
         """Return the mini-batch of each sequence, int64 [S].
 
-        minibatches_of=groups: mini-batch i has the groups from floor(i * G / count) on. Otherwise
-        attempts are assigned in turn, each with all of its sequences.
+        With minibatches_of=groups, mini-batch i begins with group floor(i * G / count). Otherwise
+        the attempts are dealt out in turn, each with all of its sequences.
         """
         count = self.minibatches
         group_S = batch.group_S
@@ -256,16 +267,17 @@ class Algorithm:
             return torch.div(
                 (group_S + 1) * count - 1, max(1, batch.n_groups), rounding_mode="floor"
             )
-        begins_S = torch.ones_like(batch.train_S)
-        begins_S[1:] = (group_S.diff() != 0) | (batch.attempt_S.diff() != 0)
+        starts_attempt_S = torch.ones_like(batch.train_S)
+        starts_attempt_S[1:] = (group_S.diff() != 0) | (batch.attempt_S.diff() != 0)
         # A greedy baseline trains nothing, so it goes with the attempt before it.
-        begins_S &= ~batch.baseline_S
-        return (begins_S.cumsum(0) - 1) % count
+        starts_attempt_S &= ~batch.baseline_S
+        return (starts_attempt_S.cumsum(0) - 1) % count
 
     def weigh(self, mini: Batch, state: AlgoState) -> Batch:
-        """Add every term's weight column, computed over this whole optimizer step.
+        """Return the mini-batch with the weight column of every loss term.
 
-        The normalisers are in these weights, so losses only sum.
+        `mini` must hold all rows of the optimizer step: the weights contain the normalisers, so
+        that losses over micro-batches only sum.
         """
         weights: dict[str, Weight] = {}
         for term in (term for terms in self.losses.values() for term in terms):
@@ -290,18 +302,18 @@ class Algorithm:
         """
         terms = [term for term in self.losses.get("policy", ()) if term.coef]
         weights_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
-        placed = batch.fill_tokens(place=torch.arange(batch.n_tokens))
-        for mini in itertools.islice(self.split(placed), self.minibatches):
+        indexed = batch.fill_tokens(batch_index=torch.arange(batch.n_tokens))
+        for mini in itertools.islice(self.split(indexed), self.minibatches):
             for term in terms:
-                weights_T[mini.need("place")] += abs(term.coef) * term.weighting(mini)
+                weights_T[mini.need("batch_index")] += abs(term.coef) * term.weighting(mini)
         return weights_T
 
     def observe(self, state: AlgoState, metrics: Mapping[str, float]) -> None:
         """Update the state after a step.
 
-        metrics: means over the step's optimizer steps, by "role/term/name" and "batch/name".
+        metrics: means over the optimizer steps of this step, by "role/term/name" and "batch/name".
         """
-        # During the policy's warm-up nothing changes that a coefficient could adapt to.
+        # During its warm-up the policy does not change, so coefficients have nothing to adapt to.
         if state.step >= self.warmup.get("policy", 0):
             self.adapt(state, metrics)
         state.step += 1

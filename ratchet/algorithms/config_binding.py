@@ -1,4 +1,4 @@
-"""Bind the function that an algorithm part's section names to the section's values."""
+"""Build an algorithm's part: bind the function that its section names to the section's values."""
 
 from __future__ import annotations
 

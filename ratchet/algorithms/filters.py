@@ -1,6 +1,6 @@
-"""Remove rows from the final mask, and so from numerators and denominators alike.
+"""Filters: remove rows from the final mask, so that the loss's numerator and denominator skip them.
 
-Filters run after the estimator has seen all rows. S = sequences, G = groups.
+Filters run after the advantage estimator, which uses all rows. S = sequences, G = groups.
 """
 
 from __future__ import annotations
@@ -26,10 +26,9 @@ def keep_rows(batch: Batch, kept_S: Tensor) -> Batch:
 
 
 def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
-    """Fill `has_signal`, bool [S]: True in groups with an advantage other than 0 after
-    `transforms`.
+    """Fill `has_signal`, bool [S]: True if `transforms` give the group any advantage other than 0.
 
-    The transforms see a copy of the state, and all of their result but `has_signal` is dropped.
+    The transforms run on a copy of the batch and of the state, which is then dropped.
     """
     scratch_state = AlgoState(state.step, dict(state.numbers))
     transformed = batch
@@ -41,11 +40,13 @@ def note_signal(batch: Batch, state: AlgoState, *, transforms: Sequence[Transfor
 def drop_silent_groups(batch: Batch, state: AlgoState) -> Batch:
     """Remove groups without a signal, such as those of equal rewards, from the final mask.
 
-    They would only dilute means over the batch. This is the constraint of DAPO (arXiv:2503.14476,
-    eq. 8, by which neither all answers are right nor all wrong) without its resampling. The column
-    `has_signal` says which groups have a signal; without that column a group has one if an
-    advantage is not 0. With several rewards, all of them must be equal for a group to have none.
-    Removed rows get advantage 0.
+    They would only dilute means over the batch. This is dynamic sampling of DAPO
+    (arXiv:2503.14476, eq. 8) without its resampling: groups whose answers are all right or all
+    wrong do not train.
+
+    A group has a signal if any of its advantages is not 0. If the batch has the column
+    `has_signal`, that decides instead. With several rewards, a group lacks a signal only if all of
+    them are equal. Removed rows get advantage 0.
     """
     signal_S = batch.need("has_signal") if batch.has("has_signal") else _has_signal(batch)
     advantages_T = torch.where(signal_S[batch.sequence_T], batch.need("advantages"), 0.0)
@@ -59,9 +60,10 @@ def _has_signal(batch: Batch) -> Tensor:
 
 
 def drop_truncated(batch: Batch, state: AlgoState) -> Batch:
-    """Remove answers that were cut off from the final mask.
+    """Remove attempts whose last answer was cut off by a token limit from the final mask.
 
-    Overlong filtering of DAPO (section 3.4): an answer that was cut off says nothing about its
-    reasoning. An attempt that ended at its limit of turns with a whole answer stays.
+    This is overlong filtering of DAPO (arXiv:2503.14476, section 3.4): the reward of a cut-off
+    answer does not tell if its reasoning was right. An attempt that reached its limit of turns
+    stays if its last answer is complete.
     """
     return keep_rows(batch, ~batch.cut_S)

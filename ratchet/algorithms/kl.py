@@ -1,6 +1,6 @@
-"""The KL divergence between policy and reference, as a term of the loss or as part of the reward.
+"""The KL penalty between policy and reference, as a loss term or as part of the reward.
 
-Both have, in expectation, the gradient of the divergence that they are named after. T = tokens.
+The expected gradient of both is that of the configured KL divergence. T = tokens.
 """
 
 from __future__ import annotations
@@ -29,55 +29,58 @@ def kl_penalty(
     estimator: Literal["k1", "k2", "k3"],
     importance_weight: bool = True,
 ) -> tuple[Tensor, Metrics]:
-    """Return a penalty whose expected gradient is that of the named KL divergence.
+    """Return a KL penalty per token whose expected gradient is that of the KL divergence.
 
-    The penalty has one value per token. The expectation is over tokens drawn from the old policy.
+    The expectation is over tokens drawn from the old policy.
 
-    Differentiated directly, k1 has a gradient of expectation 0, and k3 that of the *forward* KL (on
-    policy). So the importance ratio w = policy/old multiplies each estimator. For reverse k1
-    and k3, w keeps its gradient, which adds the score function term. For k2 and forward k3, w is
-    detached, since their own derivatives are already right. The value is an unbiased estimate of
-    the named KL for reverse k1 and k3. For k2 and forward k3 only the gradient is unbiased.
+    The gradient of k1 itself is 0 in expectation, and that of k3 itself is the gradient of the
+    *forward* KL, if the tokens are on-policy. So each estimator is multiplied by the importance
+    ratio w = policy / old policy:
+    - For k1 and k3 of the reverse KL, w keeps its gradient, which adds the score function term.
+      The value is an unbiased estimate of the KL.
+    - For k2, and k3 of the forward KL, w is detached, because their own gradients are already
+      right. Only the gradient is unbiased, not the value.
 
     Args:
         objective: "reverse" is KL(policy || reference), "forward" is KL(reference || policy), which
             only estimator k3 has.
         estimator: With d = log(policy/reference), k1 = d, k2 = d^2/2, k3 = exp(-d) - 1 + d
             (http://joschu.net/blog/kl-approx.html).
-        importance_weight: False leaves out w. Forward k3 is then differentiated directly, as in
-            GRPO (arXiv:2402.03300) eq. 3 and 4. Its gradient is right if policy and old policy
-            agree.
+        importance_weight: False leaves out w. k3 of the forward KL is then the penalty of GRPO
+            (arXiv:2402.03300) eq. 3 and 4. Its gradient is right if policy and old policy agree.
 
     Raises:
-        ConfigError: For forward k1 and k2, whose gradients are not that of the forward KL. Also for
-            reverse k1 and k3 without importance_weight, through which their gradient flows.
+        ConfigError: For k1 and k2 of the forward KL, whose gradients are not that of the forward
+            KL. Also for k1 and k3 of the reverse KL without importance_weight, because their
+            gradient flows through w.
     """
     if objective == "forward" and estimator != "k3":
         raise ConfigError(f"objective=forward has no estimator {estimator}. Set estimator=k3.")
     logprobs_T = out.need("logprobs")
-    d_T = logprobs_T - batch.need("ref_logprobs")
-    ratio_T = bounded_ratio(logprobs_T - out.need("old_logprobs"))
-    k3_T = k3(d_T)
-    k_T = {"k1": d_T, "k2": d_T.square() / 2, "k3": k3_T}[estimator]
-    metrics = {"kl": (ratio_T * k3_T).detach()}
-    through_ratio = objective == "reverse" and estimator != "k2"
+    log_ratio_T = logprobs_T - batch.need("ref_logprobs")
+    importance_T = bounded_ratio(logprobs_T - out.need("old_logprobs"))
+    k3_T = k3(log_ratio_T)
+    penalty_T = {"k1": log_ratio_T, "k2": log_ratio_T.square() / 2, "k3": k3_T}[estimator]
+    metrics = {"kl": (importance_T * k3_T).detach()}
+    needs_importance_gradient = objective == "reverse" and estimator != "k2"
     if not importance_weight:
-        if through_ratio:
+        if needs_importance_gradient:
             raise ConfigError(
                 f"estimator={estimator} has its gradient through importance_weight. Set "
                 "estimator=k2 or objective=forward."
             )
-        return k_T, metrics
-    weight_T = ratio_T if through_ratio else ratio_T.detach()
-    return weight_T * k_T, metrics
+        return penalty_T, metrics
+    weight_T = importance_T if needs_importance_gradient else importance_T.detach()
+    return weight_T * penalty_T, metrics
 
 
 def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     """Subtract coef * log(old policy / reference) from the token reward of every trainable token.
 
     This is estimator k1 of the reverse KL. The policy gradient of a reward f is E[f grad log p].
-    With f = k1 it is the gradient of KL(policy || reference): the remaining part, E[grad k1], is 0.
-    Rewards of k2 or k3 would not give the gradient of a divergence (k3: reverse minus forward KL).
+    For f = k1 that is exactly the gradient of KL(policy || reference), because E[grad k1] is 0.
+    k2 or k3 as a reward would not give the gradient of a divergence: k3 gives the gradient of the
+    reverse KL minus that of the forward KL.
     """
     log_ratio_T = batch.need("old_logprobs").double() - batch.need("ref_logprobs").double()
     log_ratio_T = torch.where(batch.trainable_T, log_ratio_T, 0.0)
@@ -92,16 +95,13 @@ def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
 
 
 def kl_in_loss(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """Return the batch with this step's coefficient as metric "kl/coef", like `kl_in_reward`.
-
-    The columns stay as they are.
-    """
+    """Report this step's KL coefficient as metric "kl/coef"; the loss term `kl_penalty` uses it."""
     return batch.note(**{"kl/coef": state.numbers.get(COEF, coef)})
 
 
 def adapt_kl(coef: float, kl: float, *, target: float, rate: float) -> float:
-    """Return the next step's coefficient: coef * (1 + rate * clip(kl / target - 1, -0.2, 0.2)).
+    """Return the next step's KL coefficient: coef * (1 + rate * clip(kl / target - 1, -0.2, 0.2)).
 
-    See Ziegler et al. (arXiv:1909.08593), section 2.2.
+    This is the adaptive KL controller of Ziegler et al. (arXiv:1909.08593), section 2.2.
     """
     return coef * (1 + rate * min(max(kl / target - 1, -0.2), 0.2))

@@ -1,10 +1,12 @@
-"""Loss aggregation: per-token weights that normalise a loss term over one optimizer step.
+"""Loss aggregation (token mean, sequence mean, ...): the weight of each token in a loss term.
 
-A loss is the sum of its token values times these weights. The weights of a mean sum to 1 over the
-whole mini-batch, or to 0 if no token trains, in which case the step is skipped.
+A loss is the sum of its token values times these weights, computed over the mini-batch of one
+optimizer step. The weights of a mean sum to 1. If no token trains they sum to 0, and the step is
+skipped.
 
-T = tokens, S = sequences, G = groups. `mask` below is 1 on trainable tokens. A sequence or group
-counts if it has at least one trainable token.
+T = tokens, S = sequences, G = groups. `mask` below is 1 on trainable tokens. |sequence| and |group|
+are numbers of trainable tokens. #sequences and #groups count those with a trainable token, unless
+stated otherwise.
 """
 
 from __future__ import annotations
@@ -16,17 +18,18 @@ from ratchet.batch import Batch
 
 
 def token_mean(batch: Batch) -> Tensor:
-    """Return mask / sum(mask): every trainable token counts the same. Sums to 1. float64 [T].
+    """Return mask / sum(mask): every trainable token has the same weight. float64 [T].
 
-    DAPO (arXiv:2503.14476) eq. 8 over a batch, as in its authors' code; see `prompt_mean`.
+    This is DAPO's token-level loss (arXiv:2503.14476, eq. 8), taken over the whole batch as in its
+    authors' code. `prompt_mean` takes it prompt by prompt.
     """
     return _mean_over(batch.trainable_T)
 
 
 def sequence_mean(batch: Batch) -> Tensor:
-    """Return mask / (|sequence| * #sequences): the mean over sequences of their token means.
+    """Return mask / (|sequence| * #sequences): every sequence has the same weight. float64 [T].
 
-    GRPO (arXiv:2402.03300) eq. 3. Sums to 1.
+    The loss is the mean over sequences of their token means: GRPO (arXiv:2402.03300) eq. 3.
     """
     mask_T = batch.trainable_T.double()
     count_S = batch.sequence_sum(mask_T)
@@ -34,9 +37,10 @@ def sequence_mean(batch: Batch) -> Tensor:
 
 
 def prompt_mean(batch: Batch) -> Tensor:
-    """Return mask / (|group| * #groups): the mean over prompts of their groups' token means.
+    """Return mask / (|group| * #groups): every prompt has the same weight. float64 [T].
 
-    Sums to 1. DAPO (arXiv:2503.14476) eq. 8 prompt by prompt, as published.
+    The loss is the mean over prompts of the token means of their groups: DAPO (arXiv:2503.14476)
+    eq. 8 as published.
     """
     mask_T = batch.trainable_T.double()
     count_G = batch.group_sum(batch.sequence_sum(mask_T))
@@ -44,53 +48,50 @@ def prompt_mean(batch: Batch) -> Tensor:
 
 
 def token_sum(batch: Batch) -> Tensor:
-    """Return mask / #sequences: the mean over sequences of the sums over their tokens.
+    """Return mask / #sequences: every token has the weight 1 / #sequences. float64 [T].
 
-    Sums to the mean number of trainable tokens a sequence: longer answers make larger steps.
-    #sequences counts every training row, empty ones too.
+    The loss is the mean over sequences of the sums over their tokens, so longer answers make larger
+    steps. #sequences counts all training rows, also those without a trainable token.
     """
     return batch.trainable_T.double() / batch.train_S.sum().clamp(min=1)
 
 
 def fixed_length(batch: Batch, *, length: int) -> Tensor:
-    """Return mask / (#sequences * length): a token's weight does not depend on its answer's length.
+    """Return mask / (#sequences * length): `token_sum` divided by a fixed length. float64 [T].
 
-    Dr. GRPO (arXiv:2503.20783). Sums to (mean trainable tokens a sequence) / length. #sequences
-    counts every training row, so that an empty answer dilutes the others as any other answer does.
+    A token's weight does not depend on the length of its answer: Dr. GRPO (arXiv:2503.20783).
+    #sequences counts all training rows, also those without a trainable token.
     """
     rows = batch.train_S.sum().clamp(min=1)
     return batch.trainable_T.double() / (rows * length)
 
 
 def positive_mean(batch: Batch, *, above: float = 0.0) -> Tensor:
-    """Return the token mean over rows with a reward above a threshold. Sums to 1.
+    """Return equal weights on the tokens of rows with a reward above `above`. float64 [T].
 
-    The reward is the judged one, before any shaping: the likelihood of correct answers of VAPO
-    (arXiv:2504.05118, section 4.3).
+    The reward is the one before shaping. VAPO (arXiv:2504.05118, section 4.3) weighs the likelihood
+    of correct answers in this way.
     """
     return _mean_over(batch.trainable_T & (batch.need("judged_rewards") > above)[batch.sequence_T])
 
 
 def valued_mean(batch: Batch) -> Tensor:
-    """Return the token mean over the steps that have a return, for a critic. Sums to 1.
+    """Return equal weights on the tokens that have a return, which train a critic. float64 [T].
 
-    Steps that filters removed from the policy's loss still train the critic.
+    Tokens that filters removed from the policy's loss still train the critic.
     """
     return _mean_over(batch.need("valued"))
 
 
 def chosen_mean(batch: Batch) -> Tensor:
-    """Return the token mean over the first row of each group, a pair's chosen one. Sums to 1."""
+    """Return equal weights on the tokens of each group's first row, a pair's chosen answer."""
     first_S = torch.ones_like(batch.train_S)
     first_S[1:] = batch.group_S[1:] != batch.group_S[:-1]
     return _mean_over(batch.trainable_T & first_S[batch.sequence_T])
 
 
 def step_mean(batch: Batch) -> Tensor:
-    """Return the mean over labelled ends of steps that train. Sums to 1.
-
-    These are turns with a reward of their own.
-    """
+    """Return equal weights on the last tokens of labelled steps (turns with their own reward)."""
     return _mean_over(~batch.turn_rewards_T.isnan() & batch.trainable_T)
 
 

@@ -99,7 +99,7 @@ def build_mixture(section: AdvantageMixture) -> Transform:
 
 
 def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
-    """Take the sampler's log-probabilities as the old ones, which needs no scoring pass."""
+    """Fill `old_logprobs` with the sampler's log-probabilities, in place of a scoring pass."""
     return batch.fill_tokens(old_logprobs=batch.rollout_logprobs_T)
 
 
@@ -109,13 +109,13 @@ def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
     No pass is needed if a batch gets a single optimizer step and only the loss reads these
     log-probabilities: the forward pass of the update computes the same values.
     """
-    several_updates = config.minibatches * config.epochs > 1
-    read_elsewhere = (
+    has_several_updates = config.minibatches * config.epochs > 1
+    is_read_before_update = (
         config.correction is not None
         or config.kl.place == "reward"
         or "old_logprobs" in config.reads
     )
-    if config.old_logprobs == "sampler" or not (several_updates or read_elsewhere):
+    if config.old_logprobs == "sampler" or not (has_several_updates or is_read_before_update):
         return ()
     return (Pass("policy", "logprobs", "old_logprobs"),)
 
@@ -127,12 +127,12 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
         if config.fixed_length is None
         else partial(fixed_length, length=config.fixed_length)
     )
-    ratios = frozenset({"logprobs", "old_logprobs"})
+    ratio_inputs = frozenset({"logprobs", "old_logprobs"})
     level: Literal["token", "sequence"] = getattr(config.loss, "level", "token")
     loss: TermFunction = build(config.loss)
     if config.correction is not None:
         loss = partial(apply_correction, fn=loss, level=level)
-    terms = [AlgorithmTerm("policy_gradient", loss, weighting, level=level, needs=ratios)]
+    terms = [AlgorithmTerm("policy_gradient", loss, weighting, level=level, needs=ratio_inputs)]
     kl = config.kl
     if kl.coef > 0 and kl.place == "loss":
         penalty: TermFunction = partial(
@@ -143,22 +143,29 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
         )
         if config.correction is not None:
             penalty = partial(apply_correction, fn=penalty)
-        terms.append(AlgorithmTerm("kl", penalty, weighting, needs=ratios, coef=kl.coef))
-    # A token that the correction masks must not train in any term. With mask_denominator=kept it is
-    # no longer in the final mask; with "all" it is, so these terms are set to 0 there.
-    bonus, likelihood = (_without_masked(fn, config.correction) for fn in (entropy_bonus, nll))
-    # This term is present even with entropy_coef=0, as a metric: the policy's entropy shows whether
-    # it still explores.
+        terms.append(AlgorithmTerm("kl", penalty, weighting, needs=ratio_inputs, coef=kl.coef))
+    # A token that the correction masks must not train in any term. With mask_denominator=kept such
+    # tokens are not in the final mask. With mask_denominator=all they are, so these two terms
+    # must be 0 there.
+    entropy_loss, likelihood_loss = (
+        _zero_where_masked(fn, config.correction) for fn in (entropy_bonus, nll)
+    )
+    # With entropy_coef=0 this term only measures the entropy, which shows if the policy still
+    # explores.
     terms.append(
         AlgorithmTerm(
-            "entropy", bonus, weighting, needs=frozenset({"entropy"}), coef=config.entropy_coef
+            "entropy",
+            entropy_loss,
+            weighting,
+            needs=frozenset({"entropy"}),
+            coef=config.entropy_coef,
         )
     )
     if config.positive_nll_coef > 0:
         positive_weighting = partial(positive_mean, above=config.positive_nll_above)
         terms.append(
             AlgorithmTerm(
-                "positive_nll", likelihood, positive_weighting, coef=config.positive_nll_coef
+                "positive_nll", likelihood_loss, positive_weighting, coef=config.positive_nll_coef
             )
         )
     if config.router is not None and config.router.watches:
@@ -166,29 +173,29 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
     return tuple(terms)
 
 
-def _without_masked(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
+def _zero_where_masked(fn: TermFunction, correction: CorrectionConfig | None) -> TermFunction:
     """Return `fn` with value 0 at tokens that the correction masks but keeps in the denominator."""
-    masks_in_denominator = (
+    keeps_masked_tokens = (
         correction is not None
         and correction.mask != "none"
         and correction.mask_denominator == "all"
     )
-    return partial(apply_correction_mask, fn=fn) if masks_in_denominator else fn
+    return partial(apply_correction_mask, fn=fn) if keeps_masked_tokens else fn
 
 
 def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     """Return the transforms of a batch, in the order in which they are applied.
 
-    Reward shaping, the KL penalty and the advantage estimator come first. The filters, the
-    correction and the changes to advantages follow.
+    The order is: reward shaping, KL penalty, advantage estimator, filters, rollout correction,
+    changes to advantages.
     """
     steps: list[Transform] = [sampler_as_old] if config.old_logprobs == "sampler" else []
     if config.positive_nll_coef > 0:
         steps.append(copy_judged_rewards)
     estimator: Transform = build(config.advantage)
     if config.equal_rewards == "drop" and _adds_signal(config.shaping):
-        # With a shaping that adds a signal, answers of equal reward get different advantages, and
-        # their group would not be dropped. So the signal is measured without that shaping.
+        # A length penalty gives answers of equal reward different advantages, so that their group
+        # would not be dropped. So the signal is measured without such shaping.
         neutral_shaping = [build(part) for part in config.shaping if not _adds_signal((part,))]
         steps.append(partial(note_signal, transforms=(*neutral_shaping, estimator)))
     steps += [build(part) for part in config.shaping]
@@ -213,12 +220,12 @@ def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
 
 
 def _adds_signal(shaping: tuple[Section, ...]) -> bool:
-    """True if shaping makes equal rewards differ, because it reads length or truncation."""
+    """True if shaping changes equal rewards to unequal ones, by length or by truncation."""
     return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
 def _adaptation(kl: KLConfig) -> Any:
-    """Return the function that adapts the KL coefficient after each step, or one that doesn't."""
+    """Return the function that adapts the KL coefficient after each step, if it is adaptive."""
     if kl.coef == 0 or kl.target is None:
         return no_adaptation
     metric = "policy/kl/kl" if kl.place == "loss" else "batch/kl/kl"
@@ -234,9 +241,9 @@ def adapt_coef(
     target: float,
     rate: float,
 ) -> None:
-    """Set the KL coefficient of the next step from the KL that this step measured.
+    """Set the KL coefficient of the next step from this step's KL, the metric named `metric`.
 
-    The coefficient does not change if `metric` is missing.
+    The coefficient does not change if the metric is missing.
     """
     if metric in metrics:
         state.numbers[COEF] = adapt_kl(
@@ -245,9 +252,9 @@ def adapt_coef(
 
 
 def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
-    """Return the properties that the algorithm's parts and options rule out, with the reasons.
+    """Return the properties that the algorithm does not have because of its parts and options.
 
-    See `ratchet.algorithms.properties`.
+    Each comes with its reason, see `ratchet.algorithms.properties`.
     """
     # equal_rewards=drop removes the groups whose rewards differ only because of shaping.
     shaping = () if config.equal_rewards == "drop" else config.shaping

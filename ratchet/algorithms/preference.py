@@ -11,6 +11,7 @@ from ratchet.algorithms.loss_aggregation import chosen_mean, prompt_mean, sequen
 from ratchet.algorithms.losses.common import nll
 from ratchet.algorithms.losses.preference import kto, kto_reference_point
 
+# Properties (see `ratchet.algorithms.properties`) that losses on pairs and on labels do not have.
 PAIR_EXEMPTIONS = {
     "isolated": "a pair is one datum: the loss compares its two rows",
     "on_policy": "no policy gradient: answers are given, not sampled",
@@ -24,7 +25,7 @@ LABELLED_EXEMPTIONS = {
 
 
 def build_pairs(config: PreferenceConfig) -> Algorithm:
-    """Return the preference algorithm for pairs that a config section describes."""
+    """Return the preference algorithm (DPO, IPO, SimPO, ...) that a config section describes."""
     coef = float(getattr(config, "odds_coef", 1.0))
     terms = [AlgorithmTerm("preference", bind(config), prompt_mean, level="group", coef=coef)]
     if config.sft_coef > 0:

@@ -9,19 +9,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 PROPERTIES: Mapping[str, str] = {
-    "isolated": "other trajectories' token ids and logprobs never change a row's own loss, given "
-    "its columns (advantages and "
-    "the like, which may be made of many rows)",
-    "on_policy": "where the policy is the old policy, every ratio is 1 and the gradient is -sum of "
-    "weight * A * grad log p, A "
-    "the advantages, or for a loss of whole sequences their mean over the row",
-    "equal_rewards": "equal rewards in every group, part by part, give advantages of exactly 0",
-    "lone_attempt": "a group of one attempt is refused by its name, or gets advantages of exactly "
-    "0",
+    "isolated": "a row's loss depends on other rows only through its columns, such as advantages, "
+    "and never on their token ids or logprobs",
+    "on_policy": "if the policy equals the old policy, every ratio is 1 and the gradient is -sum "
+    "of weight * A * grad log p, where A is the token's advantage, or for a loss at sequence level "
+    "the mean advantage of the row",
+    "equal_rewards": "if rewards and all of their parts are equal within each group, all "
+    "advantages are exactly 0",
+    "lone_attempt": "a group of one attempt gets advantages of exactly 0, or raises an error that "
+    "names the group",
 }
 
-# An exemption whose reason begins with one of these says that the property does not apply, because
-# the algorithm has no advantages. `check_algorithm` tests that it has none.
+# A property does not apply to an algorithm without advantages. The reason of its exemption then
+# begins with one of these. `check_algorithm` tests that the algorithm has no advantages.
 NOT_APPLICABLE = ("no advantages", "no policy gradient")
 
 
@@ -39,14 +39,14 @@ def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
     lines = [
         "# Properties of the algorithms",
         "",
-        "Every built-in algorithm is held to the same invariances (its loss and its gradient don't "
-        "depend on how a batch is",
-        "cut into micro-batches, packed, ordered or sharded) and, unless it is exempt, to these "
-        "properties. `ratchet check",
-        "my_pkg.my_algo:MINE` holds an algorithm of your own to the same. Here are the defaults; "
-        "with other options an",
-        "algorithm is exempt from what its parts are exempt from. This page is generated from the "
-        "algorithms themselves.",
+        "Every built-in algorithm is tested for the same invariances: its loss and its gradient "
+        "don't depend on how a batch is",
+        "cut into micro-batches, packed, ordered or sharded. Unless it is exempt, it is also "
+        "tested for these properties.",
+        "`ratchet check my_pkg.my_algo:MINE` runs the same tests on an algorithm of your own. The "
+        "table shows the defaults; with",
+        "other options, an algorithm has the exemptions of all its parts. This page is generated "
+        "from the algorithms.",
         "",
         *(f"- `{name}`: {meaning}." for name, meaning in PROPERTIES.items()),
         "",
@@ -59,7 +59,8 @@ def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
         lines.append(f"| `{algorithm}` | {' | '.join(cells)} |")
     lines += [
         "",
-        "holds: claimed and checked. exempt: does not hold, checked too. n/a: has no such thing.",
+        "holds: claimed, and tested. exempt: does not hold, which is tested too. n/a: does not "
+        "apply.",
         "",
     ]
     lines += [f"{number}. {reason}." for reason, number in reasons.items()]
@@ -67,6 +68,7 @@ def render_properties(exemptions: Mapping[str, Mapping[str, str]]) -> str:
 
 
 def _cell(reasons: dict[str, int], reason: str | None) -> str:
+    """Return a cell of the table, and number a new reason in `reasons`."""
     if reason is None:
         return "holds"
     number = reasons.setdefault(reason, len(reasons) + 1)

@@ -1,12 +1,12 @@
-"""Compute probability ratios: only this module exponentiates differences of log-probabilities."""
+"""Importance sampling ratios. Only this module exponentiates differences of log-probabilities."""
 
 from __future__ import annotations
 
 from torch import Tensor
 
-# exp overflows float32 at 88.7, and the gradient of an overflow that a clip cuts off is
-# inf * 0 = NaN. A ratio beyond exp(20), five hundred million, comes from a fault (another model,
-# corrupt log-probabilities), not from training. Products of two such ratios still fit into float32.
+# exp overflows float32 at 88.7, and the gradient of a clipped overflow is inf * 0 = NaN. A ratio
+# above exp(20), five hundred million, comes from a fault (another model, corrupt
+# log-probabilities), not from training. The product of two such ratios still fits into float32.
 # verl and NeMo RL have the same bound.
 LOG_RATIO_BOUND = 20.0
 
@@ -14,9 +14,8 @@ LOG_RATIO_BOUND = 20.0
 def bounded_ratio(log_ratio: Tensor) -> Tensor:
     """Return exp(min(log_ratio, 20)), in the shape and dtype of `log_ratio`.
 
-    Up to the bound this is the ratio and its gradient, exactly. Beyond it the ratio is the constant
-    exp(20), and its gradient is 0: a token or a sequence so far off keeps its value in the loss,
-    but gets no gradient through its ratio. Small ratios need no bound. NaN stays NaN.
+    Up to the bound this is the exact ratio with its exact gradient. Beyond the bound the ratio is
+    the constant exp(20), and its gradient is 0. Small ratios need no bound. NaN stays NaN.
     """
     return log_ratio.clamp(max=LOG_RATIO_BOUND).exp()
 

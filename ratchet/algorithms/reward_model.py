@@ -22,7 +22,7 @@ def build_bradley_terry(config: AlgorithmConfig) -> Algorithm:
     term = AlgorithmTerm(
         "bradley_terry", bradley_terry, prompt_mean, level="group", needs=frozenset({"scores"})
     )
-    return _algorithm(config, term, exempt=PAIR_EXEMPTIONS)
+    return _build_algorithm(config, term, exempt=PAIR_EXEMPTIONS)
 
 
 def build_regression(config: AlgorithmConfig) -> Algorithm:
@@ -30,16 +30,16 @@ def build_regression(config: AlgorithmConfig) -> Algorithm:
     term = AlgorithmTerm(
         "regression", score_regression, sequence_mean, level="sequence", needs=frozenset({"scores"})
     )
-    return _algorithm(config, term, exempt=SCORED_EXEMPTIONS)
+    return _build_algorithm(config, term, exempt=SCORED_EXEMPTIONS)
 
 
 def build_process(config: AlgorithmConfig) -> Algorithm:
     """Return the algorithm that trains a process reward model."""
     term = AlgorithmTerm("process", process_reward, step_mean, needs=frozenset({"token_scores"}))
-    return _algorithm(config, term, exempt=SCORED_EXEMPTIONS)
+    return _build_algorithm(config, term, exempt=SCORED_EXEMPTIONS)
 
 
-def _algorithm(
+def _build_algorithm(
     config: AlgorithmConfig, term: AlgorithmTerm, *, exempt: Mapping[str, str]
 ) -> Algorithm:
     return Algorithm(

@@ -1,8 +1,11 @@
-"""Rollout correction: importance weights and masks for a sampler that differs from the learner.
+"""Rollout correction: importance sampling weights and masks for off-policy samples (TIS, IcePop).
 
-They differ by engine, precision, older weights or a truncated sampling distribution. T = tokens,
-S = sequences. d_t = log(learner's old policy / distribution that the sampler drew from), on
-trainable tokens. The weight and the mask are columns, computed once over the batch and detached.
+The sampler's distribution differs from the learner's because of the inference engine, precision,
+older weights or truncated sampling (top-p, top-k). The weights and the mask are columns without
+gradient, computed once for the batch.
+
+T = tokens, S = sequences. d_t = log(learner's old policy / sampling distribution) at trainable
+token t.
 """
 
 from __future__ import annotations
@@ -36,54 +39,56 @@ def correct(
 ) -> Batch:
     """Fill the column `correction` [T] = clip(exp(D), weight_low, weight_high), float64.
 
-    weight: the level of D. "token": d_t itself; "turn" and "sequence": its sum; "geometric": its
-      mean over the sequence. A sum over a row grows with its length; the mean doesn't.
+    This is truncated importance sampling, TIS (https://fengyao.notion.site/off-policy-rl).
+
+    weight: the level of D. "token": d_t itself. "turn" and "sequence": the sum of d_t over the turn
+      or sequence. "geometric": the mean of d_t over the sequence, which does not grow with length.
     mask: the level of D at which tokens with exp(D) outside [mask_low, mask_high] are masked.
-    mask_denominator: "all": masked tokens have weight 0, and means over the batch still count them.
-      "kept": they leave the final mask, numerators and denominators alike.
+    mask_denominator: "all": masked tokens get weight 0, and means over the batch still count them.
+      "kept": masked tokens leave the final mask, so that means do not count them.
 
-    If all tokens of a row share one weight, `correction_S` [S] holds it too.
+    If all tokens of a row share one weight, the column `correction_S` [S] holds it too.
 
-    The weight is truncated importance sampling (https://fengyao.notion.site/off-policy-rl). IcePop
-    (arXiv:2510.18855) is weight="token", weight_high=None, mask="token", mask_denominator="all":
-    the weight is the ratio inside the bounds and 0 outside, and the means count every token. Masked
-    importance sampling of whole sequences (https://richardli.xyz/rl-collapse) is mask="sequence" or
-    "geometric". "kept" is rejection sampling, like verl's `rollout_rs`.
+    IcePop (arXiv:2510.18855) is weight="token", weight_high=None, mask="token" and
+    mask_denominator="all". Masked importance sampling of sequences, MIS
+    (https://richardli.xyz/rl-collapse), is mask="sequence" or "geometric". Rejection sampling, as
+    verl's `rollout_rs`, is mask_denominator="kept".
     """
     mask_T = batch.trainable_T
-    sampler_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
-    gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_T, 0.0)
-    ratio_T = bounded_ratio(_at_level(batch, gap_T, weight))
-    capped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
-    weight_T = torch.where(mask_T, capped_T, 0.0)
+    sampler_logprobs_T = batch.rollout_logprobs_T.double() - batch.log_kept_mass_T.double()
+    gap_T = torch.where(mask_T, batch.need("old_logprobs").double() - sampler_logprobs_T, 0.0)
+    ratio_T = bounded_ratio(_aggregate_gap(batch, gap_T, weight))
+    clipped_T = ratio_T if weight == "none" else ratio_T.clamp(weight_low, weight_high)
+    weight_T = torch.where(mask_T, clipped_T, 0.0)
     kept_T = mask_T
     if mask != "none":
-        judged_T = bounded_ratio(_at_level(batch, gap_T, mask))
-        kept_T = mask_T & (judged_T >= mask_low) & (judged_T <= mask_high)
+        mask_ratio_T = bounded_ratio(_aggregate_gap(batch, gap_T, mask))
+        kept_T = mask_T & (mask_ratio_T >= mask_low) & (mask_ratio_T <= mask_high)
     batch = _note_correction(batch, gap_T, ratio_T, weight_T, kept_T)
     if mask_denominator == "all":
         weight_T = torch.where(kept_T, weight_T, 0.0)
         kept_T = mask_T
     if weight in ("none", "sequence", "geometric"):
-        row_T = torch.where(mask_T, weight_T, -torch.inf)
-        row_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
-        row_S = row_S.scatter_reduce(0, batch.sequence_T, row_T, "amax")
-        batch = batch.fill_sequences(correction_S=torch.where(row_S > -torch.inf, row_S, 1.0))
+        # The trainable tokens of a row share one weight. The maximum picks it.
+        trained_weight_T = torch.where(mask_T, weight_T, -torch.inf)
+        weight_S = torch.full((batch.n_sequences,), -torch.inf, dtype=torch.float64)
+        weight_S = weight_S.scatter_reduce(0, batch.sequence_T, trained_weight_T, "amax")
+        batch = batch.fill_sequences(correction_S=torch.where(weight_S > -torch.inf, weight_S, 1.0))
     return replace(batch, trainable_T=kept_T).fill_tokens(correction=weight_T)
 
 
-def _at_level(batch: Batch, gap_T: Tensor, at: CorrectionLevel) -> Tensor:
-    """Return D of each token at a level. [T]"""
-    if at == "none":
+def _aggregate_gap(batch: Batch, gap_T: Tensor, level: CorrectionLevel) -> Tensor:
+    """Return D of each token at a level, from its d_t. [T]"""
+    if level == "none":
         return torch.zeros_like(gap_T)
-    if at == "token":
+    if level == "token":
         return gap_T
-    if at == "turn":
+    if level == "turn":
         keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)
         keys, turn_T = torch.unique(keys_T, dim=0, return_inverse=True)
         return gap_T.new_zeros(len(keys)).index_add(0, turn_T, gap_T)[turn_T]
     total_S = batch.sequence_sum(gap_T)
-    if at == "geometric":
+    if level == "geometric":
         total_S = total_S / batch.sequence_sum(batch.trainable_T.double()).clamp(min=1)
     return total_S[batch.sequence_T]
 
@@ -91,7 +96,7 @@ def _at_level(batch: Batch, gap_T: Tensor, at: CorrectionLevel) -> Tensor:
 def _note_correction(
     batch: Batch, gap_T: Tensor, ratio_T: Tensor, weight_T: Tensor, kept_T: Tensor
 ) -> Batch:
-    """Add metrics of the gap between sampler and learner, and of the weights and masks."""
+    """Return the batch with metrics of the gap d_t, the weights and the mask."""
     mask_T = batch.trainable_T
     if not bool(mask_T.any()):
         return batch
@@ -115,7 +120,10 @@ def apply_correction(
     fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]],
     level: Literal["token", "sequence"] = "token",
 ) -> tuple[Tensor, Metrics]:
-    """Return x of any loss, at `level`, times the correction at that level."""
+    """Return the values of a loss times the importance weight (`correction`) at the same level.
+
+    fn: the loss, with one value per token or per sequence, as `level` says.
+    """
     x, metrics = fn(out, batch)
     return x * batch.need("correction" if level == "token" else "correction_S"), metrics
 
@@ -123,10 +131,10 @@ def apply_correction(
 def apply_correction_mask(
     out: Outputs, batch: Batch, *, fn: Callable[[Outputs, Batch], tuple[Tensor, Metrics]]
 ) -> tuple[Tensor, Metrics]:
-    """Return x of a token-level loss, with 0 for masked tokens that stay in the denominator.
+    """Return the values of a token-level loss, with 0 for tokens that the correction masks.
 
-    Their correction is 0. Other tokens keep x unweighted, because it is no expectation over sampled
-    tokens.
+    Other values get no importance weight, because such a loss (entropy, NLL) is no expectation
+    over sampled tokens.
     """
     x, metrics = fn(out, batch)
     return torch.where(batch.need("correction") != 0, x, 0.0), metrics

@@ -24,54 +24,62 @@ async def fill_columns(batch: Batch, algo: Algorithm, roles: Mapping[str, Learne
     no pass fills a column for some task's tag: its rows would have no teacher.
     """
     _require_every_tag(batch, algo)
-    for (role, tag, top_k), items in itertools.groupby(
-        algo.passes, key=lambda item: (item.role, item.tag, item.top_k)
+    for (role, tag, top_k), consecutive in itertools.groupby(
+        algo.passes,
+        key=lambda scoring_pass: (scoring_pass.role, scoring_pass.tag, scoring_pass.top_k),
     ):
-        passes = list(items)
-        rows = None if tag is None else _rows_with_tag(batch, tag)
+        passes = list(consecutive)
+        rows = None if tag is None else _find_rows_with_tag(batch, tag)
         # A batch is empty if every attempt of a step failed. It needs its columns too.
         if rows == [] and batch.n_sequences:
             continue
-        part = batch if rows is None else batch.take(rows)
-        columns = await roles[role].score(part, [item.output for item in passes], top_k=top_k)
-        for item in passes:
-            batch = _fill_rows(batch, item, columns[item.output], rows)
+        tagged = batch if rows is None else batch.take(rows)
+        outputs = [scoring_pass.output for scoring_pass in passes]
+        columns = await roles[role].score(tagged, outputs, top_k=top_k)
+        for scoring_pass in passes:
+            batch = _fill_rows(batch, scoring_pass, columns[scoring_pass.output], rows)
     return batch
 
 
 def _require_every_tag(batch: Batch, algo: Algorithm) -> None:
     """Raise DataError if a column has passes for some tags, but not for the tag of every task."""
-    served: dict[str, set[str | None]] = {}
-    for item in algo.passes:
-        served.setdefault(item.produces, set()).add(item.tag)
-    for column, tags in served.items():
+    tags_by_column: dict[str, set[str | None]] = {}
+    for scoring_pass in algo.passes:
+        tags_by_column.setdefault(scoring_pass.produces, set()).add(scoring_pass.tag)
+    for column, tags in tags_by_column.items():
         missing = (
             set() if None in tags else {batch.tags[index] for index in batch.tag_S.tolist()} - tags
         )
         if missing:
-            named = ", ".join(sorted(str(tag) for tag in tags))
+            tag_list = ", ".join(sorted(str(tag) for tag in tags))
             raise DataError(
-                f"a task has the tag '{min(missing)}', and {column} is only filled for {named}. "
-                "Add a teacher for it."
+                f"a task has the tag '{min(missing)}', and {column} is only filled for {tag_list}. "
+                "Add a teacher for this tag."
             )
 
 
-def _rows_with_tag(batch: Batch, tag: str) -> list[int]:
+def _find_rows_with_tag(batch: Batch, tag: str) -> list[int]:
     return [row for row, index in enumerate(batch.tag_S.tolist()) if batch.tags[index] == tag]
 
 
-def _fill_rows(batch: Batch, item: Pass, column: Tensor, rows: Sequence[int] | None) -> Batch:
-    """Fill a column for `rows` (None: all), and keep rows that earlier passes have filled."""
-    fill_level = batch.fill_tokens if item.level == "token" else batch.fill_sequences
+def _fill_rows(
+    batch: Batch, scoring_pass: Pass, column: Tensor, rows: Sequence[int] | None
+) -> Batch:
+    """Return the batch with a column filled in `rows`, or in all rows if `rows` is None.
+
+    Rows that earlier passes have filled keep their values.
+    """
+    fill_level = batch.fill_tokens if scoring_pass.level == "token" else batch.fill_sequences
     if rows is None:
-        return fill_level(**{item.produces: column})
-    size = batch.n_tokens if item.level == "token" else batch.n_sequences
+        return fill_level(**{scoring_pass.produces: column})
+    size = batch.n_tokens if scoring_pass.level == "token" else batch.n_sequences
     full_column = (
-        batch.need(item.produces).clone()
-        if batch.has(item.produces)
+        batch.need(scoring_pass.produces).clone()
+        if batch.has(scoring_pass.produces)
         else column.new_zeros(size, *column.shape[1:])
     )
     is_scored = torch.zeros(batch.n_sequences, dtype=torch.bool)
     is_scored[list(rows)] = True
-    full_column[is_scored[batch.sequence_T] if item.level == "token" else is_scored] = column
-    return fill_level(**{item.produces: full_column})
+    filled_entries = is_scored[batch.sequence_T] if scoring_pass.level == "token" else is_scored
+    full_column[filled_entries] = column
+    return fill_level(**{scoring_pass.produces: full_column})

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: maximum likelihood of the assistant's tokens, end of turn included."""
+"""Supervised fine-tuning (SFT): maximum likelihood of the assistant's tokens and ends of turns."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Reward shaping: pure functions that change rewards before the estimator.
+"""Reward shaping: pure functions that change rewards before advantages are estimated.
 
-They change the rewards of scored rows, baseline rows included. S = sequences (rows), A = attempts,
-|y| = number of policy tokens of an attempt, over all its rows.
+They change the rewards of scored rows, also of rows with use="baseline". S = sequences (rows),
+A = attempts, |y| = number of policy tokens of an attempt, over all its rows.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.algorithms.advantages.group_baselines import require_parts
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 
-# Name of the reward part that sums the rewards of the turns.
+# Name of the reward part that is the sum of the turns' rewards.
 ENVIRONMENT = "environment"
 
 
@@ -36,9 +36,9 @@ def count_answer_tokens(batch: Batch) -> Tensor:
 
 
 def copy_judged_rewards(batch: Batch, state: AlgoState) -> Batch:
-    """Copy the rewards, not yet shaped, to the column `judged_rewards` [S].
+    """Copy the unshaped rewards to the column `judged_rewards` [S].
 
-    Readers of that column need them to know if an answer was right.
+    `positive_mean` reads it to know if an answer was right.
     """
     return batch.fill_sequences(judged_rewards=batch.rewards_S)
 
@@ -48,20 +48,20 @@ def overlong_penalty(
 ) -> Batch:
     """Add factor * p to the reward: DAPO's soft overlong penalty.
 
-    p = 0 up to max_length - buffer tokens, then falls linearly to -1 at max_length, and is -1
-    beyond. DAPO (arXiv:2503.14476) eq. 13.
+    p is 0 for up to max_length - buffer tokens, falls linearly to -1 at max_length tokens, and
+    stays at -1 beyond. DAPO (arXiv:2503.14476) eq. 13.
     """
-    over_S = (count_answer_tokens(batch) - (max_length - buffer)) / buffer
-    return _replace_rewards(batch, batch.rewards_S - factor * over_S.clamp(0, 1))
+    excess_S = (count_answer_tokens(batch) - (max_length - buffer)) / buffer
+    return _replace_rewards(batch, batch.rewards_S - factor * excess_S.clamp(0, 1))
 
 
 def stop_properly(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
-    """Reduce the reward of attempts whose last answer was cut off to min(r, coef * r).
+    """Set the reward r of attempts whose last answer was cut off to min(r, coef * r).
 
-    0 <= coef <= 1: a positive reward r becomes coef * r; a negative reward stays.
+    With 0 <= coef <= 1, a positive reward shrinks and a negative reward stays.
     """
-    lower_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
-    return _replace_rewards(batch, torch.where(batch.cut_S, lower_S, batch.rewards_S))
+    reduced_S = torch.minimum(batch.rewards_S, coef * batch.rewards_S)
+    return _replace_rewards(batch, torch.where(batch.cut_S, reduced_S, batch.rewards_S))
 
 
 def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0) -> Batch:
@@ -72,7 +72,7 @@ def length_penalty(batch: Batch, state: AlgoState, *, coef: float, free: int = 0
 
 
 def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
-    """Multiply all rewards, those of turns included, by a factor."""
+    """Multiply all rewards by a factor, also the rewards of turns."""
     return replace(
         _replace_rewards(batch, factor * batch.rewards_S),
         turn_rewards_T=factor * batch.turn_rewards_T,
@@ -82,19 +82,19 @@ def scale_rewards(batch: Batch, state: AlgoState, *, factor: float) -> Batch:
 def clip_rewards(
     batch: Batch, state: AlgoState, *, low: float | None = None, high: float | None = None
 ) -> Batch:
-    """Clip the reward of whole attempts to [low, high].
+    """Clip the reward of each attempt to [low, high].
 
-    The rewards of turns stay: the attempt's last step gets the difference, so that the steps of a
-    row still sum to its reward.
+    The rewards of its turns do not change. The reward of the last step is the remainder, so the
+    steps of an attempt still sum to its reward.
     """
     return _replace_rewards(batch, batch.rewards_S.clamp(low, high))
 
 
 def component_weights(batch: Batch, state: AlgoState, *, weights: Mapping[str, float]) -> Batch:
-    """Set the reward to the sum of weight * part.
+    """Set the reward to the sum of weight * part over the named parts of the reward.
 
-    A part that a row lacks counts as 0. The rewards of turns are the part "environment" and get
-    its weight. Raises ConfigError if no row of the batch has a part that `weights` names.
+    A part that a row lacks counts as 0. The rewards of turns are multiplied by the weight of the
+    part "environment". Raises ConfigError if no row of the batch has a part that `weights` names.
     """
     if not batch.n_sequences:
         return batch
@@ -127,7 +127,7 @@ def normalise_rewards(
         center: if False, subtract no mean.
 
     If the standard deviation is 0, rewards are only centred. The rewards of turns are divided by
-    the same divisor; the mean is subtracted at the row's last step.
+    the same divisor. The mean is subtracted from the reward of the attempt's last step.
     """
     attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
@@ -151,18 +151,19 @@ def normalise_rewards(
 def _update_running(state: AlgoState, rewards_A: Tensor) -> tuple[float, float]:
     """Return (mean, std) of all rewards so far, by Welford's update.
 
-    Rewards are added one by one, so that the std of equal rewards is exactly 0.
+    Rewards are added one by one, so that the std of equal rewards is exactly 0. "m2" is the sum of
+    squared differences from the mean.
     """
     count, mean, m2 = (state.numbers.get(f"reward_{name}", 0.0) for name in ("count", "mean", "m2"))
     for reward in rewards_A.tolist():
         count += 1
-        gap = reward - mean
-        mean += gap / count
-        m2 += gap * (reward - mean)
+        difference = reward - mean
+        mean += difference / count
+        m2 += difference * (reward - mean)
     state.numbers |= {"reward_count": count, "reward_mean": mean, "reward_m2": m2}
     return mean, (m2 / (count - 1)) ** 0.5 if count > 1 else 0.0
 
 
 def _replace_rewards(batch: Batch, rewards_S: Tensor) -> Batch:
-    """Set the rewards of scored rows; those of other rows are NaN."""
+    """Return the batch with these rewards in scored rows, and NaN in all others."""
     return replace(batch, rewards_S=torch.where(batch.scored_S, rewards_S, torch.nan))

@@ -1,4 +1,4 @@
-"""Teacher roles and their scoring passes: one teacher for all tasks, or one for each tag."""
+"""Teacher roles of distillation and their scoring passes: one teacher for all tasks, or per tag."""
 
 from __future__ import annotations
 
@@ -13,20 +13,25 @@ def build_teacher_passes(
 ) -> tuple[dict[str, Role], tuple[Pass, ...]]:
     """Return the teachers' roles, and the passes that fill the batch's columns.
 
-    A role is named "teacher", or "teacher/<tag>" if there is one for each tag. A model that several
-    tags name is one role, named after the first of them. Tasks without a tag have the tag "".
+    A role is named "teacher", or "teacher/<tag>" if there is one for each tag. If several tags have
+    the same model, it is one role, named after the first of these tags. Tasks without a tag have
+    the tag "".
 
     Args:
-        columns: Name of each column in the batch, by its name in the learner's output.
+        columns: Name of each column in the batch, by the name of the learner's output.
+        aligned: True if the teachers' tokenizers differ from the policy's.
+        top_k: As in `Pass`.
     """
-    by_tag: Mapping[str | None, str] = {None: teacher} if isinstance(teacher, str) else {**teacher}
-    names: dict[str, str] = {}  # role names by model path
-    for tag, path in by_tag.items():
-        names.setdefault(path, f"teacher/{tag}" if tag else "teacher")
-    roles = {name: Role(path=path, aligned=aligned) for path, name in names.items()}
+    path_by_tag: Mapping[str | None, str] = (
+        {None: teacher} if isinstance(teacher, str) else {**teacher}
+    )
+    role_by_path: dict[str, str] = {}
+    for tag, path in path_by_tag.items():
+        role_by_path.setdefault(path, f"teacher/{tag}" if tag else "teacher")
+    roles = {name: Role(path=path, aligned=aligned) for path, name in role_by_path.items()}
     passes = (
-        Pass(names[path], output, column, tag=tag, top_k=top_k)
-        for tag, path in by_tag.items()
+        Pass(role_by_path[path], output, column, tag=tag, top_k=top_k)
+        for tag, path in path_by_tag.items()
         for output, column in columns.items()
     )
     return roles, tuple(passes)

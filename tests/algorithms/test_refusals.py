@@ -61,20 +61,20 @@ SECTIONS: list[tuple[str, dict[str, Any], str]] = [
     ("reinforce_pp", {"advantage": {"baseline": "group"}}, "set group_size=2 or more"),
     ("ppo", {"shaping": [{"kind": "normalise", "over": "group"}]}, "set group_size=2 or more"),
     ("policy_gradient", {"group_size": 1, "advantage": {"kind": "turn_returns", "baseline": "group"}}, "set group_size=2"),
-    ("ppo", {"equal_rewards": "drop"}, "advantage gae has one for groups of equal rewards too: set "
-                                       "equal_rewards=keep"),
+    ("ppo", {"equal_rewards": "drop"}, "with advantage gae groups of equal rewards have a signal "
+                                       "too: set equal_rewards=keep"),
     ("reinforce_pp", {"equal_rewards": "drop"}, "set equal_rewards=keep"),
     ("remax", {"equal_rewards": "drop", "group_size": 4}, "set equal_rewards=keep"),
     ("on_policy_distillation", {"teacher": "x", "equal_rewards": "drop"}, "set equal_rewards=keep"),
     ("rloo", {"equal_rewards": "drop", "kl": {"coef": 0.1, "place": "reward"}}, "every group has "
-                                                                                "one: set "
+                                                                                "a signal: set "
                                                                                 "kl.place=loss"),
     ("grpo", {"kl": {"coef": 0.1, "place": "reward"}}, "set advantage.scale=none, or "
                                                        "kl.place=loss"),
-    ("gdpo", {"kl": {"coef": 0.1, "place": "reward"}}, "kl.place=reward changes the reward of an "
-                                                       "attempt"),
-    ("gdpo", {"shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
-    ("on_policy_distillation", {"teacher": "x", "shaping": [{"kind": "scale", "factor": 2}]}, "shaping changes the reward"),
+    ("gdpo", {"kl": {"coef": 0.1, "place": "reward"}}, "kl.place=reward has no effect, because "
+                                                       "advantage gdpo does not read the reward"),
+    ("gdpo", {"shaping": [{"kind": "scale", "factor": 2}]}, "shaping has no effect"),
+    ("on_policy_distillation", {"teacher": "x", "shaping": [{"kind": "scale", "factor": 2}]}, "shaping has no effect"),
     ("vapo", {"advantage": {"lam": 0.5}}, "lam is not read with length_alpha and value_lam"),
     ("ppo", {"advantage": {"kind": "mixture", "parts": [{"kind": "gae"}, {"kind": "gae"}]}}, "gae twice"),
     ("distill_off_policy", {"teacher": "x", "mix": 0.3}, "mix is not read with objective=forward"),
@@ -184,7 +184,7 @@ def test_several_updates_without_old_logprobs_are_refused():
 
 def test_a_role_that_nothing_makes_is_refused():
     with pytest.raises(
-        ConfigError, match="names the role 'reference' and doesn't say how it is made"
+        ConfigError, match="uses the role 'reference', which `roles` does not define"
     ):
         Algorithm(
             "x",

@@ -112,7 +112,7 @@ def test_a_generator_that_records_nothing_is_refused(monkeypatch):
     ("router", "message"),
     [
         ({"measure": False}, "neither replays nor measures"),
-        ({"measure": False, "replay": True, "z_coef": 0.1}, "measure=false is not read"),
+        ({"measure": False, "replay": True, "z_coef": 0.1}, "measure=false contradicts"),
         ({"balance_coef": -1.0}, "greater than or equal to 0"),
     ],
 )

@@ -189,7 +189,7 @@ WRONG_VALUES = [
 CLASHES = [
     (
         {"algorithm": "{kind: grpo, group_size: 1}"},
-        "line 4: algorithm: group_size=1 leaves the group's baseline no other attempt",
+        "line 4: algorithm: group_size=1 makes every advantage 0",
     ),
     (
         {"algorithm": "{kind: grpo, weighting: fixed_length}"},

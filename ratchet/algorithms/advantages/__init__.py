@@ -1,1 +1,1 @@
-"""Advantage estimators and what is done to their results."""
+"""Advantage estimators (GRPO, RLOO, GAE, ...) and transforms of advantages (normalise, clip)."""

@@ -19,7 +19,7 @@ Transform = Callable[[Batch, AlgoState], Batch]
 def mixture(batch: Batch, state: AlgoState, *, parts: Sequence[tuple[Transform, float]]) -> Batch:
     """Fill advantages with the weighted sum of several estimators' advantages.
 
-    Other columns that an estimator fills (`returns`) stay.
+    Other columns that an estimator fills, such as `returns`, are kept.
     """
     total_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
     for estimator, weight in parts:
@@ -34,9 +34,9 @@ def clip_advantages(batch: Batch, state: AlgoState, *, limit: float) -> Batch:
 
 
 def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
-    """Normalise advantages to (A - mean) / (std + epsilon) over all trainable tokens (ddof 0).
+    """Advantage normalization: (A - mean) / (std + epsilon) over all trainable tokens of the batch.
 
-    Equal advantages give exactly 0.
+    std has ddof 0. Equal advantages become exactly 0.
     """
     mask_T = batch.trainable_T
     advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
@@ -47,8 +47,8 @@ def whiten(batch: Batch, state: AlgoState, *, epsilon: float = 1e-8) -> Batch:
 def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform]) -> Batch:
     """Apply the transforms in order.
 
-    Reports "advantage/zero_share", the share of trainable tokens with advantage 0. At 1 the batch
-    teaches nothing.
+    Reports the metric "advantage/zero_share", the share of trainable tokens with advantage 0. At 1
+    the batch has no policy gradient.
     """
     for transform in transforms:
         batch = transform(batch, state)

@@ -1,8 +1,10 @@
-"""Estimate advantages as returns minus a baseline, one per attempt (REINFORCE++: per token).
+"""Advantage estimators with a group or batch baseline: GRPO, RLOO, OPO, ReMax, REINFORCE++, GDPO.
 
-A = attempts, S = sequences, T = tokens, G = groups. An attempt's return R is its reward plus its
-token rewards, if it has any. A sequence that was not scored, or is not for training, gets 0 and
-enters no statistic.
+The advantage of an attempt is its return R minus a baseline (REINFORCE++: one advantage per token).
+R is the reward of the attempt plus its token rewards, if it has any. Sequences without a reward and
+sequences that don't train get advantage 0, and do not count in any statistic.
+
+A = attempts, S = sequences, T = tokens, G = groups.
 """
 
 from __future__ import annotations
@@ -40,9 +42,10 @@ def group_relative(
 ) -> Batch:
     """Fill GRPO's advantages: A = (R - mean(R of the group)) / (std(R of the group) + epsilon).
 
-    Every trainable token of a sequence gets the same. GRPO (arXiv:2402.03300) section 4.1.2, with
-    the sample standard deviation (ddof 1). `scale="none"` drops the division: Dr. GRPO
-    (arXiv:2503.20783). Groups of equal returns, and of one attempt, get exactly 0.
+    Every trainable token of an attempt gets the attempt's advantage. GRPO (arXiv:2402.03300)
+    section 4.1.2, with the sample standard deviation (ddof 1). `scale="none"` leaves out the
+    division: Dr. GRPO (arXiv:2503.20783). A is exactly 0 in groups of equal returns and in groups
+    of one attempt.
     """
     attempts = collect_attempts(batch)
     advantages_A = normalise_by(attempts.groups, attempts.returns_A, scale=scale, epsilon=epsilon)
@@ -50,17 +53,17 @@ def group_relative(
 
 
 def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: float = 1e-6) -> Batch:
-    """Fill leave-one-out advantages: A_i = R_i - mean of the other attempts' R.
+    """Fill leave-one-out advantages: A_i = R_i - mean of R over the other attempts of the group.
 
     RLOO (arXiv:2402.14740) section 2.3. The only attempt of a group gets 0. scale="std" divides by
-    the group's standard deviation (ddof 1) + epsilon; with two attempts only the signs would be
-    left.
+    the group's standard deviation (ddof 1) + epsilon. That needs three attempts or more: with two,
+    the size of A does not depend on the returns.
     """
     attempts = collect_attempts(batch)
     returns_A = attempts.returns_A
-    others_A = (count_by(attempts.groups)[attempts.group_A] - 1).clamp(min=1)
+    n_others_A = (count_by(attempts.groups)[attempts.group_A] - 1).clamp(min=1)
     total_A = sum_by(attempts.group_A, returns_A, batch.n_groups)[attempts.group_A]
-    advantages_A = returns_A - (total_A - returns_A) / others_A
+    advantages_A = returns_A - (total_A - returns_A) / n_others_A
     if scale == "std":
         advantages_A = (
             advantages_A / (std_by(attempts.groups, returns_A) + epsilon)[attempts.group_A]
@@ -69,10 +72,10 @@ def rloo(batch: Batch, state: AlgoState, *, scale: Scale = "none", epsilon: floa
 
 
 def opo(batch: Batch, state: AlgoState) -> Batch:
-    """Fill OPO's advantages: A_i = R_i - sum_j l_j R_j / sum_j l_j.
+    """Fill OPO's advantages: A_i = R_i - sum_j(l_j R_j) / sum_j(l_j), over attempts j of the group.
 
-    l = trainable tokens of the attempt. This baseline has the least variance if longer answers have
-    larger gradients. OPO (arXiv:2505.23585) eq. 7.
+    l_j is the number of trainable tokens of attempt j. If gradients grow with the length of an
+    answer, this baseline minimises their variance. OPO (arXiv:2505.23585) eq. 7.
     """
     attempts = collect_attempts(batch)
     lengths_A = attempts.sum_rows(batch.sequence_sum(batch.trainable_T.double()))
@@ -85,27 +88,27 @@ def opo(batch: Batch, state: AlgoState) -> Batch:
 
 
 def _to_rows_unless_equal(attempts: Attempts, advantages_A: Tensor) -> Tensor:
-    """Return advantages by sequence, [S], exactly 0 in groups of equal returns.
+    """Return the advantage of each sequence, [S], exactly 0 in groups of equal returns.
 
-    Otherwise rounding would leave a tiny signal in those groups.
+    Without this, rounding would leave tiny advantages in those groups.
     """
-    equal_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
-    return attempts.to_rows(torch.where(equal_A, 0.0, advantages_A))
+    has_equal_returns_A = is_equal_by(attempts.groups, attempts.returns_A)[attempts.group_A]
+    return attempts.to_rows(torch.where(has_equal_returns_A, 0.0, advantages_A))
 
 
 def remax(batch: Batch, state: AlgoState) -> Batch:
-    """Fill ReMax's advantages: A_i = R_i - R of the group's greedy attempt.
+    """Fill ReMax's advantages: A_i = R_i - reward of the group's greedy attempt.
 
     The greedy attempt is the row with use="baseline". ReMax (arXiv:2310.10505) eq. 5. A group whose
-    greedy attempt was not scored has no baseline: its rows leave the final mask.
+    greedy attempt was not scored has no baseline, so its rows are removed from the final mask.
     """
     attempts = collect_attempts(batch)
     greedy_S = batch.baseline_S & batch.scored_S
     baseline_G = mean_by((batch.group_S[greedy_S], batch.n_groups), batch.rewards_S[greedy_S])
-    has_G = count_by((batch.group_S[greedy_S], batch.n_groups)) > 0
+    has_baseline_G = count_by((batch.group_S[greedy_S], batch.n_groups)) > 0
     advantages_A = attempts.returns_A - baseline_G[attempts.group_A]
     return broadcast_to_tokens(
-        keep_rows(batch, has_G[batch.group_S]), attempts.to_rows(advantages_A)
+        keep_rows(batch, has_baseline_G[batch.group_S]), attempts.to_rows(advantages_A)
     )
 
 
@@ -118,9 +121,10 @@ def reinforce_pp(
 ) -> Batch:
     """Fill REINFORCE++'s advantages: A_t = (G_t - mean(G)) / (std(G) + epsilon).
 
-    G_t is the reward plus the token rewards from t on, whitened over all trainable tokens of the
-    batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10. `baseline="group"` first subtracts
-    the group's mean reward. Equal G give exactly 0.
+    G_t is the attempt's reward plus the token rewards from token t on. Mean and std are over all
+    trainable tokens of the batch (ddof 0). REINFORCE++ (arXiv:2501.03262) eq. 8 to 10.
+    `baseline="group"` first subtracts the group's mean from the reward. If all G are equal, A is
+    exactly 0.
     """
     attempts = collect_attempts(batch)
     rewards_A = attempts.rewards_A
@@ -129,13 +133,13 @@ def reinforce_pp(
     returns_T = attempts.to_rows(rewards_A)[batch.sequence_T]
     if batch.has("token_rewards"):
         steps = AttemptSteps.from_batch(batch)
-        following_AL = discounted_sums(
+        rewards_to_go_AL = discounted_sums(
             steps.pad(batch.need("token_rewards")), torch.ones(len(steps.count_A)).double()
         )
-        returns_T = returns_T + steps.unpad(following_AL)
-    counted_T = batch.trainable_T & attempts.row_S[batch.sequence_T]
+        returns_T = returns_T + steps.unpad(rewards_to_go_AL)
+    is_scored_T = batch.trainable_T & attempts.is_row_S[batch.sequence_T]
     advantages_T = torch.zeros_like(returns_T)
-    advantages_T[counted_T] = standardise(returns_T[counted_T], epsilon=epsilon)
+    advantages_T[is_scored_T] = standardise(returns_T[is_scored_T], epsilon=epsilon)
     return batch.fill_tokens(advantages=advantages_T)
 
 
@@ -146,15 +150,15 @@ def gdpo(
     weights: Mapping[str, float] | None = None,
     epsilon: float = 1e-6,
 ) -> Batch:
-    """Fill GDPO's advantages: normalise each part of the reward by itself, then their sum.
+    """Fill GDPO's advantages: normalise each named part of the reward by itself, then their sum.
 
-    Each named part is normalised within its group as in `group_relative`; the weighted sum of the
-    parts is normalised over the whole batch (ddof 1). GDPO (arXiv:2601.05242): parts of different
-    scale or spread keep a signal each. An attempt without a part gets 0 for it.
+    Each part is normalised within its group, as in `group_relative`. So a part of small scale or
+    spread keeps its signal. The weighted sum of the parts is then normalised over the whole batch
+    (ddof 1). An attempt that lacks a part gets 0 for it. GDPO (arXiv:2601.05242).
 
     weights: weight of each part, by name; default: 1 for every part.
 
-    Raises ConfigError if the attempts carry no parts, or lack one named in `weights`.
+    Raises ConfigError if the rewards have no parts, or lack a part that `weights` names.
     """
     attempts = collect_attempts(batch)
     names = [
@@ -167,16 +171,17 @@ def gdpo(
     total_A = torch.zeros_like(attempts.rewards_A)
     for name, weight in (weights or dict.fromkeys(names, 1.0)).items():
         part_A = torch.full_like(total_A, torch.nan)
-        part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.row_S]
+        part_A[attempts.attempt_R] = batch.need(f"reward/{name}")[attempts.is_row_S]
         has_part_A = ~part_A.isnan()
         groups = (attempts.group_A[has_part_A], batch.n_groups)
         total_A[has_part_A] += weight * normalise_by(
             groups, part_A[has_part_A], scale="std", epsilon=epsilon
         )
-    # Every group's parts sum to 0, so the mean over the batch differs from 0 by rounding alone. A
-    # total of 0 must stay exactly 0.
-    normal_A = normalise_by(index_as_one(total_A), total_A, scale="std", epsilon=epsilon)
-    return broadcast_to_tokens(batch, attempts.to_rows(torch.where(total_A == 0, 0.0, normal_A)))
+    # Each part sums to 0 over its group, so the mean over the batch differs from 0 by rounding
+    # errors alone. A total of 0 must stay exactly 0.
+    normalised_A = normalise_by(index_as_one(total_A), total_A, scale="std", epsilon=epsilon)
+    advantages_A = torch.where(total_A == 0, 0.0, normalised_A)
+    return broadcast_to_tokens(batch, attempts.to_rows(advantages_A))
 
 
 def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None:
@@ -190,5 +195,6 @@ def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None
         )
         required = f"weights name {', '.join(missing)}" if missing else "parts are needed"
         raise ConfigError(
-            f"{required}, but {available}: name rewards of the stage, or the parts that they return"
+            f"{required}, but {available}: give the stage's rewards names, or return named parts "
+            "from them"
         )

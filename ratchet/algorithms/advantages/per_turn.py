@@ -1,7 +1,7 @@
 """Advantage estimators that use the order of an attempt's steps: GAE, returns by turn, and GiGPO.
 
-The steps of an attempt are the trainable tokens of its rows, in order; text that an environment
-wrote between them is skipped. An attempt is one row, unless its history forked.
+The steps of an attempt are the trainable tokens of its rows, in order. Tokens that an environment
+wrote between them are skipped.
 
 T = tokens, S = sequences, A = attempts, N = steps (trainable tokens), L = largest number of steps
 of an attempt, U = policy turns with at least one step, K = turns among those with a state key.
@@ -32,26 +32,26 @@ def compute_step_rewards(batch: Batch) -> Tensor:
     """Return the reward of every step, float64 [T], and 0 for tokens that are no steps.
 
     A step's reward is the sum of:
-    - its token reward, if the batch has them;
-    - the turn's own reward, if the step ends a turn;
-    - the rest of the attempt's reward, if the step is the attempt's last.
+    - its token reward, if the batch has token rewards;
+    - the turn's reward, if the step is the last of a turn that has one;
+    - the attempt's reward minus the rewards of its turns, if the step is the attempt's last.
 
-    Without token rewards, the steps of an attempt sum to the attempt's reward. An attempt without a
-    reward gets token rewards only.
+    So without token rewards the steps of an attempt sum to the attempt's reward. An attempt without
+    a reward gets token rewards only.
     """
     mask_T = batch.trainable_T
     attempt_S, size = index_attempts(batch)
-    turn_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
-    paid_A = sum_by(attempt_S, batch.sequence_sum(turn_T), size)
-    step_N = mask_T.nonzero()[:, 0]
+    turn_rewards_T = torch.where(mask_T, batch.turn_rewards_T.nan_to_num(0.0), 0.0)
+    turn_rewards_A = sum_by(attempt_S, batch.sequence_sum(turn_rewards_T), size)
+    token_N = mask_T.nonzero()[:, 0]
     sequence_T = batch.sequence_T
-    last_A = torch.full((size,), -1).scatter_reduce(
-        0, attempt_S[sequence_T[step_N]], step_N, "amax"
+    last_token_A = torch.full((size,), -1).scatter_reduce(
+        0, attempt_S[sequence_T[token_N]], token_N, "amax"
     )
-    last_T = last_A[last_A >= 0]
-    rewards_T = torch.where(batch.scored_S[sequence_T], turn_T, 0.0)
-    rest_S = torch.where(batch.scored_S, batch.rewards_S - paid_A[attempt_S], 0.0)
-    rewards_T[last_T] += rest_S[sequence_T[last_T]]
+    last_tokens = last_token_A[last_token_A >= 0]  # of the attempts that have a step
+    rewards_T = torch.where(batch.scored_S[sequence_T], turn_rewards_T, 0.0)
+    remainder_S = torch.where(batch.scored_S, batch.rewards_S - turn_rewards_A[attempt_S], 0.0)
+    rewards_T[last_tokens] += remainder_S[sequence_T[last_tokens]]
     if batch.has("token_rewards"):
         rewards_T = rewards_T + torch.where(mask_T, batch.need("token_rewards"), 0.0)
     return rewards_T
@@ -67,24 +67,24 @@ def gae(
     length_alpha: float | None = None,
     bootstrap: bool = True,
 ) -> Batch:
-    """Fill `advantages` and `returns` by generalised advantage estimation.
+    """Fill `advantages` and `returns` by generalised advantage estimation (GAE).
 
-    Over the steps k of an attempt: delta_k = r_k + gamma V_{k+1} - V_k, A_k = delta_k + gamma lam
-    A_{k+1}. GAE (arXiv:1506.02438) eq. 11 to 16. `returns` = A(value_lam) + V is the critic's
-    target at the steps that the column `valued` marks.
+    Over the steps k of an attempt: delta_k = r_k + gamma V_{k+1} - V_k and
+    A_k = delta_k + gamma lam A_{k+1}. GAE (arXiv:1506.02438) eq. 11 to 16. `returns` = A + V is the
+    critic's target, with `value_lam` as the lambda of A (default: lam). The column `valued` marks
+    the steps that train the critic.
 
-    After the last step V is `bootstrap_values` if the attempt was truncated, because the episode
-    would have gone on, and 0 if it ended. `bootstrap=False` makes it 0 everywhere: if a limit is
-    part of the task, an answer cut off by it is over. A row that was not scored gets advantage 0
-    and its own values as returns.
+    After the last step of a truncated attempt, V is `bootstrap_values`, because the episode would
+    have gone on. After any other attempt it is 0. Set `bootstrap=False` if a limit is part of the
+    task, so that reaching it ends the episode: V is then 0 after truncated attempts too. A row that
+    was not scored gets advantage 0, and its values as returns.
 
     The metric "value/explained_variance" tells how good the critic was before its update: 1 -
     Var(returns - values) / Var(returns) over the steps of scored rows. It is 1 for a perfect
     critic, 0 for one that is no better than a constant, and missing if all returns are equal.
 
-    VAPO (arXiv:2504.05118): `value_lam` (default: lam) decouples the critic's lambda from the
-    policy's. `length_alpha` = a sets the policy's lambda to 1 - 1 / (a l) for an attempt of l steps
-    (at least 0).
+    `length_alpha` = a is the length-adaptive GAE of VAPO (arXiv:2504.05118): for an attempt of l
+    steps, the policy's lambda is 1 - 1 / (a l), but at least 0.
     """
     steps = AttemptSteps.from_batch(batch)
     values_AL = steps.pad(batch.need("values").double())
@@ -122,8 +122,8 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
     """Return the metric "value/explained_variance", or nothing if all returns are equal."""
     if len(returns_N) == 0:
         return {}
-    # Returns are sums of values and advantages, so equal returns may differ by rounding errors.
-    # Those are not counted as variance.
+    # Returns are sums of values and advantages, so equal returns may differ by rounding errors,
+    # which are no variance.
     if float(returns_N.max() - returns_N.min()) <= 1e-12 * float(
         torch.cat([values_N, returns_N]).abs().max()
     ):
@@ -134,53 +134,53 @@ def _explained_variance(values_N: Tensor, returns_N: Tensor) -> dict[str, float]
 
 @dataclass(frozen=True)
 class _TurnReturns:
-    """The policy turns with at least one step, and their discounted returns.
+    """The policy turns that have at least one step, and their discounted returns.
 
     A turn's return is the discounted sum of the attempt's step rewards from the turn's start on.
     """
 
-    step_N: Tensor  # flat token index of every step that lies in a turn
+    token_N: Tensor  # index in the batch of each step that lies in a turn
     turn_N: Tensor  # the turn of each of those steps
     row_U: Tensor  # the sequence of each turn
-    state_U: Tensor  # the state that each turn began in, -1 without a key
+    state_U: Tensor  # the state in which each turn began; -1 if it has no state key
     returns_U: Tensor
 
     @classmethod
     def from_batch(cls, batch: Batch, *, gamma: float) -> _TurnReturns:
         """Return the turns of all scored attempts of a batch."""
-        inside_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
-        step_N = inside_T.nonzero()[:, 0]
-        sequence_N = batch.sequence_T[step_N]
-        # Number the turns through all rows of an attempt.
-        number_N = batch.turn_T[step_N].long() + _earlier_turns(batch)[sequence_N]
+        in_turn_T = batch.trainable_T & (batch.turn_T >= 0) & batch.scored_S[batch.sequence_T]
+        token_N = in_turn_T.nonzero()[:, 0]
+        sequence_N = batch.sequence_T[token_N]
+        # Number the turns consecutively over all rows of an attempt.
+        number_N = batch.turn_T[token_N].long() + _count_earlier_turns(batch)[sequence_N]
         keys_N = torch.stack([index_attempts(batch)[0][sequence_N], number_N], dim=1)
         # torch.unique sorts the turns by attempt, then by their number.
         keys_U, turn_N = torch.unique(keys_N, dim=0, return_inverse=True)
-        rewards_U = sum_by(turn_N, compute_step_rewards(batch)[step_N], len(keys_U))
+        rewards_U = sum_by(turn_N, compute_step_rewards(batch)[token_N], len(keys_U))
         state_U, row_U = (
             torch.zeros_like(keys_U[:, 0]).scatter(0, turn_N, x_N)
-            for x_N in (batch.state_T[step_N], sequence_N)
+            for x_N in (batch.state_T[token_N], sequence_N)
         )
-        # Sum up from the last turn to the first.
+        # Accumulate returns from the last turn to the first.
         keys = keys_U.tolist()
         returns = rewards_U.tolist()
         for u in range(len(keys) - 2, -1, -1):
             attempt, turn = keys[u]
             next_attempt, next_turn = keys[u + 1]
-            # Turns without a step have no entry, but they are discounted too.
+            # A turn without a step has no entry, but still discounts by gamma.
             if next_attempt == attempt:
                 returns[u] += gamma ** (next_turn - turn) * returns[u + 1]
-        return cls(step_N, turn_N, row_U, state_U, torch.tensor(returns, dtype=torch.float64))
+        return cls(token_N, turn_N, row_U, state_U, torch.tensor(returns, dtype=torch.float64))
 
-    def spread(self, batch: Batch, x_U: Tensor) -> Batch:
+    def fill_advantages(self, batch: Batch, x_U: Tensor) -> Batch:
         """Return the batch with the value of each turn as the advantage of all its steps."""
         advantages_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
-        advantages_T[self.step_N] = x_U[self.turn_N]
+        advantages_T[self.token_N] = x_U[self.turn_N]
         return batch.fill_tokens(advantages=advantages_T)
 
 
-def _earlier_turns(batch: Batch) -> Tensor:
-    """Return how many turns of the same attempt lie in rows before each sequence, int64 [S]."""
+def _count_earlier_turns(batch: Batch) -> Tensor:
+    """Return the number of turns in earlier rows of each sequence's attempt, int64 [S]."""
     turns_S = torch.zeros(batch.n_sequences, dtype=torch.int64)
     turns_S = turns_S.scatter_reduce(0, batch.sequence_T, batch.turn_T.long() + 1, "amax")
     earlier: list[int] = []
@@ -198,18 +198,18 @@ def turn_returns(
     gamma: float = 1.0,
     baseline: Literal["none", "group"] = "none",
 ) -> Batch:
-    """Fill discounted returns by turn: A = G_j = r_j + gamma G_{j+1} for every step of turn j.
+    """Fill the discounted return of each turn: A = G_j = r_j + gamma G_{j+1} for steps of turn j.
 
-    r_j is the sum of the turn's step rewards: there is one discount a turn, not a token.
-    `baseline="group"` subtracts the mean G of all turns of the group. REINFORCE over turns: Sutton
-    and Barto, 2nd edition, section 13.3.
+    r_j is the sum of the turn's step rewards. The discount applies once per turn, not per token.
+    `baseline="group"` subtracts the mean G over all turns of the group. This is REINFORCE with
+    turns as actions (Sutton and Barto, 2nd edition, section 13.3).
     """
     turns = _TurnReturns.from_batch(batch, gamma=gamma)
     advantages_U = turns.returns_U
     if baseline == "group":
         groups = (batch.group_S[turns.row_U], batch.n_groups)
         advantages_U = normalise_by(groups, advantages_U, scale="none", epsilon=0.0)
-    return turns.spread(batch, advantages_U)
+    return turns.fill_advantages(batch, advantages_U)
 
 
 def gigpo(
@@ -223,9 +223,10 @@ def gigpo(
 ) -> Batch:
     """Fill GiGPO's advantages: A = A_episode + step_weight A_step.
 
-    GiGPO (arXiv:2505.10978) eq. 3 to 9. A_episode is as in `group_relative`. A_step normalises the
-    discounted return of a turn over all turns of the group that began in the same state
-    (`Turn.state_key`). Turns in a state that occurs once, and turns without a key, have A_step = 0.
+    GiGPO (arXiv:2505.10978) eq. 3 to 9. A_episode is the advantage of `group_relative`. A_step is
+    the discounted return of a turn, normalised over all turns of the group that began in the same
+    state (`Turn.state_key`). A_step is 0 for turns without a state key, and for turns whose state
+    occurs only once.
     """
     attempts = collect_attempts(batch)
     episode_S = attempts.to_rows(
@@ -233,11 +234,11 @@ def gigpo(
     )
     turns = _TurnReturns.from_batch(batch, gamma=gamma)
     step_U = torch.zeros_like(turns.returns_U)
-    keyed_U = turns.state_U >= 0
-    states, state_K = torch.unique(turns.state_U[keyed_U], return_inverse=True)
-    step_U[keyed_U] = normalise_by(
-        (state_K, len(states)), turns.returns_U[keyed_U], scale=scale, epsilon=epsilon
+    has_state_U = turns.state_U >= 0
+    states, state_K = torch.unique(turns.state_U[has_state_U], return_inverse=True)
+    step_U[has_state_U] = normalise_by(
+        (state_K, len(states)), turns.returns_U[has_state_U], scale=scale, epsilon=epsilon
     )
-    advantages_T = turns.spread(batch, step_weight * step_U).need("advantages")
+    step_T = turns.fill_advantages(batch, step_weight * step_U).need("advantages")
     episode_T = torch.where(batch.trainable_T, episode_S[batch.sequence_T], 0.0)
-    return batch.fill_tokens(advantages=advantages_T + episode_T)
+    return batch.fill_tokens(advantages=step_T + episode_T)

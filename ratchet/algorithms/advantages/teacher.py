@@ -1,4 +1,4 @@
-"""The estimator of on-policy distillation. T = tokens."""
+"""The advantage estimator of on-policy distillation. T = tokens."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from ratchet.batch import Batch
 
 
 def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
-    """Fill A_t = log teacher(t) - log policy(t) on every trainable token.
+    """Fill on-policy distillation's advantages: A_t = log p_teacher(t) - log p_policy(t).
 
-    Its policy gradient is that of the reverse KL from policy to teacher at each visited state, with
-    later states left out (https://thinkingmachines.ai/blog/on-policy-distillation). It needs no
-    reward: rows without one train too.
+    The policy gradient with A_t is that of the reverse KL(policy || teacher) of each sampled token,
+    without its effect on later tokens (https://thinkingmachines.ai/blog/on-policy-distillation).
+    No reward is needed, so rows without a reward train too.
 
-    If the batch has a column `teacher_spans`, from a teacher with another tokenizer, a span of text
-    is one action: all of its tokens get the span's log teacher - log policy. Tokens outside every
-    span get 0, and their share is reported as "teacher/uncovered_share".
+    If the teacher has another tokenizer, the batch has a column `teacher_spans`. Then a span of
+    text is one action: all of its tokens get the span's log p_teacher - log p_policy. Tokens
+    outside every span get 0, and their share is reported as "teacher/uncovered_share".
     """
     gap_T = batch.need("teacher_logprobs").double() - batch.need("old_logprobs").double()
     gap_T = torch.where(batch.trainable_T, gap_T, 0.0)
@@ -26,10 +26,10 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
         span_T = batch.need("teacher_spans")
         # Span numbers start from 0 for each teacher, so a key needs the row too.
         keys_T = torch.stack([batch.sequence_T, span_T], dim=1)
-        keys, number_T = torch.unique(keys_T, dim=0, return_inverse=True)
-        total_T = sum_by(number_T, gap_T, len(keys))[number_T]
+        keys, key_T = torch.unique(keys_T, dim=0, return_inverse=True)
+        span_gap_T = sum_by(key_T, gap_T, len(keys))[key_T]
         covered_T = (span_T >= 0) & batch.trainable_T
-        gap_T = torch.where(covered_T, total_T, 0.0)
+        gap_T = torch.where(covered_T, span_gap_T, 0.0)
         batch = batch.note(
             **{
                 "teacher/uncovered_share": 1

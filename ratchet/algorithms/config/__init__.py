@@ -1,4 +1,4 @@
 """Configuration of the algorithms and of their parts.
 
-It imports no torch, so that a recipe is checked without loading it.
+It imports no torch, so that checking a recipe does not load torch.
 """

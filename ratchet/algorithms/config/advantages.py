@@ -24,17 +24,17 @@ Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviat
 # prints them.
 WHOLE_BATCH = "normalised over the whole batch: the reward of one row moves the advantages of all"
 SAME_STATE = (
-    "a state met at two turns has two returns, be it by attempts of equal reward or twice by one "
-    "attempt"
+    "turns from the same state can have different returns, even within one attempt or among "
+    "attempts of equal reward"
 )
 NO_BASELINE = (
-    "no baseline of the group's own: equal rewards are a signal where others earned another"
+    "by default there is no baseline of the group: equal rewards still give advantages other than 0"
 )
 KL_BY_TOKEN = "a KL penalty in the reward differs from token to token, and so do returns"
 
 
 class Estimator(AlgorithmPart):
-    """The options of an advantage estimator.
+    """The base class of the advantage estimators' sections.
 
     Attributes:
         signal: The source of the advantages: "reward" (the attempt's reward), "parts" (each part of
@@ -48,7 +48,7 @@ class Estimator(AlgorithmPart):
 
 
 class GroupRelative(Estimator):
-    """The reward minus the mean of the group (GRPO)."""
+    """GRPO's advantage: the reward, normalised within the group."""
 
     function: ClassVar[str] = f"{GROUP}:group_relative"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -59,7 +59,7 @@ class GroupRelative(Estimator):
 
 
 class RLOO(Estimator):
-    """The reward minus the mean of the group's other attempts."""
+    """RLOO's leave-one-out advantage: the reward minus the mean of the group's other attempts."""
 
     function: ClassVar[str] = f"{GROUP}:rloo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -70,7 +70,7 @@ class RLOO(Estimator):
 
 
 class OPO(Estimator):
-    """The reward minus the group's length-weighted mean."""
+    """OPO's advantage: the reward minus the group's mean reward, weighted by answer length."""
 
     function: ClassVar[str] = f"{GROUP}:opo"
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
@@ -79,13 +79,13 @@ class OPO(Estimator):
 
 
 class ReMax(Estimator):
-    """The reward minus the reward of the group's greedy attempt."""
+    """ReMax's advantage: the reward minus the reward of the group's greedy attempt."""
 
     function: ClassVar[str] = f"{GROUP}:remax"
     reads: ClassVar[frozenset[str]] = frozenset({"greedy"})
     exempt: ClassVar[Mapping[str, str]] = {
-        "equal_rewards": "the baseline is the greedy attempt's reward, which may differ from that "
-        "of all sampled ones",
+        "equal_rewards": "the baseline is the greedy attempt's reward, which may differ from the "
+        "sampled attempts' rewards",
         "lone_attempt": "the greedy attempt is the baseline: one sampled attempt is enough",
     }
 
@@ -93,7 +93,7 @@ class ReMax(Estimator):
 
 
 class ReinforcePP(Estimator):
-    """The reward-to-go, whitened over all tokens of the batch (REINFORCE++)."""
+    """REINFORCE++'s advantage: the reward-to-go, normalised over all tokens of the batch."""
 
     function: ClassVar[str] = f"{GROUP}:reinforce_pp"
     exempt_under_kl: ClassVar[Mapping[str, str]] = {
@@ -103,7 +103,7 @@ class ReinforcePP(Estimator):
 
     kind: Literal["reinforce_pp"] = "reinforce_pp"
     baseline: Literal["none", "group"] = Field(
-        default="none", description="Take the group's mean reward off first."
+        default="none", description="group: first subtract the group's mean reward."
     )
     epsilon: Epsilon = 1e-8
 
@@ -113,7 +113,7 @@ class ReinforcePP(Estimator):
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the properties that it lacks: none if the group's mean is subtracted."""
+        """Return the properties that the estimator lacks: none with baseline=group."""
         return (
             {}
             if self.baseline == "group"
@@ -122,9 +122,9 @@ class ReinforcePP(Estimator):
 
 
 class GDPO(Estimator):
-    """The normalised sum of the reward's parts.
+    """GDPO's advantage: the normalised sum of the reward's normalised parts.
 
-    Each part is normalised within its group, and their weighted sum over the batch.
+    Each part is normalised within its group. Their weighted sum is normalised over the batch.
     """
 
     function: ClassVar[str] = f"{GROUP}:gdpo"
@@ -140,7 +140,7 @@ class GDPO(Estimator):
 
 
 class GAE(Estimator):
-    """Generalised advantage estimation with a critic."""
+    """GAE, generalised advantage estimation with a critic."""
 
     function: ClassVar[str] = f"{TEMPORAL}:gae"
     reads: ClassVar[frozenset[str]] = frozenset({"values"})
@@ -150,26 +150,27 @@ class GAE(Estimator):
     }
 
     kind: Literal["gae"] = "gae"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a token.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per token.")
     lam: float = Field(
         default=0.95,
         ge=0,
         le=1,
-        description="Between one-step (0) and whole-episode (1) estimates.",
+        description="GAE's lambda: 0 gives one-step estimates, 1 whole-episode estimates.",
     )
     value_lam: float | None = Field(
-        default=None, ge=0, le=1, description="The same for the critic's targets; null: lam."
+        default=None, ge=0, le=1, description="Lambda of the critic's targets; null: lam."
     )
     length_alpha: float | None = Field(
         default=None,
         gt=0,
-        description="lam = 1 - 1 / (length_alpha * length) instead, for each answer (VAPO).",
+        description="Sets lambda to 1 - 1 / (length_alpha * length) for each answer (VAPO); null: "
+        "lambda is lam.",
     )
     bootstrap: bool = Field(
         default=True,
-        description="A truncated attempt goes on, worth what the critic says; false: it is over, "
-        "as where a limit is part of "
-        "the task (else not to stop can pay).",
+        description="true: after a truncated attempt, the critic's value stands for the rewards to "
+        "come. false: truncation ends the episode with value 0. Choose false if the limit is part "
+        "of the task; otherwise the policy may gain by never stopping.",
     )
 
     @model_validator(mode="after")
@@ -183,7 +184,7 @@ class GAE(Estimator):
 
 
 class TurnReturns(Estimator):
-    """The discounted return from each turn on."""
+    """The discounted return of each turn."""
 
     function: ClassVar[str] = f"{TEMPORAL}:turn_returns"
     exempt: ClassVar[Mapping[str, str]] = {
@@ -192,9 +193,9 @@ class TurnReturns(Estimator):
     }
 
     kind: Literal["turn_returns"] = "turn_returns"
-    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount a turn.")
+    gamma: float = Field(default=1.0, gt=0, le=1, description="Discount factor per turn.")
     baseline: Literal["none", "group"] = Field(
-        default="none", description="Take off the mean return of the group's turns."
+        default="none", description="group: subtract the mean return of the group's turns."
     )
 
     @property
@@ -203,7 +204,7 @@ class TurnReturns(Estimator):
 
 
 class GiGPO(Estimator):
-    """The group-relative advantage of the episode plus that of the turn.
+    """GiGPO's advantage: the group-relative advantage of the episode plus that of the turn.
 
     A turn is compared with the turns of its group that began in the same state.
     """
@@ -212,21 +213,21 @@ class GiGPO(Estimator):
     reads: ClassVar[frozenset[str]] = frozenset({"group"})
 
     kind: Literal["gigpo"] = "gigpo"
-    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount a turn.")
+    gamma: float = Field(default=0.95, gt=0, le=1, description="Discount factor per turn.")
     step_weight: float = Field(
-        default=1.0, ge=0, description="Weight of the turns' part beside the episodes'."
+        default=1.0, ge=0, description="Weight of the turn's advantage; the episode's has weight 1."
     )
     scale: ScaleField = "std"
     epsilon: Epsilon = 1e-6
 
     @property
     def exempt(self) -> Mapping[str, str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """Return the properties that it lacks: none if step_weight=0 omits the turns' part."""
+        """Return the properties that the estimator lacks: none with step_weight=0."""
         return {"equal_rewards": SAME_STATE, "lone_attempt": SAME_STATE} if self.step_weight else {}
 
 
 class OnPolicyDistillation(Estimator):
-    """The teacher's log-probability of each sampled token minus the policy's."""
+    """On-policy distillation's advantage: log teacher - log policy of each sampled token."""
 
     function: ClassVar[str] = "ratchet.algorithms.advantages.teacher:on_policy_distillation"
     reads: ClassVar[frozenset[str]] = frozenset({"teacher_logprobs", "old_logprobs"})
@@ -240,7 +241,7 @@ class OnPolicyDistillation(Estimator):
 
 
 class AdvantageMixture(AlgorithmPart):
-    """A weighted sum of several estimators."""
+    """A weighted sum of several estimators' advantages."""
 
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_mixture"
     function: ClassVar[str] = "ratchet.algorithms.advantages.compose:mixture"

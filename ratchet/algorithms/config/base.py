@@ -18,8 +18,9 @@ Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
 class AlgorithmConfig(Section):
     """The base class of the algorithms' sections.
 
-    source: the training data: "rows" of given text, "pairs" of better and worse answers, "labelled"
-    answers, answers with labelled "steps", or "rollouts" (the policy's own attempts).
+    source: the kind of training data: "rows" (demonstrations), "pairs" (a better and a worse
+      answer), "labelled" (answers with a label), "steps" (answers with a label for each step) or
+      "rollouts" (attempts that the policy samples).
     """
 
     source: ClassVar[Source]
@@ -35,16 +36,18 @@ class AlgorithmConfig(Section):
         return True
 
     minibatches: int = Field(
-        default=1, ge=1, description="Optimizer steps that a batch is split into."
+        default=1,
+        ge=1,
+        description="Mini-batches that a batch is divided into, with one optimizer step each.",
     )
-    epochs: int = Field(default=1, ge=1, description="Times that a batch is gone through.")
+    epochs: int = Field(default=1, ge=1, description="Passes over all mini-batches of a batch.")
 
     @model_validator(mode="before")
     @classmethod
     def _complete_parts(cls, values: Any) -> Any:
         """Fill missing keys of each part from the algorithm's default for this part.
 
-        Only parts of the default's kind are filled; a part without `kind` gets the default's kind.
+        A part without `kind` gets the default's kind. Parts of another kind are not filled.
         """
         if not isinstance(values, Mapping):
             return values
@@ -61,8 +64,10 @@ class AlgorithmConfig(Section):
 class AlgorithmPart(Section):
     """A part of an algorithm: a pure function and its options.
 
-    function: the function ("module:name") that gets the section's keys.
-    reads: names of columns and attempts that it needs beyond those in every batch.
+    function: the function ("module:name") that gets the section's keys as arguments.
+    reads: what the function needs beyond the columns of every batch: names of other columns,
+      "group" (several attempts in a group), "greedy" (a greedy attempt) or "parts" (named parts of
+      the reward).
     exempt: properties (see `ratchet.algorithms.properties`) that an algorithm with this part does
       not have, each with the reason.
     """

@@ -1,4 +1,4 @@
-"""Sections of distillation by divergence, over the vocabulary or the teacher's top-k tokens."""
+"""Sections of knowledge distillation: a KL or similar divergence between teacher and student."""
 
 from __future__ import annotations
 
@@ -11,9 +11,13 @@ from ratchet.config.experience import Temperature
 
 Objective = Annotated[
     Literal["forward", "reverse", "js", "skewed_forward", "skewed_reverse", "mixed"],
-    Field(description="KL(teacher || student), KL(student || teacher), or what lies between."),
+    Field(
+        description="Divergence to minimise. forward: KL(teacher || student); reverse: "
+        "KL(student || teacher); js: Jensen-Shannon; skewed_*: KL to a mixture of both; mixed: sum "
+        "of forward and reverse."
+    ),
 ]
-MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")
+MIXED = ("js", "skewed_forward", "skewed_reverse", "mixed")  # objectives that read `mix`
 
 
 class DistillationConfig(AlgorithmConfig):
@@ -21,19 +25,22 @@ class DistillationConfig(AlgorithmConfig):
 
     builds: ClassVar[str] = "ratchet.algorithms.distillation:build"
 
-    teacher: Teacher = Field(description="Directory of the teacher's model, or one by task tag.")
+    teacher: Teacher = Field(
+        description="Directory of the teacher's model, or a directory for each task tag."
+    )
     objective: Objective = "forward"
     mix: float | None = Field(
         default=None,
         gt=0,
         lt=1,
-        description="Share of the teacher in js and skewed ones, of forward in mixed; null: 0.5.",
+        description="Share of the teacher in the mixture of js, and of the unmixed distribution in "
+        "skewed_*; weight of forward in mixed; null: 0.5.",
     )
     top_k: int | None = Field(
         default=64,
         ge=1,
-        description="Teacher's likeliest tokens compared, and any other; null: the whole "
-        "vocabulary, if small.",
+        description="Number of the teacher's likeliest tokens to compare; all others count as one. "
+        "null: compare the whole vocabulary, if it is small.",
     )
 
     @property
@@ -42,7 +49,7 @@ class DistillationConfig(AlgorithmConfig):
 
     @property
     def tau(self) -> float:
-        """The softmax temperature for given text, which has no sampling temperature."""
+        """The softmax temperature for demonstrations, which have no sampling temperature."""
         return 1.0
 
     @model_validator(mode="after")
@@ -56,12 +63,12 @@ class DistillationConfig(AlgorithmConfig):
 
 
 class OffPolicyDistillationConfig(DistillationConfig):
-    """Distillation on given text: the environment's demonstrations."""
+    """Off-policy distillation: on the environment's demonstrations."""
 
     source: ClassVar[Source] = "rows"
 
     temperature: Temperature = Field(
-        default=1.0, gt=0, description="Both softmaxes are taken at this temperature."
+        default=1.0, gt=0, description="Softmax temperature of both teacher and student."
     )
 
     @property
@@ -70,9 +77,9 @@ class OffPolicyDistillationConfig(DistillationConfig):
 
 
 class DivergenceOnPolicyConfig(DistillationConfig):
-    """Distillation on the student's own attempts (GKD, arXiv:2306.13649).
+    """On-policy distillation by divergence: on the student's attempts (GKD, arXiv:2306.13649).
 
-    Both softmaxes are taken at the sampling temperature.
+    The softmax temperature of teacher and student is the sampling temperature.
     """
 
     source: ClassVar[Source] = "rollouts"

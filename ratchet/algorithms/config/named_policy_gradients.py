@@ -1,4 +1,7 @@
-"""Define policy-gradient algorithms (GRPO and others) by defaults of `PolicyGradientConfig`."""
+"""The named policy-gradient algorithms (GRPO, PPO, DAPO, RLOO, ...).
+
+Each is `PolicyGradientConfig` with other defaults, so every key can be changed in a recipe.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +44,21 @@ from ratchet.algorithms.config.policy_losses import (
 class GRPOConfig(PolicyGradientConfig):
     """GRPO, group relative policy optimisation (arXiv:2402.03300).
 
-    Its parts: advantage A = (R - mean(R)) / (std(R) + epsilon) over the group (`group_relative`);
-    loss -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the token's ratio r (`ppo`); mean
-    over sequences of token means (`sequence_mean`).
+    The advantage is the attempt's reward, normalised within its group: A = (R - mean(R)) /
+    (std(R) + epsilon) (`group_relative`). The loss is PPO's clipped loss
+    -min(r A, clip(r, 1 - clip_low, 1 + clip_high) A) with the importance ratio r of each token
+    (`ppo`). It is averaged over the tokens of each answer, then over answers (`sequence_mean`).
     """
 
     weighting: Weighting = "sequence_mean"
 
 
 class DrGRPOConfig(PolicyGradientConfig):
-    """Dr. GRPO: GRPO without its biases by length and by difficulty (arXiv:2503.20783).
+    """Dr. GRPO: GRPO without its biases by answer length and by difficulty (arXiv:2503.20783).
 
-    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); the loss of
-    `ppo`; every token over a fixed total (`fixed_length`).
+    The advantage is not divided by the group's standard deviation: A = R - mean(R of the group)
+    (`group_relative`, scale=none). The loss is PPO's (`ppo`). Its sum is divided by a fixed number
+    of tokens per answer (`fixed_length`).
     """
 
     advantage: Advantage = GroupRelative(scale="none")
@@ -61,10 +66,12 @@ class DrGRPOConfig(PolicyGradientConfig):
 
 
 class DAPOConfig(PolicyGradientConfig):
-    """DAPO: clip-higher, token mean, groups without signal left out (arXiv:2503.14476).
+    """DAPO: GRPO with clip-higher, token-level loss and dynamic sampling (arXiv:2503.14476).
 
-    Its parts: advantage `group_relative`; loss `ppo` with clip_high=0.28; `token_mean`;
-    equal_rewards=drop. Its overlong penalty is a shaping (`overlong_penalty`).
+    The advantage is GRPO's (`group_relative`). The loss is PPO's with the higher upper bound
+    clip_high=0.28 (`ppo`), averaged over all tokens of the batch (`token_mean`). Groups whose
+    rewards are all equal are removed (equal_rewards=drop). For DAPO's overlong penalty, add
+    `overlong_penalty` to `shaping`.
     """
 
     equal_rewards: EqualRewards = "drop"
@@ -72,10 +79,11 @@ class DAPOConfig(PolicyGradientConfig):
 
 
 class GSPOConfig(PolicyGradientConfig):
-    """GSPO: the ratio of whole sequences (arXiv:2507.18071).
+    """GSPO: PPO's clip on the importance ratio of whole sequences (arXiv:2507.18071).
 
-    Its parts: advantage `group_relative`; loss `gspo` with s = exp(mean over the row of log r_t) in
-    place of the token's ratio; `sequence_mean`.
+    The advantage is GRPO's (`group_relative`). The loss is clipped like PPO's, but uses the
+    sequence ratio s = exp(mean over the row of log r_t) (`gspo`). It is averaged over answers
+    (`sequence_mean`).
     """
 
     loss: Loss = GSPO()
@@ -83,9 +91,11 @@ class GSPOConfig(PolicyGradientConfig):
 
 
 class CISPOConfig(PolicyGradientConfig):
-    """CISPO: clipped weights that silence no token's gradient (MiniMax-M1, arXiv:2506.13585).
+    """CISPO: clipped importance weights that keep every token's gradient (arXiv:2506.13585).
 
-    Its parts: advantage `group_relative`; loss `cispo`, -sg[clip(r)] A log p; `token_mean`.
+    This is the algorithm of MiniMax-M1. The advantage is GRPO's (`group_relative`). The loss is
+    -sg[clip(r)] A log p, where sg stops the gradient (`cispo`). It is averaged over all tokens
+    (`token_mean`).
     """
 
     loss: Loss = CISPO()
@@ -94,8 +104,9 @@ class CISPOConfig(PolicyGradientConfig):
 class RLOOConfig(PolicyGradientConfig):
     """RLOO: REINFORCE with a leave-one-out baseline (arXiv:2402.14740).
 
-    Its parts: advantage A_i = R_i - mean of the other attempts' R (`rloo`); loss -A log p
-    (`reinforce`); `token_sum`.
+    The advantage is A_i = R_i - mean of R over the other attempts of the group (`rloo`). The loss
+    is -A log p (`reinforce`), summed over the tokens of each answer and averaged over answers
+    (`token_sum`).
     """
 
     advantage: Advantage = RLOO()
@@ -104,10 +115,10 @@ class RLOOConfig(PolicyGradientConfig):
 
 
 class ReinforcePPConfig(PolicyGradientConfig):
-    """REINFORCE++ (arXiv:2501.03262).
+    """REINFORCE++: PPO's loss with batch-normalised returns and no critic (arXiv:2501.03262).
 
-    Its parts: advantage `reinforce_pp`, the reward-to-go whitened over the batch; loss `ppo`;
-    `token_mean`; one attempt a prompt.
+    The advantage is the reward-to-go, normalised over the batch (`reinforce_pp`). The loss is PPO's
+    (`ppo`), averaged over all tokens (`token_mean`). Each prompt has one attempt.
     """
 
     group_size: GroupSize = 1
@@ -115,10 +126,10 @@ class ReinforcePPConfig(PolicyGradientConfig):
 
 
 class ReMaxConfig(PolicyGradientConfig):
-    """ReMax: REINFORCE with the greedy attempt as its baseline (arXiv:2310.10505).
+    """ReMax: REINFORCE with the greedy attempt's reward as the baseline (arXiv:2310.10505).
 
-    Its parts: advantage A_i = R_i - R of the greedy attempt (`remax`); loss -A log p (`reinforce`);
-    `token_mean`; one sampled attempt a prompt.
+    The advantage is A_i = R_i - R of the greedy attempt (`remax`). The loss is -A log p
+    (`reinforce`), averaged over all tokens (`token_mean`). Each prompt has one sampled attempt.
     """
 
     group_size: GroupSize = 1
@@ -127,30 +138,31 @@ class ReMaxConfig(PolicyGradientConfig):
 
 
 class OPOConfig(PolicyGradientConfig):
-    """OPO: the baseline of least variance, meant for exactly on-policy steps (arXiv:2505.23585).
+    """OPO: on-policy RL with the baseline of least variance (arXiv:2505.23585).
 
-    Its parts: advantage `opo`, the reward minus the group's length-weighted mean; loss `ppo`;
-    `token_mean`.
+    The advantage is the reward minus the group's mean reward, weighted by answer length (`opo`).
+    The loss is PPO's (`ppo`), averaged over all tokens (`token_mean`). The paper takes one
+    optimizer step per batch, which keeps it exactly on-policy.
     """
 
     advantage: Advantage = OPO()
 
 
 class GiGPOConfig(PolicyGradientConfig):
-    """GiGPO: group in group, for environments of many turns (arXiv:2505.10978).
+    """GiGPO: group-in-group policy optimisation for multi-turn agents (arXiv:2505.10978).
 
-    Its parts: advantage `gigpo`, over whole episodes and over turns from the same state; loss
-    `ppo`; `token_mean`.
+    The advantage compares episodes within their group, and turns that began in the same state
+    (`gigpo`). The loss is PPO's (`ppo`), averaged over all tokens (`token_mean`).
     """
 
     advantage: Advantage = GiGPO()
 
 
 class GDPOConfig(PolicyGradientConfig):
-    """GDPO: several rewards, normalised apart (arXiv:2601.05242).
+    """GDPO: GRPO for several rewards, each normalised by itself (arXiv:2601.05242).
 
-    Its parts: advantage `gdpo`, each part of the reward normalised within its group; loss `ppo`;
-    `token_mean`.
+    The advantage sums the named parts of the reward, each of them normalised within its group
+    (`gdpo`). The loss is PPO's (`ppo`), averaged over all tokens (`token_mean`).
     """
 
     advantage: Advantage = GDPO()
@@ -159,8 +171,9 @@ class GDPOConfig(PolicyGradientConfig):
 class PPOConfig(PolicyGradientConfig):
     """PPO: proximal policy optimisation with a critic (arXiv:1707.06347).
 
-    Its parts: advantage `gae`, whitened over the batch; loss `ppo`; `token_mean`; a critic; one
-    attempt a prompt.
+    The advantage is estimated by GAE from the values of a critic (`gae`), and normalised over the
+    batch (whiten=true). The loss is the clipped loss (`ppo`), averaged over all tokens
+    (`token_mean`). Each prompt has one attempt.
     """
 
     group_size: GroupSize = 1
@@ -170,10 +183,11 @@ class PPOConfig(PolicyGradientConfig):
 
 
 class VAPOConfig(PolicyGradientConfig):
-    """VAPO: PPO for long answers (arXiv:2504.05118).
+    """VAPO: PPO with a critic, tuned for long answers (arXiv:2504.05118).
 
-    Its parts: advantage `gae` with a length-adaptive lambda; loss `ppo` with clip_high=0.28;
-    `token_mean`; a critic that is warmed up; the likelihood of correct answers
+    The advantage is estimated by GAE with a lambda that depends on the length of the answer
+    (`gae`). The critic trains alone for the first steps. The loss is PPO's with clip_high=0.28
+    (`ppo`), averaged over all tokens (`token_mean`). The NLL of correct answers is added to it
     (`positive_nll_coef`).
     """
 
@@ -186,8 +200,10 @@ class VAPOConfig(PolicyGradientConfig):
 class TOPRConfig(PolicyGradientConfig):
     """TOPR: tapered off-policy REINFORCE (arXiv:2503.14286).
 
-    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); loss `topr`,
-    with ratios to the sampler; `token_sum`.
+    The advantage is A = R - mean(R of the group) (`group_relative`, scale=none). The loss is
+    -A log p, with a weight of at most 1 for answers with a negative advantage (`topr`). It is
+    summed over the tokens of each answer and averaged over answers (`token_sum`). Ratios are to
+    the sampler's log-probabilities (old_logprobs=sampler).
     """
 
     loss: Loss = TOPR()
@@ -197,10 +213,10 @@ class TOPRConfig(PolicyGradientConfig):
 
 
 class GMPOConfig(PolicyGradientConfig):
-    """GMPO: the geometric mean of ratios (arXiv:2507.20673).
+    """GMPO: the geometric mean of clipped token ratios (arXiv:2507.20673).
 
-    Its parts: advantage `group_relative`; loss `gmpo`, -A exp(mean over the row of clipped log
-    r_t); `sequence_mean`.
+    The advantage is GRPO's (`group_relative`). The loss is -A exp(mean over the row of clipped
+    log r_t) (`gmpo`), averaged over answers (`sequence_mean`).
     """
 
     loss: Loss = GMPO()
@@ -208,10 +224,10 @@ class GMPOConfig(PolicyGradientConfig):
 
 
 class SAPOConfig(PolicyGradientConfig):
-    """SAPO: a soft gate in place of the clip (arXiv:2511.20347).
+    """SAPO: a soft gate on the ratio in place of the PPO clip (arXiv:2511.20347).
 
-    Its parts: advantage `group_relative`; loss `sapo`, -A sigmoid(tau (r - 1)) 4 / tau;
-    `sequence_mean`.
+    The advantage is GRPO's (`group_relative`). The loss is -A sigmoid(tau (r - 1)) 4 / tau
+    (`sapo`). It is averaged over the tokens of each answer, then over answers (`sequence_mean`).
     """
 
     loss: Loss = SAPO()
@@ -221,8 +237,9 @@ class SAPOConfig(PolicyGradientConfig):
 class KimiConfig(PolicyGradientConfig):
     """The policy mirror descent of Kimi k1.5 (arXiv:2501.12599).
 
-    Its parts: advantage A = R - mean(R of the group) (`group_relative`, scale=none); loss `kimi`,
-    -sum of A log p + tau / 2 (sum of log r)^2; `sequence_mean`.
+    The advantage is A = R - mean(R of the group) (`group_relative`, scale=none). The loss is
+    -sum(A log p) + tau / 2 (sum(log r))^2 over the tokens of an answer (`kimi`), averaged over
+    answers (`sequence_mean`).
     """
 
     advantage: Advantage = GroupRelative(scale="none")
@@ -231,10 +248,12 @@ class KimiConfig(PolicyGradientConfig):
 
 
 class DecoupledPPOConfig(PolicyGradientConfig):
-    """PPO for stale attempts, clipped against the learner before the update (arXiv:2505.24298).
+    """Decoupled PPO: GRPO for stale attempts of asynchronous rollouts (arXiv:2505.24298).
 
-    Its parts: advantage `group_relative`; loss `ppo`; `token_mean`; a correction that weighs each
-    token by its ratio to the policy that sampled it.
+    The advantage is GRPO's (`group_relative`). The loss is PPO's (`ppo`), averaged over all tokens
+    (`token_mean`). Its ratio and clip are relative to the learner's weights before the update, not
+    to the weights that sampled. The correction weights each token by the importance ratio between
+    these two.
     """
 
     correction: StaleCorrectionConfig | None = (  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -243,10 +262,11 @@ class DecoupledPPOConfig(PolicyGradientConfig):
 
 
 class OnPolicyDistillationConfig(PolicyGradientConfig):
-    """The teacher judges each sampled token: on-policy distillation.
+    """On-policy distillation: a teacher scores each token that the policy samples.
 
-    Its parts: advantage `on_policy_distillation`, A_t = log teacher(t) - log policy(t); loss `ppo`;
-    `token_mean`; one attempt a prompt. https://thinkingmachines.ai/blog/on-policy-distillation
+    The advantage is A_t = log p_teacher(t) - log p_policy(t) (`on_policy_distillation`). The loss
+    is PPO's (`ppo`), averaged over all tokens (`token_mean`). Each prompt has one attempt.
+    https://thinkingmachines.ai/blog/on-policy-distillation
     """
 
     group_size: GroupSize = 1

@@ -28,64 +28,71 @@ Advantage = Annotated[AnySection, Slot("advantage")]
 Loss = Annotated[AnySection, Slot("policy_loss")]
 Shaping = Annotated[tuple[AnySection, ...], Slot("shaping", is_list=True)]
 
-# Types of the keys whose defaults named algorithms change. A subclass that sets a new default
-# reuses the type, and with it the description.
+# Types of the keys for which named algorithms set other defaults. A subclass reuses the type, and
+# thereby the description.
 GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each prompt.")]
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
     Field(
-        description="Unit that weighs the same within an optimizer step: each token (DAPO), each "
-        "answer (GRPO), each prompt, each token by the count of answers (token_sum), or each token "
-        "over a fixed total (Dr. GRPO)."
+        description="Loss aggregation over an optimizer step. token_mean: the mean over tokens "
+        "(DAPO); sequence_mean: over answers of their token means (GRPO); prompt_mean: over "
+        "prompts of their token means; token_sum: over answers of their token sums; fixed_length: "
+        "token_sum divided by fixed_length (Dr. GRPO)."
     ),
 ]
 EqualRewards = Annotated[
     Literal["keep", "drop", "drop_shaped"],
     Field(
-        description="Groups whose rewards are all equal have no signal. drop: nor any part in the "
-        "means over the batch; "
-        "rewards are compared without penalties for length or truncation (DAPO). drop_shaped: "
-        "compared with them."
+        description="drop: remove groups whose rewards are all equal, which have no signal, from "
+        "the means over the batch (DAPO); penalties for length or truncation are ignored in the "
+        "comparison. drop_shaped: the same, but with these penalties."
     ),
 ]
 OldLogprobs = Annotated[
     Literal["learner", "sampler"],
     Field(
-        description="Old log-probabilities of the ratios: the learner's own before the update, or "
-        "the sampler's."
+        description="Old log-probabilities in the importance ratios: computed by the learner "
+        "before the update, or recorded by the sampler."
     ),
 ]
-Whiten = Annotated[bool, Field(description="Normalise advantages over all tokens of the batch.")]
+Whiten = Annotated[
+    bool,
+    Field(
+        description="Advantage normalization: subtract the mean over all tokens of the batch, and "
+        "divide by the standard deviation."
+    ),
+]
 PositiveNLL = Annotated[
     float,
     Field(
         ge=0,
-        description="Weight of the likelihood of attempts with a reward above positive_nll_above "
-        "(VAPO).",
+        description="Weight of an added NLL loss on attempts with a reward above "
+        "positive_nll_above (VAPO).",
     ),
 ]
 
 
 class CriticConfig(Section):
-    """The value model that gae reads: a copy of the policy with a scalar head."""
+    """The critic (value model) for gae: a copy of the policy with a scalar head."""
 
     lr: float | None = Field(
-        default=None, gt=0, description="Its own peak learning rate; null: the policy's."
+        default=None, gt=0, description="Peak learning rate of the critic; null: the policy's."
     )
     warmup_steps: int = Field(
         default=0,
         ge=0,
-        description="Batches for which it learns alone, before the policy begins to.",
+        description="Steps at the start of the stage that train the critic alone.",
     )
     value_clip: float | None = Field(
         default=0.2,
         gt=0,
-        description="Values move by this much in a batch before they are clipped; null: no clip.",
+        description="Value clipping: the most that a value may differ from its value before the "
+        "update; null: no clip.",
     )
 
 
 class PolicyGradientConfig(AlgorithmConfig):
-    """A policy-gradient algorithm of any estimator with any policy loss."""
+    """A policy-gradient algorithm that combines any advantage estimator with any policy loss."""
 
     builds: ClassVar[str] = "ratchet.algorithms.policy_gradient:build_policy_gradient"
     source: ClassVar[Source] = "rollouts"
@@ -93,58 +100,66 @@ class PolicyGradientConfig(AlgorithmConfig):
     group_size: GroupSize = 8
     minibatches_of: Literal["groups", "attempts"] = Field(
         default="groups",
-        description="Content of a mini-batch: some groups whole, whose prompts are then computed "
-        "once, or some attempts of every group, which learns more a step from short prompts.",
+        description="Content of a mini-batch. groups: some groups as a whole, so that a prompt is "
+        "computed once for all attempts. attempts: some attempts of every group, which learns more "
+        "per step if prompts are short.",
     )
     shaping: Shaping = Field(
-        default=(), description="Reward shaping, applied first and in this order."
+        default=(), description="Reward shaping before advantages are estimated, in this order."
     )
-    advantage: Advantage = Field(
-        default=GroupRelative(),
-        description="Estimator of how much better than expected an attempt was.",
-    )
+    advantage: Advantage = Field(default=GroupRelative(), description="Advantage estimator.")
     advantage_clip: float | None = Field(
-        default=None, gt=0, description="Advantages are kept within this of 0; null: no bound."
+        default=None,
+        gt=0,
+        description="Advantages are clipped to [-advantage_clip, advantage_clip]; null: no clip.",
     )
     whiten: Whiten = False
     equal_rewards: EqualRewards = "keep"
     truncated: Literal["keep", "drop"] = Field(
         default="keep",
-        description="drop: attempts whose last answer a limit of tokens cut off count in the "
-        "statistics, and don't train "
-        "(DAPO).",
+        description="drop: attempts whose last answer was cut off by a token limit don't train, "
+        "but count in the statistics of their group (overlong filtering of DAPO).",
     )
-    loss: Loss = Field(default=PPO(), description="Policy loss that is minimised.")
+    loss: Loss = Field(default=PPO(), description="Policy loss.")
     old_logprobs: OldLogprobs = "learner"
     correction: CorrectionConfig | None = Field(
-        default=None, description="Correction for a sampler that disagrees with the learner."
+        default=None,
+        description="Rollout correction: importance sampling (TIS, IcePop) for a sampler that "
+        "differs from the learner; null: none.",
     )
-    kl: KLConfig = KLConfig()
+    kl: KLConfig = Field(
+        default=KLConfig(), description="KL penalty to the model at the start of the stage."
+    )
     entropy_coef: float = Field(
-        default=0.0, ge=0, description="Weight of the reward for entropy (nats a token)."
+        default=0.0, ge=0, description="Weight of the entropy bonus (nats per token)."
     )
     positive_nll_coef: PositiveNLL = 0.0
     positive_nll_above: float = Field(
         default=0.0, description="Reward above which positive_nll_coef applies."
     )
     router: RouterConfig | None = Field(
-        default=None, description="Replay and losses of the routers of a mixture of experts."
+        default=None,
+        description="Router replay, router losses and router metrics of a mixture of experts; "
+        "null: none.",
     )
     critic: CriticConfig | None = Field(
-        default=None, description="Value model; needed by advantage gae, and by no other."
+        default=None, description="Critic (value model); only advantage gae uses it."
     )
     teacher: Teacher | None = Field(
         default=None,
-        description="Directory of the model that on_policy_distillation learns from, or one by "
-        "task tag.",
+        description="Directory of the teacher's model for on_policy_distillation, or a directory "
+        "for each task tag.",
     )
     teacher_tokens: Literal["same", "aligned"] = Field(
         default="same",
-        description="aligned: the teacher has another tokenizer, and is asked about the same text.",
+        description="aligned: the teacher has another tokenizer, so the text is tokenised again "
+        "for it and its scores are aligned by text spans.",
     )
     weighting: Weighting = "token_mean"
     fixed_length: int | None = Field(
-        default=None, ge=1, description="Tokens that weighting fixed_length divides by, per answer."
+        default=None,
+        ge=1,
+        description="Number of tokens per answer that weighting=fixed_length divides by.",
     )
 
     @property
@@ -154,7 +169,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @property
     def reads(self) -> frozenset[str]:
-        """Return the columns and attempts that the estimators and the shaping need."""
+        """Return what the estimators and the shaping need, see `AlgorithmPart.reads`."""
         parts = (*self.estimators, *self.shaping)
         return frozenset[str]().union(*(getattr(part, "reads", frozenset()) for part in parts))
 
@@ -170,7 +185,7 @@ class PolicyGradientConfig(AlgorithmConfig):
 
     @model_validator(mode="after")
     def _keys_agree(self) -> PolicyGradientConfig:
-        """Raise ValueError if keys contradict each other, or one that is set has no effect."""
+        """Raise ValueError if keys contradict each other, or if a key that is set has no effect."""
         for check in self._checks:
             check()
         if "positive_nll_above" in self.changed and not self.positive_nll_coef:
@@ -180,22 +195,21 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
         if self.minibatches_of == "attempts" and self.minibatches == 1:
             raise ValueError(
-                "minibatches_of=attempts divides nothing with minibatches=1: set minibatches, or "
-                "remove it"
+                "minibatches_of=attempts has no effect with minibatches=1: set minibatches, or "
+                "remove minibatches_of"
             )
         if self.old_logprobs == "sampler" and self.correction is not None:
             raise ValueError(
-                "old_logprobs=sampler makes sampler and learner the same for correction, which "
-                "then does nothing: "
-                "set old_logprobs=learner, or remove correction"
+                "correction has no effect with old_logprobs=sampler, which makes every ratio "
+                "between learner and sampler 1: set old_logprobs=learner, or remove correction"
             )
         return self
 
     @property
     def _checks(self) -> tuple[Callable[[], None], ...]:
-        """Return the checks that each concern one subject, in the order in which they run."""
+        """Return the checks of single subjects, in the order in which they run."""
         return (
-            self._check_group,
+            self._check_group_size,
             self._check_rloo,
             self._check_signal,
             self._check_equal_rewards,
@@ -205,20 +219,20 @@ class PolicyGradientConfig(AlgorithmConfig):
             self._check_levels,
         )
 
-    def _check_group(self) -> None:
+    def _check_group_size(self) -> None:
         """Raise ValueError if a group is too small for a group baseline."""
         if self.group_size == 1 and "group" in self.reads:
             raise ValueError(
-                "group_size=1 leaves the group's baseline no other attempt and every advantage is "
-                "0: set group_size=2 or more"
+                "group_size=1 makes every advantage 0, because the group's baseline needs other "
+                "attempts: set group_size=2 or more"
             )
 
     def _check_rloo(self) -> None:
         """Raise ValueError if a group is too small for leave-one-out with a standard deviation.
 
-        In a group of two, both advantages have the same size after scaling, whatever the rewards.
+        In a group of two, the size of the scaled advantages does not depend on the rewards.
         """
-        smallest_size = 3
+        min_size = 3
         normalises_groups = any(
             getattr(part, "kind", "") == "normalise" and getattr(part, "over", "") == "group"
             for part in self.shaping
@@ -227,61 +241,58 @@ class PolicyGradientConfig(AlgorithmConfig):
             if (
                 isinstance(part, RLOO)
                 and (part.scale == "std" or normalises_groups)
-                and self.group_size < smallest_size
+                and self.group_size < min_size
             ):
                 raise ValueError(
                     f"group_size={self.group_size} with leave-one-out and a standard deviation "
-                    "leaves no more than a sign of "
-                    "each reward: set group_size=3 or more, or advantage.scale=none"
+                    "leaves only the sign of each advantage: set group_size=3 or more, or "
+                    "advantage.scale=none"
                 )
 
     def _check_signal(self) -> None:
-        """Raise ValueError if the advantages ignore or distort a configured change of the reward.
-
-        Such a change is shaping, or a KL penalty in the reward.
-        """
+        """Raise ValueError if the advantages ignore shaping, or ignore or distort a KL penalty."""
         kl_in_reward = self.kl.coef > 0 and self.kl.place == "reward"
         if all(getattr(part, "signal", "reward") != "reward" for part in self.estimators):
             for key, is_set in (("shaping", self.shaping), ("kl.place=reward", kl_in_reward)):
                 if is_set:
                     raise ValueError(
-                        f"{key} changes the reward of an attempt, which advantage "
-                        f"{_kind(self.advantage)} does not read: "
-                        "remove it, or mix in an advantage that does"
+                        f"{key} has no effect, because advantage {_kind(self.advantage)} does not "
+                        f"read the reward: remove {key}, or mix in an advantage that reads it"
                     )
         if kl_in_reward and any(
             getattr(part, "scale", "none") == "std" for part in self.estimators
         ):
             raise ValueError(
-                "kl.place=reward with advantage.scale=std divides the penalty by the spread of the "
-                "group's returns, which "
-                "blows it up in groups of equal rewards: set advantage.scale=none, or kl.place=loss"
+                "kl.place=reward with advantage.scale=std divides the penalty by the standard "
+                "deviation of the group's returns, which makes it huge in groups of equal rewards: "
+                "set advantage.scale=none, or kl.place=loss"
             )
 
     def _check_equal_rewards(self) -> None:
         """Raise ValueError if equal_rewards would drop groups that have a signal."""
         if self.equal_rewards == "keep":
             return
-        effect = f"equal_rewards={self.equal_rewards} leaves out groups without a signal"
-        ungrouped = [
+        effect = f"equal_rewards={self.equal_rewards} removes groups without a signal"
+        without_group_baseline = [
             part for part in self.estimators if "group" not in getattr(part, "reads", frozenset())
         ]
-        if ungrouped:
+        if without_group_baseline:
             raise ValueError(
-                f"{effect}, and advantage {_kind(ungrouped[0])} has one for groups of equal "
-                "rewards too: set equal_rewards=keep"
+                f"{effect}, but with advantage {_kind(without_group_baseline[0])} groups of equal "
+                "rewards have a signal too: set equal_rewards=keep"
             )
         if self.kl.coef > 0 and self.kl.place == "reward":
             raise ValueError(
-                f"{effect}, and with kl.place=reward every group has one: set kl.place=loss, or "
-                "equal_rewards=keep"
+                f"{effect}, but with kl.place=reward every group has a signal: set kl.place=loss, "
+                "or equal_rewards=keep"
             )
 
     def _check_critic(self) -> None:
-        """Raise ValueError unless there is a critic for exactly one `gae`, or neither."""
+        """Raise ValueError unless there is one `gae` with a critic, or neither of them."""
         if sum("values" in getattr(part, "reads", frozenset()) for part in self.estimators) > 1:
             raise ValueError(
-                "advantage mixture has gae twice, and the critic one target: leave one of them"
+                "advantage mixture has gae twice, but the critic can have only one target: remove "
+                "one gae"
             )
         if "values" in self.reads and self.critic is None:
             raise ValueError(
@@ -293,7 +304,7 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_teacher(self) -> None:
-        """Raise ValueError if a teacher is missing, or set and not used."""
+        """Raise ValueError if a teacher is missing, or is set but not used."""
         if "teacher_logprobs" in self.reads and self.teacher is None:
             raise ValueError(
                 "advantage on_policy_distillation needs a teacher: set teacher to the directory of "
@@ -301,16 +312,16 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
         if "teacher_logprobs" not in self.reads and self.teacher is not None:
             raise ValueError(
-                "teacher is not read without advantage on_policy_distillation: remove it, or mix "
-                "that in"
+                "teacher is not read without advantage on_policy_distillation: remove teacher, or "
+                "mix in that advantage"
             )
         if self.teacher is None and self.teacher_tokens == "aligned":
             raise ValueError(
-                "teacher_tokens is not read without teacher: set teacher, or remove it"
+                "teacher_tokens is not read without teacher: set teacher, or remove teacher_tokens"
             )
 
     def _check_weighting(self) -> None:
-        """Raise ValueError if fixed_length is missing, or set and not used."""
+        """Raise ValueError if fixed_length is missing, or is set but not used."""
         if self.weighting == "fixed_length" and self.fixed_length is None:
             raise ValueError(
                 "weighting=fixed_length needs fixed_length: set it to the stage's "
@@ -323,23 +334,21 @@ class PolicyGradientConfig(AlgorithmConfig):
             )
 
     def _check_levels(self) -> None:
-        """Raise ValueError if the correction is by token, but the loss has one value a sequence."""
+        """Raise ValueError if the correction is per token, but the loss is per sequence."""
         correction = self.correction
         if correction is None or getattr(self.loss, "level", "token") == "token":
             return
         if correction.weight in ("token", "turn"):
             raise ValueError(
-                f"correction.weight={correction.weight} has a weight for each token, and loss "
-                f"{_kind(self.loss)} one value "
-                "for a sequence: set correction.weight=geometric or sequence"
+                f"correction.weight={correction.weight} gives each token a weight, but loss "
+                f"{_kind(self.loss)} has one value per sequence: set correction.weight=geometric "
+                "or sequence"
             )
         if correction.mask in ("token", "turn") and correction.mask_denominator == "all":
             raise ValueError(
                 f"correction.mask={correction.mask} gives some tokens of an answer the weight 0, "
-                "and loss "
-                f"{_kind(self.loss)} has one value for all of them: set correction.mask=geometric "
-                "or sequence, or "
-                "correction.mask_denominator=kept, which takes the tokens out of its ratio"
+                f"but loss {_kind(self.loss)} has one value per sequence: set "
+                "correction.mask=geometric or sequence, or correction.mask_denominator=kept"
             )
 
 

@@ -21,8 +21,8 @@ ClipHigh = Annotated[float, Field(gt=0, description="The ratio is clipped above 
 class PolicyLoss(AlgorithmPart):
     """The base class of the policy losses, which a recipe sets as `algorithm.loss`.
 
-    level: whether the loss has one value per token or per sequence. A rollout correction must have
-      a weight at the same level.
+    level: "token" or "sequence", the unit for which the loss has one value. A rollout correction
+      must have a weight at the same level.
     reads_old: False if the loss does not use the ratio to the old policy.
     """
 
@@ -31,7 +31,7 @@ class PolicyLoss(AlgorithmPart):
 
 
 class PPO(PolicyLoss):
-    """A loss that clips the probability ratio of each token (PPO)."""
+    """PPO's clipped loss: the probability ratio of each token is clipped (PPO clip)."""
 
     function: ClassVar[str] = f"{POLICY}:clipped_surrogate"
 
@@ -41,12 +41,13 @@ class PPO(PolicyLoss):
     dual_clip: float | None = Field(
         default=None,
         gt=1,
-        description="Bounds the loss of a negative advantage by this factor (arXiv:1912.09729).",
+        description="Dual clip: bounds the loss of a negative advantage A by -dual_clip * A "
+        "(arXiv:1912.09729); null: no bound.",
     )
 
 
 class Reinforce(PolicyLoss):
-    """A loss that is the plain policy gradient, without ratio or clip."""
+    """REINFORCE: the plain policy gradient, without ratio or clip."""
 
     function: ClassVar[str] = f"{POLICY}:reinforce"
     reads_old: ClassVar[bool] = False
@@ -55,7 +56,7 @@ class Reinforce(PolicyLoss):
 
 
 class GSPO(PolicyLoss):
-    """A loss that clips the ratio of each sequence, normalised by its length."""
+    """GSPO's loss: the length-normalised ratio of each sequence is clipped."""
 
     function: ClassVar[str] = f"{POLICY}:gspo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -66,7 +67,7 @@ class GSPO(PolicyLoss):
 
 
 class GSPOToken(PolicyLoss):
-    """A loss with the ratio of GSPO and an advantage for each token."""
+    """GSPO-token's loss: GSPO's sequence ratio with an advantage for each token."""
 
     function: ClassVar[str] = f"{POLICY}:gspo_token"
 
@@ -76,7 +77,7 @@ class GSPOToken(PolicyLoss):
 
 
 class CISPO(PolicyLoss):
-    """A loss whose clip bounds a token's weight, but never sets its gradient to 0."""
+    """CISPO's loss: the clip bounds a token's importance weight, but never zeroes its gradient."""
 
     function: ClassVar[str] = f"{POLICY}:cispo"
 
@@ -88,19 +89,21 @@ class CISPO(PolicyLoss):
 
 
 class TOPR(PolicyLoss):
-    """A loss that weighs an answer with a negative advantage by its sequence-level ratio."""
+    """TOPR's loss: an answer with a negative advantage is weighted by its sequence-level ratio."""
 
     function: ClassVar[str] = f"{POLICY}:topr"
 
     kind: Literal["topr"] = "topr"
-    negative_low: float = Field(default=0.0, ge=0, description="Least weight of a negative answer.")
+    negative_low: float = Field(
+        default=0.0, ge=0, description="Lowest weight of an answer with a negative advantage."
+    )
     negative_high: float = Field(
-        default=1.0, gt=0, description="Greatest weight of a negative answer."
+        default=1.0, gt=0, description="Highest weight of an answer with a negative advantage."
     )
 
 
 class GMPO(PolicyLoss):
-    """A loss with the geometric mean of an answer's clipped token ratios."""
+    """GMPO's loss: it uses the geometric mean of an answer's clipped token ratios."""
 
     function: ClassVar[str] = f"{POLICY}:gmpo"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -115,19 +118,21 @@ class GMPO(PolicyLoss):
 
 
 class SAPO(PolicyLoss):
-    """A loss with a soft gate on the ratio in place of the clip."""
+    """SAPO's loss: a soft gate on the ratio, in place of the PPO clip."""
 
     function: ClassVar[str] = f"{POLICY}:sapo"
 
     kind: Literal["sapo"] = "sapo"
     tau_pos: float = Field(
-        default=1.0, gt=0, description="Sharpness of the gate where the advantage is positive."
+        default=1.0, gt=0, description="Sharpness of the gate for positive advantages."
     )
-    tau_neg: float = Field(default=1.05, gt=0, description="The same where it is negative.")
+    tau_neg: float = Field(
+        default=1.05, gt=0, description="Sharpness of the gate for negative advantages."
+    )
 
 
 class Kimi(PolicyLoss):
-    """A loss of policy mirror descent around the old policy (Kimi k1.5)."""
+    """Kimi k1.5's loss: policy mirror descent around the old policy."""
 
     function: ClassVar[str] = f"{POLICY}:kimi"
     level: ClassVar[Literal["token", "sequence"]] = "sequence"
@@ -136,7 +141,7 @@ class Kimi(PolicyLoss):
     }
 
     kind: Literal["kimi"] = "kimi"
-    tau: float = Field(default=0.1, gt=0, description="Pull towards the old policy.")
+    tau: float = Field(default=0.1, gt=0, description="Weight of the pull towards the old policy.")
 
 
 CorrectionLevel = Literal["none", "token", "turn", "sequence", "geometric"]
@@ -144,33 +149,33 @@ Denominator = Literal["all", "kept"]
 
 
 class CorrectionConfig(AlgorithmPart):
-    """The rollout correction, for a sampler whose probabilities differ from the learner's.
+    """The rollout correction: importance sampling for a sampler that differs from the learner.
 
-    It weighs and masks tokens by the ratio of the learner's to the sampler's probabilities.
+    It weights and masks tokens by the ratio of the learner's probability to the sampler's.
     """
 
     function: ClassVar[str] = "ratchet.algorithms.rollout_correction:correct"
 
     weight: CorrectionLevel = Field(
         default="token",
-        description="Level of the importance weight; geometric: the mean over the answer.",
+        description="Unit that shares one importance weight, the product of its tokens' ratios; "
+        "geometric: the geometric mean over the answer.",
     )
-    weight_low: float = Field(default=0.0, ge=0, description="Least importance weight.")
+    weight_low: float = Field(default=0.0, ge=0, description="Lowest importance weight.")
     weight_high: float | None = Field(
-        default=2.0, gt=0, description="Greatest importance weight; null: no bound."
+        default=2.0, gt=0, description="Highest importance weight; null: no bound."
     )
     mask: CorrectionLevel = Field(
         default="none",
-        description="Level at which ratios are compared with the bounds; tokens out of bounds "
-        "don't train.",
+        description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
+        "bounds its tokens don't train.",
     )
     mask_low: float = Field(default=0.5, ge=0, description="Ratio below which tokens are masked.")
     mask_high: float = Field(default=2.0, gt=0, description="Ratio above which tokens are masked.")
     mask_denominator: Denominator = Field(
         default="all",
-        description="Tokens that the loss is divided by. all: masked ones count, as in IcePop and "
-        "masked importance sampling; "
-        "kept: they don't, as in rejection sampling.",
+        description="Tokens that means over the batch count. all: masked tokens too, as in IcePop "
+        "and masked importance sampling. kept: only unmasked tokens, as in rejection sampling.",
     )
 
     @model_validator(mode="after")
@@ -195,55 +200,58 @@ class CorrectionConfig(AlgorithmPart):
 
 
 class StaleCorrectionConfig(CorrectionConfig):
-    """The rollout correction for attempts that were generated with weights of earlier steps.
+    """The rollout correction for stale attempts, which were sampled with weights of earlier steps.
 
     By default a token with a ratio above 5 is masked, as in AReaL's code, and the importance weight
     has no upper bound.
     """
 
     weight_high: float | None = Field(
-        default=None, gt=0, description="Greatest importance weight; null: no bound."
+        default=None, gt=0, description="Highest importance weight; null: no bound."
     )
     mask: CorrectionLevel = Field(
         default="token",
-        description="Level at which ratios are compared with the bounds; tokens out of bounds "
-        "don't train.",
+        description="Unit whose ratio is compared with mask_low and mask_high. Outside these "
+        "bounds its tokens don't train.",
     )
     mask_low: float = Field(default=0.0, ge=0, description="Ratio below which tokens are masked.")
     mask_high: float = Field(default=5.0, gt=0, description="Ratio above which tokens are masked.")
 
 
 class KLConfig(Section):
-    """The KL penalty that keeps the policy near the model that the stage starts from."""
+    """The KL penalty that keeps the policy near the reference, the model at the stage's start."""
 
-    coef: float = Field(default=0.0, ge=0, description="Weight of the penalty; 0: none.")
+    coef: float = Field(default=0.0, ge=0, description="Weight of the penalty; 0: no penalty.")
     objective: Literal["reverse", "forward"] = Field(
         default="reverse", description="KL(policy || reference), or KL(reference || policy)."
     )
     estimator: Literal["k1", "k2", "k3"] | None = Field(
         default=None,
-        description="http://joschu.net/blog/kl-approx.html; null: k3 in the loss, k1 in the "
-        "reward.",
+        description="Estimator of the KL (http://joschu.net/blog/kl-approx.html); null: k3 in the "
+        "loss, k1 in the reward.",
     )
     importance_weight: bool = Field(
         default=True,
-        description="Weigh a token by its ratio to what drew it: the gradient then stays right "
-        "over several optimizer steps; "
-        "false: as GRPO was published, with objective=forward.",
+        description="Multiply the penalty of a token by its importance ratio to the old policy, so "
+        "that the gradient stays right over several optimizer steps. false, with "
+        "objective=forward: as GRPO was published.",
     )
     place: Literal["loss", "reward"] = Field(
-        default="loss", description="A term of the loss, or part of each token's reward."
+        default="loss",
+        description="loss: the penalty is a term of the loss. reward: it is subtracted from each "
+        "token's reward.",
     )
     target: float | None = Field(
         default=None,
         gt=0,
-        description="KL (nats a token) that the coefficient adapts towards; null: it is fixed.",
+        description="KL (nats per token) that coef adapts to reach; null: coef is fixed.",
     )
     rate: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="Speed of that adaptation: a step changes coef by a fifth of it.",
+        description="Speed of that adaptation: a step changes coef by at most 0.2 * rate of "
+        "itself.",
     )
 
     @model_validator(mode="after")
@@ -258,13 +266,13 @@ class KLConfig(Section):
             )
         if self.place == "reward" and self.objective == "forward":
             raise ValueError(
-                "place=reward has the gradient of the reverse KL alone: set objective=reverse, or "
+                "place=reward only gives the gradient of the reverse KL: set objective=reverse, or "
                 "place=loss"
             )
         if self.place == "reward" and self.estimator in ("k2", "k3"):
             raise ValueError(
-                f"estimator={self.estimator} as a reward has the gradient of no divergence: set "
-                "estimator=k1, or place=loss"
+                f"estimator={self.estimator} with place=reward gives a gradient that belongs to no "
+                "divergence: set estimator=k1, or place=loss"
             )
         if not self.importance_weight and self.place == "reward":
             raise ValueError(
@@ -282,16 +290,15 @@ class KLConfig(Section):
 
 
 class RouterConfig(Section):
-    """The options for the routers of a mixture of experts.
+    """The options for the routers of a mixture of experts (MoE).
 
-    They are the replay of the sampler's routing, losses that balance the experts' loads, and
-    metrics.
+    They configure router replay, load-balancing losses and router metrics.
     """
 
     replay: bool = Field(
         default=False,
-        description="The policy's learner sends each token to the experts that the sampler sent it "
-        "to (arXiv:2510.11370).",
+        description="Router replay: the policy's learner sends each token to the experts that the "
+        "sampler chose (arXiv:2510.11370).",
     )
     balance_coef: float = Field(
         default=0.0,
@@ -304,21 +311,21 @@ class RouterConfig(Section):
     )
     measure: bool = Field(
         default=True,
-        description="Measure loads and entropy, and which choices a replay has changed; false: "
-        "where ranks can't.",
+        description="Report the experts' loads, the routers' entropy, and the share of choices "
+        "that replay changed. Set false where the ranks can't measure them.",
     )
 
     @property
     def watches(self) -> bool:
-        """True if a metric or a loss term reads the routers' outputs."""
+        """True if metrics or loss terms read the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
     @model_validator(mode="after")
     def _does_something(self) -> RouterConfig:
         if not self.measure and (self.balance_coef or self.z_coef):
             raise ValueError(
-                "measure=false is not read with a loss of the routers, which measures: remove one "
-                "of them"
+                "measure=false contradicts balance_coef and z_coef, whose losses measure the "
+                "routers: remove one of them"
             )
         if not (self.replay or self.watches):
             raise ValueError(

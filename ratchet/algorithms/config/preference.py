@@ -1,4 +1,4 @@
-"""Recipe sections of algorithms that learn from pairs of answers, or from good and bad labels."""
+"""Recipe sections of preference optimisation on pairs (DPO, ...) and on labelled answers (KTO)."""
 
 from __future__ import annotations
 
@@ -12,23 +12,24 @@ LOSSES = "ratchet.algorithms.losses.preference"
 
 Beta = Annotated[
     float,
-    Field(gt=0, description="Strength of the pull towards the reference: the smaller, the looser."),
+    Field(gt=0, description="Strength of the implicit KL penalty: higher stays nearer the start."),
 ]
 SFTCoef = Annotated[
     float,
-    Field(ge=0, description="Weight of the likelihood of the chosen answers beside the loss."),
+    Field(ge=0, description="Weight of an added SFT loss (NLL) on the chosen answers."),
 ]
 Normalize = Annotated[
     Literal["sum", "mean"],
-    Field(description="The log-ratio of an answer: the sum over its tokens, or their mean."),
+    Field(description="Log-ratio of an answer: the sum, or the mean, over its tokens."),
 ]
 
 
 class PreferenceConfig(AlgorithmConfig):
-    """A preference loss on pairs.
+    """The base class of algorithms with a preference loss on pairs.
 
-    function: the loss, which gets the section's own keys as arguments.
-    needs_reference: True if the loss reads log-probabilities of the model at the stage's start.
+    function: the loss ("module:name"), which gets the section's keys as arguments.
+    needs_reference: True if the loss reads log-probabilities of the reference model (the model at
+      the start of the stage).
     """
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_pairs"
@@ -40,7 +41,7 @@ class PreferenceConfig(AlgorithmConfig):
 
 
 class DPOConfig(PreferenceConfig):
-    """Direct preference optimisation (arXiv:2305.18290)."""
+    """DPO, direct preference optimisation (arXiv:2305.18290)."""
 
     function: ClassVar[str] = f"{LOSSES}:dpo"
 
@@ -49,13 +50,13 @@ class DPOConfig(PreferenceConfig):
         default=0.0,
         ge=0,
         lt=0.5,
-        description="Share of pairs taken to be the wrong way round (cDPO).",
+        description="Share of pairs assumed to be in the wrong order (conservative DPO).",
     )
     normalize: Normalize = "sum"
 
 
 class IPOConfig(PreferenceConfig):
-    """Identity preference optimisation (arXiv:2310.12036)."""
+    """IPO, identity preference optimisation (arXiv:2310.12036)."""
 
     function: ClassVar[str] = f"{LOSSES}:ipo"
 
@@ -64,9 +65,9 @@ class IPOConfig(PreferenceConfig):
 
 
 class RPOConfig(PreferenceConfig):
-    """Reward-aware preference optimisation (arXiv:2406.11704).
+    """RPO, reward-aware preference optimisation (arXiv:2406.11704).
 
-    The environment's pairs must carry rewards.
+    The answers of the environment's pairs must have rewards.
     """
 
     function: ClassVar[str] = f"{LOSSES}:rpo"
@@ -77,7 +78,7 @@ class RPOConfig(PreferenceConfig):
 
 
 class SimPOConfig(PreferenceConfig):
-    """Simple preference optimisation, without a reference (arXiv:2405.14734)."""
+    """SimPO, simple preference optimisation without a reference model (arXiv:2405.14734)."""
 
     function: ClassVar[str] = f"{LOSSES}:simpo"
     needs_reference: ClassVar[bool] = False
@@ -89,19 +90,19 @@ class SimPOConfig(PreferenceConfig):
 
 
 class ORPOConfig(PreferenceConfig):
-    """Odds ratio preference optimisation, without a reference (arXiv:2403.07691)."""
+    """ORPO, odds ratio preference optimisation without a reference model (arXiv:2403.07691)."""
 
     function: ClassVar[str] = f"{LOSSES}:odds_ratio"
     needs_reference: ClassVar[bool] = False
 
     sft_coef: SFTCoef = 1.0
     odds_coef: float = Field(
-        default=0.1, gt=0, description="Weight of the odds ratio beside it (the paper's lambda)."
+        default=0.1, gt=0, description="Weight of the odds ratio loss (the paper's lambda)."
     )
 
 
 class KTOConfig(AlgorithmConfig):
-    """Kahneman-Tversky optimisation: answers labelled good or bad (arXiv:2402.01306)."""
+    """KTO, Kahneman-Tversky optimisation on answers labelled good or bad (arXiv:2402.01306)."""
 
     builds: ClassVar[str] = "ratchet.algorithms.preference:build_kto"
     source: ClassVar[Source] = "labelled"

@@ -16,9 +16,10 @@ class SFTConfig(AlgorithmConfig):
     source: ClassVar[Source] = "rows"
 
     train: Literal["all", "last"] = Field(
-        default="all", description="Assistant messages that train: every one, or the last alone."
+        default="all", description="Assistant messages that train: all of them, or only the last."
     )
     weighting: Literal["token_mean", "sequence_mean"] = Field(
         default="token_mean",
-        description="Unit that weighs the same within an optimizer step: each token, or each row.",
+        description="Loss aggregation over an optimizer step: every token has the same weight, or "
+        "every row has.",
     )

@@ -14,15 +14,15 @@ BY_LENGTH = "answers of different length earn different rewards after shaping"
 
 
 class OverlongPenalty(AlgorithmPart):
-    """A penalty that grows linearly over the last tokens before a length limit (DAPO)."""
+    """A penalty on long answers that grows linearly up to a length limit (DAPO)."""
 
     function: ClassVar[str] = f"{SHAPING}:overlong_penalty"
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
 
     kind: Literal["overlong_penalty"] = "overlong_penalty"
-    max_length: int = Field(ge=1, description="Tokens of an answer at which the penalty is whole.")
+    max_length: int = Field(ge=1, description="Tokens of an answer from which the penalty is full.")
     buffer: int = Field(ge=1, description="Tokens before max_length over which the penalty grows.")
-    factor: float = Field(default=1.0, gt=0, description="Penalty at max_length.")
+    factor: float = Field(default=1.0, gt=0, description="Full penalty, at max_length and beyond.")
 
     @model_validator(mode="after")
     def _fits(self) -> OverlongPenalty:
@@ -34,7 +34,7 @@ class OverlongPenalty(AlgorithmPart):
 
 
 class StopProperly(AlgorithmPart):
-    """A reduction of the reward of answers that a token limit cut off."""
+    """A lower reward for answers that a token limit cut off."""
 
     function: ClassVar[str] = f"{SHAPING}:stop_properly"
     exempt: ClassVar[Mapping[str, str]] = {
@@ -45,8 +45,8 @@ class StopProperly(AlgorithmPart):
     coef: float = Field(
         ge=0,
         lt=1,
-        description="Share of its reward that a cut-off answer keeps; a negative reward stays as "
-        "it is.",
+        description="Share of a positive reward that a cut-off answer keeps; a negative reward "
+        "does not change.",
     )
 
 
@@ -57,8 +57,8 @@ class LengthPenalty(AlgorithmPart):
     exempt: ClassVar[Mapping[str, str]] = {"equal_rewards": BY_LENGTH}
 
     kind: Literal["length_penalty"] = "length_penalty"
-    coef: float = Field(gt=0, description="Reward lost a token.")
-    free: int = Field(default=0, ge=0, description="Tokens that cost nothing.")
+    coef: float = Field(gt=0, description="Penalty per token.")
+    free: int = Field(default=0, ge=0, description="Tokens of an answer without a penalty.")
 
 
 class ScaleRewards(AlgorithmPart):
@@ -67,7 +67,7 @@ class ScaleRewards(AlgorithmPart):
     function: ClassVar[str] = f"{SHAPING}:scale_rewards"
 
     kind: Literal["scale"] = "scale"
-    factor: float = Field(gt=0, description="Factor on every reward, those of turns too.")
+    factor: float = Field(gt=0, description="Factor on all rewards, also those of turns.")
 
 
 class ClipRewards(AlgorithmPart):
@@ -76,8 +76,8 @@ class ClipRewards(AlgorithmPart):
     function: ClassVar[str] = f"{SHAPING}:clip_rewards"
 
     kind: Literal["clip"] = "clip"
-    low: float | None = Field(default=None, description="Least reward; null: no bound.")
-    high: float | None = Field(default=None, description="Greatest reward; null: no bound.")
+    low: float | None = Field(default=None, description="Lowest reward; null: no bound.")
+    high: float | None = Field(default=None, description="Highest reward; null: no bound.")
 
     @model_validator(mode="after")
     def _bounds(self) -> ClipRewards:
@@ -91,15 +91,15 @@ class ClipRewards(AlgorithmPart):
 
 
 class NormaliseRewards(AlgorithmPart):
-    """Normalisation of rewards: minus their mean, over their standard deviation."""
+    """Normalisation of rewards: subtract their mean, divide by their standard deviation."""
 
     function: ClassVar[str] = f"{SHAPING}:normalise_rewards"
 
     kind: Literal["normalise"] = "normalise"
     over: Literal["group", "batch", "running"] = Field(
-        description="Statistics of the group, the batch, or all batches so far."
+        description="Rewards that mean and deviation cover: the group, the batch, or all so far."
     )
-    center: bool = Field(default=True, description="Take the mean off.")
+    center: bool = Field(default=True, description="Subtract the mean.")
     epsilon: float = Field(default=1e-6, gt=0, description="Added to the standard deviation.")
 
     @property
@@ -115,5 +115,5 @@ class ComponentWeights(AlgorithmPart):
 
     kind: Literal["component_weights"] = "component_weights"
     weights: dict[str, float] = Field(
-        min_length=1, description="Weight of each part, by its name; others count nothing."
+        min_length=1, description="Weight of each part, by name; parts without a weight count as 0."
     )

@@ -1,1 +1,1 @@
-"""The losses: pure functions on packed tensors, each with its equation and source."""
+"""The losses: pure functions on packed tensors, each with its equation and its source."""

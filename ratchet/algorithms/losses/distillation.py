@@ -1,8 +1,8 @@
-"""Distillation losses: divergences between teacher and student.
+"""Knowledge distillation losses: divergences between teacher and student.
 
-T = tokens, N = trainable tokens, K = outcomes: the whole vocabulary, or the teacher's top-k tokens
-plus "any other" with the remaining mass. The divergence over the latter is a lower bound of that
-over the vocabulary, and approaches it as k grows.
+T = tokens, N = trainable tokens, K = outcomes: either the whole vocabulary, or the teacher's top-k
+tokens and "any other", which has the remaining probability. The top-k divergence is a lower bound
+of the divergence over the vocabulary, and approaches it as k grows.
 """
 
 from __future__ import annotations
@@ -26,13 +26,14 @@ def divergence(
 
     forward: KL(p || q)
     reverse: KL(q || p)
-    mixed: mix forward + (1 - mix) reverse
-    js: mix KL(p || m) + (1 - mix) KL(q || m), m = mix p + (1 - mix) q (GKD, arXiv:2306.13649, eq.
-      2)
+    mixed: mix KL(p || q) + (1 - mix) KL(q || p)
+    js: mix KL(p || m) + (1 - mix) KL(q || m), where m = mix p + (1 - mix) q: generalised
+      Jensen-Shannon (GKD, arXiv:2306.13649, eq. 2)
     skewed_forward: KL(p || mix p + (1 - mix) q) (DistiLLM, arXiv:2402.03898, eq. 4)
     skewed_reverse: KL(q || (1 - mix) p + mix q) (DistiLLM, eq. 5)
 
-    The batch's `teacher_topk_logprobs` and the student's `topk_logprobs` have the same outcomes.
+    `teacher_topk_logprobs` of the batch and `topk_logprobs` of the student, [T, K], cover the same
+    outcomes.
     """
     mask_T = batch.trainable_T
     p_NK = batch.need("teacher_topk_logprobs")[mask_T]
@@ -54,9 +55,9 @@ def divergence(
 
 
 def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
-    """Return KL(p || q) over the last dimension, from log-probabilities. [N]
+    """Return KL(p || q) over the last dimension, from log-probabilities. [N, K] -> [N]
 
-    An outcome that p excludes (-inf) adds 0.
+    An outcome with probability 0 under p (-inf) adds 0.
     """
     possible_NK = p_NK > -torch.inf
     safe_NK = torch.where(possible_NK, p_NK, 0.0)
@@ -64,9 +65,10 @@ def kl(p_NK: Tensor, q_NK: Tensor) -> Tensor:
 
 
 def _blend(a_NK: Tensor, b_NK: Tensor, share: float) -> Tensor:
-    """Return log(share a + (1 - share) b).
+    """Return log(share a + (1 - share) b), from log-probabilities a and b.
 
-    Outcomes that both exclude get a finite value: the gradient of logaddexp(-inf, -inf) is NaN.
+    The clamp keeps the result finite where both are -inf: the gradient of logaddexp(-inf, -inf) is
+    NaN.
     """
     log_share = torch.tensor([share, 1 - share], dtype=a_NK.dtype, device=a_NK.device).log()
     return torch.logaddexp(

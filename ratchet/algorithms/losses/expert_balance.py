@@ -1,11 +1,12 @@
-"""Losses and metrics of the routers of a mixture of experts.
+"""Losses and metrics of MoE routers: the load-balancing auxiliary loss and the router z-loss.
 
-They are at sequence level, so that a batch may be cut into micro-batches between any sequences. The
-load-balance loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, multiplies
-two means over the tokens of a batch, so it would change with the micro-batches. DeepSeek-V3
-(arXiv:2412.19437, eq. 17-20) takes it over the tokens of one sequence, so the loss is a sum over
-sequences. That is stricter: each sequence, not only the batch, should use all experts. Therefore
-its coefficient is best small (1e-4 in DeepSeek-V3).
+They are at sequence level, so that they do not depend on how a batch is cut into micro-batches. The
+load-balancing loss of Switch Transformers (arXiv:2101.03961, eq. 4-6), N sum_i f_i P_i, does depend
+on it: it multiplies two means over the tokens of a batch. DeepSeek-V3 (arXiv:2412.19437, eq. 17-20)
+takes these means over the tokens of each sequence. That is stricter, because every sequence should
+then use all experts, so its coefficient should be small (1e-4 in DeepSeek-V3).
+
+S = sequences.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ NEEDS = frozenset({"routers"})
 
 
 def router_balance(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """Return the load balance sum_i f_i P_i over experts i, averaged over layers. [S].
+    """Return the load-balancing loss sum_i f_i P_i over experts i, averaged over layers. [S]
 
-    f_i is the number of the sequence's choices of expert i, times experts / all its choices. P_i is
-    the expert's mean probability. All tokens count, the prompt's too. It is 1 if routing is even.
+    f_i is the share of the sequence's choices that fell on expert i, times the number of experts.
+    P_i is the mean probability of expert i. Both cover all tokens, also the prompt's. The loss is
+    1 if the load is even.
     """
     balance_S, _, entropy_S, max_load_S, rerouted_S = out.need("routers").T
     metrics = {
@@ -38,20 +40,21 @@ def router_balance(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
 
 
 def router_z(out: Outputs, batch: Batch) -> tuple[Tensor, Metrics]:
-    """Return the mean over tokens and layers of logsumexp(router logits)^2. [S].
+    """Return the z-loss: the mean over tokens and layers of logsumexp(router logits)^2. [S]
 
-    arXiv:2202.08906, eq. 5: large logits round badly.
+    It keeps router logits small, because large logits have large rounding errors
+    (arXiv:2202.08906, eq. 5).
     """
     z_S = out.need("routers")[:, 1]
     return z_S, {"z": z_S.detach()}
 
 
 def router_terms(*, balance_coef: float, z_coef: float) -> list[AlgorithmTerm]:
-    """Return the routers' loss terms, in which each training sequence weighs the same.
+    """Return the loss terms of the routers. Every training sequence has the same weight.
 
     Args:
-        balance_coef: 0 only reports the metrics.
-        z_coef: 0 leaves the z-loss out.
+        balance_coef: Factor of the load-balancing loss; 0: only report its metrics.
+        z_coef: Factor of the z-loss; 0: leave it out.
     """
     balance = AlgorithmTerm(
         "router", router_balance, sequence_mean, level="sequence", needs=NEEDS, coef=balance_coef
