@@ -110,14 +110,14 @@ class Learner(Protocol):
     """A holder of trainable or frozen weights that scores batches and applies updates."""
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """Return the wanted columns at `predicted_T`, without gradient.
+        """Return the named columns at `predicted_T`, without gradient.
 
         They are on the CPU, in float32 (float64 for a float64 model; "topk_ids": int64).
 
         Args:
-            wanted: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
+            output_names: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
                 "topk_ids" [T, K], "topk_logprobs" [T, K + 1].
             top_k: K. "topk_logprobs" has the K likeliest tokens, then all others together.
                 0 gives all V tokens in order of their ids, [T, V].

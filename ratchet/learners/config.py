@@ -13,35 +13,34 @@ class LocalConfig(Section):
     """The section of the learner that runs in one process, on one device."""
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
-    # True if it can use Ratchet's own CPU kernels; distributed learners use only PyTorch's.
+    # True if the learner can use Ratchet's CPU kernels. Distributed learners use PyTorch's.
     compiles: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens of one forward and backward; more memory, not another result. A longer "
-        "sequence goes alone.",
+        description="Tokens of a micro-batch (one forward and backward). More tokens need more "
+        "memory, and the result is the same. A longer sequence is a micro-batch of its own.",
     )
     workers: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Micro-batches that are computed at once, on a CPU, each by its share of "
-        "`threads`; auto: a few, where "
-        "it is quicker, measured when the run starts.",
+        description="Micro-batches that are computed at the same time on a CPU, each with its "
+        "share of `threads`. auto: measured when the run starts.",
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Recompute activations in the backward: about a third more time for much less "
-        "memory.",
+        description="Activation (gradient) checkpointing: recompute activations in the backward. "
+        "Takes about a third more time and much less memory.",
     )
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a "
-        "CPU, 256 on an accelerator.",
+        description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
+        "a CPU, 256 on an accelerator.",
     )
     max_bad_steps: int = Field(
         default=3,
         ge=1,
-        description="Non-finite optimizer steps in a row after which training stops.",
+        description="Consecutive non-finite optimizer steps after which training stops.",
     )
 
 
@@ -51,9 +50,9 @@ class DistributedConfig(Section):
     provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
     divides: path of a function (section, model) that raises if the ranks can't divide the model.
     rows: keys whose product is the number of data-parallel ranks, replicas first.
-    own_adamw: True if it brings its own AdamW, and accepts no other optimizer.
-    placeable: True if it can be offloaded from its accelerator (colocation).
-    adapts_pipelines: True if it supports `lora` with `pipeline_parallel`.
+    own_adamw: True if the learner has its own AdamW and supports no other optimizer.
+    placeable: True if the learner can be offloaded from its accelerator (colocation).
+    adapts_pipelines: True if the learner supports `lora` with `pipeline_parallel`.
     """
 
     provider: ClassVar[str]
@@ -64,40 +63,45 @@ class DistributedConfig(Section):
     adapts_pipelines: ClassVar[bool] = False
 
     tensor_parallel: int = Field(
-        1, ge=1, description="Ranks that share out heads, MLPs and vocabulary."
+        1, ge=1, description="Ranks over which heads, MLPs and vocabulary are divided."
     )
     sequence_parallel: bool = Field(
-        False, description="Tensor-parallel ranks share out the tokens too, between the products."
+        False,
+        description="Between matrix products, divide tokens over the tensor-parallel ranks too.",
     )
     context_parallel: int = Field(
-        1, ge=1, description="Ranks that share out the tokens of each sequence."
+        1, ge=1, description="Ranks over which the tokens of each sequence are divided."
     )
-    pipeline_parallel: int = Field(1, ge=1, description="Ranks that share out the layers.")
+    pipeline_parallel: int = Field(1, ge=1, description="Ranks over which layers are divided.")
     pipeline_chunks: int = Field(
-        1, ge=1, description="Runs of layers on each pipeline rank: several are interleaved."
+        1,
+        ge=1,
+        description="Pipeline stages on each pipeline rank; more than one interleaves them.",
     )
     expert_parallel: int = Field(
-        1, ge=1, description="Ranks that share out the experts of each layer, among the data ranks."
+        1,
+        ge=1,
+        description="Data-parallel ranks over which the experts of each layer are divided.",
     )
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Tokens of one forward and backward; more memory, not another result. A longer "
-        "sequence goes alone.",
+        description="Tokens of a micro-batch (one forward and backward). More tokens need more "
+        "memory, and the result is the same. A longer sequence is a micro-batch of its own.",
     )
     logprob_chunk_mib: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="Logits that exist at a time, in MiB; the rest is recomputed. auto: 16 on a "
-        "CPU, 256 on an accelerator.",
+        description="MiB of logits that exist at a time; the backward recomputes them. auto: 16 on "
+        "a CPU, 256 on an accelerator.",
     )
     max_bad_steps: int = Field(
         default=3,
         ge=1,
-        description="Non-finite optimizer steps in a row after which training stops.",
+        description="Consecutive non-finite optimizer steps after which training stops.",
     )
 
 
 class DTensorConfig(DistributedConfig):
-    """The section of the learner that uses PyTorch's own parallelism: FSDP2.
+    """The section of the learner that uses PyTorch's FSDP2.
 
     The model is Ratchet's decoder, or any model of transformers.
     """
@@ -112,21 +116,25 @@ class DTensorConfig(DistributedConfig):
         1, ge=1, description="Ranks over which rows and weights are divided (FSDP)."
     )
     dp_replicate: int = Field(
-        1, ge=1, description="Replicas of the dp_shard ranks, which share out the rows too (HSDP)."
+        1,
+        ge=1,
+        description="Replicas of the dp_shard ranks, over which rows are divided too (HSDP).",
     )
     activation_checkpointing: bool = Field(
         default=False,
-        description="Recompute activations in the backward: about a third more time for much less "
-        "memory.",
+        description="Activation (gradient) checkpointing: recompute activations in the backward. "
+        "Takes about a third more time and much less memory.",
     )
     cpu_offload: bool = Field(
-        False, description="Weights and optimizer rest in main memory between uses."
+        False, description="Keep weights and optimizer state in host memory between uses."
     )
 
 
 class MegatronConfig(DistributedConfig):
-    """The section of the learner on Megatron Core: layers, pipeline schedules, optimizer and
-    checkpoints."""
+    """The section of the learner that uses Megatron Core.
+
+    Layers, pipeline schedules, optimizer and checkpoints are Megatron's.
+    """
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"
@@ -140,28 +148,27 @@ class MegatronConfig(DistributedConfig):
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")
     distributed_optimizer: bool = Field(
         default=True,
-        description="Data-parallel ranks share out the optimizer state, each for some of the "
-        "weights (ZeRO-1).",
+        description="Divide the optimizer state over the data-parallel ranks (ZeRO-1).",
     )
     overlap_gradients: bool = Field(
-        False, description="Gradients are summed over ranks while the backward still runs."
+        False, description="Sum gradients over ranks while the backward still runs."
     )
     weights: Literal["float32", "bfloat16"] = Field(
         default="float32",
-        description="Format that weights are stored and computed in; with bfloat16 the optimizer "
-        "keeps them in float32 too, and gradients are summed in float32.",
+        description="Format in which weights are stored and multiplied. With bfloat16 the "
+        "optimizer also keeps float32 master weights, and gradients are summed in float32.",
     )
     fp8: Literal["e4m3", "hybrid"] | None = Field(
         default=None,
-        description="8-bit format in which Transformer Engine multiplies; hybrid: gradients have "
-        "e5m2's range. null: none.",
+        description="FP8 format of Transformer Engine's matrix products; hybrid: e5m2 for "
+        "gradients, e4m3 otherwise; null: no FP8.",
     )
     fp8_recipe: Literal["tensorwise", "delayed", "blockwise", "mxfp8"] = Field(
         default="tensorwise",
-        description="Numbers that share a scale in fp8: see Transformer Engine's recipes.",
+        description="Scaling recipe of Transformer Engine: which numbers share an FP8 scale.",
     )
     recompute: Literal["none", "attention", "full"] = Field(
         default="none",
-        description="Activations that the backward computes again to save memory: none, those of "
-        "attention, or of whole layers.",
+        description="Activations that the backward recomputes to save memory: none, those of "
+        "attention, or those of whole layers.",
     )

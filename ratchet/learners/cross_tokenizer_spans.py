@@ -1,8 +1,8 @@
-"""The spans of one text on which two tokenizers can be compared.
+"""Find the spans of a text on which two tokenizers can be compared.
 
-A span is a range of the student's tokens and one of the teacher's that decode to the same text, up
-to canonical equivalence (Unicode's NFC: "e" and a combining accent are "é"). Where a tokenizer
-changes the text (lower case, no accents, other spaces) there is no span.
+A span is a range of the student's tokens and a range of the teacher's tokens that decode to the
+same text. The texts may differ by canonical equivalence (Unicode's NFC: "e" and a combining accent
+are "é"). Text that a tokenizer changes in other ways (lower case, no accents, spaces) has no span.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from ratchet.errors import DataError
 Span = tuple[range, range]  # indices of the student's tokens, and of the teacher's
 
 REPLACED = "\N{REPLACEMENT CHARACTER}"
-# Window length from which tokens without a whole character (at most 4 bytes) are invalid bytes.
+# A character has at most 4 bytes. So this many tokens without a whole character are invalid bytes.
 LONG_WINDOW = 32
 # Maximum number of tokens before a run that are decoded as its context.
-CONTEXT = 8
+MAX_CONTEXT = 8
 # Maximum number of characters of a compatibility decomposition.
-EXPANSION = 18
+MAX_EXPANSION = 18
 
 
 @dataclass(frozen=True)
 class TokenRun:
     """A run of text tokens, without control tokens.
 
-    previous: the text tokens directly before the run, if any. They matter because decoders treat
-    the beginning of a text differently: SentencePiece drops a space there.
+    previous: the text tokens directly before the run, if any. They matter because a decoder treats
+      the beginning of a text differently: SentencePiece drops a space there.
     """
 
     tokenizer: Tokenizer
@@ -41,43 +41,47 @@ class TokenRun:
     previous: Sequence[int] = ()
 
     @cached_property
-    def before(self) -> list[int]:
-        """Return the shortest end of `previous` that decodes to whole characters, if any."""
-        for count in range(1, min(CONTEXT, len(self.previous)) + 1):
+    def context(self) -> list[int]:
+        """Return the last tokens of `previous`, to be decoded before the run; [] if unusable.
+
+        They are as few as decode to whole characters.
+        """
+        for count in range(1, min(MAX_CONTEXT, len(self.previous)) + 1):
             tail = list(self.previous[-count:])
             text = self.tokenizer.decode(tail)
             if text and not text.startswith(REPLACED):
-                # The next tokens may complete a character that is cut off at its end.
+                # The text may end with part of a character, which the run's tokens complete. Its
+                # length is then unknown.
                 return tail if self.tokenizer.decode([*tail, *self.tokens]).startswith(text) else []
         return []
 
     @cached_property
     def text(self) -> str:
         """Return the text of the run after `previous`; invalid UTF-8 becomes U+FFFD."""
-        return DecodeWindow(self.tokenizer, self.before, list(self.tokens)).text()
+        return DecodeWindow(self.tokenizer, self.context, list(self.tokens)).text()
 
     @cached_property
     def cuts(self) -> dict[int, int]:
         """Map n to the number of tokens that make up the first n characters of the text.
 
-        There is a cut wherever a token ends with a whole character. Only the text after the last
-        cut is decoded at each token, so the work is linear in the number of tokens.
-        `DecodeWindow.shorten` keeps it linear if no character is completed, and
-        `DecodeWindow.is_due` if no decoded window matches the text.
+        There is a cut after each token that ends with a whole character. For each token only the
+        text after the last cut is decoded, so the time is linear in the number of tokens.
+        `DecodeWindow.shorten` keeps it linear if no token completes a character.
+        `DecodeWindow.must_decode` keeps it linear if no decoded window matches the text.
         """
         cuts = {0: 0}
-        window = DecodeWindow(self.tokenizer, self.before)
+        window = DecodeWindow(self.tokenizer, self.context)
         for count, token in enumerate(self.tokens[:-1], start=1):
             window.tokens.append(token)
-            if not window.is_due:
+            if not window.must_decode:
                 continue
             piece = window.text()
-            if not self.text.startswith(piece, window.at) or piece.endswith(REPLACED):
+            if not self.text.startswith(piece, window.position) or piece.endswith(REPLACED):
                 window.shorten(self.text)
             elif piece:
-                window.pass_over(len(window.tokens), piece)
-                cuts.setdefault(window.at, count)
-        # Tokens without text at the end belong to the text before them.
+                window.advance(len(window.tokens), piece)
+                cuts.setdefault(window.position, count)
+        # Last tokens without text belong to the text before them.
         cuts[len(self.text)] = len(self.tokens)
         return cuts
 
@@ -106,9 +110,9 @@ class TokenRun:
 
 
 def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
-    """Yield the shortest spans of the two runs, in order and disjoint.
+    """Yield the spans of two runs in order. They are as short as possible and do not overlap.
 
-    teacher: the student's text in the teacher's tokens, which may decode to another text.
+    teacher: the student's text in the teacher's tokens, which may decode to a different text.
     """
     student_text = student.text
     teacher_text = teacher.text
@@ -125,7 +129,7 @@ def find_common_spans(student: TokenRun, teacher: TokenRun) -> Iterator[Span]:
             yield tokens, range(teacher.cuts[q], teacher.cuts[q_end])
 
 
-# --- Alignment of a text with the text that a tokenizer makes of it
+# --- Alignment of a text with its encoded and decoded form
 
 
 def compose_nfc(text: str) -> str:
@@ -134,15 +138,16 @@ def compose_nfc(text: str) -> str:
 
 
 def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
-    """Return ascending pairs of positions at which the two texts correspond.
+    """Return ascending pairs (position in `student`, position in `teacher`) of the same place.
 
-    Both are scanned from the beginning, past differences of normalisation (`_match_spellings`), up
-    to the first other difference, and from the end as far as they are equivalent.
+    Both texts are scanned from the beginning up to the first difference that is no difference of
+    normalisation (`_match_spellings`). Then they are scanned from the end up to the first
+    difference of any kind.
     """
     if student == teacher:
         return [(i, i) for i in range(len(student) + 1)]
-    student_ends = _cluster_ends(student)
-    teacher_ends = _cluster_ends(teacher)
+    student_ends = _find_cluster_ends(student)
+    teacher_ends = _find_cluster_ends(teacher)
     # C = clusters
     student_C = [student[start:end] for start, end in pairwise(student_ends)]
     teacher_C = [teacher[start:end] for start, end in pairwise(teacher_ends)]
@@ -151,7 +156,9 @@ def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     while i < len(student_C) and j < len(teacher_C):
         step = (1, 1)
         if compose_nfc(student_C[i]) != compose_nfc(teacher_C[j]):
-            step = _match_spellings(student_C[i : i + EXPANSION], teacher_C[j : j + EXPANSION])
+            step = _match_spellings(
+                student_C[i : i + MAX_EXPANSION], teacher_C[j : j + MAX_EXPANSION]
+            )
         if step is None:
             break
         i, j = i + step[0], j + step[1]
@@ -168,8 +175,8 @@ def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     return [*forwards, *(position for position in reversed(backwards) if position != forwards[-1])]
 
 
-def _cluster_ends(text: str) -> list[int]:
-    """Return 0 and the end of each cluster: characters that canonical composition may join."""
+def _find_cluster_ends(text: str) -> list[int]:
+    """Return 0 and the end of each cluster, a run of characters that NFC may compose into one."""
     return [
         0,
         *(i for i in range(1, len(text)) if not _composes_with_previous(text[i])),
@@ -178,12 +185,12 @@ def _cluster_ends(text: str) -> list[int]:
 
 
 def _composes_with_previous(character: str) -> bool:
-    """True if the character is a mark, Hangul vowel or final, which compose with the one before."""
+    """True if the character is a mark, or a Hangul vowel or final consonant."""
     return unicodedata.category(character).startswith("M") or "\u1160" <= character <= "\u11ff"
 
 
 def _match_spellings(student_C: Sequence[str], teacher_C: Sequence[str]) -> tuple[int, int] | None:
-    """Return how many clusters of each side, from the first on, spell the same text; None if none.
+    """Return the numbers of first clusters of both sides that spell the same text; None if none do.
 
     Spellings may differ by case, accents, a compatible form ("fi" for the ligature), or a space
     that one side lacks.
@@ -203,7 +210,7 @@ def _match_spellings(student_C: Sequence[str], teacher_C: Sequence[str]) -> tupl
 
 
 def _fold(text: str) -> str:
-    """Return the compatible form of a text without case, accents, spaces and control characters."""
+    """Return the compatibility form of a text, without case, accents, spaces and controls."""
     plain = unicodedata.normalize("NFKD", unicodedata.normalize("NFKD", text).casefold())
     return "".join(
         character for character in plain if unicodedata.category(character)[0] not in "MZC"
@@ -215,52 +222,52 @@ def _fold(text: str) -> str:
 
 @dataclass
 class DecodeWindow:
-    """The tokens of a text after a position in it.
+    """The tokens of a text after a position, to find where characters end.
 
-    before: the tokens just before the position, as context for the decoder.
-    at: number of characters before the position.
-    due: number of tokens at which the window is decoded again.
+    context: the tokens just before the position, which are decoded with the window.
+    position: number of characters before the window.
+    next_size: number of tokens from which the window is decoded again.
     """
 
     tokenizer: Tokenizer
-    before: list[int] = field(default_factory=list)
+    context: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
-    at: int = 0
-    due: int = 0
+    position: int = 0
+    next_size: int = 0
 
     @property
-    def is_due(self) -> bool:
+    def must_decode(self) -> bool:
         """True if the window has grown enough to be decoded again."""
-        return len(self.tokens) >= self.due
+        return len(self.tokens) >= self.next_size
 
     def text(self, count: int | None = None) -> str:
-        """Return the text of the first `count` tokens, of all if None."""
-        return self.tokenizer.decode([*self.before, *self.tokens[:count]])[
-            len(self.tokenizer.decode(self.before)) :
+        """Return the text of the first `count` tokens; None: of all tokens."""
+        return self.tokenizer.decode([*self.context, *self.tokens[:count]])[
+            len(self.tokenizer.decode(self.context)) :
         ]
 
-    def pass_over(self, count: int, piece: str) -> None:
+    def advance(self, count: int, piece: str) -> None:
         """Move the position behind the first `count` tokens, whose text is `piece`."""
         if piece:
-            self.before = self.tokens[:count]
+            self.context = self.tokens[:count]
         self.tokens = self.tokens[count:]
-        self.at += len(piece)
-        self.due = 0
+        self.position += len(piece)
+        self.next_size = 0
 
     def shorten(self, text: str) -> None:
-        """Cut the first tokens off a long window if separate decoding gives the same text.
+        """Cut the first tokens off a long window, if decoding both parts separately is the same.
 
-        It doesn't if an incomplete character turns all bytes beside it into U+FFFD, as in decoders
-        with byte fallback. Such a window is decoded again once it has grown by an eighth.
+        It is not the same if an incomplete character turns all bytes beside it into U+FFFD, as in
+        decoders with byte fallback. Such a window is decoded again once it has grown by an eighth.
         """
         if len(self.tokens) < LONG_WINDOW:
             return
-        rest = replace(self, tokens=list(self.tokens))
-        piece = rest.text(LONG_WINDOW // 2)
-        rest.pass_over(LONG_WINDOW // 2, piece)
-        if piece + rest.text() == self.text() and text.startswith(piece, self.at):
-            self.before = rest.before
-            self.tokens = rest.tokens
-            self.at = rest.at
+        shortened = replace(self, tokens=list(self.tokens))
+        piece = shortened.text(LONG_WINDOW // 2)
+        shortened.advance(LONG_WINDOW // 2, piece)
+        if piece + shortened.text() == self.text() and text.startswith(piece, self.position):
+            self.context = shortened.context
+            self.tokens = shortened.tokens
+            self.position = shortened.position
         else:
-            self.due = len(self.tokens) * 9 // 8
+            self.next_size = len(self.tokens) * 9 // 8

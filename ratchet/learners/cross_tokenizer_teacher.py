@@ -1,7 +1,8 @@
-"""A teacher with another tokenizer: it scores the same text in its own tokens.
+"""A distillation teacher with another tokenizer (cross-tokenizer distillation).
 
-Its log-probabilities are mapped back to the student's tokens. T = the student's tokens laid end to
-end. `ratchet.learners.cross_tokenizer_spans` defines spans.
+It scores the same text in its own tokens. Its log-probabilities are mapped back to the student's
+tokens by spans, which `ratchet.learners.cross_tokenizer_spans` defines. T = the student's tokens of
+a batch, packed.
 """
 
 from __future__ import annotations
@@ -26,25 +27,26 @@ from ratchet.types import Group, Message, Task, Trajectory
 
 @dataclass
 class TranslatedRow:
-    """A row in the teacher's tokens.
+    """A row of the student, translated to the teacher's tokens.
 
-    asked: True for tokens to score.
-    spans: pairs of the student's and the teacher's token ranges with the same scored text.
+    is_scored: True for tokens whose log-probabilities are needed.
+    spans: ranges of student's tokens and of teacher's tokens that have the same text.
     """
 
     tokens: list[int] = field(default_factory=list)
-    asked: list[bool] = field(default_factory=list)
+    is_scored: list[bool] = field(default_factory=list)
     spans: list[Span] = field(default_factory=list)
 
 
 class AlignedTeacher(Teacher):
-    """A teacher whose scores are aligned with the student's tokens by spans.
+    """A teacher whose log-probabilities are aligned with the student's tokens by spans.
 
-    "logprobs" [T]: a span's log-probability under the teacher, spread evenly over the student's
+    It returns two columns:
+    "logprobs" [T]: the teacher's log-probability of a span, divided evenly over the student's
       tokens of the span, so that sums over spans are right.
-    "spans" [T]: int64, the index of the token's span in the batch, -1 outside spans.
+    "spans" [T]: int64, the index of the token's span in the batch; -1 outside spans.
 
-    Text beyond the teacher's `max_positions`, counted in the teacher's tokens, has no span.
+    Text after the first `max_positions` teacher tokens of a row has no span.
     """
 
     reads_rows: ClassVar[bool] = False
@@ -57,11 +59,11 @@ class AlignedTeacher(Teacher):
         self.teacher = teacher
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         """Score the rows' text under the teacher."""
         self.check_media(batch)
-        translations = [self.translate(tokens, asked) for tokens, asked in _rows(batch)]
+        translations = [self.translate(tokens, is_scored) for tokens, is_scored in _rows(batch)]
         teacher_logprobs = await self._score_translations(batch, translations)
         logprobs_T = torch.zeros(batch.n_tokens, dtype=teacher_logprobs.dtype)
         spans_T = torch.full((batch.n_tokens,), -1, dtype=torch.int64)
@@ -78,66 +80,72 @@ class AlignedTeacher(Teacher):
                 span_number += 1
             teacher_start += len(translation.tokens)
         columns = {"logprobs": logprobs_T, "spans": spans_T}
-        return {name: columns[name] for name in wanted}
+        return {name: columns[name] for name in output_names}
 
     async def _score_translations(
         self, batch: Batch, translations: Sequence[TranslatedRow]
     ) -> Tensor:
-        """Return the teacher's log-probabilities of the translated rows, laid end to end."""
+        """Return the teacher's log-probabilities of the translated rows, packed."""
         rows = [
-            replace(Trajectory.supervised(row.tokens, row.asked), temperature=temperature)
+            replace(Trajectory.supervised(row.tokens, row.is_scored), temperature=temperature)
             for row, temperature in zip(translations, batch.temperature_S.tolist(), strict=True)
         ]
         task = Task("aligned", (Message("user", ""),))
         packed = pack([Group(str(i), task, (row,)) for i, row in enumerate(rows)])
         return (await self.inner.score(packed, ["logprobs"]))["logprobs"]
 
-    def translate(self, tokens: Sequence[int], asked: Sequence[bool]) -> TranslatedRow:
+    def translate(self, tokens: Sequence[int], is_scored: Sequence[bool]) -> TranslatedRow:
         """Return the row in the teacher's tokens.
 
-        Its text is cut at control tokens, and between tokens to score and others. If the teacher
-        can't encode a text to score, it is left out, without a span. Raises DataError if it can't
-        encode other text, such as a prompt's.
+        The row is cut at control tokens, and where scored tokens begin or end. Scored text that the
+        teacher can't encode is left out and has no span. Raises DataError if the teacher can't
+        encode other text, such as a prompt.
+
+        is_scored: True for each token whose log-probability is needed.
         """
         translation = TranslatedRow()
         controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
-        kinds = [
-            (i if token in controls else -1, is_scored)
-            for i, (token, is_scored) in enumerate(zip(tokens, asked, strict=True))
+        # Consecutive tokens with the same key are translated together. A control token has its own
+        # index as key, so it is alone.
+        keys = [
+            (i if token in controls else -1, token_is_scored)
+            for i, (token, token_is_scored) in enumerate(zip(tokens, is_scored, strict=True))
         ]
         after: After = "start"
         # The text directly before, in the student's and the teacher's tokens.
         previous: tuple[Sequence[int], Sequence[int]] = ((), ())
-        for (control, is_scored), run in groupby(range(len(tokens)), key=lambda i: kinds[i]):
+        for (control, run_is_scored), run in groupby(range(len(tokens)), key=lambda i: keys[i]):
             indices = list(run)
             student_tokens = [tokens[i] for i in indices]
             if control >= 0:
-                teacher_tokens = self._control(student_tokens[0])
+                teacher_tokens = self._translate_control_token(student_tokens[0])
                 spans = [(range(1), range(len(teacher_tokens)))] if teacher_tokens else []
                 after = "special"
                 previous = ((), ())
             else:
                 student = TokenRun(self.student, student_tokens, previous[0])
-                teacher_tokens = self._text(student.text, after, is_scored)
+                teacher_tokens = self._encode_text(student.text, after, run_is_scored)
                 spans = (
                     find_common_spans(student, TokenRun(self.teacher, teacher_tokens, previous[1]))
-                    if is_scored
+                    if run_is_scored
                     else ()
                 )
                 after = "text"
                 previous = (student_tokens, teacher_tokens)
             first = len(translation.tokens)
             translation.tokens += teacher_tokens
-            translation.asked += [is_scored] * len(teacher_tokens)
+            translation.is_scored += [run_is_scored] * len(teacher_tokens)
             translation.spans += [
-                (_shift(a, indices[0]), _shift(b, first)) for a, b in spans if is_scored
+                (_shift(student_range, indices[0]), _shift(teacher_range, first))
+                for student_range, teacher_range in spans
+                if run_is_scored
             ]
         return self._truncate(translation)
 
     def _truncate(self, translation: TranslatedRow) -> TranslatedRow:
         """Cut the row to the teacher's context, and drop spans that contain the first token.
 
-        No earlier token predicts the first one.
+        The first token of a row has no log-probability, because nothing precedes it.
         """
         end = self.max_positions
         spans = [
@@ -145,31 +153,28 @@ class AlignedTeacher(Teacher):
             for student_range, teacher_range in translation.spans
             if teacher_range.start > 0 and teacher_range.stop <= end
         ]
-        return TranslatedRow(translation.tokens[:end], translation.asked[:end], spans)
+        return TranslatedRow(translation.tokens[:end], translation.is_scored[:end], spans)
 
-    def _text(self, text: str, after: After, written: bool) -> list[int]:
-        """Return the teacher's tokens of a text.
-
-        Returns [] for text that the student wrote and the teacher can't encode.
-        """
+    def _encode_text(self, text: str, after: After, is_scored: bool) -> list[int]:
+        """Return the teacher's tokens of a text; [] for scored text that it can't encode."""
         try:
             return self.teacher.encode(text, after=after)
         except DataError:
-            # A student may write anything, such as half a character.
-            if written:
+            # Scored text was written by the student, which may write half a character.
+            if is_scored:
                 return []
             raise
 
-    def _control(self, token: int) -> list[int]:
+    def _translate_control_token(self, token: int) -> list[int]:
         """Return the teacher's tokens for a control token of the student.
 
-        They are the token with the same name, else the one with the same function (end, beginning),
-        else the name as text.
+        This is the teacher's control token with the same name. If there is none, it is the one with
+        the same function (end or beginning). If there is none either, it is the name as text.
         """
         name = next((text for text, i in self.student.special_ids.items() if i == token), "")
-        same = self.teacher.special_ids.get(name)
-        if same is not None:
-            return [same]
+        same_name_id = self.teacher.special_ids.get(name)
+        if same_name_id is not None:
+            return [same_name_id]
         if token in self.student.eos_ids and self.teacher.eos_ids:
             return [self.teacher.eos_ids[0]]
         if token == self.student.bos_id:
@@ -177,11 +182,12 @@ class AlignedTeacher(Teacher):
         return self.teacher.encode(name, after="special")
 
 
-def _shift(span: range, by: int) -> range:
-    return range(span.start + by, span.stop + by)
+def _shift(span: range, offset: int) -> range:
+    return range(span.start + offset, span.stop + offset)
 
 
 def _rows(batch: Batch) -> Iterator[tuple[list[int], list[bool]]]:
+    """Yield (tokens, True for each token to score) of each row."""
     lengths = batch.lengths_S.tolist()
     rows = zip(batch.tokens_T.split(lengths), batch.predicted_T.split(lengths), strict=True)
-    return ((tokens.tolist(), asked.tolist()) for tokens, asked in rows)
+    return ((tokens.tolist(), is_predicted.tolist()) for tokens, is_predicted in rows)

@@ -1,4 +1,4 @@
-"""Export the blocks of many ranks to a Hugging Face directory.
+"""Export a sharded model to a Hugging Face directory.
 
 Only the weights of one file are in memory at a time.
 """
@@ -27,27 +27,27 @@ HEAD = "head.weight"
 def export_blocks(
     model: PolicyModel, blocks: Iterable[Shard], rank: int, directory: Path, part: Exported = "all"
 ) -> None:
-    """Write the model from the blocks of all ranks.
+    """Write the model from the weight blocks of all ranks.
 
     Every rank calls this function.
 
     Args:
-        blocks: the blocks of this rank.
-        directory: must be visible to all ranks.
-        part: as in `Learner.export`.
+        blocks: The blocks of this rank.
+        directory: A directory that all ranks share.
+        part: As in `Learner.export`.
     """
-    parts = directory / ".blocks"
-    save_blocks(parts, rank, blocks, {})
+    block_directory = directory / ".blocks"
+    save_blocks(block_directory, rank, blocks, {})
     dist.barrier()
     if rank == 0:
-        blocks_of_all = BlockFiles(parts)
-        _write(
+        block_files = BlockFiles(block_directory)
+        _write_model(
             model,
-            {name: blocks_of_all.whole(name) for name in blocks_of_all.stored},
+            {name: block_files.whole(name) for name in block_files.stored},
             directory,
             part,
         )
-        shutil.rmtree(parts)
+        shutil.rmtree(block_directory)
     dist.barrier()
 
 
@@ -55,49 +55,53 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
     """Write the model from a checkpoint of any number of ranks, in one process.
 
     Args:
-        model: the whole model as at the start of the stage. If it has an adapter, the frozen
-            weights are taken from it.
+        model: The whole model as at the start of the stage. If it has an adapter, its frozen
+            weights are exported too, because checkpoints leave them out.
 
-    Raises CheckpointError if the frozen weights are not those of the checkpoint, or if a part of
-    the checkpoint is missing.
+    Raises CheckpointError if the checkpoint belongs to other frozen weights, or if a part of it is
+    missing.
     """
-    saved = BlockFiles(checkpoint)
-    frozen_names = model.resting()
+    checkpoint_blocks = BlockFiles(checkpoint)
+    frozen_names = model.frozen_names()
     frozen = {
         name: weight.detach() for name, weight in model.canonical_weights() if name in frozen_names
     }
     if frozen:
         check_base(
             checkpoint,
-            saved.numbers.get("base"),
+            checkpoint_blocks.numbers.get("base"),
             fingerprint_weights({name: sum_bits(weight) for name, weight in frozen.items()}),
         )
     # Names with a slash, such as exp_avg/..., belong to the optimizer.
-    learned = {name: saved.whole(name) for name in saved.stored if "/" not in name}
-    _write(model, {**frozen, **learned}, directory, "all")
+    trained = {
+        name: checkpoint_blocks.whole(name) for name in checkpoint_blocks.stored if "/" not in name
+    }
+    _write_model(model, {**frozen, **trained}, directory, "all")
 
 
-def _write(
-    model: PolicyModel, whole: Mapping[str, SavableTensor], directory: Path, part: Exported
+def _write_model(
+    model: PolicyModel, weights: Mapping[str, SavableTensor], directory: Path, part: Exported
 ) -> None:
     """Write unsharded weights as a Hugging Face model, its base model or its adapter."""
-    low_rank = {name: weight for name, weight in whole.items() if name.startswith(PEFT)}
-    weights = {
-        name: weight for name, weight in whole.items() if name not in low_rank and name != HEAD
+    adapter_weights = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}
+    model_weights = {
+        name: weight
+        for name, weight in weights.items()
+        if name not in adapter_weights and name != HEAD
     }
     adapter = model.adapter
     if part == "adapter":
         assert adapter is not None, "the model has no adapter"
-        save_adapter(directory, adapter, model.check_adapter(adapter.lora), low_rank)
+        save_adapter(directory, adapter, model.check_adapter(adapter.lora), adapter_weights)
         return
     model.save(
         directory,
-        weights
+        model_weights
         if adapter is None or part == "base"
-        else merge_lazily(weights, low_rank, adapter.lora.scale),
+        else merge_lazily(model_weights, adapter_weights, adapter.lora.scale),
     )
-    if HEAD in whole:
+    if HEAD in weights:
         head = ScalarHead(model.hidden_size)
         with torch.no_grad():
-            head.weight.copy_(whole[HEAD].to("cpu", torch.float32, copy=True))
+            head.weight.copy_(weights[HEAD].to("cpu", torch.float32, copy=True))
         save_head(head, directory)

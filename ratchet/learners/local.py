@@ -1,8 +1,7 @@
-"""Train and score in one process: autograd on packed micro-batches, and an optimizer.
+"""The learner that trains and scores in one process, with autograd on packed micro-batches.
 
-Losses and gradients of micro-batches are summed, not averaged.
-
-T = tokens, S = sequences of a micro-batch.
+Losses and gradients of micro-batches are summed, not averaged, because the weights of the loss
+terms contain the normalisers.
 """
 
 from __future__ import annotations
@@ -44,16 +43,16 @@ class LocalLearner:
     Implements `Learner` and `Placeable`.
 
     Args:
-        model: holds float32 (master) weights.
-        optimizer: None makes a frozen role (a reference), which can only score.
-        total_steps: optimizer steps of the schedule.
-        unit: the unit that micro-batches never split.
-        head: the scalar head for "values" and "scores".
-        autocast: on an accelerator the forward runs under bfloat16 autocast.
-        shared_vocab: number of leading vocabulary entries shared with the models that it is
-            compared with token by token ("topk_logprobs"); None: all.
-        replays: replay the sampler's expert choices if a batch has them; for the model that
-            sampled.
+        model: The model, with float32 (master) weights.
+        optimizer: The optimizer's section. None makes a frozen role (a reference), which can only
+            score.
+        total_steps: Optimizer steps of the learning-rate schedule.
+        unit: The unit that micro-batches never split.
+        head: The scalar head for "values" and "scores".
+        autocast: True to run forwards under bfloat16 autocast (mixed precision).
+        shared_vocab: Number of leading vocabulary entries that teacher and student share, over
+            which "topk_logprobs" are computed; None: the whole vocabulary.
+        replays: True to replay the sampler's expert choices if a batch has them (router replay).
     """
 
     def __init__(
@@ -86,14 +85,15 @@ class LocalLearner:
         )
         self.device = forward.device
         self.dtype = forward.dtype
-        # In a run "auto" has been replaced by a measured number. An accelerator computes one
-        # micro-batch at a time.
+        # A run replaces "auto" by a measured number. An accelerator computes one micro-batch at a
+        # time.
         self.thread_pool = ThreadPool(
             1 if config.workers == "auto" or device != "cpu" else config.workers
         )
-        # One forward for each worker. The optimizer reads the gradients of the first.
+        # One forward for each worker thread. The optimizer reads the gradients of the first.
+        n_copies = self.thread_pool.size - 1
         self.forwards = (
-            [forward, *(forward.with_own_gradients() for _ in range(self.thread_pool.size - 1))]
+            [forward, *(forward.copy_with_own_gradients() for _ in range(n_copies))]
             if optimizer
             else [forward] * self.thread_pool.size
         )
@@ -104,22 +104,24 @@ class LocalLearner:
         self.step_policy = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
         )
 
     # --- scoring
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         # Score an empty batch too, so that its columns have the right width.
-        plan = self._plan(batch) or [[]]
-        scored = self._score_micros(batch, plan, wanted, top_k)
-        on_cpu = [{name: columns[name].to("cpu") for name in wanted} for columns in scored]
-        return gather_columns(batch, plan, on_cpu)
+        plan = self._plan_micros(batch) or [[]]
+        scored = self._score_micros(batch, plan, output_names, top_k)
+        cpu_columns = [
+            {name: columns[name].to("cpu") for name in output_names} for columns in scored
+        ]
+        return gather_columns(batch, plan, cpu_columns)
 
     async def score_base(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         """Score like `score`, without the model's adapter.
 
@@ -128,15 +130,15 @@ class LocalLearner:
         with ExitStack() as contexts:
             for forward in self.forwards:
                 contexts.enter_context(forward.model.without_adapter())
-            return await self.score(batch, wanted, top_k=top_k)
+            return await self.score(batch, output_names, top_k=top_k)
 
     def _score_micros(
-        self, batch: Batch, plan: Sequence[list[int]], wanted: Sequence[str], top_k: int
+        self, batch: Batch, plan: Sequence[list[int]], output_names: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
         """Return the columns of each micro-batch of the plan."""
 
         def score(forward: Forward, number: int) -> Mapping[str, Tensor]:
-            return forward.score(batch.take(plan[number]), wanted, top_k=top_k)
+            return forward.score(batch.take(plan[number]), output_names, top_k=top_k)
 
         return self._run_micros(batch, plan, score)
 
@@ -146,15 +148,13 @@ class LocalLearner:
         """Take one optimizer step on a mini-batch."""
         optimizer = self.optimizer
         step_policy = self.step_policy
-        assert optimizer is not None, "a frozen role was asked to update"
+        assert optimizer is not None, "a frozen role can't be updated"
         assert step_policy is not None
         metrics = step_policy.begin()
-        active = select_weighted_rows(mini, terms)
-        if not active:
+        rows = select_weighted_rows(mini, terms)
+        if not rows:
             return {**metrics, "skipped_empty": 1.0}
-        sums = self._accumulate(
-            mini if len(active) == mini.n_sequences else mini.take(active), terms
-        )
+        sums = self._accumulate(mini if len(rows) == mini.n_sequences else mini.take(rows), terms)
         parameters = [parameter for _, parameter in self.forwards[0].parameters()]
         norm = nn.utils.get_total_norm([p.grad for p in parameters if p.grad is not None])
         metrics |= {name: float(value) for name, value in sums.items()} | {"grad_norm": float(norm)}
@@ -169,10 +169,10 @@ class LocalLearner:
         return metrics
 
     def gradient(self, mini: Batch, terms: Sequence[LossTerm]) -> tuple[list[Tensor], float]:
-        """Return (the gradient of each parameter, the loss) before clipping; change nothing.
+        """Return (the gradient of each parameter before clipping, the loss); change nothing.
 
-        mini: a weighed mini-batch, or some of its sequences. Gradients of the parts of a mini-batch
-        add up to that of the whole, except for the adapter's dropout.
+        mini: a mini-batch with weights, or some of its sequences. The gradients of its parts add up
+        to the gradient of the whole, unless an adapter has dropout.
         """
         assert self.optimizer is not None, "a frozen role has no gradient"
         sums = self._accumulate(mini, terms)
@@ -184,19 +184,20 @@ class LocalLearner:
         return gradients, float(sums.get("loss", 0.0))
 
     def _accumulate(self, mini: Batch, terms: Sequence[LossTerm]) -> dict[str, Tensor]:
-        """Return sums of losses and metrics over all micro-batches; gradients add up in `.grad`.
+        """Accumulate gradients in `.grad`, and return the sums of losses and metrics.
 
-        Micro-batches are added in a fixed order, whichever worker is faster, for reproducible runs.
+        The micro-batches are summed in a fixed order, whichever worker is faster, so that runs are
+        reproducible.
         """
         sums: dict[str, Tensor] = {}
-        taken = 0 if self.step_policy is None else self.step_policy.steps_taken
-        plan = self._plan(mini)
+        step = 0 if self.step_policy is None else self.step_policy.steps_taken
+        plan = self._plan_micros(mini)
 
         def learn(forward: Forward, number: int) -> Mapping[str, Tensor]:
-            # Seed the adapter's dropout by the step and the micro-batch's number in it, as
-            # distributed learners do.
+            # The seed of the adapter's dropout depends on the step and on the micro-batch's number
+            # in it, as in distributed learners.
             return forward.learn(
-                mini.take(plan[number]), terms, seed=derive_mask_seed(taken, number)
+                mini.take(plan[number]), terms, seed=derive_mask_seed(step, number)
             )
 
         for numbers in self._run_micros(mini, plan, learn):
@@ -210,11 +211,11 @@ class LocalLearner:
         self,
         batch: Batch,
         plan: Sequence[list[int]],
-        work: Callable[[Forward, int], Mapping[str, Tensor]],
+        function: Callable[[Forward, int], Mapping[str, Tensor]],
     ) -> list[Mapping[str, Tensor]]:
-        """Return the result of each micro-batch, in order.
+        """Run a function on each micro-batch in the worker threads; return the results in order.
 
-        work: called with a worker's forward and the micro-batch's number in the plan.
+        function: called with a worker's forward and the micro-batch's number in the plan.
         """
         lengths = batch.lengths_S.tolist()
         shares = balance_by_size(
@@ -222,30 +223,28 @@ class LocalLearner:
         )
 
         def run_share(forward: Forward, share: list[int]) -> list[Mapping[str, Tensor]]:
-            return [work(forward, number) for number in share]
+            return [function(forward, number) for number in share]
 
-        by_worker = self.thread_pool.run(
+        results_by_worker = self.thread_pool.run(
             [
                 partial(run_share, forward, share)
                 for forward, share in zip(self.forwards, shares, strict=True)
             ]
         )
-        by_number = {
+        result_by_number = {
             number: result
-            for share, results in zip(shares, by_worker, strict=True)
+            for share, results in zip(shares, results_by_worker, strict=True)
             for number, result in zip(share, results, strict=True)
         }
-        return [by_number[number] for number in range(len(plan))]
+        return [result_by_number[number] for number in range(len(plan))]
 
-    def _plan(self, batch: Batch) -> list[list[int]]:
+    def _plan_micros(self, batch: Batch) -> list[list[int]]:
         """Return the rows of each micro-batch."""
-        limit = resolve_micro_batch_tokens(self.config.micro_batch_tokens, self.device.type)
-        shares_prefixes = self.model.shares_prefixes
         return plan_microbatches(
             batch,
-            max_tokens=limit,
+            max_tokens=resolve_micro_batch_tokens(self.config.micro_batch_tokens, self.device.type),
             unit=self.unit,
-            shares=shares_prefixes,
+            shares_prefixes=self.model.shares_prefixes,
             workers=self.thread_pool.size,
         )
 
@@ -258,7 +257,7 @@ class LocalLearner:
         self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
-        resting = self.model.resting()
+        resting = self.model.frozen_names()
         for name, tensor in self.model.canonical_weights():
             yield Shard(
                 name,
@@ -286,31 +285,35 @@ class LocalLearner:
             name: parameter.detach() for name, parameter in self.forwards[0].parameters()
         }
         if self.optimizer is not None:
-            # Save in the order of the parameters, not of their first gradients, so that equal
-            # states give equal files.
+            # Save in the order of the parameters, so that equal states give equal files. The
+            # optimizer's own order is that of first gradients.
             moments = self.optimizer.state
             state["optimizer"] = {
-                name: moments[name] for name, _ in self.optimizer.named if name in moments
+                name: moments[name]
+                for name, _ in self.optimizer.named_parameters
+                if name in moments
             }
-        if self.model.resting():
+        if self.model.frozen_names():
             state["base"] = self._base_fingerprint
         save_state(directory, state)
 
     @cached_property
     def _base_fingerprint(self) -> str:
         """The fingerprint of the frozen weights beside an adapter, which checkpoints leave out."""
-        resting = self.model.resting()
+        frozen_names = self.model.frozen_names()
         return fingerprint_weights(
             {
                 name: sum_bits(weight)
                 for name, weight in self.model.canonical_weights()
-                if name in resting
+                if name in frozen_names
             }
         )
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         with (
-            self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext()
+            self.optimizer.use_averages()
+            if averaged and self.optimizer is not None
+            else nullcontext()
         ):
             if part == "adapter":
                 assert self.model.adapter is not None, "the model has no adapter"
@@ -325,7 +328,7 @@ class LocalLearner:
 
     def load(self, directory: Path) -> None:
         state = load_state(directory)
-        if self.model.resting():
+        if self.model.frozen_names():
             check_base(directory, state.get("base"), self._base_fingerprint)
         if self.step_policy is not None:
             self.step_policy.steps_taken = state["steps_taken"]

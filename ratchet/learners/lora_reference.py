@@ -17,17 +17,17 @@ class BaseModelScorer(Learner, Protocol):
     """A learner that can score without its model's adapter."""
 
     async def score_base(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         """Score like `score`, without the model's adapter."""
         ...
 
 
 class LoRAReference(LearnerWrapper):
-    """A frozen role that scores with the policy's learner, without the adapter.
+    """The frozen reference role of a LoRA run: it scores with the policy's learner, adapter off.
 
-    Implements `Learner`. The policy's own role moves, saves and loads the weights, so `save` and
-    `load` do nothing here.
+    Implements `Learner`. The weights belong to the policy's role, which saves and loads them, so
+    `save` and `load` do nothing here.
     """
 
     inner: BaseModelScorer
@@ -36,12 +36,12 @@ class LoRAReference(LearnerWrapper):
         super().__init__(policy)
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        return await self.inner.score_base(batch, wanted, top_k=top_k)
+        return await self.inner.score_base(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        raise AssertionError("the base of an adapter was asked to update")
+        raise AssertionError("the base model of an adapter can't be updated")
 
     def save(self, directory: Path) -> None: ...
 

@@ -11,10 +11,11 @@ from ratchet.learners.optim.adamw import AdamW
 
 
 class Offloader:
-    """A mover of weights, buffers and optimizer state between device and host memory (colocation).
+    """A mover of weights, buffers and optimizer state between device and host memory.
 
-    Gradients exist only during updates, so they are not moved. Parameters stay the same objects.
-    Saving, loading and weight sync work wherever the tensors are.
+    A colocated learner uses it to free its accelerator for the generator. Gradients exist only
+    during updates, so they are not moved. Parameters stay the same objects. Saving, loading and
+    weight sync work on offloaded tensors too.
     """
 
     def __init__(self, modules: Sequence[nn.Module | None], optimizer: AdamW | None) -> None:
@@ -34,7 +35,7 @@ class Offloader:
         self._move(self.device)
 
     def _move(self, device: torch.device) -> None:
-        # A learner on the CPU is in host memory anyway.
+        # The tensors of a learner on the CPU are in host memory already.
         if self.device.type == "cpu":
             return
         for module in self.modules:

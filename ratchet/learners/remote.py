@@ -1,6 +1,6 @@
-"""Drive a learner whose ranks are other processes.
+"""Drive a distributed learner, whose ranks are other processes.
 
-The driver plans micro-batches, distributes them over ranks, and combines the results.
+The driver plans micro-batches, distributes them over the ranks, and combines the results.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from ratchet.protocols import Exported, LossTerm, Shard, Workers
 
 
 class RemoteLearner:
-    """A learner whose ranks are other processes.
+    """The driver's side of a distributed learner.
 
-    Implements `Learner` and `Placeable` by calls to ranks whose components are `LearnerRank`s.
+    It implements `Learner` and `Placeable` by calling the `LearnerRank` of each rank.
 
     role: the role whose learner is called.
-    device: the kind of device that ranks compute on.
+    device: the kind of device on which the ranks compute.
     unit: the unit that micro-batches never split.
-    shares_prefixes: compute shared prefixes once, unless ranks divide the context.
+    shares_prefixes: True to compute shared prefixes once, unless ranks divide the context.
     """
 
     def __init__(
@@ -60,33 +60,35 @@ class RemoteLearner:
         self.shares_prefixes = shares_prefixes and self.topology.context == 1
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        return await self._score("score", batch, wanted, top_k)
+        return await self._score("score", batch, output_names, top_k)
 
     async def score_base(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         """Score like `score`, without the model's adapter."""
-        return await self._score("score_base", batch, wanted, top_k)
+        return await self._score("score_base", batch, output_names, top_k)
 
     async def _score(
-        self, method: str, batch: Batch, wanted: Sequence[str], top_k: int
+        self, method: str, batch: Batch, output_names: Sequence[str], top_k: int
     ) -> Mapping[str, Tensor]:
         if not batch.n_sequences:
-            return {name: self._empty_column(name, top_k) for name in wanted}
+            return {name: self._empty_column(name, top_k) for name in output_names}
         micros = self._distribute(batch)
-        results = await self._each(method, micros, (list(wanted), top_k))
+        results = await self._call_ranks(method, micros, (list(output_names), top_k))
         plan = [micro.rows for rank_micros in micros for micro in rank_micros]
-        by_data_rank = {self.topology.data_rank(at): columns for at, columns in results}
-        in_order = [columns for rank in range(len(micros)) for columns in by_data_rank[rank]]
-        return gather_columns(batch, plan, in_order)
+        by_data_rank = {
+            self.topology.data_rank(coordinates): columns for coordinates, columns in results
+        }
+        micro_columns = [columns for rank in range(len(micros)) for columns in by_data_rank[rank]]
+        return gather_columns(batch, plan, micro_columns)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        active = select_weighted_rows(mini, terms)
-        part = mini if len(active) == mini.n_sequences else mini.take(active)
-        micros = self._distribute(part) if active else [[] for _ in range(self.topology.data)]
-        results = await self._each("update", micros, ([term.name for term in terms],))
+        rows = select_weighted_rows(mini, terms)
+        weighted = mini if len(rows) == mini.n_sequences else mini.take(rows)
+        micros = self._distribute(weighted) if rows else [[] for _ in range(self.topology.data)]
+        results = await self._call_ranks("update", micros, ([term.name for term in terms],))
         return results[0][1]
 
     def _distribute(self, batch: Batch) -> list[list[MicroBatch]]:
@@ -96,31 +98,35 @@ class RemoteLearner:
             batch,
             max_tokens=self.max_tokens,
             unit=self.unit,
-            shares=self.shares_prefixes,
+            shares_prefixes=self.shares_prefixes,
             workers=ranks,
         )
         return distribute_microbatches(batch, plan, ranks, multiple=self.topology.pipeline)
 
-    async def _each(
+    async def _call_ranks(
         self, method: str, micros: Sequence[Sequence[MicroBatch]], arguments: tuple[Any, ...]
     ) -> list[tuple[Any, Any]]:
         """Call a method on all ranks, and return (coordinates, result) of each data rank.
 
-        Each rank receives only its own rows. arguments: further arguments of the method.
+        Each rank receives only its own rows.
+
+        micros: the micro-batches of each data rank.
+        arguments: further arguments of the method.
         """
-        coordinates = list(self.topology.coordinates())
-        # Ranks that share a data rank get the same object, which is serialised once.
+        all_coordinates = list(self.topology.coordinates())
+        # Ranks of the same data rank get the same object, which is serialised once.
         messages = [
             (self.role, strip_media([micro.batch for micro in rank_micros]), *arguments)
             for rank_micros in micros
         ]
         results = await self.ranks.each(
-            method, [messages[self.topology.data_rank(at)] for at in coordinates]
+            method,
+            [messages[self.topology.data_rank(coordinates)] for coordinates in all_coordinates],
         )
         return [
-            (at, result)
-            for at, result in zip(coordinates, results, strict=True)
-            if self.topology.is_reporting_rank(at)
+            (coordinates, result)
+            for coordinates, result in zip(all_coordinates, results, strict=True)
+            if self.topology.is_reporting_rank(coordinates)
         ]
 
     def _empty_column(self, name: str, top_k: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""A frozen teacher whose model is read from a directory. It only scores, and saves nothing."""
+"""A frozen teacher for distillation. Its model is read from a directory, and it only scores."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ from ratchet.protocols import Learner, LossTerm
 
 
 class Teacher(LearnerWrapper):
-    """A learner that never updates. Checkpoints leave it out: the recipe names its directory.
+    """A learner that scores a teacher's log-probabilities, and never updates.
 
-    reads_rows: True if it scores the rows as they are, so that they must fit into its context.
+    Checkpoints leave it out, because the recipe names its directory.
+
+    reads_rows: True if it scores the policy's token ids, so that rows must fit into its context.
+      `AlignedTeacher`, which has another tokenizer, does not.
     max_positions: length of its context, in tokens.
     vocab_size: rows of its embedding.
-    reads_media: True if it gets the rows' images, audio and videos too.
+    reads_media: True if it can read images, audio or videos.
     """
 
     reads_rows: ClassVar[bool] = True
@@ -42,37 +45,36 @@ class Teacher(LearnerWrapper):
         self.vocab_size = vocab_size
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        """Return the `wanted` outputs for the rows.
+        """Return the named columns.
 
-        Raises DataError for a row that is longer than the model's context, or has media that it
-        can't read.
+        Raises DataError for a row that is longer than the model's context, or has media that the
+        model can't read.
         """
         self.check_media(batch)
         longest = max(batch.lengths_S.tolist(), default=0)
         if longest > self.max_positions:
             raise DataError(
-                f"{self.name} reads {self.max_positions} tokens, and a row has {longest}. Shorten "
-                "or drop it, or use a teacher with a longer context."
+                f"{self.name} reads at most {self.max_positions} tokens, but a row has {longest}. "
+                "Shorten or drop it, or use a teacher with a longer context."
             )
-        # A student with a larger padded embedding may sample a padding token. It has no meaning,
-        # so the last token of the teacher's embedding stands for it.
+        # A student whose embedding is padded to more rows may sample a padding token. Such a token
+        # has no meaning, so the last token of the teacher's embedding stands for it.
         readable = replace(batch, tokens_T=batch.tokens_T.clamp(max=self.vocab_size - 1))
-        return await self.inner.score(readable, wanted, top_k=top_k)
+        return await self.inner.score(readable, output_names, top_k=top_k)
 
     def check_media(self, batch: Batch) -> None:
         """Raise DataError if a row has media that the teacher can't read."""
         kind = next((placed.medium.kind for row in batch.media_S for placed in row), None)
         if kind is not None and not self.reads_media:
             raise DataError(
-                f"{self.name} reads text alone, and the policy saw a medium of the kind {kind} in "
-                "a row. Use a teacher of the policy's family that reads them, or tasks without "
-                "media."
+                f"{self.name} only reads text, but a row has a medium of kind {kind}. Use a "
+                "multimodal teacher of the policy's model family, or tasks without media."
             )
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        raise AssertionError("a teacher was asked to update")
+        raise AssertionError("a teacher can't be updated")
 
     def save(self, directory: Path) -> None: ...
 

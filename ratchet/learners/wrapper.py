@@ -21,9 +21,9 @@ class LearnerWrapper:
         self.inner = inner
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        return await self.inner.score(batch, wanted, top_k=top_k)
+        return await self.inner.score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         return await self.inner.update(mini, terms)
@@ -48,6 +48,6 @@ class LearnerWrapper:
 
     def _placeable(self) -> Placeable:
         assert isinstance(self.inner, Placeable), (
-            f"{type(self.inner).__name__} can't leave its device"
+            f"{type(self.inner).__name__} can't be offloaded from its device"
         )
         return self.inner

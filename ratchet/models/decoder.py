@@ -1,8 +1,7 @@
-"""Define the decoder that learner and embedded engine share.
+"""The built-in transformer decoder, which learner and embedded engine share.
 
-It has no batch dimension and no padding. The caller decides how tokens attend to each other:
-the learner passes attention over packed sequences, the engine attention over its KV cache. So both
-run the same weights through the same arithmetic.
+It has no batch dimension and no padding. The caller passes the attention: the learner attends over
+packed sequences, the engine over its KV cache. Everything else is the same code for both.
 
 T = tokens, d = hidden size, H = query heads, K = key/value heads, D = head_dim, C = D / 2.
 """
@@ -37,7 +36,7 @@ class AttentionFn(Protocol):
 
 
 class Linear(nn.Linear):
-    """A linear map that can have an adapter and a quantized matrix."""
+    """A linear map that can have a LoRA adapter and a quantized matrix."""
 
     adapter: FusedLoRA | None  # added to the product; see `ratchet.models.lora.layers`
     quantised: QuantizedMatrix | None  # if set, replaces `weight`, which is then None
@@ -70,7 +69,7 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing: weights are loaded, or drawn by `Decoder.init_weights`.
 
-        Torch would draw values here that are thrown away, which takes seconds per billion
+        torch's version would draw random values that nobody uses, which takes seconds per billion
         parameters.
         """
 
@@ -118,7 +117,7 @@ class SelfAttention(nn.Module):
         cos_T1D: Tensor,
         sin_T1C: Tensor,
         attend: AttentionFn,
-        read: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Tensor:
         c = self.config
         qkv = self.qkv_proj(x_Td).view(len(x_Td), -1, c.head_dim)
@@ -127,11 +126,11 @@ class SelfAttention(nn.Module):
         )
         qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
         out = attend(self.layer, *qkv).flatten(1)
-        return self.o_proj(out if read is None else select_rows(out, read))
+        return self.o_proj(out if output_index is None else select_rows(out, output_index))
 
 
 class GatedMLP(nn.Module):
-    """A SwiGLU layer (arXiv:2002.05202); gate and up are one fused matrix."""
+    """A SwiGLU MLP (arXiv:2002.05202). Its gate and up matrices are fused into one."""
 
     def __init__(self, config: DecoderConfig) -> None:
         super().__init__()
@@ -145,7 +144,7 @@ class GatedMLP(nn.Module):
     ) -> Tensor:
         """Return the layer's output [T, d].
 
-        `row_multiple` and `route` are unused; they are here because `SparseMLP` has them.
+        `row_multiple` and `route` are unused. `SparseMLP` has them too.
         """
         return self.down_proj(swiglu(self.gate_up_proj(x_Td)))
 
@@ -153,18 +152,17 @@ class GatedMLP(nn.Module):
 class DecoderLayer(nn.Module):
     """A decoder layer: attention and an MLP, each behind a norm and with a residual connection."""
 
-    def __init__(self, config: DecoderConfig, layer: int, held: int) -> None:
+    def __init__(self, config: DecoderConfig, layer: int, n_local_experts: int) -> None:
         super().__init__()
         self.input_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
         self.self_attn = SelfAttention(config, layer)
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.norm_eps)
-        sparse = config.is_sparse(layer)
         self.mlp = (
-            SparseMLP(config, config.sparse_layers.index(layer), held)
-            if sparse
+            SparseMLP(config, config.sparse_layers.index(layer), n_local_experts)
+            if config.is_sparse(layer)
             else GatedMLP(config)
         )
-        self.seams: TPComm = NO_TP_COMM
+        self.tp_comm: TPComm = NO_TP_COMM
 
     def forward(
         self,
@@ -174,27 +172,29 @@ class DecoderLayer(nn.Module):
         attend: AttentionFn,
         row_multiple: int = 1,
         route: RoutingHook | None = None,
-        read: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Tensor:
         """Return the hidden states after the layer.
 
         Args:
-            read: int64, indices of the tokens whose states are returned; None: all. The
+            output_index: int64, indices of the tokens whose states are returned; None: all. The
                 output projection and the MLP run for these tokens only.
         """
-        enter = self.seams.enter
-        leave = self.seams.leave
+        enter = self.tp_comm.enter
+        leave = self.tp_comm.leave
         attended = leave(
-            self.self_attn(enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, read)
+            self.self_attn(
+                enter(self.input_layernorm(x_Td)), cos_T1D, sin_T1C, attend, output_index
+            )
         )
-        x_Td = (x_Td if read is None else select_rows(x_Td, read)) + attended
+        x_Td = (x_Td if output_index is None else select_rows(x_Td, output_index)) + attended
         return x_Td + leave(
             self.mlp(enter(self.post_attention_layernorm(x_Td)), row_multiple, route)
         )
 
 
 class Decoder(nn.Module):
-    """A causal decoder, or the shard of one that this process holds.
+    """A causal decoder, or this process's shard of one.
 
     Its matrices are uninitialised memory until weights are loaded or `init_weights` is called.
     """
@@ -203,20 +203,20 @@ class Decoder(nn.Module):
         """Allocate the layers of the shard.
 
         Args:
-            config: shape of the whole model.
-            part: the shard of it that is allocated here.
+            config: Shape of the whole model.
+            part: The shard of the model that is allocated here.
         """
         super().__init__()
         self.config = config
         self.part = part
         local_config = part.local(config)
         rows = len(part.tensor.range(config.vocab_size))
-        embeds = part.first or (part.last and config.tied)
-        self.embed_tokens = Embedding(rows, config.hidden_size) if embeds else None
-        experts = len(part.experts.range(config.n_experts))
+        has_embedding = part.first or (part.last and config.tied)
+        self.embed_tokens = Embedding(rows, config.hidden_size) if has_embedding else None
+        n_local_experts = len(part.experts.range(config.n_experts))
         self.layers = nn.ModuleDict(
             {
-                str(layer): DecoderLayer(local_config, layer, experts)
+                str(layer): DecoderLayer(local_config, layer, n_local_experts)
                 for layer in part.pipeline.range(config.n_layers)
             }
         )
@@ -226,20 +226,23 @@ class Decoder(nn.Module):
         )
         self.rotary = RotaryTable(config)
         self.checkpointing = False
-        # the communication with the other tensor-parallel ranks
-        self.seams: TPComm = NO_TP_COMM
+        # The communication with the other tensor-parallel ranks.
+        self.tp_comm: TPComm = NO_TP_COMM
 
     @property
     def inner_maps(self) -> Iterator[tuple[str, Linear]]:
         """Return the (path, module) pairs of the linear maps inside the layers."""
         return (
-            (path, m)
-            for path, m in self.named_modules()
-            if isinstance(m, Linear) and m is not self.lm_head
+            (path, module)
+            for path, module in self.named_modules()
+            if isinstance(module, Linear) and module is not self.lm_head
         )
 
     def named_weights(self) -> Iterator[tuple[str, nn.Parameter | QuantizedMatrix]]:
-        """Yield `named_parameters()`, and quantized matrices under the names of the plain ones."""
+        """Yield (name, parameter or quantized matrix).
+
+        A quantized matrix has the name of the parameter that it replaces.
+        """
         for path, module in self.named_modules():
             quantised = getattr(module, "quantised", None)
             weights = [
@@ -250,22 +253,22 @@ class Decoder(nn.Module):
 
     @property
     def head_weight(self) -> Tensor:
-        """Return the head's matrix [V, d]; that of the embedding if the head is tied."""
-        holder = self.embed_tokens if self.lm_head is None else self.lm_head
-        assert holder is not None, "this part of the decoder has no head"
-        return holder.weight
+        """The matrix [V, d] of the language head. If the head is tied, it is the embedding's."""
+        head = self.embed_tokens if self.lm_head is None else self.lm_head
+        assert head is not None, "this part of the decoder has no head"
+        return head.weight
 
     def embed(self, tokens_T: Tensor) -> Tensor:
         """Return the embeddings [T, d] of tokens."""
         assert self.embed_tokens is not None, "this part of the decoder has no embedding"
-        return self.seams.embed(tokens_T, self.embed_tokens.weight)
+        return self.tp_comm.embed(tokens_T, self.embed_tokens.weight)
 
-    def join(self, seams: TPComm) -> None:
-        """Use `seams` to exchange hidden states with other tensor-parallel ranks."""
-        self.seams = seams
+    def set_tp_comm(self, tp_comm: TPComm) -> None:
+        """Use `tp_comm` to exchange hidden states with other tensor-parallel ranks."""
+        self.tp_comm = tp_comm
         for module in self.modules():
             if isinstance(module, DecoderLayer):
-                module.seams = seams
+                module.tp_comm = tp_comm
 
     def forward(
         self,
@@ -276,27 +279,27 @@ class Decoder(nn.Module):
         *,
         row_multiple: int = 1,
         route: RoutingHook | None = None,
-        read: Tensor | None = None,
+        output_index: Tensor | None = None,
     ) -> Tensor:
-        """Return normalised hidden states [T, d]; `hidden @ head_weight.T` are the logits of the
-        *next* token.
+        """Return the normalised final hidden states [T, d].
 
-        A pipeline shard other than the last returns hidden states that are not normalised.
+        The logits of the next token are `hidden @ head_weight.T`. Pipeline shards other than the
+        last return hidden states that are not normalised.
 
         Args:
-            x_Td: hidden states of the pipeline shard before this one; None in the first.
-            row_multiple: the multiple to which the caller has padded T for batch invariance. The
+            x_Td: Hidden states from the previous pipeline shard; None in the first.
+            row_multiple: The multiple to which the caller has padded T for batch invariance. The
                 rows of each expert are padded to it too.
-            route: is called with each layer's router logits and chosen experts, and returns the
-                experts to use; None: the routers' choice.
-            read: int64, distinct indices of the tokens whose states are returned, in this order;
-                None: all.
+            route: Called with each layer's router logits and chosen experts; returns the experts to
+                use. None: use the routers' choice.
+            output_index: int64, distinct indices of the tokens whose states are returned, in this
+                order; None: all.
         """
-        self.seams.begin(len(tokens_T))
+        self.tp_comm.begin(len(tokens_T))
         x_Td = self.embed(tokens_T) if x_Td is None else x_Td
         cos_T1D, sin_T1C = self.rotary(positions_T, x_Td.dtype)
         last = len(self.layers) - 1
-        for i, block in enumerate(self.layers.values()):
+        for i, layer in enumerate(self.layers.values()):
             inputs = (
                 x_Td,
                 cos_T1D,
@@ -304,26 +307,29 @@ class Decoder(nn.Module):
                 attend,
                 row_multiple,
                 route,
-                read if i == last else None,
+                output_index if i == last else None,
             )
-            recompute = self.checkpointing and torch.is_grad_enabled()
+            must_checkpoint = self.checkpointing and torch.is_grad_enabled()
             x_Td = cast(
                 Tensor,
-                checkpoint(block, *inputs, use_reentrant=False) if recompute else block(*inputs),
+                checkpoint(layer, *inputs, use_reentrant=False)
+                if must_checkpoint
+                else layer(*inputs),
             )
-        return x_Td if self.norm is None else self.seams.finish(self.norm(x_Td))
+        return x_Td if self.norm is None else self.tp_comm.finish(self.norm(x_Td))
 
     def init_weights(self, seed: int) -> Decoder:
         """Draw matrices from normal(0, init_std); set biases to 0 and norms to 1.
 
         A seed gives the same bits on every device.
         """
+        initial_values = self.draw_initial_values(seed)
         with torch.no_grad():
-            for parameter, (_, values) in zip(self.parameters(), self.draws(seed), strict=True):
+            for parameter, (_, values) in zip(self.parameters(), initial_values, strict=True):
                 parameter.copy_(values)
         return self
 
-    def draws(self, seed: int) -> Iterator[tuple[str, Tensor]]:
+    def draw_initial_values(self, seed: int) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, initial value) of every parameter, one at a time."""
         generator = torch.Generator().manual_seed(seed)
         for name, parameter in self.named_parameters():

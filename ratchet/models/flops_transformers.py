@@ -9,8 +9,10 @@ from torch import nn
 
 from ratchet.models.flops import TokenCost
 
-ATTENDING = {"full_attention", "sliding_attention", "chunked_attention"}
-EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+# Values of `layer_types` in a config.json that are standard attention.
+STANDARD_ATTENTION = {"full_attention", "sliding_attention", "chunked_attention"}
+# Keys of the number of experts, by model family.
+EXPERT_COUNTS = ("num_local_experts", "num_experts", "n_routed_experts")
 
 
 def estimate_token_cost(
@@ -18,22 +20,23 @@ def estimate_token_cost(
 ) -> TokenCost | None:
     """Return the cost of one token's forward pass; None if it can't be determined.
 
-    It can't if a layer is not standard attention (but a state space, a convolution, or attention
-    with compressed keys), or if the number of experts per token is unknown.
+    It can't be determined if a layer is not standard attention (but a state space model, a
+    convolution, or attention with compressed keys), or if the number of experts per token is
+    unknown.
 
     Args:
-        weights: parameters of the backbone, without embeddings, whose lookup multiplies nothing.
-        head: the output embedding.
-        config: configuration of the text model.
+        weights: Parameters of the backbone, without embeddings, which are only looked up.
+        head: The output embedding.
+        config: Configuration of the text model.
     """
-    kinds = set(getattr(config, "layer_types", None) or ATTENDING)
+    kinds = set(getattr(config, "layer_types", None) or STANDARD_ATTENTION)
     if (
-        kinds - ATTENDING
+        kinds - STANDARD_ATTENTION
         or getattr(config, "kv_lora_rank", None)
         or not getattr(config, "num_attention_heads", 0)
     ):
         return None
-    experts = next((count for name in EXPERTS if (count := getattr(config, name, None))), 0)
+    experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
     experts_per_token = getattr(config, "num_experts_per_tok", 0)
     multiplied = head.numel()
     for weight in weights:

@@ -1,4 +1,4 @@
-"""Load a policy from a directory, an object store or the Hub, or make one with random weights."""
+"""Load a policy from a directory, an object store or the Hub, or create one with random weights."""
 
 from __future__ import annotations
 
@@ -40,21 +40,22 @@ def load_policy(
     """Return the policy of a Hugging Face directory or Hub id.
 
     Args:
-        backend: "ratchet" is the built-in decoder, "transformers" any causal language model of that
-            library. "auto" is the built-in decoder if it can represent the model.
-        revision: branch, tag or commit on the Hub.
-        train_encoders: train the encoders of images, audio and video too.
+        backend: "ratchet" is the built-in decoder. "transformers" runs any causal language model of
+            that library. "auto" is the built-in decoder if it can represent the model, otherwise
+            transformers.
+        revision: Branch, tag or commit on the Hub.
+        train_encoders: True to train the encoders of images, audio and video too.
 
-    Raises ModelError if no model of that name exists, the backend can't read it, or it has no
-    encoders to train.
+    Raises ModelError if there is no model of that name, if the backend can't read it, or if it has
+    no encoders to train.
     """
     directory = find_model(name, revision=revision, with_code=trust_remote_code)
     reason = unsupported_reason(read_json(directory / "config.json"))
     if backend == "ratchet" or (backend == "auto" and reason is None):
         if train_encoders:
             raise ModelError(
-                f"'{name}' reads text alone, and model.train_encoders=true is of encoders of "
-                "media: remove it"
+                f"'{name}' only reads text, but model.train_encoders=true needs encoders of media: "
+                "remove it"
             )
         return DecoderPolicy(load_decoder(directory, dtype=dtype, device=device))
     return load_transformers_policy(
@@ -89,7 +90,7 @@ def load_transformers_policy(
         return MultimodalPolicy.load(directory, **options, train_encoders=train_encoders)
     if train_encoders:
         raise ModelError(
-            f"{directory} reads text alone, and model.train_encoders=true is of encoders of media: "
+            f"{directory} only reads text, but model.train_encoders=true needs encoders of media: "
             "remove it"
         )
     from ratchet.models.transformers.policy import TransformersPolicy
@@ -98,7 +99,7 @@ def load_transformers_policy(
 
 
 def reads_media(directory: Path) -> bool:
-    """Return True if the model has encoders of images, audio or video."""
+    """True if the model has encoders of images, audio or video."""
     config = read_json(directory / "config.json")
     return any(key in config for key in MEDIA_CONFIG_KEYS)
 
@@ -115,12 +116,12 @@ def init_policy(
 
 
 def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
-    """Return the local directory of a model.
+    """Return the local directory of a model, downloading it if needed.
 
-    A Hub id is downloaded, and so is an address such as s3://bucket/model. A name that looks like a
-    path is never downloaded. Raises ModelError if there is no such model.
+    Hub ids and addresses such as s3://bucket/model are downloaded. A name that looks like a path is
+    never downloaded. Raises ModelError if there is no such model.
 
-    with_code: download Python files too.
+    with_code: True to download Python files too.
     """
     if is_address(name):
         return _fetch(str(name), revision, with_code)
@@ -130,7 +131,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
     text = str(name)
     if path.exists():
         raise ModelError(
-            f"'{text}' is a file; a model is a directory with config.json and safetensors"
+            f"'{text}' is a file, but a model is a directory with config.json and safetensors files"
         )
     if (
         isinstance(name, Path)
@@ -142,7 +143,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
             (parent for parent in path.absolute().parents if parent.is_dir()), Path("/")
         )
         raise ModelError(
-            f"there is no model directory '{text}': '{existing}' is as far as that path exists"
+            f"there is no model directory '{text}': the path exists only as far as '{existing}'"
         )
     return _download(text, revision, with_code)
 
@@ -160,9 +161,9 @@ def copy_companions(source: Path, target: Path) -> None:
 
 
 def _first_part_exists(path: Path) -> bool:
-    """Return True if the first part of a relative path exists.
+    """True if the first part of a relative path exists.
 
-    `runs/sft` beside a directory `runs` is a mistyped path, not a Hub id.
+    If there is a directory `runs`, then `runs/sft` is a mistyped path, not a Hub id.
     """
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
@@ -176,7 +177,7 @@ def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
         raise ModelError(f"{address} can't hold a model: {reason}")
     if revision is not None:
         raise ModelError(
-            f"revision '{revision}' is of a model on the hub, and {address} has none: remove it"
+            f"revision '{revision}' is only for a model on the Hub, not for {address}: remove it"
         )
     try:
         directory = fetch_directory(address, _patterns(with_code), deep=False)
@@ -184,7 +185,7 @@ def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
         raise ModelError(f"the model can't be fetched: {error}") from error
     if not (directory / "config.json").is_file():
         raise ModelError(
-            f"{address} holds no model (no config.json): name a directory in Hugging Face's form"
+            f"{address} holds no model (no config.json): name a Hugging Face model directory"
         )
     return directory
 
@@ -199,9 +200,9 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
     # Every network and Hub error is an OSError.
     except (HFValidationError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
-        at = f" at revision '{revision}'" if revision else ""
+        revision_text = f" at revision '{revision}'" if revision else ""
         raise ModelError(
-            f"'{name}' is neither a directory here nor a model that the Hugging Face Hub gave{at} "
-            f"({reason}); "
-            "check the name, the network, and for a gated model the token (`hf auth login`)"
+            f"'{name}' is no local directory, and can't be downloaded from the Hugging Face Hub"
+            f"{revision_text} ({reason}): check the name, the network, and for a gated model the "
+            "token (`hf auth login`)"
         ) from None

@@ -27,20 +27,20 @@ class EncodedMedia:
     output: Any  # a transformers `ModelOutput`
     keys: tuple[str, ...]  # the key of each medium, in the order of the output
 
-    def of(self, media: Sequence[Medium]) -> Any:
-        """Return the output for `media`, in this order; a medium may occur more than once."""
+    def select(self, media: Sequence[Medium]) -> Any:
+        """Return the output for these media in order. A medium may occur more than once."""
         indices = [self.keys.index(medium.key) for medium in media]
         if indices == list(range(len(self.keys))):
             return self.output
         return type(self.output)(
-            **{name: self._picked(value, indices) for name, value in self.output.items()}
+            **{name: self._select_entries(value, indices) for name, value in self.output.items()}
         )
 
-    def _picked(self, value: Any, indices: Sequence[int]) -> Any:
+    def _select_entries(self, value: Any, indices: Sequence[int]) -> Any:
         """Select entries of one field of the output.
 
-        Entries are selected from a field with one entry per medium, or from a list of such fields,
-        one per layer. Other fields are returned unchanged.
+        The field has one entry per medium, or is a list of such fields, one per layer. Other fields
+        are returned unchanged.
         """
         if isinstance(value, Tensor):
             return (
@@ -52,7 +52,7 @@ class EncodedMedia:
             return value
         if len(value) == len(self.keys) and all(isinstance(part, Tensor) for part in value):
             return type(value)(value[index] for index in indices)
-        return type(value)(self._picked(part, indices) for part in value)
+        return type(value)(self._select_entries(part, indices) for part in value)
 
 
 def join_media_inputs(media: Sequence[Medium]) -> dict[str, Tensor]:

@@ -24,15 +24,15 @@ def require_memory(config: DecoderConfig, dtype: torch.dtype, device: torch.devi
         raise ModelError(
             f"the model's weights take {needed / GIB:,.1f} GiB in "
             f"{str(dtype).removeprefix('torch.')}, and {device} has "
-            f"{total / GIB:,.1f} GiB of memory: choose a smaller model, or divide it "
-            "(learner.kind=dtensor)"
+            f"{total / GIB:,.1f} GiB of memory: choose a smaller model, or shard it over several "
+            "devices (learner.kind=dtensor)"
         )
 
 
 def memory_bytes(device: torch.device) -> int | None:
-    """Return the total memory of a device in bytes; None for `meta` and other device types.
+    """Return the total memory of a device in bytes; None if it is neither a CPU nor CUDA.
 
-    For the CPU it is the machine's memory, or the lowest limit of this process and its cgroup.
+    For the CPU it is the machine's memory, or a lower limit of this process or its cgroup.
     """
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory

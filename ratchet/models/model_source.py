@@ -1,4 +1,4 @@
-"""Describe where a model comes from, in a form that can be sent to the processes that load it."""
+"""The source of a model (random weights, directory or Hub id), as the ranks of a learner get it."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.weights.hf_weights import WeightFiles, empty_decoder, read_config, read_json
 from ratchet.models.weights.weight_layout import cut_blocks, list_pieces
 
-# Returns a block of a weight, on the CPU: (canonical name, offsets, sizes) -> tensor.
+# A function that reads a block of a weight to the CPU: (canonical name, offsets, sizes) -> tensor.
 ReadBlock = Callable[[str, Sequence[int], Sequence[int]], Tensor]
 
 
@@ -25,7 +25,8 @@ class ModelSource:
 
     shape: DecoderConfig | None = None  # set for random weights
     seed: int = 0  # seed of random weights
-    path: str | None = None  # directory or Hub id; the fields below are options of `load_policy`
+    path: str | None = None  # directory or Hub id
+    # The options of `load_policy`:
     backend: Backend = "auto"
     trust_remote_code: bool = False
     revision: str | None = None
@@ -49,7 +50,7 @@ class ModelSource:
     def policy(self, *, device: torch.device | str = "cpu") -> PolicyModel:
         """Return the whole model in float32. Raises ModelError if it can't be loaded."""
         if self.path is None:
-            assert self.shape is not None, "an origin has a shape or a path"
+            assert self.shape is not None, "a model source has a shape or a path"
             return init_policy(self.shape, self.seed, device=device)
         return load_policy(
             self.path,
@@ -65,14 +66,15 @@ class ModelSource:
         if self.shape is None:
             files = WeightFiles.find(self.directory())
             return files.block
-        return _Drawn(self.shape, self.seed).block
+        return _RandomWeightReader(self.shape, self.seed).block
 
 
-class _Drawn:
+class _RandomWeightReader:
     """A reader of blocks of random weights, with the same bits as `Decoder.init_weights`.
 
-    Parameters are drawn in order and only the latest is kept. Memory and time stay low if callers
-    read all blocks of one parameter before those of the next; an earlier one restarts the drawing.
+    Parameters are drawn in order, and only the latest is kept in memory. So callers should read all
+    blocks of one parameter before those of the next. Reading an earlier parameter starts the
+    drawing again.
     """
 
     def __init__(self, shape: DecoderConfig, seed: int) -> None:
@@ -89,20 +91,22 @@ class _Drawn:
 
     def _restart(self) -> None:
         self.drawn: dict[str, Tensor] = {}
-        self.order = self.decoder.draws(self.seed)
+        self.remaining = self.decoder.draw_initial_values(self.seed)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block of a weight, drawing parameters until the one that holds it."""
+        """Return a block of a weight. Draw parameters until the one that holds it."""
         parameter_name = self.parameter_names[name]
         while parameter_name not in self.drawn:
-            drawn = next(self.order, None)
-            if drawn is None:
+            named_values = next(self.remaining, None)
+            if named_values is None:
                 self._restart()
                 continue
-            self.drawn = {drawn[0]: drawn[1]}
+            self.drawn = dict([named_values])
         whole = next(
             block.tensor
             for block in cut_blocks(self.layout[parameter_name], self.drawn[parameter_name])
             if block.name == name
         )
-        return whole[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+        return whole[
+            tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+        ]

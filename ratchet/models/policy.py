@@ -1,7 +1,6 @@
-"""Define what a learner requires of a language model, and implement it for the built-in decoder.
+"""The interface of a language model that a learner trains, and the built-in decoder behind it.
 
-T = tokens of packed sequences laid end to end, n = a subset of them, d = hidden size,
-V = vocabulary size.
+T = tokens of packed sequences, n = a subset of them, d = hidden size, V = vocabulary size.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from ratchet.config.schema import LoRAConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_read_inputs
+from ratchet.models.layers.packed_inputs import PackedInputs, pack_inputs, pack_output_inputs
 from ratchet.models.lora import decoder as lora
 from ratchet.models.lora.decoder import Adapter, is_adapter_parameter, merge_lazily
 from ratchet.models.parallel.tensor_parallel import VocabParallelLogits
@@ -29,67 +28,63 @@ from ratchet.models.transformers.tensor_parallel import TPDivision
 from ratchet.models.weights.hf_weights import SavableTensor, canonical_weights, save_decoder
 from ratchet.models.weights.weight_layout import list_pieces
 
-UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration names no limit
+UNLIMITED = 2**31 - 1  # `max_positions` of a model whose configuration has no limit
 
 
 class PolicyModel(nn.Module, ABC):
-    """A language model that a learner can train."""
+    """A language model that a learner can train: the base class of all policies."""
 
-    # How the architecture's own plan divided the model over tensor-parallel ranks. None if the
-    # model is whole, and for the built-in decoder, which has its own shards.
+    # The division of a transformers model over tensor-parallel ranks. None if the model is not
+    # divided, and for the built-in decoder, which is sharded in another way.
     divided: TPDivision | None = None
-    # The adapter that is trained instead of the model's own weights; None: the weights are.
+    # The adapter that is trained instead of the weights; None: the weights are trained.
     adapter: Adapter | None = None
 
     @property
     @abstractmethod
     def vocab_size(self) -> int:
-        """The number of rows of the output embedding over all ranks. Token ids are below it."""
+        """The number of rows of the output embedding over all ranks. Token ids are smaller."""
 
     @property
     @abstractmethod
     def hidden_size(self) -> int:
         """The width of the final hidden states."""
-        ...
 
     @property
     @abstractmethod
     def max_positions(self) -> int:
-        """The longest sequence, in tokens."""
+        """The maximum length of a sequence, in tokens."""
 
     @property
     @abstractmethod
     def eos_ids(self) -> tuple[int, ...]:
-        """The tokens that end a completion, from the model's own configuration."""
+        """The tokens that end a completion, from the model's configuration."""
 
     @abstractmethod
     def matrices(self) -> Mapping[str, Sequence[int]]:
-        """Return the matrices that the layers multiply hidden states by.
+        """Return the matrices of the layers, without embeddings and the language head.
 
-        The keys are parameter names on this rank. The values are the numbers of rows of the
-        matrices in that parameter, in order: a fused parameter has several. Embeddings and the
-        language head are left out.
+        The keys are parameter names on this rank. The value is the number of rows of each matrix in
+        the parameter, in order. A fused parameter has several matrices.
         """
 
     @property
-    def work(self) -> TokenCost | None:
-        """The arithmetic of one text token's forward pass; None if it can't be determined."""
+    def token_cost(self) -> TokenCost | None:
+        """The cost (FLOP) of one text token's forward pass; None if it can't be determined."""
         return None
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """The head's matrix [V, d], in any dtype; None if `logits` is more than a product with
-        it.
-        """
+        """The matrix [V, d] of the head, in any dtype; None if the head is more than a matrix."""
         return None
 
     @property
     def shares_prefixes(self) -> bool:
-        """True if `hidden` computes a prefix once that several sequences share."""
+        """True if `hidden` computes the shared prefix of several sequences only once."""
         return False
 
     @property
-    def routes(self) -> bool:
+    def has_routers(self) -> bool:
         """True if the model has expert routers that `hidden` can replay and monitor."""
         return False
 
@@ -106,7 +101,7 @@ class PolicyModel(nn.Module, ABC):
     @property
     @abstractmethod
     def checkpointing(self) -> bool:
-        """True if each layer's activations are recomputed in the backward pass instead of kept."""
+        """True under activation checkpointing: the backward recomputes each layer's activations."""
 
     @checkpointing.setter
     @abstractmethod
@@ -120,24 +115,22 @@ class PolicyModel(nn.Module, ABC):
         lengths: Sequence[int],
         routing: Routing | None = None,
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
-        """Return the final hidden states [T, d]. Each sequence is computed independently of the
-        others.
+        """Return the final hidden states [T, d]. No sequence depends on the others.
 
         Args:
-            positions_T: positions of the tokens, restarting at 0 in each sequence.
-            lengths: tokens of each sequence, each at least 1; they sum to T.
-            routing: replay and monitoring of the T tokens' experts, if the model `routes`.
-            read_T: bool; True for the tokens whose states the caller reads; None: all. The other
-                states may be any finite numbers, so a model need not compute them.
+            positions_T: Positions of the tokens, starting at 0 in each sequence.
+            lengths: Number of tokens of each sequence, at least 1. They sum to T.
+            routing: Replay and monitoring of the tokens' experts, if the model `has_routers`.
+            output_mask_T: bool, True for tokens whose states the caller uses; None: all. Other
+                states may be any finite numbers, so that a model need not compute them.
         """
 
     def forward(self, *inputs: Any, **options: Any) -> Tensor:
-        """Return `hidden(...)`.
+        """Return `hidden(...)`, and run torch's module hooks.
 
-        Call it instead of `hidden` where torch's module hooks must run: FSDP gathers the weights
-        in one.
+        FSDP gathers the weights in such a hook.
         """
         return self.hidden(*inputs, **options)
 
@@ -145,30 +138,29 @@ class PolicyModel(nn.Module, ABC):
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of the next token [n, V] in float32 (float64 for float64 models).
 
-        They have this precision even under autocast: a bfloat16 head errs by about 1e-2 nats per
-        token, as much as a whole policy step changes.
+        Autocast does not lower this precision. A bfloat16 head has an error of about 1e-2 nats per
+        token, which is as large as the change by a whole policy step.
         """
 
     @abstractmethod
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (Hugging Face name, detached tensor that shares the parameter's memory), each
-        weight once.
+        """Yield (Hugging Face name, detached view) of each weight once, without the adapter.
 
-        The adapter's weights are left out.
+        A view shares the parameter's memory.
         """
 
     # --- an adapter
 
     @abstractmethod
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
-        """Return the names of the linear maps that an adapter would adapt.
+        """Return the names of the linear maps that an adapter with these settings would adapt.
 
         Raises ConfigError if the model lacks a linear map that `lora` names.
         """
 
     @abstractmethod
     def attach(self, adapter: Adapter) -> None:
-        """Add the adapter and freeze all other weights. This does not change the outputs."""
+        """Add the adapter and freeze all other weights. The outputs do not change."""
 
     @abstractmethod
     def merge(self) -> None:
@@ -176,17 +168,16 @@ class PolicyModel(nn.Module, ABC):
 
     @abstractmethod
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield (peft's name, detached tensor that shares the parameter's memory), each weight
-        once.
-        """
+        """Yield (peft's name, detached view) of each weight of the adapter."""
 
     @abstractmethod
     def without_adapter(self) -> AbstractContextManager[None]:
         """Switch the adapter off inside the context."""
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the (name, parameter) pairs that an update changes: the adapter's if there is one,
-        otherwise all.
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """Return (name, parameter) of all parameters that an update changes.
+
+        They are the adapter's parameters if there is an adapter, otherwise all.
         """
         return [
             (name, p)
@@ -194,8 +185,8 @@ class PolicyModel(nn.Module, ABC):
             if self.adapter is None or is_adapter_parameter(name)
         ]
 
-    def resting(self) -> frozenset[str]:
-        """Return the names of the canonical weights that no update changes."""
+    def frozen_names(self) -> frozenset[str]:
+        """Return the canonical names of the weights that no update changes."""
         return (
             frozenset()
             if self.adapter is None
@@ -214,12 +205,12 @@ class PolicyModel(nn.Module, ABC):
         """Write a Hugging Face directory. Each file is written atomically.
 
         Args:
-            weights: all weights by canonical name; None: the model's own.
+            weights: All weights by canonical name; None: the model's weights.
         """
 
 
 class DecoderPolicy(PolicyModel):
-    """The built-in decoder as a policy."""
+    """A policy that runs the built-in decoder."""
 
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
@@ -231,8 +222,8 @@ class DecoderPolicy(PolicyModel):
         return self.decoder.config
 
     @property
-    def work(self) -> TokenCost:
-        return DecoderCost(self.shape).work
+    def token_cost(self) -> TokenCost:
+        return DecoderCost(self.shape).token_cost
 
     @property
     def vocab_size(self) -> int:
@@ -271,7 +262,7 @@ class DecoderPolicy(PolicyModel):
         return True
 
     @property
-    def routes(self) -> bool:
+    def has_routers(self) -> bool:
         return bool(self.shape.sparse_layers)
 
     @property
@@ -289,16 +280,20 @@ class DecoderPolicy(PolicyModel):
         lengths: Sequence[int],
         routing: Routing | None = None,
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
-        if read_T is None or routing is not None or not read_T.any():
+        if output_mask_T is None or routing is not None or not output_mask_T.any():
             feed = self.feed(tokens_T, positions_T, lengths, routing)
         else:
-            feed = pack_read_inputs(
-                tokens_T, positions_T, lengths, read_T, shares=self.shares_prefixes
+            feed = pack_output_inputs(
+                tokens_T, positions_T, lengths, output_mask_T, shares_prefixes=self.shares_prefixes
             )
         hidden = self.decoder(
-            feed.tokens_U, feed.positions_U, feed.attend, route=feed.routing, read=feed.read_U
+            feed.tokens_U,
+            feed.positions_U,
+            feed.attend,
+            route=feed.routing,
+            output_index=feed.output_index_U,
         )
         return feed.unfold(hidden)
 
@@ -309,10 +304,12 @@ class DecoderPolicy(PolicyModel):
         lengths: Sequence[int],
         routing: Routing | None = None,
     ) -> PackedInputs:
-        """Return the inputs that the decoder computes for these sequences, see `PackedInputs`."""
+        """Return the decoder's inputs for packed sequences, see `PackedInputs`."""
         if routing is not None:
             routing.check(self.shape)
-        return pack_inputs(tokens_T, positions_T, lengths, routing, shares=self.shares_prefixes)
+        return pack_inputs(
+            tokens_T, positions_T, lengths, routing, shares_prefixes=self.shares_prefixes
+        )
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.decoder.head_weight

@@ -1,4 +1,4 @@
-"""Define the scalar head: the value head of a critic, or the score head of a reward model.
+"""The scalar head: the value head of a critic, or the score head of a reward model.
 
 T = tokens, d = hidden size.
 """
@@ -19,10 +19,10 @@ FILE = "score.safetensors"
 
 
 class ScalarHead(nn.Module):
-    """A linear map from hidden states to scalars, without bias.
+    """A linear map from hidden states to scalars, without bias, for critics and reward models.
 
-    It is named as in Hugging Face's `*ForSequenceClassification` with one label. It starts at zero,
-    so that a critic's first values and a reward model's first scores carry no noise.
+    Its weight is named as in Hugging Face's `*ForSequenceClassification` with one label. It starts
+    at zero, so that a critic's first values and a reward model's first scores have no noise.
     """
 
     def __init__(self, hidden_size: int) -> None:
@@ -55,8 +55,8 @@ def save_head(head: ScalarHead, directory: Path) -> None:
 def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
     """Return the scalar head in a model's directory; None if there is none.
 
-    The head is one that `save_head` wrote, or that of a Hugging Face `*ForSequenceClassification`.
-    Raises ModelError if the head has more than one label, or belongs to a model of another width.
+    The directory is one that `save_head` wrote to, or a Hugging Face `*ForSequenceClassification`
+    model. Raises ModelError if the head has more than one label, or another hidden size.
     """
     files = _find_head(directory)
     if files is None:
@@ -64,8 +64,8 @@ def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
     ((_, weight),) = files.read([SCORE])
     if tuple(weight.shape) != (1, hidden_size):
         raise ModelError(
-            f"{directory}: {SCORE} has shape {tuple(weight.shape)}, a scalar head here has (1, "
-            f"{hidden_size})"
+            f"{directory}: {SCORE} has shape {tuple(weight.shape)}, but a scalar head of this "
+            f"model has (1, {hidden_size})"
         )
     head = ScalarHead(hidden_size)
     with torch.no_grad():

@@ -111,10 +111,10 @@ class FakeLearner:
         )
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         with torch.no_grad():
-            return {name: self._outputs(batch).need(name) for name in wanted}
+            return {name: self._outputs(batch).need(name) for name in output_names}
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         loss = sum(

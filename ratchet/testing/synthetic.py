@@ -73,15 +73,18 @@ class TinyRole:
         )
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         columns = self._columns(
-            batch, batch.predicted_T, wanted, TokenOutputSpec.from_names(wanted, top_k=top_k)
+            batch,
+            batch.predicted_T,
+            output_names,
+            TokenOutputSpec.from_names(output_names, top_k=top_k),
         )
-        if "spans" in wanted:
+        if "spans" in output_names:
             pairs_T = batch.starts_S[batch.sequence_T] + batch.positions_T // 2
             columns["spans"] = torch.where(batch.predicted_T, pairs_T, -1)
-        return {name: columns[name] for name in wanted}
+        return {name: columns[name] for name in output_names}
 
     def outputs(self, batch: Batch, needs: Collection[str]) -> dict[str, Tensor]:
         """Return the contents of `Outputs` for an update, without the old logprobs."""
@@ -90,7 +93,7 @@ class TinyRole:
             batch,
             batch.predicted_T,
             column_names,
-            TokenOutputSpec.from_names(needs, given_ids=batch.has("teacher_ids")),
+            TokenOutputSpec.from_names(needs, has_ids=batch.has("teacher_ids")),
         )
         return {name: column for name, column in columns.items() if name in column_names}
 

@@ -102,10 +102,10 @@ class ColocatedLearner(LearnerWrapper):
         self.lock = lock
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
         async with self.lock.hold(LEARNERS):
-            return await super().score(batch, wanted, top_k=top_k)
+            return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         async with self.lock.hold(LEARNERS):

@@ -112,7 +112,7 @@ def _costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
 
     The FLOP of other models are unknown.
     """
-    cost = policy.model.work
+    cost = policy.model.token_cost
     names = [
         name
         for name in run.roles

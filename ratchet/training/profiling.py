@@ -95,10 +95,10 @@ class TokenCountingLearner(LearnerWrapper):
         self.tokens = 0
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Any]:
         self.tokens += batch.n_tokens
-        return await super().score(batch, wanted, top_k=top_k)
+        return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         self.tokens += mini.n_tokens

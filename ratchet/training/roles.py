@@ -376,7 +376,7 @@ def check_routers(
         ConfigError: One of them does not support it.
     """
     watches = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
-    if (algorithm.replays or watches) and not model.routes:
+    if (algorithm.replays or watches) and not model.has_routers:
         reason = (
             "this model has none"
             if isinstance(model, DecoderPolicy)

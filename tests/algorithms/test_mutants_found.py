@@ -224,7 +224,7 @@ def test_the_first_row_that_trains_and_that_nobody_scored_is_named():
 def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_there_are():
     with pytest.raises(
         ConfigError,
-        match="weights name form, style, but the rewards have the parts length, right: name",
+        match="weights name form, style, but the rewards have the parts length, right: use names",
     ):
         require_parts(["length", "right"], {"style": 1.0, "right": 1.0, "form": 2.0})
     with pytest.raises(

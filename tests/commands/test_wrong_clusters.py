@@ -44,7 +44,7 @@ REFUSED = [
     ),
     (
         "learner.pipeline_parallel=3",
-        "3 pipeline stages for 2 layers: set learner.pipeline_parallel",
+        "3 pipeline stages are more than 2 layers: set learner.pipeline_parallel",
     ),
     ("learner.dp_shard=0", "learner.dp_shard: 0 must be at least 1"),
     (
@@ -104,7 +104,7 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=3",
-        "3 pipeline stages for 2 layers: set learner.pipeline_parallel",
+        "3 pipeline stages are more than 2 layers: set learner.pipeline_parallel",
     ),
     (
         f"{MEGATRON} learner.pipeline_chunks=2",
@@ -116,7 +116,7 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} {EXPERTS} learner.tensor_parallel=2",
-        "experts under tensor parallelism want learner.sequence_parallel",
+        "experts under tensor parallelism need learner.sequence_parallel",
     ),
     (
         f"{MEGATRON} optimizer.ema_decay=0.9",
@@ -249,7 +249,7 @@ LAYER = {
             "gpt2",
             {"n_embd": 16, "n_layer": 1, "n_head": 2},
             {"tensor_parallel": 2},
-            "GPT2LMHeadModel comes without a plan .*: set learner.tensor_parallel to 1, and "
+            "GPT2LMHeadModel has no plan .*: set learner.tensor_parallel to 1, and "
             "learner.dp_shard to the number of",
         ),
         ("gemma2", {}, {"tensor_parallel": 2}, None),
@@ -270,7 +270,7 @@ LAYER = {
             "mixtral",
             {"num_local_experts": 2},
             {"tensor_parallel": 2},
-            "divides .*.experts as 'moe_tp_experts', which Ratchet can't: set",
+            "divides .*.experts in the style 'moe_tp_experts', which is not supported: set",
         ),
         (
             "gemma2",

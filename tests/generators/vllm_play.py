@@ -403,7 +403,7 @@ def write_adapter(model, directory):
 
 
 async def damaged_adapter(generator, link, model, sampling):
-    before = [parameter.detach().clone() for _, parameter in model.trained()]
+    before = [parameter.detach().clone() for _, parameter in model.trained_parameters()]
     shake_adapter(model, 9)
     write = generator._adapters.write
 
@@ -419,7 +419,7 @@ async def damaged_adapter(generator, link, model, sampling):
         await link.push(4)
     generator._adapters.write = write
     with torch.no_grad():
-        for (_, parameter), old in zip(model.trained(), before, strict=True):
+        for (_, parameter), old in zip(model.trained_parameters(), before, strict=True):
             parameter.copy_(old)
     assert furthest(model, PROMPTS, await all_of(generator, sampling)) < 1e-4
 
@@ -427,7 +427,7 @@ async def damaged_adapter(generator, link, model, sampling):
 def shake_adapter(model, seed):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in model.trained():
+        for _, parameter in model.trained_parameters():
             parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
 
 

@@ -294,5 +294,5 @@ def micros_of(learner, batch, terms=None):
         part, max_tokens=MICRO, shares=topology.context == 1, workers=topology.data
     )
     return distribute_microbatches(part, plan, topology.data, multiple=topology.pipeline)[
-        topology.data_rank(learner.at)
+        topology.data_rank(learner.coordinates)
     ]

@@ -67,7 +67,7 @@ def ranked(rank, shards, directory, train_encoders, pickled, saved=None):
             [
                 micro.batch
                 for micro in distribute_microbatches(batch, plan, mesh.topology.data)[
-                    mesh.topology.data_rank(mesh.at)
+                    mesh.topology.data_rank(mesh.coordinates)
                 ]
             ]
         )

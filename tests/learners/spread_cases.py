@@ -175,7 +175,7 @@ def micros_of(mesh, batch, terms=None):
         part, max_tokens=40, shares=mesh.context is None, workers=mesh.topology.data
     )
     return distribute_microbatches(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
-        mesh.topology.data_rank(mesh.at)
+        mesh.topology.data_rank(mesh.coordinates)
     ]
 
 

@@ -69,7 +69,7 @@ def test_spans_end_where_both_tokenizers_have_a_boundary(merged):
     tokens = [*student.encode("12"), *student.encode("hello world"), student.eos_ids[0]]
     made = teacher.translate(tokens, [False] * 2 + [True] * 12)
     assert made.tokens == [*merged.encode("12"), *merged.encode("hello world"), merged.eos_ids[0]]
-    assert made.asked == [False, False, True, True, True]
+    assert made.is_scored == [False, False, True, True, True]
     assert made.spans == [
         (range(2, 7), range(2, 3)),
         (range(7, 13), range(3, 4)),
@@ -118,7 +118,7 @@ def test_a_span_never_reaches_over_the_end_of_the_prompt(merged):
     made = teacher.translate(student.encode("hello"), [False] * 3 + [True] * 2)
     before, after = merged.encode("hel"), merged.encode("lo", after="text")
     assert made.tokens == [*before, *after]
-    assert made.asked == [False] * len(before) + [True] * len(after)
+    assert made.is_scored == [False] * len(before) + [True] * len(after)
     assert (made.spans[0][0].start, made.spans[-1][0].stop) == (3, 5)
     assert (made.spans[0][1].start, made.spans[-1][1].stop) == (
         len(before),
@@ -362,7 +362,7 @@ def test_rows_of_several_writers_keep_their_text(row, teacher):
     ]
     assert [i for span, _ in made.spans for i in span] == [i for i, on in enumerate(asked) if on]
     assert [i for _, span in made.spans for i in span] == [
-        i for i, on in enumerate(made.asked) if on
+        i for i, on in enumerate(made.is_scored) if on
     ]
     for (a, part), (b, other) in zip(mine, theirs, strict=True):
         for span, span_theirs in made.spans:

@@ -78,7 +78,7 @@ def test_the_gradient_is_that_of_the_merged_matrix():
     batch, terms = prepared(ALGORITHMS["sft"])
     net = policy(Adapter(LORA, seed=5), dtype=torch.float64)
     with torch.no_grad():
-        for _, parameter in net.trained():
+        for _, parameter in net.trained_parameters():
             parameter.add_(0.1)
     made = learner(net)
     whole = policy(dtype=torch.float64)
@@ -124,7 +124,7 @@ def test_a_checkpoint_holds_the_adapter_alone_and_goes_on_bit_for_bit(dropout, t
 
 def test_a_checkpoint_of_another_base_is_refused(tmp_path):
     learner().save(tmp_path)
-    with pytest.raises(CheckpointError, match="adapter of another base"):
+    with pytest.raises(CheckpointError, match="other frozen weights"):
         learner(policy(Adapter(LORA), seed=1)).load(tmp_path)
 
 
@@ -136,7 +136,9 @@ def test_activations_that_are_computed_again_drop_the_same():
     ]
     for each in made:
         each._accumulate(batch, terms)
-    for (name, a), (_, b) in zip(made[0].model.trained(), made[1].model.trained(), strict=True):
+    for (name, a), (_, b) in zip(
+        made[0].model.trained_parameters(), made[1].model.trained_parameters(), strict=True
+    ):
         torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 

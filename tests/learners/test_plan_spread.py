@@ -93,7 +93,7 @@ def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
 CHANGES = [
     (
         {"model.layers.*.self_attn.q_norm": None},
-        "changes what it computes (model.layers.0.self_attn.q_norm.weight): set learner",
+        "changes what the model computes (model.layers.0.self_attn.q_norm.weight): set learner",
     ),
     ({"model.layers.*.mlp.down_proj": None}, "can't be followed ("),
     (

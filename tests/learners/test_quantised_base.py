@@ -91,7 +91,9 @@ def test_several_workers_and_recomputed_activations_have_the_same_gradients(form
     for each in made:
         each._accumulate(batch, terms)
     for other in made[1:]:
-        for (name, a), (_, b) in zip(made[0].model.trained(), other.model.trained(), strict=True):
+        for (name, a), (_, b) in zip(
+            made[0].model.trained_parameters(), other.model.trained_parameters(), strict=True
+        ):
             torch.testing.assert_close(a.grad, b.grad, msg=name)
 
 

@@ -101,5 +101,5 @@ def test_an_adapters_parameters(targets) -> None:
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     policy.attach(Adapter(lora, seed=0))
     assert DecoderCost(shape).adapter(resolve_decoder_targets(shape, lora), 3) == sum(
-        p.numel() for _, p in policy.trained()
+        p.numel() for _, p in policy.trained_parameters()
     )

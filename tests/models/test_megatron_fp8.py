@@ -16,7 +16,7 @@ def test_a_device_that_does_not_multiply_so_is_refused():
     Fp8Format("hybrid", "tensorwise").check((8, 9))
     Fp8Format("e4m3", "mxfp8").check((10, 0))
     with pytest.raises(
-        ConfigError, match=r"compute capability 8\.9, and this has 8\.0: remove learner\.fp8"
+        ConfigError, match=r"compute capability 8\.9, but this one has 8\.0: remove learner\.fp8"
     ):
         Fp8Format("hybrid", "delayed").check((8, 0))
     with pytest.raises(ConfigError, match="choose another fp8_recipe"):

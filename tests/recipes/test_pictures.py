@@ -157,7 +157,7 @@ def test_a_teacher_of_text_is_refused_where_pictures_turn_up_among_tasks_without
     }
     with pytest.raises(
         DataError,
-        match="teacher reads text alone, and the policy saw a medium of the kind image",
+        match="teacher only reads text, but a row has a medium of kind image",
     ):
         start(
             tmp_path,

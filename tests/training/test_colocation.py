@@ -52,10 +52,10 @@ class OnDevice:
 
 
 class PlacedLearner(OnDevice, FakeLearner):
-    async def score(self, batch, wanted, *, top_k=0):
+    async def score(self, batch, output_names, *, top_k=0):
         self.device.work(LEARNERS, "score")
         await asyncio.sleep(0)
-        return await super().score(batch, wanted, top_k=top_k)
+        return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini, terms):
         self.device.work(LEARNERS, "update")

@@ -17,7 +17,7 @@ from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.training.metering import StageMeter
 from ratchet.training.start import resume_run, start_run
 
-WORK = DecoderCost(get_preset("tiny", vocab_size=10)).work
+WORK = DecoderCost(get_preset("tiny", vocab_size=10)).token_cost
 
 
 class Clock:

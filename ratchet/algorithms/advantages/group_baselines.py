@@ -195,6 +195,6 @@ def require_parts(names: list[str], weights: Mapping[str, float] | None) -> None
         )
         required = f"weights name {', '.join(missing)}" if missing else "parts are needed"
         raise ConfigError(
-            f"{required}, but {available}: give the stage's rewards names, or return named parts "
-            "from them"
+            f"{required}, but {available}: use names of the stage's rewards, or of the parts that "
+            "they return"
         )

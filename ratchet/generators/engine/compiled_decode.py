@@ -47,7 +47,7 @@ class CompiledDecoder:
         would take a noticeable part of a small model's step.
         """
         decoder = self.decoder
-        if not self._possible or not cpu.is_enabled() or not isinstance(decoder.seams, NoTPComm):
+        if not self._possible or not cpu.is_enabled() or not isinstance(decoder.tp_comm, NoTPComm):
             return None
         # A linear map's submodule is an adapter or a quantised matrix, which the kernel can't read.
         if any(child is not None for linear in self._maps for child in linear._modules.values()):

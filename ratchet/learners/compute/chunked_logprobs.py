@@ -1,8 +1,8 @@
 """Compute log-probabilities of target tokens in chunks of rows, with a hand-written backward.
 
-The head must be a single matrix. Autograd would either keep the logits of all chunks, or allocate
-about five blocks of their size and a gradient of the whole matrix for each chunk. Here one block of
-logits exists at a time, and all chunks add to one gradient of the matrix.
+One block of logits exists at a time, and all chunks add to one gradient of the head's matrix.
+Autograd would keep the logits of all chunks. With checkpointing it would allocate about five blocks
+of logits, and a gradient of the whole matrix for each chunk. The head must be a single matrix.
 
 n = predictions, d = hidden size, V = vocabulary.
 """

@@ -1,4 +1,4 @@
-"""Count the FLOP of learners, and record the times at which they work."""
+"""Count the FLOP of learners, and record when they compute."""
 
 from __future__ import annotations
 
@@ -18,12 +18,15 @@ from ratchet.protocols import Fingerprinted, Learner, LossTerm
 
 @dataclass
 class FlopCounter:
-    """A counter of FLOP as if passes were dense: sharing, packing and recomputation don't matter.
+    """A counter of model FLOP, from which the MFU is computed.
+
+    Prefix sharing, packing and recomputation do not change the count.
 
     Attributes:
-        works: Cost of each role's model. Roles whose model shape is unknown count nothing.
-        update: Cost of an update in forward passes: one forward, and a backward that costs two (for
-            inputs and for weights), or one if the weights are frozen beside an adapter.
+        works: Cost of one token by role. Roles whose model shape is unknown count nothing.
+        update: Cost of an update in forward passes: one for the forward and two for the backward
+            (gradients of inputs and of weights). The backward costs one if an adapter trains and
+            the weights are frozen.
         flop: FLOP counted so far.
     """
 
@@ -36,52 +39,54 @@ class FlopCounter:
 
         Each token attends to itself and the tokens before it.
         """
-        if (work := self.works.get(role)) is not None and (tokens := sum(lengths)):
-            pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
-            self.flop += passes * work.forward_flop(tokens, pairs / tokens)
+        if (token_cost := self.works.get(role)) is not None and (tokens := sum(lengths)):
+            attended_pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
+            self.flop += passes * token_cost.forward_flop(tokens, attended_pairs / tokens)
 
 
 class FlopCountedLearner(LearnerWrapper):
-    """A learner whose FLOP and working times are counted."""
+    """A learner wrapper that counts FLOP and records when the learner computes."""
 
-    def __init__(self, inner: Learner, role: str, spent: FlopCounter) -> None:
+    def __init__(self, inner: Learner, role: str, counter: FlopCounter) -> None:
         super().__init__(inner)
         self.role = role
-        self.spent = spent
+        self.counter = counter
 
     async def score(
-        self, batch: Batch, wanted: Sequence[str], *, top_k: int = 0
+        self, batch: Batch, output_names: Sequence[str], *, top_k: int = 0
     ) -> Mapping[str, Tensor]:
-        self.spent.add(self.role, batch.lengths_S.tolist())
+        self.counter.add(self.role, batch.lengths_S.tolist())
         with ACTIVITY.work(self.role, "score"):
-            return await super().score(batch, wanted, top_k=top_k)
+            return await super().score(batch, output_names, top_k=top_k)
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """Update the learner. Rows of weight 0 are not computed, and count nothing."""
         lengths = mini.lengths_S.tolist()
-        self.spent.add(
+        self.counter.add(
             self.role,
             [lengths[row] for row in select_weighted_rows(mini, terms)],
-            self.spent.update,
+            self.counter.update,
         )
         with ACTIVITY.work(self.role, "update"):
             return await super().update(mini, terms)
 
 
 class FlopCountedFingerprintedLearner(FlopCountedLearner):
-    """A counted learner that has a fingerprint of its weights."""
+    """A `FlopCountedLearner` around a learner that has a fingerprint of its weights."""
 
     def fingerprint(self) -> str:
         assert isinstance(self.inner, Fingerprinted)
         return self.inner.fingerprint()
 
 
-def wrap_with_flop_counter(roles: Mapping[str, Learner], spent: FlopCounter) -> dict[str, Learner]:
+def wrap_with_flop_counter(
+    roles: Mapping[str, Learner], counter: FlopCounter
+) -> dict[str, Learner]:
     """Wrap the learners of all roles so that their FLOP are counted."""
-    kinds = {
+    wrappers = {
         name: FlopCountedFingerprintedLearner
-        if isinstance(role, Fingerprinted)
+        if isinstance(learner, Fingerprinted)
         else FlopCountedLearner
-        for name, role in roles.items()
+        for name, learner in roles.items()
     }
-    return {name: kinds[name](role, name, spent) for name, role in roles.items()}
+    return {name: wrappers[name](learner, name, counter) for name, learner in roles.items()}

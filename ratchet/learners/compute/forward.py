@@ -31,18 +31,19 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
 
 PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-# MiB of logits for "auto": a CPU's cache is small, an accelerator needs large products.
+# `logprob_chunk_mib=auto`, in MiB of logits: a CPU has a small cache, an accelerator needs large
+# matrix products.
 CHUNK_MIB = 16
 CHUNK_MIB_GPU = 256
 
 
 class Forward:
-    """The forward and backward passes of one role on micro-batches.
+    """The forward and backward passes of one role's model on micro-batches.
 
     Args:
         chunk_mib: MiB of logits that exist at a time.
-        autocast, shared_vocab, replays: as in `LocalLearner`.
-        device: where the passes run; None: the device of the weights.
+        autocast, shared_vocab, replays: As in `LocalLearner`.
+        device: Device that computes; None: the device of the weights.
     """
 
     def __init__(
@@ -64,26 +65,30 @@ class Forward:
         self.shared_vocab = shared_vocab
         first = next(model.parameters())
         self.device = device or first.device
-        # Losses run in float32 or, for float64 models, in float64: never below.
+        # Losses are computed in float32, or in float64 for float64 models.
         self.dtype = torch.promote_types(first.dtype, torch.float32)
 
-    def with_own_gradients(self) -> Forward:
-        """Return a copy with the same weights and its own gradients."""
-        twin = copy.copy(self)
-        shared: dict[int, object] = {}
+    def copy_with_own_gradients(self) -> Forward:
+        """Return a copy that shares the weights, but has gradients of its own."""
+        clone = copy.copy(self)
+        # `deepcopy` takes the objects in this memo instead of copying them.
+        memo: dict[int, object] = {}
         for module in (self.model, self.head):
             if module is not None:
-                shared |= {
+                memo |= {
                     id(p): nn.Parameter(p.detach(), requires_grad=p.requires_grad)
                     for p in module.parameters()
                 }
-                shared |= {id(buffer): buffer for buffer in module.buffers()}
-        twin.model, twin.head = copy.deepcopy(self.model, shared), copy.deepcopy(self.head, shared)
-        return twin
+                memo |= {id(buffer): buffer for buffer in module.buffers()}
+        clone.model, clone.head = copy.deepcopy(self.model, memo), copy.deepcopy(self.head, memo)
+        return clone
 
     def parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters that the role trains (of a frozen role: would train), by name."""
-        named = self.model.trained()
+        """Return the parameters that an update of this role changes, as (name, parameter) pairs.
+
+        A frozen role returns the parameters that it would train.
+        """
+        named = self.model.trained_parameters()
         if self.head is not None:
             named += [
                 (f"head.{name}", parameter) for name, parameter in self.head.named_parameters()
@@ -91,24 +96,24 @@ class Forward:
         return named
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
-        """Add the gradient of the terms to `.grad`, and return their losses and metrics.
+        """Run forward and backward, and return the losses and metrics of the terms.
 
-        "loss" is the sum that was differentiated.
+        Gradients are added to `.grad`. "loss" is the sum that was differentiated.
 
         Args:
-            seed: seed of the adapter's dropout.
+            seed: Seed of the adapter's dropout.
         """
         micro = micro.to(self.device, self.dtype)
-        watch = self.watch(terms)
+        monitor = self.make_monitor(terms)
         with seed_dropout(self.model, seed):
             total, numbers = self.losses(
-                micro, self.hidden(micro, watch, needed(terms)), terms, watch
+                micro, self.hidden(micro, monitor, needed(terms)), terms, monitor
             )
             total.backward()
         return numbers
 
-    def watch(self, terms: Sequence[LossTerm]) -> RouterMonitor | None:
-        """Return a recorder of the routers, if a term reads their outputs; else None."""
+    def make_monitor(self, terms: Sequence[LossTerm]) -> RouterMonitor | None:
+        """Return a recorder of the routers if a term reads their outputs, else None."""
         return RouterMonitor() if any("routers" in term.needs for term in terms) else None
 
     def losses(
@@ -116,20 +121,21 @@ class Forward:
         micro: Batch,
         hidden_Td: Tensor,
         terms: Sequence[LossTerm],
-        watch: RouterMonitor | None = None,
+        monitor: RouterMonitor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Return (the sum to differentiate, the losses and metrics as in `learn`).
+        """Return (the sum to differentiate, losses and metrics as `learn` returns them).
 
         Args:
-            micro: must be on the device, in the dtype of losses.
-            watch: the recorder of the forward that computed the hidden states.
+            micro: A micro-batch on the device, in the dtype of losses.
+            monitor: The recorder of the forward that computed the hidden states.
         """
         needs = needed(terms)
-        # A term of coefficient 0 is only measured: outputs that it alone needs get no gradient.
-        learned = needed(term for term in terms if micro.weights[term.name].coef)
-        out = self.outputs(micro, hidden_Td, needs, measured=needs - learned)
-        if watch is not None:
-            out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
+        # A term with coefficient 0 is only measured. Outputs that no other term needs get no
+        # gradient.
+        needs_with_gradient = needed(term for term in terms if micro.weights[term.name].coef)
+        out = self.outputs(micro, hidden_Td, needs, measured=needs - needs_with_gradient)
+        if monitor is not None:
+            out = replace(out, routers=monitor.columns(micro.sequence_T, micro.n_sequences))
         total = torch.zeros((), dtype=self.dtype, device=self.device)
         numbers: dict[str, Tensor] = {}
         for term in terms:
@@ -151,12 +157,12 @@ class Forward:
         """Return the outputs that loss terms need.
 
         Args:
-            needs: names of the outputs.
-            measured: those of `needs` that are only measured, and get no gradient.
+            needs: Names of the outputs.
+            measured: Names among `needs` of outputs that are only measured and get no gradient.
         """
         spec = TokenOutputSpec.from_names(
             needs,
-            given_ids=micro.has("teacher_ids"),
+            has_ids=micro.has("teacher_ids"),
             shared=self.shared_vocab,
             measured=measured,
         )
@@ -172,64 +178,64 @@ class Forward:
     def score(
         self,
         micro: Batch,
-        wanted: Sequence[str],
+        output_names: Sequence[str],
         *,
         top_k: int = 0,
         hidden_Td: Tensor | None = None,
     ) -> Mapping[str, Tensor]:
-        """Return the wanted columns, without gradient.
+        """Return the named columns, without gradient.
 
         hidden_Td: the hidden states; None: compute them.
         """
-        outputs = TokenOutputSpec.from_names(wanted, top_k=top_k, shared=self.shared_vocab)
+        spec = TokenOutputSpec.from_names(output_names, top_k=top_k, shared=self.shared_vocab)
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
-            hidden_Td = self.hidden(micro, needs=wanted) if hidden_Td is None else hidden_Td
-            return self.columns(micro, hidden_Td, wanted, outputs)
+            hidden_Td = self.hidden(micro, needs=output_names) if hidden_Td is None else hidden_Td
+            return self.columns(micro, hidden_Td, output_names, spec)
 
     def hidden(
-        self, micro: Batch, watch: RouterMonitor | None = None, needs: Collection[str] = SCALARS
+        self, micro: Batch, monitor: RouterMonitor | None = None, needs: Collection[str] = SCALARS
     ) -> Tensor:
         """Return the hidden states, [T, d].
 
-        needs: the outputs to compute from them. If none reads the scalar head, states that predict
-        nothing may be left out.
+        needs: the outputs that are computed from them. If none of these reads the scalar head, the
+          states of tokens that predict nothing may be left out.
         """
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        read_T = _predicting(micro) if SCALARS.isdisjoint(needs) else None
+        output_mask_T = _mask_predicting_tokens(micro) if SCALARS.isdisjoint(needs) else None
         inputs = [
             micro.tokens_T,
             micro.positions_T,
             micro.lengths_S.tolist(),
-            self.routing(micro, watch),
+            self.routing(micro, monitor),
         ]
         if any(micro.media_S):
             if not self.model.reads_media:
                 raise ModelError(
-                    "the batch has images, audio or videos, and a role's model reads text alone. "
-                    "Choose another model."
+                    "the batch has images, audio or videos, but the model of a role only reads "
+                    "text. Choose a multimodal model."
                 )
             inputs.append(micro.media_S)
         with self._autocast():
-            return self.model(*inputs, read_T=read_T)
+            return self.model(*inputs, output_mask_T=output_mask_T)
 
-    def routing(self, micro: Batch, watch: RouterMonitor | None = None) -> Routing | None:
-        """Return the routes to replay and the recorder of a micro-batch's forward, or None."""
+    def routing(self, micro: Batch, monitor: RouterMonitor | None = None) -> Routing | None:
+        """Return the routing of a micro-batch's forward: routes to replay and recorder, or None."""
         routes_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
-        return None if routes_TLK is None and watch is None else Routing(routes_TLK, watch)
+        return None if routes_TLK is None and monitor is None else Routing(routes_TLK, monitor)
 
     def columns(
-        self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], wanted: TokenOutputSpec
+        self, micro: Batch, hidden_Td: Tensor, needs: Collection[str], spec: TokenOutputSpec
     ) -> dict[str, Tensor]:
         """Return the columns of a micro-batch, by name.
 
-        Predictions and values stand at `predicted_T`; "scores" are per sequence, "token_scores"
-        per token.
+        Predictions and values are at the tokens of `predicted_T`. "scores" has one entry per
+        sequence, "token_scores" one per token.
         """
         columns: dict[str, Tensor] = {}
         if not PREDICTIONS.isdisjoint(needs):
-            columns |= self.predictions(micro, hidden_Td, wanted)
+            columns |= self.predictions(micro, hidden_Td, spec)
         if not SCALARS.isdisjoint(needs):
             scalars_T = self.scalars(micro, hidden_Td)
             columns |= {
@@ -240,12 +246,10 @@ class Forward:
         return columns
 
     def predictions(
-        self, micro: Batch, hidden_Td: Tensor, wanted: TokenOutputSpec
+        self, micro: Batch, hidden_Td: Tensor, spec: TokenOutputSpec
     ) -> dict[str, Tensor]:
         """Return the columns that are computed with the language head."""
-        return compute_token_columns(
-            self.language_head, hidden_Td, micro, micro.predicted_T, wanted
-        )
+        return compute_token_columns(self.language_head, hidden_Td, micro, micro.predicted_T, spec)
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
         """Return the output of the scalar head for each token, [T]."""
@@ -254,15 +258,15 @@ class Forward:
 
     @property
     def language_head(self) -> Head:
-        """The language head, its chunk size, and its matrix if that has the dtype of losses."""
+        """The language head, its chunk size, and its matrix if it has the dtype of losses."""
         size = self.model.vocab_size
         matrix = self.head_matrix
-        usable = matrix is not None and matrix.dtype == self.dtype
+        has_loss_dtype = matrix is not None and matrix.dtype == self.dtype
         return Head(
             self.model.logits,
             size,
             count_rows_per_chunk(self.chunk_mib, size, self.dtype),
-            matrix=matrix if usable else None,
+            matrix=matrix if has_loss_dtype else None,
         )
 
     @property
@@ -274,8 +278,8 @@ class Forward:
         return torch.autocast(self.device.type, torch.bfloat16) if self.autocast else nullcontext()
 
 
-def _predicting(micro: Batch) -> Tensor:
-    """Return the mask of the tokens whose successor is predicted: bool [T]."""
+def _mask_predicting_tokens(micro: Batch) -> Tensor:
+    """Return the mask of the tokens whose successor is predicted, bool [T]."""
     return F.pad(micro.predicted_T[1:], (0, 1))
 
 

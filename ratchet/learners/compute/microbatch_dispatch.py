@@ -1,6 +1,7 @@
-"""The distribution of micro-batches over data ranks.
+"""Distribute micro-batches over data-parallel ranks.
 
-Every rank gets the same number, because every layer runs collectives that need all ranks.
+Every rank gets the same number of micro-batches, because every layer runs collectives that need all
+ranks.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from ratchet.types import Medium
 class MicroBatch:
     """A micro-batch for one rank.
 
-    rows: indices of its rows in the batch. A filler has none: it repeats a row with weights of 0.
+    rows: indices of its rows in the batch. A filler, which repeats a row with weights of 0, has no
+      rows.
     """
 
     rows: Sequence[int]
@@ -29,21 +31,23 @@ class MicroBatch:
 def distribute_microbatches(
     batch: Batch, plan: Sequence[Sequence[int]], ranks: int, *, multiple: int = 1
 ) -> list[list[MicroBatch]]:
-    """Distribute the micro-batches of a plan, and return those of each data rank.
+    """Return the micro-batches of each data rank.
 
-    Neighbours in the plan have about the same size, so the ranks compute them at the same time.
+    Neighbours in the plan have about the same size. They go to different ranks, which compute them
+    at the same time.
 
-    multiple: each rank's number of micro-batches is a multiple of this (a pipeline needs several
+    plan: the rows of each micro-batch.
+    multiple: the number of micro-batches of a rank is a multiple of this (a pipeline needs several
       at a time).
     """
     micros = [MicroBatch(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
     if micros:
-        micros += [_filler(batch)] * (-len(micros) % (ranks * multiple))
+        micros += [_make_filler(batch)] * (-len(micros) % (ranks * multiple))
     return [micros[rank::ranks] for rank in range(ranks)]
 
 
-def _filler(batch: Batch) -> MicroBatch:
-    """Return a micro-batch of the shortest row, with weights of 0."""
+def _make_filler(batch: Batch) -> MicroBatch:
+    """Return a micro-batch of the batch's shortest row, with weights of 0."""
     shortest = int(batch.lengths_S.argmin())
     row = batch.take([shortest])
     zero_weights = {
@@ -54,20 +58,21 @@ def _filler(batch: Batch) -> MicroBatch:
 
 
 def strip_media(batches: Sequence[Batch]) -> list[Batch]:
-    """Return the batches with only the parts of their media that a rank needs.
+    """Return the batches with smaller media, to send to a rank.
 
-    Equal media become one object, without the file that it was made from.
+    Equal media become one object, without the bytes of its source file.
     """
-    media: dict[str, Medium] = {}
+    stripped: dict[str, Medium] = {}
 
-    def shared(medium: Medium) -> Medium:
-        return media.setdefault(medium.key, replace(medium, source=b""))
+    def strip(medium: Medium) -> Medium:
+        return stripped.setdefault(medium.key, replace(medium, source=b""))
 
     return [
         replace(
             batch,
             media_S=tuple(
-                tuple(at._replace(medium=shared(at.medium)) for at in row) for row in batch.media_S
+                tuple(placed._replace(medium=strip(placed.medium)) for placed in row)
+                for row in batch.media_S
             ),
         )
         for batch in batches
@@ -79,7 +84,9 @@ def gather_columns(
 ) -> dict[str, Tensor]:
     """Merge the columns of micro-batches into columns of the batch.
 
-    "scores" has an entry per sequence, all others have one per token.
+    "scores" has one entry per sequence. All other columns have one entry per token.
+
+    plan: the rows of each micro-batch.
     """
     columns: dict[str, Tensor] = {}
     starts = batch.starts_S.tolist()

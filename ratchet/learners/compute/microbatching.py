@@ -12,7 +12,8 @@ from ratchet.batch import ROUTES, Batch, Level
 from ratchet.models.layers.prefix_tree import Index, compute_path_keys, count_shared_prefix
 from ratchet.protocols import LossTerm
 
-# Limits for "auto". On a CPU larger micro-batches take more memory and gain nothing.
+# Token limits of a micro-batch for "auto". On a CPU larger micro-batches take more memory and are
+# no faster.
 MAX_TOKENS = 2304
 MAX_TOKENS_GPU = 16384
 # Rows of a group stay together if that saves at least this share of their tokens.
@@ -20,7 +21,7 @@ MIN_SAVED_SHARE = 0.1
 
 
 class RowFamily(NamedTuple):
-    """Rows that stay together in a micro-batch.
+    """Rows that stay together in a micro-batch, such as attempts with a shared prompt.
 
     tokens: number of tokens that the model computes for them.
     longest: tokens of the longest row.
@@ -39,17 +40,17 @@ def resolve_micro_batch_tokens(limit: int | str, device: str) -> int:
 
 
 def select_weighted_rows(batch: Batch, terms: Sequence[LossTerm]) -> list[int]:
-    """Return the sequences that have a weight in any term.
+    """Return the indices of the sequences that have a weight other than 0 in any term.
 
-    The others add nothing to losses, gradients or metrics.
+    The other sequences add nothing to losses, gradients or metrics.
     """
     has_weight_S = torch.zeros(batch.n_sequences, dtype=torch.bool)
     for term in terms:
         level, values, *_ = batch.weights[term.name]
-        active = values != 0
+        is_nonzero = values != 0
         if level == "token":
-            active = batch.sequence_sum(active.double()) > 0
-        has_weight_S |= active[batch.group_S] if level == "group" else active
+            is_nonzero = batch.sequence_sum(is_nonzero.double()) > 0
+        has_weight_S |= is_nonzero[batch.group_S] if level == "group" else is_nonzero
     return has_weight_S.nonzero()[:, 0].tolist()
 
 
@@ -58,39 +59,39 @@ def plan_microbatches(
     *,
     max_tokens: int,
     unit: Level = "sequence",
-    shares: bool = False,
+    shares_prefixes: bool = False,
     workers: int = 1,
 ) -> list[list[int]]:
     """Return the rows of each micro-batch; every row appears exactly once.
 
-    max_tokens: limit of a micro-batch; a single unit may be longer.
-    unit: "group" never splits a group.
-    shares: True if the model computes a shared prefix of rows once. Attempts at a prompt then stay
-      together, and their prompt counts once.
-    workers: number of micro-batches that are computed at the same time. With more than one, micro-
-      batches have about the same size, and their number is a multiple of it.
-
     Rows of similar length go together, because they share an attention call.
+
+    max_tokens: token limit of a micro-batch. A micro-batch of one unit may exceed it.
+    unit: what is never split, a "sequence" or a "group".
+    shares_prefixes: True if the model computes a shared prefix of rows once. Attempts at a prompt
+      then stay together, and their prompt counts once.
+    workers: number of micro-batches that are computed at the same time. If it is above 1, micro-
+      batches have about the same size, and their number is a multiple of it.
     """
     lengths = batch.lengths_S.tolist()
     rows_G: list[list[int]] = [[] for _ in range(batch.n_groups)]
     for row, group in enumerate(batch.group_S.tolist()):
         rows_G[group].append(row)
     families: list[RowFamily] = []
-    if not shares:
+    if not shares_prefixes:
         units = rows_G if unit == "group" else [[row] for row in range(len(lengths))]
-        families = [_family(rows, lengths, 0) for rows in units]
+        families = [_make_family(rows, lengths, 0) for rows in units]
     else:
         keys = compute_path_keys(batch.tokens_T, batch.token_columns.get(ROUTES))
-        tokens = np.split(keys, np.cumsum(lengths)[:-1]) if lengths else []
+        keys_by_row = np.split(keys, np.cumsum(lengths)[:-1]) if lengths else []
         for rows in rows_G:
-            families += _families(
-                rows, lengths, tokens, whole=unit == "group", max_tokens=max_tokens
+            families += _divide_group(
+                rows, lengths, keys_by_row, keep_whole=unit == "group", max_tokens=max_tokens
             )
     families.sort(key=lambda family: family.longest)
     plan: list[list[int]] = []
     remaining = sum(family.tokens for family in families)
-    # A lower bound on the number of micro-batches: families can't be split.
+    # A lower bound on the number of micro-batches, as if families could be split.
     min_count = -(-remaining // (max_tokens * workers)) * workers
     used_tokens = 0
     target_tokens = 0.0
@@ -110,35 +111,37 @@ def plan_microbatches(
     return plan
 
 
-def _family(rows: list[int], lengths: Sequence[int], common: int) -> RowFamily:
-    """Return the family of rows that share a prefix of `common` tokens."""
+def _make_family(rows: list[int], lengths: Sequence[int], shared: int) -> RowFamily:
+    """Return the family of rows that share a prefix of `shared` tokens."""
     sizes = [lengths[row] for row in rows]
-    return RowFamily(rows, sum(sizes) - common * (len(rows) - 1), max(sizes))
+    return RowFamily(rows, sum(sizes) - shared * (len(rows) - 1), max(sizes))
 
 
-def _families(
+def _divide_group(
     rows: list[int],
     lengths: Sequence[int],
-    tokens: Sequence[Index],
+    keys_by_row: Sequence[Index],
     *,
-    whole: bool,
+    keep_whole: bool,
     max_tokens: int,
 ) -> Iterator[RowFamily]:
     """Yield the families of one group's rows.
 
-    Rows with a long shared prefix stay together, in as many families as `max_tokens` demands;
-    others get a family each. whole: yield all rows as one family.
+    Rows with a long shared prefix stay together, in as few families as `max_tokens` allows. Without
+    such a prefix each row is a family. keep_whole: yield all rows as one family in any case.
     """
-    common = count_shared_prefix([tokens[row] for row in rows])
-    if common * (len(rows) - 1) < MIN_SAVED_SHARE * sum(lengths[row] for row in rows):
-        common = 0
-    if whole:
-        yield _family(rows, lengths, common)
+    shared = count_shared_prefix([keys_by_row[row] for row in rows])
+    if shared * (len(rows) - 1) < MIN_SAVED_SHARE * sum(lengths[row] for row in rows):
+        shared = 0
+    if keep_whole:
+        yield _make_family(rows, lengths, shared)
         return
-    piece: list[int] = []
+    members: list[int] = []
     for row in sorted(rows, key=lambda row: lengths[row]):
-        if piece and (not common or _family([*piece, row], lengths, common).tokens > max_tokens):
-            yield _family(piece, lengths, common)
-            piece = []
-        piece.append(row)
-    yield _family(piece, lengths, common)
+        if members and (
+            not shared or _make_family([*members, row], lengths, shared).tokens > max_tokens
+        ):
+            yield _make_family(members, lengths, shared)
+            members = []
+        members.append(row)
+    yield _make_family(members, lengths, shared)

@@ -1,8 +1,9 @@
 """Compute the columns that losses read, such as log-probabilities, from hidden states.
 
-They are computed in float32 and in chunks: [T, V] never exists whole. T = tokens of a
-micro-batch, S = its sequences, n = predicted tokens (only these need logits), d = hidden size,
-V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.
+They are computed in float32 and in chunks, so that the logits [T, V] never exist as a whole.
+
+T = tokens of a micro-batch, S = its sequences, n = predicted tokens (only these need logits),
+d = hidden size, V = vocabulary, K = tokens for which a prediction's log-probabilities are returned.
 """
 
 from __future__ import annotations
@@ -28,69 +29,75 @@ SCALARS = frozenset({"values", "scores", "token_scores"})
 class TokenOutputSpec:
     """The outputs to compute for each prediction, besides its target's log-probability.
 
-    entropy: the prediction's entropy.
-    of_ids: log-probabilities of given tokens (ids [n, K]).
-    top: log-probabilities of the top_k likeliest tokens (0: of all, in order).
-    ids: the ids of these tokens too.
-    shared: size of the first part of the vocabulary over which `of_ids` and `top` renormalise;
+    entropy: True for the prediction's entropy.
+    logprobs_at_ids: True for the log-probabilities of the tokens in the batch's `teacher_ids`.
+    top: True for the log-probabilities of the top_k likeliest tokens (top_k=0: of all tokens, in
+      order).
+    ids: True for the ids of these tokens too.
+    shared: number of leading vocabulary entries over which `logprobs_at_ids` and `top` renormalise;
       None: the whole vocabulary.
-    entropy_slope: False if the entropy needs no gradient, which saves memory for the backward.
+    has_entropy_gradient: False if the entropy needs no gradient, which saves memory for the
+      backward.
     """
 
     entropy: bool = False
-    of_ids: bool = False
+    logprobs_at_ids: bool = False
     top: bool = False
     ids: bool = False
     top_k: int = 0
     shared: int | None = None
-    entropy_slope: bool = True
+    has_entropy_gradient: bool = True
 
     @classmethod
     def from_names(
         cls,
         names: Collection[str],
         *,
-        given_ids: bool = False,
+        has_ids: bool = False,
         top_k: int = 0,
         shared: int | None = None,
         measured: Collection[str] = (),
     ) -> TokenOutputSpec:
         """Return the outputs that the columns of these names need.
 
-        given_ids: True if the batch holds the ids whose log-probabilities to return.
+        has_ids: True if the batch has the column `teacher_ids`.
         measured: names of the columns that need no gradient.
         """
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
             "entropy" in names,
-            of_ids=top and given_ids,
-            top=top and not given_ids,
-            ids="topk_ids" in names and not given_ids,
+            logprobs_at_ids=top and has_ids,
+            top=top and not has_ids,
+            ids="topk_ids" in names and not has_ids,
             top_k=top_k,
             shared=shared,
-            entropy_slope="entropy" not in measured,
+            has_entropy_gradient="entropy" not in measured,
         )
 
     @property
     def is_logprobs_only(self) -> bool:
-        """True if only the targets' log-probabilities need a gradient, and no others are read."""
-        return not (self.of_ids or self.top or (self.entropy and self.entropy_slope))
+        """True if the targets' log-probabilities are the only output with a gradient.
+
+        No other log-probabilities are computed then.
+        """
+        has_gradient = self.entropy and self.has_entropy_gradient
+        return not (self.logprobs_at_ids or self.top or has_gradient)
 
     @property
     def names(self) -> tuple[str, ...]:
         """The names of the columns, in the order of the outputs."""
         is_wanted = {
             "entropy": self.entropy,
-            "topk_logprobs": self.of_ids or self.top,
+            "topk_logprobs": self.logprobs_at_ids or self.top,
             "topk_ids": self.ids,
         }
-        return ("logprobs", *(name for name, wanted in is_wanted.items() if wanted))
+        return ("logprobs", *(name for name, is_computed in is_wanted.items() if is_computed))
 
 
 class Vocabulary(Protocol):
-    """A reader of log-probabilities [n, V] whose columns may be spread over ranks.
+    """A reader of log-probabilities [n, V], whose columns may be divided over ranks.
 
-    V may be this rank's part of the vocabulary.
+    V is then this rank's part of the vocabulary.
     """
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
@@ -165,28 +172,28 @@ def compute_token_columns(
     hidden_Td: Tensor,
     batch: Batch,
     mask_T: Tensor,
-    wanted: TokenOutputSpec,
+    spec: TokenOutputSpec,
     place_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
-    """Return those of the columns "logprobs", "entropy", "topk_ids", "topk_logprobs" in `wanted`.
+    """Return the columns that `spec` lists, by name.
 
     "logprobs" and "entropy" are [T], "topk_ids" [T, K], "topk_logprobs" [T, K + 1] (or [T, V], see
-    `compute_outcome_logprobs`). They are computed at the tokens of the mask under each row's
-    temperature, and are 0 elsewhere. `wanted.of_ids` reads the batch's `teacher_ids`. A row sampled
-    greedily (temperature 0) is scored under temperature 1, as its sampler recorded it.
+    `compute_outcome_logprobs`). They are computed at the tokens of the mask, under each row's
+    temperature, and are 0 elsewhere. A row that was sampled greedily (temperature 0) is scored
+    under temperature 1, as the sampler does.
 
     place_T: row of each token's state in `hidden_Td`; None: the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
-    before_n = index_n - 1  # The state one position earlier predicts token t.
-    hidden_nd = hidden_Td.index_select(0, before_n if place_T is None else place_T[before_n])
+    previous_n = index_n - 1  # The state of the previous token predicts a token.
+    hidden_nd = hidden_Td.index_select(0, previous_n if place_T is None else place_T[previous_n])
     targets_n = batch.tokens_T[index_n]
-    ids_nK = batch.need("teacher_ids")[index_n] if wanted.of_ids else targets_n[:, None]
+    ids_nK = batch.need("teacher_ids")[index_n] if spec.logprobs_at_ids else targets_n[:, None]
     columns: dict[str, Tensor] = {}
     for name, values_n in _compute_predictions(
-        head, hidden_nd, targets_n, ids_nK, temperature_n, wanted
+        head, hidden_nd, targets_n, ids_nK, temperature_n, spec
     ).items():
         columns[name] = values_n.new_zeros(batch.n_tokens, *values_n.shape[1:]).index_put(
             (index_n,), values_n
@@ -200,11 +207,11 @@ def _compute_predictions(
     targets_n: Tensor,
     ids_nK: Tensor,
     temperature_n: Tensor,
-    wanted: TokenOutputSpec,
+    spec: TokenOutputSpec,
 ) -> dict[str, Tensor]:
     """Return the columns of the predictions, by name."""
     starts = range(0, max(1, len(hidden_nd)), head.chunk_rows)
-    if len(starts) > 1 and head.matrix is not None and wanted.is_logprobs_only:
+    if len(starts) > 1 and head.matrix is not None and spec.is_logprobs_only:
         inputs = (
             hidden_nd.to(head.matrix.dtype),
             head.matrix,
@@ -213,8 +220,8 @@ def _compute_predictions(
         )
         # `PolicyModel.logits` disables autocast too, to keep float32.
         with torch.autocast(hidden_nd.device.type, enabled=False):
-            outputs = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=wanted.entropy)
-        return dict(zip(wanted.names, outputs, strict=False))
+            outputs = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=spec.entropy)
+        return dict(zip(spec.names, outputs, strict=False))
     chunks: list[tuple[Tensor, ...]] = []
     for start in starts:
         rows = slice(start, start + head.chunk_rows)
@@ -224,14 +231,14 @@ def _compute_predictions(
             targets_n[rows],
             ids_nK[rows],
             temperature_n[rows],
-            wanted,
+            spec,
         )
         if len(starts) > 1 and torch.is_grad_enabled():
             # The backward recomputes the logits of each chunk.
             chunks.append(checkpoint(_compute_chunk, *arguments, use_reentrant=False))
         else:
             chunks.append(_compute_chunk(*arguments))
-    return {name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(wanted.names)}
+    return {name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(spec.names)}
 
 
 def _compute_chunk(
@@ -240,30 +247,30 @@ def _compute_chunk(
     targets_n: Tensor,
     ids_nK: Tensor,
     temperature_n: Tensor,
-    wanted: TokenOutputSpec,
+    spec: TokenOutputSpec,
 ) -> tuple[Tensor, ...]:
-    """Return the columns of a chunk of predictions, in the order of `wanted.names`."""
+    """Return the columns of a chunk of predictions, in the order of `spec.names`."""
     vocabulary = head.vocabulary
     size = head.size
     all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
     columns = [vocabulary.pick(all_nV, targets_n[:, None])[:, 0]]
-    if wanted.entropy:
-        with nullcontext() if wanted.entropy_slope else torch.no_grad():
+    if spec.entropy:
+        with nullcontext() if spec.has_entropy_gradient else torch.no_grad():
             columns.append(-vocabulary.sum(all_nV.exp() * all_nV))
-    if not (wanted.of_ids or wanted.top):
+    if not (spec.logprobs_at_ids or spec.top):
         return tuple(columns)
-    if wanted.shared is not None and wanted.shared < size:
-        size = wanted.shared
+    if spec.shared is not None and spec.shared < size:
+        size = spec.shared
         all_nV = vocabulary.first(all_nV, size)
-    if wanted.of_ids:
+    if spec.logprobs_at_ids:
         columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
-    elif 0 < wanted.top_k < size:
-        ids_nK = vocabulary.top(all_nV, wanted.top_k)
+    elif 0 < spec.top_k < size:
+        ids_nK = vocabulary.top(all_nV, spec.top_k)
         columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
     else:
         ids_nK = torch.arange(size, device=all_nV.device).expand(len(all_nV), size)
         columns.append(vocabulary.whole(all_nV, size))
-    return (*columns, ids_nK) if wanted.ids else tuple(columns)
+    return (*columns, ids_nK) if spec.ids else tuple(columns)
 
 
 def compute_outcome_logprobs(
@@ -271,8 +278,8 @@ def compute_outcome_logprobs(
 ) -> Tensor:
     """Return log p of K tokens and, unless they are all tokens, of "any other" in a last column.
 
-    The probability of "any other" is a sum over the other tokens. 1 minus that of the K tokens
-    would be 0 in float32 for a sharp distribution, without a gradient.
+    The probability of "any other" is summed over all other tokens. For a sharp distribution, 1
+    minus the probability of the K tokens would be 0 in float32, and have no gradient.
     """
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:
@@ -281,9 +288,9 @@ def compute_outcome_logprobs(
 
 
 def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:
-    """Return the value of the state before each token of the mask, 0 elsewhere. [T]
+    """Return the value of the state before each token of the mask, and 0 elsewhere. [T]
 
-    It is the scalar head's output one token earlier.
+    It is the scalar head's output at the previous token.
     """
     index_n = mask_T.nonzero()[:, 0]
     return torch.zeros_like(scalars_T).index_put((index_n,), scalars_T[index_n - 1])

@@ -1,7 +1,7 @@
-"""Base classes for one rank of a distributed learner, however the model is divided.
+"""Base classes for one rank of a distributed learner, which FSDP2 and Megatron learners share.
 
-A rank computes columns of its own micro-batches, and takes optimizer steps on those of all ranks.
-Every rank gets the same calls, in the same order, and the same number of micro-batches.
+A rank computes columns of its own micro-batches. An optimizer step uses the gradients of all ranks.
+Every rank gets the same calls in the same order, and the same number of micro-batches.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankForward(Forward):
 
     @property
     def head_matrix(self) -> Tensor | None:
-        """Return None: a rank holds a part of the matrix, or gathers it for a forward pass only."""
+        """Return None: a rank has only a part of the matrix outside of forward passes."""
         return None
 
     @property
@@ -44,36 +44,35 @@ class RankForward(Forward):
         return head if vocabulary is None else replace(head, vocabulary=vocabulary)
 
     def predictions(
-        self, micro: Batch, hidden_Td: Tensor, wanted: TokenOutputSpec
+        self, micro: Batch, hidden_Td: Tensor, spec: TokenOutputSpec
     ) -> dict[str, Tensor]:
-        local_tokens = self._local_tokens(micro)
+        local_tokens = self._find_local_tokens(micro)
         if local_tokens is None:
-            return super().predictions(micro, hidden_Td, wanted)
-        place_T, is_here_T, group = local_tokens
-        # The state before a token predicts it, so this rank predicts the tokens after its own. A
-        # sequence's last state predicts nothing.
-        mask_T = micro.predicted_T & is_here_T.roll(1)
-        columns = compute_token_columns(
-            self.language_head, hidden_Td, micro, mask_T, wanted, place_T
-        )
+            return super().predictions(micro, hidden_Td, spec)
+        place_T, is_local_T, group = local_tokens
+        # The state of a token predicts the next token. So this rank predicts the successors of its
+        # tokens.
+        mask_T = micro.predicted_T & is_local_T.roll(1)
+        columns = compute_token_columns(self.language_head, hidden_Td, micro, mask_T, spec, place_T)
         return {name: sum_forward(column, group) for name, column in columns.items()}
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
         scalars_t = super().scalars(micro, hidden_Td)
-        local_tokens = self._local_tokens(micro)
+        local_tokens = self._find_local_tokens(micro)
         if local_tokens is None:
             return scalars_t
-        place_T, is_here_T, group = local_tokens
-        tokens = is_here_T.nonzero()[:, 0]
+        place_T, is_local_T, group = local_tokens
+        tokens = is_local_T.nonzero()[:, 0]
         return sum_forward(
             scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]),
             group,
         )
 
-    def _local_tokens(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
-        """Return (index of each token's state on this rank, mask of the tokens here, group).
+    def _find_local_tokens(self, micro: Batch) -> tuple[Tensor, Tensor, Group] | None:
+        """Return (index of each token's state on this rank, mask of this rank's tokens, group).
 
-        The ranks of the group divide the tokens. None if this rank has all tokens.
+        The group has the context-parallel ranks, over which the tokens are divided. Returns None if
+        this rank has all tokens.
         """
         model = self.model
         division = (
@@ -84,22 +83,22 @@ class RankForward(Forward):
         if (
             division is None
             or not isinstance(model, DistributedPolicy)
-            or model.spread.context is None
+            or model.shard.context is None
         ):
             return None
         tokens = torch.from_numpy(division.tokens).to(self.device)
         place_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
         place_T[tokens] = torch.arange(len(tokens), device=self.device)
-        is_here_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
-        is_here_T[tokens] = True
-        return place_T, is_here_T, model.spread.context
+        is_local_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
+        is_local_T[tokens] = True
+        return place_T, is_local_T, model.shard.context
 
 
 class RankLearner(ABC):
     """One rank of a distributed learner.
 
     Args:
-        sums: the ranks whose gradients are added up; None if it is this rank alone.
+        gradient_group: The ranks over which gradients are summed; None for a single rank.
         step_policy: None for a frozen role.
     """
 
@@ -108,27 +107,28 @@ class RankLearner(ABC):
         forward: RankForward,
         topology: Topology,
         rank: int,
-        sums: Group | None,
+        gradient_group: Group | None,
         step_policy: StepPolicy | None,
     ) -> None:
         self.forward = forward
         self.topology = topology
         self.rank = rank
-        self.sums = sums
+        self.gradient_group = gradient_group
         self.step_policy = step_policy
-        self.at = list(topology.coordinates())[rank]
+        self.coordinates = list(topology.coordinates())[rank]
 
     def score(
-        self, micros: Sequence[Batch], wanted: Sequence[str], *, top_k: int = 0
+        self, micros: Sequence[Batch], output_names: Sequence[str], *, top_k: int = 0
     ) -> list[dict[str, Tensor]]:
         """Return the columns of each micro-batch, on the CPU.
 
-        Of the ranks that share a batch shard, one returns them. The others return an empty list.
+        Several ranks compute the same shard of the batch. One of them, the reporting rank, returns
+        the columns. The others return an empty list.
         """
-        scored = self._score(micros, wanted, top_k)
-        if not self.topology.is_reporting_rank(self.at):
+        scored = self._score(micros, output_names, top_k)
+        if not self.topology.is_reporting_rank(self.coordinates):
             return []
-        return [{name: columns[name].to("cpu") for name in wanted} for columns in scored]
+        return [{name: columns[name].to("cpu") for name in output_names} for columns in scored]
 
     def update(self, micros: Sequence[Batch], terms: Sequence[LossTerm]) -> Mapping[str, float]:
         """Take one optimizer step on the micro-batches of all ranks.
@@ -136,14 +136,14 @@ class RankLearner(ABC):
         The step is skipped if there are no micro-batches.
         """
         step_policy = self.step_policy
-        assert step_policy is not None, "a frozen role was asked to update"
+        assert step_policy is not None, "a frozen role can't be updated"
         metrics = step_policy.begin()
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
-            sums = self._sums(self._learn(micros, terms))
-            # All ranks of the last pipeline stage have this loss, and `_complete_gradient` adds it
-            # up over all ranks.
+            sums = self._sum_numbers(self._learn(micros, terms))
+            # All ranks of the last pipeline stage have this loss, and `_complete_gradient` sums it
+            # over all ranks.
             ranks_with_loss = self.topology.world // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
@@ -155,33 +155,39 @@ class RankLearner(ABC):
             self._zero_gradient()
         return metrics
 
-    def _sums(self, numbers: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-        """Return the sum of each number over micro-batches and data ranks."""
+    def _sum_numbers(self, numbers: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+        """Return the sum of each loss and metric over micro-batches and data ranks.
+
+        numbers: losses and metrics of each micro-batch of this rank, by name.
+        """
         if not numbers:
             return {}
         names = list(numbers[0])
         totals = torch.stack(
-            [torch.stack([of_micro[name] for of_micro in numbers]).sum() for name in names]
+            [
+                torch.stack([micro_numbers[name] for micro_numbers in numbers]).sum()
+                for name in names
+            ]
         ).double()
-        if self.sums is not None:
-            dist.all_reduce(totals, group=self.sums)
-        # The context ranks of a data rank all report its whole numbers.
+        if self.gradient_group is not None:
+            dist.all_reduce(totals, group=self.gradient_group)
+        # All context-parallel ranks of a data rank have the same numbers.
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
-    def _seed(self, number: int) -> int:
+    def _derive_seed(self, number: int) -> int:
         """Return the seed of the adapter's dropout in a micro-batch.
 
         Args:
-            number: index of the micro-batch among those of this rank.
+            number: Index of the micro-batch among those of this rank.
         """
-        taken = 0 if self.step_policy is None else self.step_policy.steps_taken
+        step = 0 if self.step_policy is None else self.step_policy.steps_taken
         return derive_mask_seed(
-            taken, number * self.topology.data + self.topology.data_rank(self.at)
+            step, number * self.topology.data + self.topology.data_rank(self.coordinates)
         )
 
     @abstractmethod
     def _score(
-        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+        self, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
         """Return the columns of each micro-batch.
 
@@ -192,16 +198,16 @@ class RankLearner(ABC):
     def _learn(
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
-        """Add up gradients, and return the losses and metrics of each micro-batch.
+        """Accumulate gradients, and return the losses and metrics of each micro-batch.
 
         Ranks that don't compute the losses return an empty list.
         """
 
     @abstractmethod
     def _complete_gradient(self, loss: float) -> tuple[float, float]:
-        """Complete the gradient, and return (its norm, the sum over all ranks of `loss`).
+        """Sum the gradient over ranks, and return (its norm, the sum of `loss` over all ranks).
 
-        Both are the same on every rank.
+        Both numbers are the same on every rank.
         """
 
     @abstractmethod
@@ -220,7 +226,7 @@ class RankLearner(ABC):
 
     @abstractmethod
     def weights(self) -> Iterator[Shard]:
-        """Yield this rank's blocks. A block that several ranks hold comes from the first only."""
+        """Yield this rank's blocks. If several ranks hold a block, only one of them yields it."""
 
     @abstractmethod
     def save(self, directory: Path) -> None: ...

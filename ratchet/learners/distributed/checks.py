@@ -1,4 +1,4 @@
-"""Checks that a distributed learner can divide a model, before its processes start."""
+"""Checks that a distributed learner can shard a model, before its processes start."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ def check_megatron(section: MegatronConfig, model: PolicyModel) -> None:
     require_megatron()
     if not isinstance(model, DecoderPolicy):
         raise ModelError(
-            "learner.kind=megatron has maps for models of Ratchet's own decoder, and transformers "
-            "runs this one. Set learner.kind=dtensor."
+            "learner.kind=megatron supports models of Ratchet's own decoder, but transformers runs "
+            "this model. Set learner.kind=dtensor."
         )
     build_megatron_sizes(section).check(model.shape)
     if section.fp8 is not None:
@@ -45,13 +45,12 @@ def _check_transformers(section: DTensorConfig, model: PolicyModel) -> None:
     for key in ("context_parallel", "pipeline_parallel", "expert_parallel"):
         if (value := getattr(section, key)) > 1:
             raise ConfigError(
-                f"learner.{key}={value} divides what Ratchet's own decoder computes, and "
-                "transformers runs this model. Set it to 1, and learner.dp_shard to the number of "
-                "ranks."
+                f"learner.{key}={value} needs Ratchet's own decoder, but transformers runs this "
+                f"model. Set learner.{key}=1, and learner.dp_shard to the number of ranks."
             )
     if section.sequence_parallel:
         raise ConfigError(
-            "learner.sequence_parallel is of Ratchet's own decoder, and transformers runs this "
+            "learner.sequence_parallel needs Ratchet's own decoder, but transformers runs this "
             "model. Remove it."
         )
     assert isinstance(model, TransformersPolicy), "any other model is a decoder"

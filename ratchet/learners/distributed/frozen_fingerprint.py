@@ -1,4 +1,4 @@
-"""Fingerprint the frozen weights beside an adapter if ranks divide them."""
+"""Fingerprint the frozen weights of a LoRA run whose weights are divided over ranks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ def fingerprint_across_ranks(
 
     All ranks must call it together.
 
-    blocks: blocks that this rank counts.
+    blocks: this rank's blocks; each block is passed by exactly one rank.
     names: names of the weights on all ranks.
-    device: the device on which ranks add up their sums.
+    device: the device on which the ranks add up their sums.
     """
     sums = dict.fromkeys(sorted(names), 0)
     for block in blocks:
         sums[block.name] += sum_bits(block.tensor)
-    # Sums count modulo 2^64, and int64 holds them from -2^63 on.
+    # The sums are modulo 2^64. Shift them into the range of int64.
     totals = torch.tensor(
         [(total + 2**63) % 2**64 - 2**63 for total in sums.values()], device=device
     )

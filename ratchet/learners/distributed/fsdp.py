@@ -1,8 +1,8 @@
 """One rank of a learner that FSDP2 shards (DTensor).
 
-The model is a part of the built-in decoder, or any model of transformers. Losses and gradients are
-sums, as in all learners. FSDP averages over its ranks, so a loss is first multiplied by their
-number.
+The model is a shard of the built-in decoder, or any model of transformers. Losses and gradients are
+sums, as in all learners. FSDP averages gradients over its ranks, so losses are multiplied by the
+number of ranks.
 """
 
 from __future__ import annotations
@@ -64,16 +64,16 @@ def shard_model(
     offload: bool = False,
     autocast: bool = False,
 ) -> None:
-    """Shard matrices over the FSDP ranks; each rank keeps vectors, which are small, whole.
+    """Shard a model's matrices over the FSDP ranks. Each rank keeps vectors (norms, biases) whole.
 
-    units: modules whose weights are gathered one after another.
+    units: modules, such as layers, whose weights FSDP gathers together.
     offload: True to keep shards in host memory.
     autocast: True if forwards run under autocast. Matrices of the units are then gathered in
       bfloat16, to which autocast would round them anyway. Matrices outside the units (such as the
-      language head), shards and sums of gradients keep their dtype.
+      language head), the shards themselves and gradient sums keep their dtype.
     """
     policy = CPUOffloadPolicy(pin_memory=torch.cuda.is_available()) if offload else OffloadPolicy()
-    # Hidden states between the layers stay in float32, as under autocast alone.
+    # Hidden states between the layers stay in float32, as they do with autocast but without FSDP.
     bfloat16_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32, cast_forward_inputs=False)
     precision = bfloat16_policy if autocast else MixedPrecisionPolicy()
     unsharded = {parameter for parameter in model.parameters() if parameter.dim() < 2}
@@ -99,10 +99,10 @@ def shard_model(
 class DTensorLearner(RankLearner):
     """One rank of a `Learner` that FSDP2 shards.
 
-    model, head: already sharded by `shard_model`.
-    device: the device that computes; weights may be stored elsewhere.
+    model, head: must have been sharded by `shard_model`.
+    device: the device that computes; weights may be stored on another.
 
-    optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
+    optimizer, total_steps, autocast, shared_vocab and replays are as in `LocalLearner`.
     """
 
     def __init__(
@@ -123,11 +123,10 @@ class DTensorLearner(RankLearner):
         self.model = model
         self.head = head
         model.checkpointing = config.activation_checkpointing
-        mib = resolve_chunk_mib(config.logprob_chunk_mib, device.type)
         forward = RankForward(
             model,
             head,
-            chunk_mib=mib,
+            chunk_mib=resolve_chunk_mib(config.logprob_chunk_mib, device.type),
             autocast=autocast,
             shared_vocab=shared_vocab,
             device=device,
@@ -136,9 +135,9 @@ class DTensorLearner(RankLearner):
         step_policy = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
         )
-        super().__init__(forward, mesh.topology, mesh.rank, mesh.sums, step_policy)
+        super().__init__(forward, mesh.topology, mesh.rank, mesh.gradient_group, step_policy)
         self.param_shards = collect_param_shards(model, head, mesh)
         trained_ids = {
             id(parameter)
@@ -151,7 +150,7 @@ class DTensorLearner(RankLearner):
         self.pipeline = None
         if isinstance(model, DistributedPolicy):
             for stage in model.runs:
-                # A pipeline runs the stages outside `Forward`, which otherwise enters autocast.
+                # A pipeline runs the stages outside of `Forward`, so they must enter autocast.
                 stage.autocast = autocast
             if mesh.pipeline is not None:
                 self.pipeline = Pipeline(
@@ -164,21 +163,20 @@ class DTensorLearner(RankLearner):
         self._offloader = Offloader([model, head], self.optimizer)
 
     def _score(
-        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+        self, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
         forward = self.forward
         pipeline = self.pipeline
         if pipeline is None:
-            columns = [forward.score(micro, wanted, top_k=top_k) for micro in micros]
+            columns = [forward.score(micro, output_names, top_k=top_k) for micro in micros]
         else:
             with torch.no_grad():
                 on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
                 hidden = pipeline.hidden(on_device)
-            # Only the last stage has hidden states.
-            pairs = zip(on_device, hidden, strict=False)
+            # `hidden` is empty except on the last stage.
             columns = [
-                forward.score(micro, wanted, top_k=top_k, hidden_Td=states)
-                for micro, states in pairs
+                forward.score(micro, output_names, top_k=top_k, hidden_Td=states)
+                for micro, states in zip(on_device, hidden, strict=False)
             ]
         self._reshard()
         return columns
@@ -188,12 +186,12 @@ class DTensorLearner(RankLearner):
         return compute_global_norm(self.trained, loss, self.forward.device)
 
     def _step(self, lr: float, factor: float) -> None:
-        assert self.optimizer is not None, "a frozen role has none"
+        assert self.optimizer is not None, "a frozen role has no optimizer"
         scale_gradients(self.trained, factor)
         self.optimizer.step(lr)
 
     def _zero_gradient(self) -> None:
-        assert self.optimizer is not None, "a frozen role has none"
+        assert self.optimizer is not None, "a frozen role has no optimizer"
         self.optimizer.zero_grad()
 
     def _learn(
@@ -201,14 +199,14 @@ class DTensorLearner(RankLearner):
     ) -> list[Mapping[str, Tensor]]:
         forward = self.forward
         pipeline = self.pipeline
-        factor = self.mesh.topology.summands
+        factor = self.mesh.topology.gradient_ranks
         on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
         numbers: list[Mapping[str, Tensor]] = []
-        watches = [forward.watch(terms) for _ in on_device]
+        monitors = [forward.make_monitor(terms) for _ in on_device]
 
         def loss(number: int, hidden_Td: Tensor) -> Tensor:
             total, micro_numbers = forward.losses(
-                on_device[number], hidden_Td, terms, watches[number]
+                on_device[number], hidden_Td, terms, monitors[number]
             )
             numbers.append(micro_numbers)
             return total * factor
@@ -217,14 +215,14 @@ class DTensorLearner(RankLearner):
             pipeline.learn(on_device, loss)
         else:
             for number, micro in enumerate(on_device):
-                with seed_dropout(self.model, self._seed(number)):
-                    loss(number, forward.hidden(micro, watches[number])).backward()
+                with seed_dropout(self.model, self._derive_seed(number)):
+                    loss(number, forward.hidden(micro, monitors[number])).backward()
         return numbers
 
     def _reshard(self) -> None:
         """Reshard all FSDP modules after a forward without backward.
 
-        FSDP would keep the root's weights whole, and the next forward would not see an update.
+        FSDP keeps the root's weights gathered then, and the next forward would miss an update.
         """
         for module in self.model.modules():
             if isinstance(module, FSDPModule):
@@ -239,7 +237,7 @@ class DTensorLearner(RankLearner):
         self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
-        """Yield this rank's blocks; only the first rank that holds a block yields it."""
+        """Yield this rank's blocks for the weight sync. Each block comes from exactly one rank."""
         for item in self.frozen:
             if item.first:
                 yield from (replace(block, rests=True) for block in item.blocks(item.local))
@@ -249,14 +247,14 @@ class DTensorLearner(RankLearner):
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
         """Yield this rank's blocks of a part of the model; "all" includes the scalar head."""
-        param_shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[
-            part
-        ]
-        return (block for item in param_shards if item.first for block in item.blocks(item.local))
+        shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[part]
+        return (block for shard in shards if shard.first for block in shard.blocks(shard.local))
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         with (
-            self.optimizer.averaged() if averaged and self.optimizer is not None else nullcontext()
+            self.optimizer.use_averages()
+            if averaged and self.optimizer is not None
+            else nullcontext()
         ):
             export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
@@ -264,7 +262,7 @@ class DTensorLearner(RankLearner):
     def base(self) -> str:
         """The fingerprint of the frozen weights, which a checkpoint leaves out.
 
-        It is a collective: all ranks must read it at the same time.
+        Its first use is a collective operation, so all ranks must use it at the same time.
         """
         names = {piece.name for item in self.frozen for piece in item.pieces}
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
@@ -286,13 +284,13 @@ class DTensorLearner(RankLearner):
     def _state_blocks(self) -> Iterator[Shard]:
         """Yield the weights and moments of a checkpoint one by one.
 
-        So a dequantised copy of moments exists only while it is written.
+        A dequantised copy of moments then exists only while it is written.
         """
         optimizer = self.optimizer
         for item in (item for item in self.trained if item.first):
             yield from item.blocks(item.local)
             if optimizer is not None and item.name in optimizer.state:
-                for key, moment in optimizer.unquantised(item.name).items():
+                for key, moment in optimizer.get_moments(item.name).items():
                     yield from (
                         rename_block(block, f"{key}/{block.name}") for block in item.blocks(moment)
                     )
@@ -311,9 +309,9 @@ class DTensorLearner(RankLearner):
             self.step_policy.bad_steps = stored.numbers["bad"]
             self.optimizer.state = {}
             for item in (item for item in self.trained if item.name in stored.numbers["steps"]):
-                moments = self.optimizer.begin(item.name, item.parameter)
+                moments = self.optimizer.init_state(item.name, item.parameter)
                 moments["step"].fill_(stored.numbers["steps"][item.name])
-                stored_moments = self.optimizer.unquantised(item.name)
+                stored_moments = self.optimizer.get_moments(item.name)
                 for key, moment in stored_moments.items():
                     for block in item.blocks(moment):
                         block.tensor.copy_(
@@ -325,7 +323,9 @@ class DTensorLearner(RankLearner):
 def _trained_parameters(module: PolicyModel | ScalarHead) -> Iterator[nn.Parameter]:
     """Return the parameters that a model or a scalar head trains."""
     return (
-        (p for _, p in module.trained()) if isinstance(module, PolicyModel) else module.parameters()
+        (p for _, p in module.trained_parameters())
+        if isinstance(module, PolicyModel)
+        else module.parameters()
     )
 
 

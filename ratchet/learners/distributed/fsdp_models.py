@@ -35,20 +35,20 @@ class DTensorModels:
         """Return this rank's shard of a model, with its weights."""
         shape = origin.decoder()
         if shape is None:
-            return self._transformers(origin)
-        model = self._empty(shape)
+            return self._load_transformers(origin)
+        model = self._allocate(shape)
         fill_param_shards(collect_param_shards(model, None, self.mesh), origin.reader())
         return model
 
     def copy(self, policy: PolicyModel) -> PolicyModel:
         """Return a copy of the policy with its current weights."""
         assert isinstance(policy, DistributedPolicy), (
-            "the driver refuses copies of a transformers model"
+            "the driver never asks for a copy of a transformers model"
         )
-        model = self._empty(policy.decoder.config)
+        model = self._allocate(policy.decoder.config)
         if policy.adapter is not None:
             model.attach(policy.adapter)
-            self._move_undivided(model)
+            self._move_unsharded(model)
         sources = collect_param_shards(policy, None, self.mesh)
         with torch.no_grad():
             for source, target in zip(
@@ -58,10 +58,10 @@ class DTensorModels:
         return model
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> DTensorLearner:
-        """Return the learner of a role; attach the role's adapter if the model has none."""
+        """Return the learner of a role. Attach the role's adapter if the model has no adapter."""
         if spec.adapter is not None and model.adapter is None:
             model.attach(spec.adapter)
-            self._move_undivided(model)
+            self._move_unsharded(model)
         optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
         head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
         if head is not None:
@@ -81,10 +81,10 @@ class DTensorModels:
 
     def close(self) -> None: ...
 
-    def _empty(self, shape: Any) -> PolicyModel:
+    def _allocate(self, shape: Any) -> PolicyModel:
         """Return this rank's shard of a model, with uninitialised weights."""
         mesh = self.mesh
-        spread = DistributedShard(
+        shard = DistributedShard(
             mesh.part,
             mesh.tensor,
             mesh.context,
@@ -92,25 +92,25 @@ class DTensorModels:
             sequence=self.config.sequence_parallel,
         )
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
-        model = DistributedPolicy(shape, spread, device="meta", dtype=self.dtype, chunks=chunks)
+        model = DistributedPolicy(shape, shard, device="meta", dtype=self.dtype, chunks=chunks)
         for stage in model.runs:
             layers = list(stage.decoder.layers.values())
             shard_model(
                 stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast
             )
         model.to_empty(device="cpu" if self.config.cpu_offload else self.device)
-        return self._move_undivided(model)
+        return self._move_unsharded(model)
 
-    def _move_undivided(self, model: PolicyModel) -> PolicyModel:
+    def _move_unsharded(self, model: PolicyModel) -> PolicyModel:
         """Move the tensors that FSDP does not shard to the device, and return the model."""
         for tensor in (*model.parameters(), *model.buffers()):
             if not isinstance(tensor, DTensor):
                 tensor.data = tensor.data.to(self.device)
         return model
 
-    def _transformers(self, origin: ModelSource) -> PolicyModel:
+    def _load_transformers(self, origin: ModelSource) -> PolicyModel:
         """Return this rank's shard of a model that transformers runs."""
-        # Every rank first loads the whole model into host memory. Its device gets only the shard.
+        # Every rank loads the whole model into host memory. Only its shard goes to the device.
         model = load_transformers_policy(
             origin.directory(),
             dtype=self.dtype,
@@ -126,4 +126,4 @@ class DTensorModels:
             offload=self.config.cpu_offload,
             autocast=self.autocast,
         )
-        return self._move_undivided(model)
+        return self._move_unsharded(model)

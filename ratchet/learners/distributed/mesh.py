@@ -1,4 +1,4 @@
-"""The device mesh and process groups of a rank."""
+"""The device mesh and the process groups of a rank (tensor, context, pipeline, expert, FSDP)."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Group = dist.ProcessGroup
 
 
 class Mesh:
-    """The process groups of a rank. A group of one rank is None.
+    """The process groups of a rank, one for each kind of parallelism. A group of one rank is None.
 
     All ranks create their mesh at the same time, after `init_process_group`.
     """
@@ -25,8 +25,8 @@ class Mesh:
         )
         self.topology = topology
         self.rank = dist.get_rank()
-        self.at = list(topology.coordinates())[self.rank]
-        # The ranks of a replica over which FSDP divides the rows of a parameter.
+        self.coordinates = list(topology.coordinates())[self.rank]
+        # Number of ranks of a replica over which FSDP divides the rows of a parameter.
         row_ranks = topology.shards * topology.context
         sizes = (topology.pipeline, topology.replicas, row_ranks, topology.tensor)
         self._mesh = init_device_mesh(
@@ -37,18 +37,18 @@ class Mesh:
             lambda c: (c.pipeline, c.replica, c.shard, c.tensor), topology.context
         )
         self.pipeline = self._mesh.get_group("pipeline") if topology.pipeline > 1 else None
-        self.ends = self._ends()
-        # The ranks whose gradients are added up.
-        self.sums = self._group(lambda c: (c.pipeline, c.tensor), topology.summands)
-        row_index = self.at.shard * topology.context + self.at.context
-        # The ranks over which the rows of one expert's parameters are divided.
+        self.end_stages_group = self._end_stages_group()
+        # The ranks over which gradients are summed.
+        self.gradient_group = self._group(lambda c: (c.pipeline, c.tensor), topology.gradient_ranks)
+        row_index = self.coordinates.shard * topology.context + self.coordinates.context
+        # Number of ranks over which FSDP divides the rows of an expert's parameters.
         expert_row_ranks = row_ranks // topology.experts
         self.part = ModelShard(
-            ShardIndex(self.at.tensor, topology.tensor),
-            ShardIndex(self.at.pipeline, topology.pipeline),
+            ShardIndex(self.coordinates.tensor, topology.tensor),
+            ShardIndex(self.coordinates.pipeline, topology.pipeline),
             ShardIndex(row_index % topology.experts, topology.experts),
         )
-        # This rank's share of the rows of each dense parameter, and of each of its experts'.
+        # This rank's share of the rows of a dense parameter, and of an expert's parameter.
         self.share = ShardIndex(row_index, row_ranks)
         self.expert_share = ShardIndex(row_index // topology.experts, expert_row_ranks)
         self.fsdp = self._fsdp_mesh(self._mesh, row_ranks)
@@ -67,28 +67,28 @@ class Mesh:
             self.experts = expert_mesh.get_group("experts")
             self.expert_fsdp = self._fsdp_mesh(expert_mesh, expert_row_ranks)
 
-    def _ends(self) -> Group | None:
+    def _end_stages_group(self) -> Group | None:
         """Return the group of the first and last pipeline stage; None if this rank has neither."""
         last = self.topology.pipeline - 1
         if not last:
             return None
 
-        def group_key(at: Coordinates) -> tuple[int, ...]:
+        def group_key(coordinates: Coordinates) -> tuple[int, ...]:
             return (
-                at.replica,
-                at.shard,
-                at.context,
-                at.tensor,
-                0 if at.pipeline in (0, last) else at.pipeline,
+                coordinates.replica,
+                coordinates.shard,
+                coordinates.context,
+                coordinates.tensor,
+                0 if coordinates.pipeline in (0, last) else coordinates.pipeline,
             )
 
         group = self._group(group_key, 2)
-        return group if self.at.pipeline in (0, last) else None
+        return group if self.coordinates.pipeline in (0, last) else None
 
     def _fsdp_mesh(self, mesh: DeviceMesh, row_ranks: int) -> DeviceMesh | None:
-        """Return the mesh over which FSDP divides weights and repeats them in each replica.
+        """Return the mesh over which FSDP shards weights; None if one rank holds all weights.
 
-        None if one rank holds all of them.
+        With replicas its first dimension is the replicas (HSDP).
         """
         if self.topology.replicas > 1:
             return mesh["replica", "rows"]
@@ -104,9 +104,9 @@ class Mesh:
         if size == 1:
             return None
         members: dict[tuple[int, ...], list[int]] = {}
-        for rank, at in enumerate(self.topology.coordinates()):
-            members.setdefault(group_key(at), []).append(rank)
+        for rank, coordinates in enumerate(self.topology.coordinates()):
+            members.setdefault(group_key(coordinates), []).append(rank)
         groups = {key: dist.new_group(ranks) for key, ranks in members.items()}
-        group = groups[group_key(self.at)]
+        group = groups[group_key(self.coordinates)]
         assert isinstance(group, dist.ProcessGroup)
         return group

@@ -1,4 +1,4 @@
-"""The protocol that loads models on the ranks of a distributed learner, for every backend."""
+"""The protocol of the classes that load models on the ranks of a distributed learner."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ from ratchet.models.policy import PolicyModel
 class ModelProvider(Protocol):
     """A loader and copier of the models on one rank: policy, reference, critic and reward model.
 
-    The learner's section names its class (`DistributedConfig.provider`). It is created from that
-    section, the rank's device and the dtype of weights, once torch's process group exists.
+    `DistributedConfig.provider` names the class. It is created after torch's process group, from
+    the learner's section, the rank's device and the dtype of weights.
     """
 
     def load(self, origin: ModelSource) -> PolicyModel:
@@ -29,7 +29,7 @@ class ModelProvider(Protocol):
         ...
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> RankLearner:
-        """Return the learner of a role, with a scalar head if the specification says so."""
+        """Return the learner of a role, with a scalar head if `spec.scalar` is set."""
         ...
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""The parameters of a rank: the part of each that it holds, and how gradients are reduced."""
+"""The shards of parameters that a rank holds, and the reduction of their gradients."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from ratchet.protocols import Shard
 
 @dataclass(frozen=True)
 class ParamShards:
-    """The part of a parameter that this rank holds.
+    """The shard of a parameter that this rank holds.
 
-    rows: rows that this rank holds, if FSDP divides the parameter; None: all of them.
-    copies: number of ranks that hold the same block.
-    partial: groups over which the gradient must still be summed, after FSDP's own reduction.
+    pieces: the blocks of canonical weights in the parameter before FSDP divides it.
+    rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
+    copies: number of ranks that hold the same shard.
+    partial: groups over which the gradient must still be summed after FSDP's own reduction.
     excess: divisor of the gradient. The loss is multiplied by the number of ranks over which FSDP
-      averages dense matrices. It averages experts over fewer ranks, and vectors and adapters, which
-      it does not divide, over none.
-    first: True for the one rank that saves and sends this block, of all that hold it.
+      averages gradients of dense matrices. Gradients of experts are averaged over fewer ranks, and
+      those of vectors and adapters, which FSDP does not divide, over none.
+    first: True on the one rank, among those with the same shard, that saves and sends it.
     """
 
     name: str
@@ -76,36 +77,36 @@ def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
     return range(min(size * share.index, total), min(size * (share.index + 1), total))
 
 
-def complete_gradients(held: Sequence[ParamShards]) -> None:
+def complete_gradients(param_shards: Sequence[ParamShards]) -> None:
     """Sum each gradient over its `partial` groups, and divide it by its `excess`."""
-    for item in held:
-        # A tied embedding has no gradient on pipeline stages without the head.
-        if item.partial and item.parameter.grad is None:
-            item.parameter.grad = torch.zeros_like(item.parameter)
-        if item.parameter.grad is not None:
-            for group in item.partial:
-                dist.all_reduce(get_local_tensor(item.parameter.grad), group=group)
-            if item.excess > 1:
-                get_local_tensor(item.parameter.grad).div_(item.excess)
+    for shard in param_shards:
+        # A tied embedding has no gradient on a pipeline stage if it is not used there.
+        if shard.partial and shard.parameter.grad is None:
+            shard.parameter.grad = torch.zeros_like(shard.parameter)
+        if shard.parameter.grad is not None:
+            for group in shard.partial:
+                dist.all_reduce(get_local_tensor(shard.parameter.grad), group=group)
+            if shard.excess > 1:
+                get_local_tensor(shard.parameter.grad).div_(shard.excess)
 
 
-def scale_gradients(held: Sequence[ParamShards], factor: float) -> None:
+def scale_gradients(param_shards: Sequence[ParamShards], factor: float) -> None:
     """Multiply the gradients by a factor."""
-    for item in held:
-        if item.parameter.grad is not None and factor != 1.0:
-            get_local_tensor(item.parameter.grad).mul_(factor)
+    for shard in param_shards:
+        if shard.parameter.grad is not None and factor != 1.0:
+            get_local_tensor(shard.parameter.grad).mul_(factor)
 
 
 def compute_global_norm(
-    held: Sequence[ParamShards], loss: float, device: torch.device
+    param_shards: Sequence[ParamShards], loss: float, device: torch.device
 ) -> tuple[float, float]:
     """Return (norm of the whole gradient, sum over all ranks of `loss`), equal on every rank."""
     total = torch.zeros(2, dtype=torch.float64, device=device)
-    for item in held:
-        if item.parameter.grad is not None:
+    for shard in param_shards:
+        if shard.parameter.grad is not None:
             total[0] += (
-                torch.linalg.vector_norm(get_local_tensor(item.parameter.grad)).double().square()
-                / item.copies
+                torch.linalg.vector_norm(get_local_tensor(shard.parameter.grad)).double().square()
+                / shard.copies
             )
     total[1] = loss
     dist.all_reduce(total)
@@ -115,135 +116,149 @@ def compute_global_norm(
 def collect_param_shards(
     model: PolicyModel, head: ScalarHead | None, mesh: Mesh
 ) -> list[ParamShards]:
-    """Return the shards of the model's parameters in their order.
-
-    Those of the scalar head come last.
-    """
+    """Return the shards of the model's parameters in order, then those of the scalar head."""
     param_shards: list[ParamShards] = []
     if isinstance(model, DistributedPolicy):
         for decoder in (stage.decoder for stage in model.runs):
-            where = list_pieces(decoder)
-            tied = decoder.config.tied
+            pieces = list_pieces(decoder)
+            is_tied = decoder.config.tied
             for name, parameter in decoder.named_parameters():
                 param_shards.append(
-                    _decoder_shard(
+                    _make_decoder_shard(
                         name,
                         parameter,
-                        where[name],
+                        pieces[name],
                         mesh,
-                        sequence=model.spread.sequence,
-                        tied=tied,
+                        sequence=model.shard.sequence,
+                        is_tied=is_tied,
                     )
                 )
     else:
         for name, parameter in model.named_parameters():
-            # Drop the wrapper's prefix.
-            own_name = name.partition(".")[2]
-            param_shards.append(_transformers_shard(own_name, parameter, mesh, model.divided))
+            # Drop the wrapper's prefix "model.".
+            model_name = name.partition(".")[2]
+            param_shards.append(
+                _make_transformers_shard(model_name, parameter, mesh, model.divided)
+            )
     for name, parameter in () if head is None else head.named_parameters():
+        head_name = f"head.{name}"
         param_shards.append(
-            _param_shard(f"head.{name}", parameter, _whole(f"head.{name}", parameter), mesh, ())
+            _make_shard(head_name, parameter, _whole_piece(head_name, parameter), mesh, ())
         )
     return param_shards
 
 
-def _decoder_shard(
+def _make_decoder_shard(
     name: str,
     parameter: nn.Parameter,
-    where: tuple[WeightPiece, ...],
+    pieces: tuple[WeightPiece, ...],
     mesh: Mesh,
     *,
     sequence: bool,
-    tied: bool,
+    is_tied: bool,
 ) -> ParamShards:
-    """Return the shard of a parameter of Ratchet's decoder."""
+    """Return the shard of a parameter of Ratchet's decoder.
+
+    sequence: True under sequence parallelism.
+    is_tied: True if the head is the embedding.
+    """
     partial: tuple[Group, ...] = ()
     if mesh.tensor is not None and not is_tensor_parallel(name):
-        # Each rank has these parameters whole, but computes their gradient from only some of the
-        # heads, experts' outputs or tokens. An adapter's undivided matrix is multiplied with a
-        # divided one, so its gradient comes from some outputs or a summand of the inputs.
-        sees_some_heads = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
+        # Each rank has these parameters as a whole, but computes only a part of their gradient:
+        # from some of the heads, experts' outputs or tokens. The undivided factor of an adapter is
+        # multiplied with the divided one, so each rank computes a part of its gradient too.
+        has_partial_gradient = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
         partial = (
             (mesh.tensor,)
-            if sees_some_heads or is_adapter_parameter(name) or (sequence and "norm" in name)
+            if has_partial_gradient or is_adapter_parameter(name) or (sequence and "norm" in name)
             else ()
         )
     is_expert = mesh.experts is not None and ".experts." in name
-    shard = _param_shard(
-        name, parameter, where, mesh, partial, divided=is_tensor_parallel(name), is_expert=is_expert
-    )
-    if mesh.ends is None or not (tied and name.startswith("embed_tokens")):
-        return shard
-    # The last pipeline stage has the tied embedding too, as its head.
-    first = shard.first and mesh.at.pipeline == 0
-    return replace(shard, partial=(*partial, mesh.ends), copies=shard.copies * 2, first=first)
-
-
-def _transformers_shard(
-    name: str, parameter: nn.Parameter, mesh: Mesh, divided: TPDivision | None
-) -> ParamShards:
-    """Return the shard of a parameter of a Hugging Face transformers model."""
-    if divided is None or mesh.tensor is None:
-        return _param_shard(name, parameter, _whole(name, parameter), mesh, ())
-    if name in divided.blocks:
-        return _param_shard(name, parameter, (divided.blocks[name],), mesh, (), divided=True)
-    return _param_shard(
+    shard = _make_shard(
         name,
         parameter,
-        _whole(name, parameter),
+        pieces,
         mesh,
-        (mesh.tensor,) if name in divided.partial else (),
+        partial,
+        is_divided=is_tensor_parallel(name),
+        is_expert=is_expert,
+    )
+    if mesh.end_stages_group is None or not (is_tied and name.startswith("embed_tokens")):
+        return shard
+    # The last pipeline stage has the tied embedding too, as its head.
+    return replace(
+        shard,
+        partial=(*partial, mesh.end_stages_group),
+        copies=shard.copies * 2,
+        first=shard.first and mesh.coordinates.pipeline == 0,
     )
 
 
-def _param_shard(
+def _make_transformers_shard(
+    name: str, parameter: nn.Parameter, mesh: Mesh, division: TPDivision | None
+) -> ParamShards:
+    """Return the shard of a parameter of a Hugging Face transformers model."""
+    if division is None or mesh.tensor is None:
+        return _make_shard(name, parameter, _whole_piece(name, parameter), mesh, ())
+    if name in division.blocks:
+        return _make_shard(name, parameter, (division.blocks[name],), mesh, (), is_divided=True)
+    return _make_shard(
+        name,
+        parameter,
+        _whole_piece(name, parameter),
+        mesh,
+        (mesh.tensor,) if name in division.partial else (),
+    )
+
+
+def _make_shard(
     name: str,
     parameter: nn.Parameter,
-    where: tuple[WeightPiece, ...],
+    pieces: tuple[WeightPiece, ...],
     mesh: Mesh,
     partial: tuple[Group, ...],
     *,
-    divided: bool = False,
+    is_divided: bool = False,
     is_expert: bool = False,
 ) -> ParamShards:
     """Return the shard of a parameter.
 
-    divided: True if tensor parallelism divides it.
+    is_divided: True if tensor parallelism divides the parameter.
     """
     excess = mesh.topology.experts if is_expert else 1
     # FSDP does not divide vectors and adapters.
-    if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.sums is not None:
-        partial = (*partial, mesh.sums)
-        excess = mesh.topology.summands
+    if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.gradient_group is not None:
+        partial = (*partial, mesh.gradient_group)
+        excess = mesh.topology.gradient_ranks
     share = mesh.expert_share if is_expert else mesh.share
     rows = compute_fsdp_rows(parameter, share)
     copies = (
         mesh.topology.replicas
-        * (1 if divided else mesh.topology.tensor)
+        * (1 if is_divided else mesh.topology.tensor)
         * (share.count if rows is None else 1)
     )
     first = (
-        mesh.at.replica == 0
-        and (divided or mesh.at.tensor == 0)
+        mesh.coordinates.replica == 0
+        and (is_divided or mesh.coordinates.tensor == 0)
         and (rows is not None or share.index == 0)
     )
-    return ParamShards(name, parameter, where, rows, copies, partial, excess, first)
+    return ParamShards(name, parameter, pieces, rows, copies, partial, excess, first)
 
 
-def _whole(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
+def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:
     """Return a single piece that covers the whole parameter."""
     shape = tuple(parameter.shape)
     return (WeightPiece(name, shape, (0,) * len(shape), range(shape[0])),)
 
 
 def fill_param_shards(
-    held: Sequence[ParamShards], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
+    param_shards: Sequence[ParamShards], read: Callable[[str, Sequence[int], Sequence[int]], Tensor]
 ) -> None:
     """Fill the parameters block by block.
 
     read: returns a block, given its name, offsets and shape.
     """
     with torch.no_grad():
-        for item in held:
-            for block in item.blocks(item.local):
+        for shard in param_shards:
+            for block in shard.blocks(shard.local):
                 block.tensor.copy_(read(block.name, block.offsets, block.tensor.shape))

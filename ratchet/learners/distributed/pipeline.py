@@ -1,10 +1,11 @@
 """Run pipeline parallelism with torch.distributed.pipelining.
 
-All ranks know every micro-batch, so the stages exchange hidden states alone. These have one shape
-in a pass: shorter micro-batches are padded at the end, and the padding is never read.
+All ranks have every micro-batch, so the stages exchange only hidden states. In a pass all hidden
+states have the same shape: shorter micro-batches are padded at the end, and no loss depends on the
+padding.
 
-T = tokens of a micro-batch (padded in `_unpad`), U = its tokens with shared prefixes counted once,
-d = hidden size, M = micro-batches.
+T = tokens of a micro-batch, U = its tokens with shared prefixes counted once, d = hidden size,
+M = micro-batches.
 """
 
 from __future__ import annotations
@@ -55,8 +56,8 @@ class Pipeline:
 
     @property
     def is_last(self) -> bool:
-        """True if this rank has the last stage, which returns the hidden states."""
-        return self.mesh.at.pipeline == self.mesh.topology.pipeline - 1
+        """True if this rank has the last stage, which returns the final hidden states."""
+        return self.mesh.coordinates.pipeline == self.mesh.topology.pipeline - 1
 
     def learn(self, micros: Sequence[Batch], loss: Loss) -> None:
         """Accumulate the gradients of the micro-batches' losses.
@@ -79,7 +80,7 @@ class Pipeline:
         if out is None or not self.is_last:
             return []
         head = self.model.runs[-1]
-        # FSDP has resharded the head after this pass without a backward; callers need it whole.
+        # FSDP has resharded the head after this pass without a backward. The caller needs it whole.
         if isinstance(head, FSDPModule):
             head.unshard()
         return [
@@ -102,21 +103,25 @@ class Pipeline:
         return feed.unfold(hidden_Td[: len(feed.tokens_U)])
 
     def _stage_input(self, feeds: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
-        """Return an unused input for the first stage, which embeds the feeds; else ()."""
-        return (torch.zeros(len(feeds), device=self.device),) if self.mesh.at.pipeline == 0 else ()
+        """Return the input that torch's schedule needs: unused zeros for the first stage, else ().
+
+        The first stage embeds the tokens of its feeds instead.
+        """
+        is_first = self.mesh.coordinates.pipeline == 0
+        return (torch.zeros(len(feeds), device=self.device),) if is_first else ()
 
     def _schedule(
         self, feeds: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass and the indices of its micro-batches."""
-        # Under sequence parallelism, the states between stages are divided over tensor ranks.
-        spread = self.model.spread
-        multiple = spread.tensor.size() if spread.tensor is not None and spread.sequence else 1
+        # Under sequence parallelism, states between stages are divided over tensor-parallel ranks.
+        shard = self.model.shard
+        multiple = shard.tensor.size() if shard.tensor is not None and shard.sequence else 1
         longest = -(-max(len(feed.tokens_U) for feed in feeds) // multiple) * multiple
         padded = [feed.padded(longest) for feed in feeds]
         stages = [
-            self._stage(stage, padded, longest, longest // multiple)
-            for stage in range(len(self.model.runs))
+            self._make_stage(index, padded, longest, longest // multiple)
+            for index in range(len(self.model.runs))
         ]
         numbers_M = torch.arange(len(feeds))
         if len(stages) == 1:
@@ -125,33 +130,35 @@ class Pipeline:
             list(stages), len(feeds), loss_fn=loss, scale_grads=False
         ), numbers_M
 
-    def _stage(
-        self, place: int, feeds: Sequence[PackedInputs], tokens: int, between: int
+    def _make_stage(
+        self, index: int, feeds: Sequence[PackedInputs], tokens: int, local_tokens: int
     ) -> PipelineStage:
         """Return the torch stage for one of this rank's runs of layers.
 
         Args:
-            place: Index of the run.
+            index: Index of the run.
             tokens: Padded number of tokens, which the last stage returns.
-            between: Number of tokens of the hidden states between stages on this rank.
+            local_tokens: Number of tokens on this rank of the hidden states between stages.
         """
-        stage = self.model.runs[place]
+        stage = self.model.runs[index]
         size = self.model.hidden_size
         stage.feeds = feeds
         share = stage.decoder.part.pipeline
-        states = torch.empty(between, size, dtype=self.dtype, device="meta", requires_grad=True)
-        out = (
+        states = torch.empty(
+            local_tokens, size, dtype=self.dtype, device="meta", requires_grad=True
+        )
+        output_states = (
             torch.empty(tokens, size, dtype=self.dtype, device="meta", requires_grad=True)
             if share.index == share.count - 1
             else states
         )
-        before = torch.empty(1, device="meta") if share.index == 0 else states
+        input_states = torch.empty(1, device="meta") if share.index == 0 else states
         return PipelineStage(
             stage,
             share.index,
             share.count,
             self.device,
-            input_args=before,
-            output_args=out,
+            input_args=input_states,
+            output_args=output_states,
             group=self.group,
         )

@@ -14,11 +14,12 @@ from ratchet.models.model_source import ModelSource
 class RoleSpec:
     """The specification of a role's learner.
 
-    origin: source of its model; None: a copy of the policy or, for "policy", the policy itself.
-    optimizer: the values of the optimizer's section; None freezes the role.
-    scalar: True if it has a scalar head.
+    origin: source of its model; None: a copy of the policy's model. For the role "policy", which
+      has the policy's model itself, it is None.
+    optimizer: values of the optimizer's section; None freezes the role.
+    scalar: True if the role has a scalar head.
     total_steps, shared_vocab, replays: as in `LocalLearner`.
-    adapter: the adapter that it trains in place of its weights.
+    adapter: the adapter that is trained instead of the model's weights.
     """
 
     origin: ModelSource | None = None

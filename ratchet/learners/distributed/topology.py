@@ -1,4 +1,4 @@
-"""Compute the topology of a learner's ranks, on the driver and on the ranks.
+"""The topology of a distributed learner's ranks, which both the driver and the ranks compute.
 
 Ranks that communicate most are adjacent: the tensor coordinate varies fastest, then context, data
 and pipeline.
@@ -19,7 +19,7 @@ from ratchet.models.parallel.sharding import ModelShard, ShardIndex
 
 @dataclass(frozen=True)
 class Coordinates:
-    """The place of a rank in the topology."""
+    """The coordinates of a rank in the topology, one for each kind of parallelism."""
 
     pipeline: int
     replica: int
@@ -34,8 +34,10 @@ class Topology:
 
     replicas x shards: data parallelism. Weights are divided over the shards (FSDP) and repeated in
       each replica (HSDP).
-    experts: number of ranks in a replica over which a layer's experts are divided.
-    context, tensor, pipeline: number of ranks over which sequences, matrices, layers are divided.
+    context: number of ranks over which the tokens of a sequence are divided.
+    tensor: number of ranks over which matrices are divided.
+    pipeline: number of ranks over which layers are divided.
+    experts: number of ranks of a replica over which a layer's experts are divided.
     """
 
     replicas: int = 1
@@ -49,7 +51,7 @@ class Topology:
         if (self.shards * self.context) % self.experts:
             raise ConfigError(
                 f"learner.expert_parallel={self.experts} must divide dp_shard x context_parallel = "
-                f"{self.shards * self.context}"
+                f"{self.shards * self.context}. Set one of them so that it does."
             )
 
     @property
@@ -63,22 +65,29 @@ class Topology:
         return self.replicas * self.shards
 
     @property
-    def summands(self) -> int:
-        """The number of ranks over which FSDP averages a gradient that should be a sum."""
+    def gradient_ranks(self) -> int:
+        """The number of ranks over which gradients are summed.
+
+        FSDP averages over them instead, so losses are multiplied by this number.
+        """
         return self.data * self.context
 
     def coordinates(self) -> Iterator[Coordinates]:
         """Yield the coordinates of each rank, in order."""
         sizes = (self.pipeline, self.replicas, self.shards, self.context, self.tensor)
-        return (Coordinates(*at) for at in product(*map(range, sizes)))
+        return (Coordinates(*indices) for indices in product(*map(range, sizes)))
 
-    def data_rank(self, at: Coordinates) -> int:
-        """Return the shard of the batch that a rank computes."""
-        return at.replica * self.shards + at.shard
+    def data_rank(self, coordinates: Coordinates) -> int:
+        """Return the index of the batch shard that a rank computes."""
+        return coordinates.replica * self.shards + coordinates.shard
 
-    def is_reporting_rank(self, at: Coordinates) -> bool:
+    def is_reporting_rank(self, coordinates: Coordinates) -> bool:
         """True if this rank reports the results of its data rank."""
-        return at.pipeline == self.pipeline - 1 and at.context == 0 and at.tensor == 0
+        return (
+            coordinates.pipeline == self.pipeline - 1
+            and coordinates.context == 0
+            and coordinates.tensor == 0
+        )
 
 
 def build_topology(config: DistributedConfig) -> Topology:

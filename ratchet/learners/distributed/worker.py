@@ -1,4 +1,4 @@
-"""Run one rank of a distributed learner: its shard of the model and each role's learner."""
+"""Run one rank of a distributed learner, with its shard of the model and a learner per role."""
 
 from __future__ import annotations
 
@@ -40,11 +40,11 @@ class RankProcess(Protocol):
 
 
 class LearnerRank:
-    """One rank of a distributed learner, called by the driver."""
+    """One rank of a distributed learner, which the driver (`RemoteLearner`) calls."""
 
     def __init__(
         self,
-        seat: RankProcess,
+        process: RankProcess,
         *,
         learner: Mapping[str, Any],
         origin: ModelSource,
@@ -53,20 +53,21 @@ class LearnerRank:
         """Join the process group and load this rank's shard of the model.
 
         Args:
-            learner: values of a `DistributedConfig`.
-            double: compute in float64.
+            learner: Values of a `DistributedConfig`.
+            origin: The source of the policy's model.
+            double: True to compute in float64.
         """
         config: Any = resolve("learner", learner)
-        device = torch.device(seat.device)
+        device = torch.device(process.device)
         dtype = torch.float64 if double else torch.float32
         if device.type == "cuda":
             torch.cuda.set_device(device)
         dist.init_process_group(
             # Gradients may be in host memory, which needs gloo.
             "gloo" if device.type == "cpu" else "cpu:gloo,cuda:nccl",
-            init_method=f"tcp://{seat.rendezvous}",
-            rank=seat.rank,
-            world_size=seat.world_size,
+            init_method=f"tcp://{process.rendezvous}",
+            rank=process.rank,
+            world_size=process.world_size,
             timeout=TIMEOUT,
         )
         self.provider: ModelProvider = imported(config.provider)(config, device, dtype)
@@ -84,15 +85,17 @@ class LearnerRank:
         """Create the learners of a stage.
 
         Args:
-            algorithm: values of the recipe's algorithm section; every rank builds its losses.
+            algorithm: Values of the recipe's algorithm section, from which every rank builds the
+                losses.
         """
         self.algorithm = build(resolve("algorithm", algorithm))
         # Free the learners of the last stage before new ones are created.
         self.learners.clear()
         for name, spec in roles.items():
-            self.learners[name] = self._learner(name, spec)
+            self.learners[name] = self._create_learner(name, spec)
 
-    def _learner(self, name: str, spec: RoleSpec) -> RankLearner:
+    def _create_learner(self, name: str, spec: RoleSpec) -> RankLearner:
+        """Return the learner of a role, with the policy's model, a copy of it, or its own."""
         provider = self.provider
         if name == "policy":
             model = self.policy
@@ -104,7 +107,8 @@ class LearnerRank:
             model.requires_grad_(spec.optimizer is not None)
         return provider.learner(model, spec)
 
-    def _terms(self, role: str, names: Sequence[str]) -> list[AlgorithmTerm]:
+    def _find_terms(self, role: str, names: Sequence[str]) -> list[AlgorithmTerm]:
+        """Return the loss terms of a role by their names."""
         assert self.algorithm is not None, "no stage has begun"
         terms = {term.name: term for term in self.algorithm.losses[role]}
         return [terms[name] for name in names]
@@ -112,18 +116,18 @@ class LearnerRank:
     # --- Calls from the driver.
 
     def score(
-        self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+        self, role: str, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[dict[str, Tensor]]:
-        return self.learners[role].score(micros, wanted, top_k=top_k)
+        return self.learners[role].score(micros, output_names, top_k=top_k)
 
     def score_base(
-        self, role: str, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+        self, role: str, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[dict[str, Tensor]]:
         with self.learners[role].forward.model.without_adapter():
-            return self.score(role, micros, wanted, top_k)
+            return self.score(role, micros, output_names, top_k)
 
     def update(self, role: str, micros: Sequence[Batch], terms: Sequence[str]) -> dict[str, float]:
-        return dict(self.learners[role].update(micros, self._terms(role, terms)))
+        return dict(self.learners[role].update(micros, self._find_terms(role, terms)))
 
     def weights(self, role: str) -> list[Shard]:
         """Return copies of this rank's blocks on the CPU."""
@@ -133,7 +137,7 @@ class LearnerRank:
         ]
 
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
-        """Send the policy's blocks through a weight sync.
+        """Send this rank's blocks of the policy to the generators (weight sync).
 
         Args:
             sender: "module:function", called with (blocks, rank, world size, **options).

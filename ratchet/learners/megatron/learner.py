@@ -1,8 +1,8 @@
-"""A rank of a learner that uses Megatron Core's layers, pipeline schedules and optimizer.
+"""One rank of a learner that uses Megatron Core's layers, pipeline schedules and optimizer.
 
-Attention and losses are Ratchet's. Losses and gradients are sums, as in every learner: Megatron's
-divisions by tokens, micro-batches or ranks are turned off (`calculate_per_token_loss`, with a count
-of 0 tokens).
+Attention and losses are Ratchet's. Losses and gradients are sums, as in every learner.
+`calculate_per_token_loss` with a count of 0 tokens turns off Megatron's divisions by the number of
+tokens, micro-batches and ranks.
 """
 
 from __future__ import annotations
@@ -46,17 +46,18 @@ from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
 from ratchet.protocols import Exported, LossTerm, Shard
 
-# (index of the micro-batch, its hidden states [T, d]) -> the last stage's result for the schedule
-Ending = Callable[[int, Tensor], Any]
+# A function that the last pipeline stage calls with (index of the micro-batch, its final hidden
+# states [T, d]). Megatron's schedule gets its result.
+OutputFunction = Callable[[int, Tensor], Any]
 
 
 class MegatronLearner(RankLearner):
     """One rank of a learner that uses Megatron Core.
 
-    model: its weights are loaded; Megatron's buffers take over their memory.
-    scalar: True adds a scalar head, initialised to zeros.
+    model: a model with loaded weights. Megatron's buffers take over their memory.
+    scalar: True to add a scalar head, initialised to zeros.
 
-    optimizer, total_steps, autocast, shared_vocab and replays are as for `LocalLearner`.
+    optimizer, total_steps, autocast, shared_vocab and replays are as in `LocalLearner`.
     """
 
     def __init__(
@@ -74,7 +75,7 @@ class MegatronLearner(RankLearner):
         replays: bool = False,
     ) -> None:
         _renew_parameters(model)
-        head = _head(model, device) if scalar else None
+        head = _attach_head(model, device) if scalar else None
         forward = RankForward(
             model,
             head,
@@ -87,17 +88,17 @@ class MegatronLearner(RankLearner):
         step_policy = (
             None
             if optimizer is None
-            else StepPolicy(optimizer, total=total_steps, max_bad=config.max_bad_steps)
+            else StepPolicy(optimizer, total_steps=total_steps, max_bad_steps=config.max_bad_steps)
         )
-        sums: Any = (
+        gradient_group: Any = (
             parallel_state.get_data_parallel_group(with_context_parallel=True)
-            if topology.summands > 1
+            if topology.gradient_ranks > 1
             else None
         )
-        super().__init__(forward, topology, dist.get_rank(), sums, step_policy)
+        super().__init__(forward, topology, dist.get_rank(), gradient_group, step_policy)
         self.model = model
         self.autocast = autocast
-        self.owned = list(model.owned())
+        self.owned = list(model.owned_parameters())
         self.chunks: list[Any] = list(model.chunks)
         self.optimizer: Any = None
         if optimizer is not None:
@@ -106,17 +107,19 @@ class MegatronLearner(RankLearner):
                 no_sync = [chunk.no_sync for chunk in self.chunks]
                 settings: Any = model.chunks[0].config  # All chunks share it.
                 settings.no_sync_func = no_sync if len(no_sync) > 1 else no_sync[0]
-            self.optimizer = _optimizer(self.chunks, optimizer, config)
+            self.optimizer = _make_optimizer(self.chunks, optimizer, config)
 
     # --- computing
 
     def _score(
-        self, micros: Sequence[Batch], wanted: Sequence[str], top_k: int
+        self, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
         on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
 
         def columns(number: int, hidden_Td: Tensor) -> Mapping[str, Tensor]:
-            return self.forward.score(on_device[number], wanted, top_k=top_k, hidden_Td=hidden_Td)
+            return self.forward.score(
+                on_device[number], output_names, top_k=top_k, hidden_Td=hidden_Td
+            )
 
         with torch.no_grad():
             return self._run(on_device, [None] * len(on_device), columns, forward_only=True)
@@ -125,29 +128,34 @@ class MegatronLearner(RankLearner):
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
         on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
-        watches = [self.forward.watch(terms) for _ in on_device]
+        monitors = [self.forward.make_monitor(terms) for _ in on_device]
         zero_tokens = torch.zeros((), dtype=torch.int, device=self.forward.device)
 
         def loss(number: int, hidden_Td: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
             total, numbers = self.forward.losses(
-                on_device[number], hidden_Td, terms, watches[number]
+                on_device[number], hidden_Td, terms, monitors[number]
             )
             return total, zero_tokens, numbers
 
-        return self._run(on_device, watches, loss, forward_only=False)
+        return self._run(on_device, monitors, loss, forward_only=False)
 
     def _run(
         self,
         micros: Sequence[Batch],
-        watches: Sequence[RouterMonitor | None],
-        ending: Callable[[int, Tensor], Any],
+        monitors: Sequence[RouterMonitor | None],
+        output_function: OutputFunction,
         *,
         forward_only: bool,
     ) -> list[Mapping[str, Tensor]]:
         """Run Megatron's schedule, and return the results on the last stage, [] on other stages."""
-        feeds = [self._feed(micro, watch) for micro, watch in zip(micros, watches, strict=True)]
+        feeds = [
+            self._pack_inputs(micro, monitor)
+            for micro, monitor in zip(micros, monitors, strict=True)
+        ]
         if not forward_only:
-            feeds = [replace(feed, seed=self._seed(number)) for number, feed in enumerate(feeds)]
+            feeds = [
+                replace(feed, seed=self._derive_seed(number)) for number, feed in enumerate(feeds)
+            ]
         longest = max(len(feed.tokens_U) for feed in feeds) if self.topology.pipeline > 1 else 0
         fitted = [self.model.fitted(feed, longest) for feed in feeds]
 
@@ -155,10 +163,10 @@ class MegatronLearner(RankLearner):
             number = next(numbers)
             with torch.autocast(self.forward.device.type, torch.bfloat16, enabled=self.autocast):
                 out = chunk(fitted[number])
-            return out, partial(end, number)
+            return out, partial(compute_output, number)
 
-        def end(number: int, out: Tensor, non_loss_data: bool = False) -> Any:
-            return ending(number, self.model.unpadded(feeds[number], out))
+        def compute_output(number: int, out: Tensor, non_loss_data: bool = False) -> Any:
+            return output_function(number, self.model.unpadded(feeds[number], out))
 
         results = get_forward_backward_func()(
             forward_step_func=step,
@@ -172,9 +180,9 @@ class MegatronLearner(RankLearner):
         )
         return list(results)
 
-    def _feed(self, micro: Batch, watch: RouterMonitor | None) -> PackedInputs:
+    def _pack_inputs(self, micro: Batch, monitor: RouterMonitor | None) -> PackedInputs:
         """Return the packed inputs of a micro-batch."""
-        routing = self.forward.routing(micro, watch)
+        routing = self.forward.routing(micro, monitor)
         return self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing)
 
     def _complete_gradient(self, loss: float) -> tuple[float, float]:
@@ -207,7 +215,7 @@ class MegatronLearner(RankLearner):
     def offload(self) -> None:
         """Do nothing: Megatron's buffers stay on the device.
 
-        The configuration refuses colocation with this learner.
+        The configuration does not allow colocation with this learner.
         """
 
     def weights(self) -> Iterator[Shard]:
@@ -216,20 +224,20 @@ class MegatronLearner(RankLearner):
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
-        """Yield views of the blocks that this rank exports; a scalar head is in the adapter."""
+        """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
         for item in self.owned:
             if item.first and part in ("all", "base" if is_model_weight(item.name) else "adapter"):
                 yield from cut_blocks(item.pieces, item.parameter.detach())
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
-        assert not averaged, "the configuration refuses averages"
+        assert not averaged, "the configuration does not allow ema_decay with this learner"
         export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
     @cached_property
     def base(self) -> str | None:
         """The fingerprint of the frozen weights, which checkpoints omit; None without an adapter.
 
-        All ranks must read it first at the same time.
+        Its first use is a collective operation, so all ranks must use it at the same time.
         """
         if self.model.adapter is None:
             return None
@@ -243,34 +251,41 @@ class MegatronLearner(RankLearner):
     def load(self, directory: Path) -> None:
         """Load a checkpoint, written by any number of ranks.
 
-        Raises CheckpointError if it lacks something, or belongs to other frozen weights.
+        Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
         """
         load_state(directory, self.model, self.optimizer, self.step_policy, self.base)
 
 
 def _renew_parameters(model: MegatronPolicy) -> None:
-    """Replace the parameters by new ones on the same memory.
+    """Replace the parameters by new ones that share their memory.
 
-    Parameters of an earlier stage would still send their gradients to that stage's buffers.
+    The parameters of the previous training stage would still send their gradients to the buffers of
+    that stage.
     """
     for chunk in model.chunks:
         chunk.scalar = None
         for module in chunk.modules():
-            for name, old in list(module.named_parameters(recurse=False)):
-                new: Any = nn.Parameter(old.detach(), requires_grad=old.requires_grad)
-                # Copy Megatron's attributes, which say how the parameter is sharded and replicated,
-                # except "main_...": the gradient and master copy of the earlier stage.
-                new.__dict__.update(
-                    {key: value for key, value in vars(old).items() if not key.startswith("main_")}
+            for name, parameter in list(module.named_parameters(recurse=False)):
+                renewed: Any = nn.Parameter(
+                    parameter.detach(), requires_grad=parameter.requires_grad
                 )
-                setattr(module, name, new)
+                # Copy Megatron's attributes, which describe how the parameter is sharded. Leave out
+                # "main_...": the gradient and the master copy of the previous stage.
+                renewed.__dict__.update(
+                    {
+                        key: value
+                        for key, value in vars(parameter).items()
+                        if not key.startswith("main_")
+                    }
+                )
+                setattr(module, name, renewed)
 
 
-def _head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
-    """Return a scalar head, and attach it to the model on the last stage.
+def _attach_head(model: MegatronPolicy, device: torch.device) -> ScalarHead:
+    """Return a new scalar head, attached to the model on the last pipeline stage.
 
-    An untied language head is frozen there: nothing reads its logits, and the optimizer would still
-    decay its weights.
+    An untied language head is frozen: its logits are not used, but the optimizer would decay its
+    weights.
     """
     head = ScalarHead(model.hidden_size).to(
         device, torch.promote_types(next(model.parameters()).dtype, torch.float32)
@@ -296,16 +311,16 @@ def _wrap_ddp(chunk: nn.Module, config: MegatronConfig) -> DistributedDataParall
         chunk,
         disable_bucketing=getattr(chunk, "vp_stage", 0) not in (None, 0),
     )
-    settings.finalize_model_grads_func = _finish_gradients
+    settings.finalize_model_grads_func = _sum_gradients
     return wrapped
 
 
-def _finish_gradients(chunks: list[Any], tokens: Tensor | None = None, **groups: Any) -> None:
-    """Complete the sums of gradients, without dividing them by the number of tokens."""
+def _sum_gradients(chunks: list[Any], tokens: Tensor | None = None, **groups: Any) -> None:
+    """Sum gradients over ranks, without dividing them by the number of tokens."""
     finalize_model_grads(chunks, None, **groups)
 
 
-def _optimizer(chunks: Sequence[Any], section: OptimizerConfig, config: MegatronConfig) -> Any:
+def _make_optimizer(chunks: Sequence[Any], section: OptimizerConfig, config: MegatronConfig) -> Any:
     """Return Megatron's Adam for the chunks."""
     optimizer = get_megatron_optimizer(
         MegatronOptimizerConfig(
@@ -315,7 +330,7 @@ def _optimizer(chunks: Sequence[Any], section: OptimizerConfig, config: Megatron
             adam_beta1=section.betas[0],
             adam_beta2=section.betas[1],
             adam_eps=section.eps,
-            # Ratchet clips, and skips steps whose norm is not finite.
+            # Ratchet clips gradients, and skips steps whose norm is not finite.
             clip_grad=0.0,
             params_dtype=getattr(torch, config.weights),
             bf16=config.weights == "bfloat16",

@@ -25,8 +25,8 @@ class MegatronModels:
     def __init__(self, config: MegatronConfig, device: torch.device, dtype: torch.dtype) -> None:
         self.config = config
         self.device = device
-        self.half = config.weights == "bfloat16"
-        self.dtype = torch.bfloat16 if self.half else dtype
+        self.is_bfloat16 = config.weights == "bfloat16"
+        self.dtype = torch.bfloat16 if self.is_bfloat16 else dtype
         self.topology = build_topology(config)
         self.sizes = build_megatron_sizes(config)
         init_process_groups(self.sizes)
@@ -42,14 +42,14 @@ class MegatronModels:
                 "learner.kind=megatron has no layers for this architecture. Set "
                 "learner.kind=dtensor."
             )
-        model = self._empty(shape)
+        model = self._allocate(shape)
         model.fill(origin.reader())
         return model
 
     def copy(self, policy: PolicyModel) -> MegatronPolicy:
         """Return a copy of the policy with its current weights."""
-        assert isinstance(policy, MegatronPolicy), "another provider's"
-        model = self._empty(policy.shape)
+        assert isinstance(policy, MegatronPolicy), "the policy is another provider's"
+        model = self._allocate(policy.shape)
         if policy.adapter is not None:
             model.attach(policy.adapter)
         with torch.no_grad():
@@ -60,7 +60,7 @@ class MegatronModels:
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> MegatronLearner:
         """Return the learner of a role."""
-        assert isinstance(model, MegatronPolicy), "another provider's"
+        assert isinstance(model, MegatronPolicy), "the model is another provider's"
         if spec.adapter is not None and model.adapter is None:
             model.attach(spec.adapter)
         optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
@@ -72,7 +72,7 @@ class MegatronModels:
             optimizer=optimizer,
             total_steps=spec.total_steps,
             scalar=spec.scalar,
-            autocast=self.device.type == "cuda" and not self.half,
+            autocast=self.device.type == "cuda" and not self.is_bfloat16,
             shared_vocab=spec.shared_vocab,
             replays=spec.replays,
         )
@@ -80,7 +80,7 @@ class MegatronModels:
     def close(self) -> None:
         destroy_process_groups()
 
-    def _empty(self, shape: Any) -> MegatronPolicy:
+    def _allocate(self, shape: Any) -> MegatronPolicy:
         """Return the rank's part of a model with uninitialised weights."""
         fp8 = (
             None if self.config.fp8 is None else Fp8Format(self.config.fp8, self.config.fp8_recipe)

@@ -1,6 +1,6 @@
 """Write and read checkpoints of a Megatron Core learner, in Megatron's `dist_checkpointing` format.
 
-Any number of ranks can read them.
+Any number of ranks can read a checkpoint, whatever number wrote it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,8 @@ from ratchet.models.lora.files import check_base
 from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.policy import MegatronPolicy
 
-# Optimizer states are stored in the shapes of the weights, however ranks divide them.
+# Optimizer states are stored in the shapes of the whole weights, so any number of ranks can load
+# them.
 KIND = "fully_reshardable"
 METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": True}
 
@@ -70,7 +71,7 @@ def save_state(
     folder = directory / MEGATRON
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
-    state = _state(model, optimizer, loading=False)
+    state = _sharded_state(model, optimizer, is_loading=False)
     if step_policy is not None:
         state["pace"] = {"taken": step_policy.steps_taken, "bad": step_policy.bad_steps}
     if base is not None:
@@ -88,12 +89,14 @@ def load_state(
 ) -> None:
     """Read a checkpoint.
 
-    Raises CheckpointError if there is none of this kind, or it is of another model or base.
+    Raises CheckpointError if the directory has no Megatron checkpoint, or one of another model or
+    of other frozen weights.
     """
     folder = directory / MEGATRON
     if not folder.is_dir():
         raise CheckpointError(
-            f"{directory} holds no checkpoint of Megatron: a learner of another kind saved it"
+            f"{directory} holds no Megatron checkpoint: a learner of another kind saved it. Resume "
+            "with that learner.kind."
         )
     if base is not None:
         check_base(
@@ -101,10 +104,10 @@ def load_state(
         )
     with torch.no_grad():
         for adam in _torch_adams(optimizer):
-            _begin(adam)
+            _init_state(adam)
         try:
             state: Any = dist_checkpointing.load(
-                _state(model, optimizer, loading=True), str(folder)
+                _sharded_state(model, optimizer, is_loading=True), str(folder)
             )
         except (CheckpointingException, KeyError, RuntimeError) as error:
             raise CheckpointError(f"{folder} can't be read: {error}") from error
@@ -131,8 +134,8 @@ def _torch_adams(optimizer: Any) -> list[torch.optim.Optimizer]:
     return [adam for adam in inner if isinstance(adam, torch.optim.Adam)]
 
 
-def _begin(adam: torch.optim.Optimizer) -> None:
-    """Create the states that a first step creates: Megatron loads into existing tensors."""
+def _init_state(adam: torch.optim.Optimizer) -> None:
+    """Create the optimizer state that a first step creates, because Megatron loads into it."""
     for group in adam.param_groups:
         for p in group["params"]:
             if not adam.state[p]:
@@ -143,7 +146,7 @@ def _begin(adam: torch.optim.Optimizer) -> None:
                 }
 
 
-def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str, Any]:
+def _sharded_state(model: MegatronPolicy, optimizer: Any, *, is_loading: bool) -> dict[str, Any]:
     """Return the sharded state of model and optimizer."""
     metadata = {
         **METADATA,
@@ -160,6 +163,6 @@ def _state(model: MegatronPolicy, optimizer: Any, *, loading: bool) -> dict[str,
     if optimizer is not None:
         model_states = state["model0"] if len(state) == 1 else dict(state)
         state["optimizer"] = optimizer.sharded_state_dict(
-            model_states, is_loading=loading, metadata=metadata
+            model_states, is_loading=is_loading, metadata=metadata
         )
     return state

@@ -1,7 +1,7 @@
-"""Implement AdamW with torch's functional form.
+"""The AdamW optimizer, built on torch's functional form.
 
-torch's optimizer class would import torch's compiler when it is created, which delays the start of
-a run by a second, as long as the import of torch itself.
+torch's optimizer class imports torch's compiler when it is created, which would delay the start of
+a run by a second.
 """
 
 from __future__ import annotations
@@ -22,27 +22,28 @@ Moments = dict[str, Tensor]
 
 
 class AdamW:
-    """AdamW with decoupled weight decay (arXiv:1711.05101) on matrices only.
+    """AdamW with decoupled weight decay (arXiv:1711.05101), which applies to matrices only.
 
-    Decay of a norm's scale or a bias regularises nothing. With `ema_decay` the optimizer also keeps
-    a moving average of each parameter, which begins at the parameter itself.
+    Norm scales and biases are not decayed, because that regularises nothing. With `ema_decay` the
+    optimizer also keeps an exponential moving average (EMA) of each parameter, which starts at the
+    parameter's value.
 
     Attributes:
         state: Moments by parameter name; a parameter has none before its first gradient.
-        matrices: `PolicyModel.matrices`, for subclasses that treat these differently.
+        matrices: `PolicyModel.matrices`, for subclasses that treat matrices of layers differently.
         local: A function that returns this rank's part of a parameter or gradient.
     """
 
     def __init__(
         self,
         config: OptimizerConfig,
-        named: Sequence[tuple[str, nn.Parameter]],
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
         *,
         matrices: Mapping[str, Sequence[int]] | None = None,
         local: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> None:
         self.config = config
-        self.named = named
+        self.named_parameters = named_parameters
         self.matrices = matrices or {}
         self.local = local
         self.state: dict[str, Moments] = {}
@@ -50,12 +51,13 @@ class AdamW:
     @torch.no_grad()
     def step(self, lr: float) -> None:
         """Take one optimizer step at the learning rate `lr`."""
-        self.change([(name, p) for name, p in self.named if p.grad is not None], lr)
+        with_gradient = [(name, p) for name, p in self.named_parameters if p.grad is not None]
+        self.update_parameters(with_gradient, lr)
         if self.config.ema_decay is not None:
             for p, moments in self._local_states():
                 moments["average"].lerp_(p, 1 - self.config.ema_decay)
 
-    def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
+    def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         """Update the given parameters, which all have a gradient."""
         for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
             group = [(name, p) for name, p in parameters if (p.dim() >= 2) == matrices]
@@ -66,7 +68,7 @@ class AdamW:
         self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
     ) -> None:
         """Update parameters that share a weight decay."""
-        moments = [self.state.get(name) or self.begin(name, p) for name, p in group]
+        moments = [self.state.get(name) or self.init_state(name, p) for name, p in group]
         gradients = [self.local(p.grad) for _, p in group if p.grad is not None]
         self._adamw_step([self.local(p) for _, p in group], gradients, moments, lr, decay)
 
@@ -96,16 +98,16 @@ class AdamW:
             maximize=False,
         )
 
-    def begin(self, name: str, p: Tensor) -> Moments:
+    def init_state(self, name: str, p: Tensor) -> Moments:
         """Create and return the state of a parameter before its first step."""
         local = self.local(p.detach())
-        moments = self.moments(name, local)
+        moments = self.init_moments(name, local)
         if self.config.ema_decay is not None:
             moments["average"] = local.clone()
         self.state[name] = moments
         return moments
 
-    def moments(self, name: str, local: Tensor) -> Moments:
+    def init_moments(self, name: str, local: Tensor) -> Moments:
         """Return the initial moments of a parameter; `local` is this rank's part of it."""
         return {
             "step": torch.zeros((), device=local.device),
@@ -113,36 +115,39 @@ class AdamW:
             "exp_avg_sq": torch.zeros_like(local),
         }
 
-    def unquantised(self, name: str) -> Moments:
-        """Return the moments of a parameter except `step`, in the parameter's layout."""
+    def get_moments(self, name: str) -> Moments:
+        """Return the moments of a parameter except `step`, in the parameter's layout.
+
+        Quantised moments are restored.
+        """
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 
     def store(self, name: str, moments: Mapping[str, Tensor]) -> None:
-        """Store moments from `unquantised` that the caller has overwritten in place.
+        """Store moments that the caller got from `get_moments` and has overwritten in place.
 
-        Here `unquantised` returns the state's own tensors, so nothing is left to do.
+        Here `get_moments` returns the tensors of the state itself, so nothing is left to do.
         """
 
     def _local_states(self) -> Iterator[tuple[Tensor, Moments]]:
         """Yield (this rank's part, moments) of each parameter that has had a gradient."""
-        for name, p in self.named:
+        for name, p in self.named_parameters:
             if name in self.state:
                 yield self.local(p.detach()), self.state[name]
 
     @contextmanager
-    def averaged(self) -> Iterator[None]:
-        """Set the parameters to their averages inside the context.
+    def use_averages(self) -> Iterator[None]:
+        """Set the parameters to their moving averages inside the context.
 
-        A parameter that never had a gradient is its own average.
+        A parameter that never had a gradient keeps its value.
         """
         assert self.config.ema_decay is not None, "no average is kept"
-        self._swap()
+        self._swap_averages()
         try:
             yield
         finally:
-            self._swap()
+            self._swap_averages()
 
-    def _swap(self) -> None:
+    def _swap_averages(self) -> None:
         """Swap the parameters with their averages."""
         for p, moments in self._local_states():
             average = moments["average"].clone()
@@ -150,7 +155,7 @@ class AdamW:
             p.copy_(average)
 
     def zero_grad(self) -> None:
-        for _, p in self.named:
+        for _, p in self.named_parameters:
             p.grad = None
 
     def to(self, device: torch.device) -> None:
@@ -163,17 +168,17 @@ class AdamW:
 
         Raises CheckpointError if it has unknown parameters, or lacks a moment of one.
         """
-        unknown = set(map(str, state)) - {name for name, _ in self.named}
+        unknown = set(map(str, state)) - {name for name, _ in self.named_parameters}
         if unknown:
             raise CheckpointError(
                 f"the checkpoint has optimizer state of '{min(unknown)}', which the model does not "
-                "have: it was saved by an older version or for another model. Start a new run from "
-                "its exported model."
+                "have: an older version or a run of another model saved it. Start a new run from "
+                "the exported model."
             )
         self.state = {}
-        for name, p in self.named:
+        for name, p in self.named_parameters:
             if name in state:
-                for key, value in self.begin(name, p).items():
+                for key, value in self.init_state(name, p).items():
                     value.copy_(require_moment(state[name], key, name))
 
 

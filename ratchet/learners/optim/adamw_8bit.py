@@ -1,4 +1,4 @@
-"""AdamW with moments in 8 bits, a quarter of their memory, by codes and kernels of bitsandbytes.
+"""AdamW with 8-bit moments, which take a quarter of the memory. bitsandbytes quantises them.
 
 B = blocks of a flattened tensor, n = its elements.
 """
@@ -19,27 +19,28 @@ from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 BLOCK = 256
 # Parameters with fewer elements keep float32 moments, which take little memory.
 SMALL = 4096
-# Elements that are restored at a time; a multiple of BLOCK.
-AT_ONCE = 2**22
+# Elements of a parameter that are updated at a time; a multiple of BLOCK.
+CHUNK = 2**22
 
 
 class AdamW8bit(AdamW):
     """AdamW with 8-bit optimizer states (arXiv:2110.02861).
 
-    Each block has one scale, and each element is stored as the nearest of 256 values, which are
-    dense around zero. The step itself is AdamW's, in float32.
+    Each block of elements has one scale, and each element is stored as the nearest of 256 values,
+    which are dense around zero. The step itself is AdamW's, in float32.
 
-    Two things differ from the paper. First, a block's scale is its element of largest magnitude,
-    with its sign, so that a code represents this element exactly. Quantising restored moments then
-    changes no bit, so checkpoints can hold restored moments, for any division among ranks. Second,
-    the root of the running square is quantised, because it has the same range as the mean. The
-    square of a gradient of 1e-4 of its block's largest would be rounded to zero, and the step would
-    be the mean over eps.
+    Two things differ from the paper:
+    - The scale of a block is its element of largest magnitude, with its sign, so that a code
+      represents this element exactly. Quantising restored moments again then changes no bit. So
+      checkpoints hold restored moments, which any number of ranks can load.
+    - The square root of the second moment is quantised, because it has the same range as the first
+      moment. Otherwise the second moment of small gradients (1e-4 of the block's largest) would be
+      rounded to zero, and their step would be the first moment divided by eps.
     """
 
     @cached_property
     def codes(self) -> MomentCodes:
-        """The 8-bit codes of the mean and of the root, created at first use."""
+        """The 8-bit codes of the moments, created at first use."""
         return MomentCodes()
 
     def _update_group(
@@ -51,40 +52,40 @@ class AdamW8bit(AdamW):
         for name, p in group:
             if self.local(p).numel() >= SMALL:
                 assert p.grad is not None
-                self._update_in_runs(
-                    self.state.get(name) or self.begin(name, p),
+                self._update_in_chunks(
+                    self.state.get(name) or self.init_state(name, p),
                     self.local(p),
                     self.local(p.grad),
                     lr,
                     decay,
                 )
 
-    def _update_in_runs(
+    def _update_in_chunks(
         self, moments: Moments, local: Tensor, gradient: Tensor, lr: float, decay: float
     ) -> None:
-        """Update a parameter in runs of blocks, one after another.
+        """Update a parameter in chunks of blocks, one after another.
 
         Restoring all moments of a large matrix at once would take the memory that this class saves.
         """
         local_n = local.view(-1)
         gradient_n = gradient.reshape(-1)
         step_before = moments["step"].clone()
-        for start in range(0, local.numel(), AT_ONCE):
-            run = slice(start, start + AT_ONCE)
-            blocks = slice(start // BLOCK, (start + AT_ONCE) // BLOCK)
+        for start in range(0, local.numel(), CHUNK):
+            chunk = slice(start, start + CHUNK)
+            blocks = slice(start // BLOCK, (start + CHUNK) // BLOCK)
             quantised = {
-                key: value[blocks if key.endswith("scales") else run]
+                key: value[blocks if key.endswith("scales") else chunk]
                 for key, value in _flatten(moments).items()
             }
-            # All runs are one step: undo the count of the previous run.
+            # All chunks belong to one step: undo the count of the previous chunk.
             moments["step"].copy_(step_before)
             restored = {"step": moments["step"], **self._restore(quantised)}
-            self._adamw_step([local_n[run]], [gradient_n[run]], [restored], lr, decay)
+            self._adamw_step([local_n[chunk]], [gradient_n[chunk]], [restored], lr, decay)
             self._quantise(restored, quantised)
 
-    def moments(self, name: str, local: Tensor) -> Moments:
+    def init_moments(self, name: str, local: Tensor) -> Moments:
         if local.numel() < SMALL:
-            return super().moments(name, local)
+            return super().init_moments(name, local)
         moments: Moments = {"step": torch.zeros((), device=local.device)}
         for key in ("mean", "root"):
             moments[f"{key}_codes"] = torch.full_like(
@@ -93,10 +94,10 @@ class AdamW8bit(AdamW):
             moments[f"{key}_scales"] = torch.zeros(-(-local.numel() // BLOCK), device=local.device)
         return moments
 
-    def unquantised(self, name: str) -> Moments:
+    def get_moments(self, name: str) -> Moments:
         moments = self.state[name]
         if "mean_codes" not in moments:
-            return super().unquantised(name)
+            return super().get_moments(name)
         shape = moments["mean_codes"].shape
         restored = {
             key: value.view(shape) for key, value in self._restore(_flatten(moments)).items()
@@ -131,10 +132,11 @@ class AdamW8bit(AdamW):
 
 
 class MomentCodes:
-    """The 256 values of the mean, which has signs, and of the root, which has none.
+    """The two sets of 256 values between -1 and 1 that 8-bit codes stand for.
 
-    They lie between -1 and 1. `quantise` searches the nearest value itself: among small values,
-    bitsandbytes' CPU kernel returns a neighbour, even for an input that equals a value.
+    One is for the mean (the first moment), which has signs. The other is for the root (the square
+    root of the second moment), which has none. `quantise` searches the nearest value itself,
+    because bitsandbytes' CPU kernel returns a neighbour of the nearest among small values.
     """
 
     def __init__(self) -> None:
@@ -144,7 +146,7 @@ class MomentCodes:
         }
 
     def zero(self, key: str) -> int:
-        """Return the code of 0."""
+        """Return the code of the value 0."""
         return int((self.values[key] == 0).nonzero()[0])
 
     def quantise(self, numbers_n: Tensor, key: str) -> tuple[Tensor, Tensor]:

@@ -23,7 +23,7 @@ class MuonConfig(OptimizerConfig):
         default=0.95,
         ge=0,
         lt=1,
-        description="Share that the sum of gradients keeps of itself a step.",
+        description="Momentum: the share of the accumulated gradient that each step keeps.",
     )
 
 

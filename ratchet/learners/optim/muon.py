@@ -1,6 +1,6 @@
-"""Muon: orthogonalised momentum.
+"""The Muon optimizer: orthogonalised momentum.
 
-The step of a matrix has singular values of about 1, whatever those of its gradient are.
+The step of a matrix has singular values of about 1, whatever the singular values of its gradient.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ from ratchet.errors import ConfigError
 from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.learners.optim.config import MuonConfig
 
-# Coefficients of the Newton-Schulz quintic. They are chosen for the steepest slope at 0 with which
-# the singular values still end within about 0.3 of 1.
+# Coefficients of the Newton-Schulz quintic. They have the steepest slope at 0 with which singular
+# values still end within about 0.3 of 1.
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
-ROUNDS = 5
+ITERATIONS = 5
 
 
 class Muon(AdamW):
@@ -33,10 +33,10 @@ class Muon(AdamW):
     learning rate and one weight decay.
 
     Args:
-        matrices: The number of rows of each matrix, by the name of the parameter that holds it.
+        matrices: The numbers of rows of the matrices in a parameter, by the parameter's name.
             Matrices that the decoder stacks in one parameter (queries, keys and values; all experts
-            of a layer) are orthogonalised separately. All other parameters (embeddings, heads,
-            norms, biases) are updated by AdamW.
+            of a layer) are orthogonalised separately. AdamW updates all parameters that are not
+            named_parameters here (embeddings, heads, norms, biases).
 
     Raises:
         ConfigError: If `matrices` is empty.
@@ -47,20 +47,20 @@ class Muon(AdamW):
     def __init__(
         self,
         config: MuonConfig,
-        named: Sequence[tuple[str, nn.Parameter]],
+        named_parameters: Sequence[tuple[str, nn.Parameter]],
         *,
         matrices: Mapping[str, Sequence[int]],
     ) -> None:
-        super().__init__(config, named, matrices=matrices)
+        super().__init__(config, named_parameters, matrices=matrices)
         if not matrices:
             raise ConfigError(
                 "optimizer.kind=muon finds no matrices of hidden layers in this model. Set "
                 "optimizer.kind=adamw."
             )
 
-    def change(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
+    def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         others = [(name, p) for name, p in parameters if name not in self.matrices]
-        super().change(others, lr)
+        super().update_parameters(others, lr)
         for name, p in parameters:
             if name in self.matrices:
                 assert p.grad is not None
@@ -70,18 +70,18 @@ class Muon(AdamW):
         """Take a Muon step for the matrices of one parameter."""
         config = self.config
         rows = self.matrices[name]
-        momentum = (self.state.get(name) or self.begin(name, p))["momentum"]
+        momentum = (self.state.get(name) or self.init_state(name, p))["momentum"]
         momentum.mul_(config.momentum).add_(gradient)
         update = gradient.add(momentum, alpha=config.momentum)
         p.mul_(1 - lr * config.weight_decay)
-        for matrix, direction in zip(_stacks(p, rows), _stacks(update, rows), strict=True):
+        for matrix, direction in zip(_unstack(p, rows), _unstack(update, rows), strict=True):
             matrix.add_(orthogonalise(direction), alpha=-lr * 0.2 * max(matrix.shape[-2:]) ** 0.5)
 
-    def moments(self, name: str, local: Tensor) -> Moments:
+    def init_moments(self, name: str, local: Tensor) -> Moments:
         return (
             {"momentum": torch.zeros_like(local)}
             if name in self.matrices
-            else super().moments(name, local)
+            else super().init_moments(name, local)
         )
 
 
@@ -92,19 +92,22 @@ def orthogonalise(x: Tensor) -> Tensor:
     dtype of x on a CPU, where bfloat16 may be slower.
     """
     a, b, c = COEFFICIENTS
-    tall = x.shape[-2] > x.shape[-1]
-    wide = x.mT if tall else x  # The product wide @ wide.mT is the smaller one.
+    is_tall = x.shape[-2] > x.shape[-1]
+    wide = x.mT if is_tall else x  # wide @ wide.mT is smaller than wide.mT @ wide
     # The quintic needs singular values of at most 1.
     y = wide / torch.linalg.matrix_norm(wide, keepdim=True).clamp(min=1e-7)
     y = y if x.device.type == "cpu" else y.bfloat16()
-    for _ in range(ROUNDS):
+    for _ in range(ITERATIONS):
         product = y @ y.mT
         y = a * y + (b * product + c * product @ product) @ y
-    return (y.mT if tall else y).to(x.dtype)
+    return (y.mT if is_tall else y).to(x.dtype)
 
 
-def _stacks(x: Tensor, rows: Sequence[int]) -> list[Tensor]:
-    """Return views of the stacked matrices: one [n, r, c] for equal shapes, else one for each."""
+def _unstack(x: Tensor, rows: Sequence[int]) -> list[Tensor]:
+    """Return views of the matrices stacked in x: a single view [n, r, c] if they have equal shapes.
+
+    Otherwise return one view [r, c] for each.
+    """
     x = x.view(-1, x.shape[-1])
     return (
         [x.unflatten(0, (len(rows), rows[0]))] if len(set(rows)) == 1 else list(x.split(list(rows)))

@@ -10,18 +10,18 @@ from ratchet.learners.optim.schedule import compute_lr_factor
 
 
 class StepPolicy:
-    """The learning rate of each optimizer step, and the policy for non-finite steps.
+    """The learning rate of each optimizer step, and the decision to skip non-finite steps.
 
     Args:
-        total: Optimizer steps of the schedule.
-        max_bad: Consecutive non-finite steps after which training stops.
+        total_steps: Optimizer steps of the learning-rate schedule.
+        max_bad_steps: Consecutive non-finite steps after which training stops.
     """
 
-    def __init__(self, config: OptimizerConfig, *, total: int, max_bad: int) -> None:
+    def __init__(self, config: OptimizerConfig, *, total_steps: int, max_bad_steps: int) -> None:
         self.config = config
-        self.total = total
-        self.max_bad = max_bad
-        # Number of steps, skipped ones included. The learning-rate schedule depends on it.
+        self.total_steps = total_steps
+        self.max_bad_steps = max_bad_steps
+        # Number of steps, including skipped ones. The learning-rate schedule depends on it.
         self.steps_taken = 0
         # Consecutive non-finite steps.
         self.bad_steps = 0
@@ -31,7 +31,7 @@ class StepPolicy:
         config = self.config
         factor = compute_lr_factor(
             self.steps_taken,
-            total=self.total,
+            total=self.total_steps,
             warmup=config.warmup_steps,
             schedule=config.schedule,
             min_ratio=config.min_lr_ratio,
@@ -43,15 +43,15 @@ class StepPolicy:
     def is_finite_step(self, norm: float, loss: float) -> bool:
         """True if the step with this gradient norm and loss may change the weights.
 
-        Raises TrainingError after `max_bad` consecutive non-finite steps.
+        Raises TrainingError after `max_bad_steps` consecutive non-finite steps.
         """
         if math.isfinite(norm) and math.isfinite(loss):
             self.bad_steps = 0
             return True
         self.bad_steps += 1
-        if self.bad_steps >= self.max_bad:
+        if self.bad_steps >= self.max_bad_steps:
             raise TrainingError(
                 f"{self.bad_steps} optimizer steps in a row were not finite (loss {loss}, gradient "
-                f"norm {norm}); weights are those before them. Lower optimizer.lr."
+                f"norm {norm}); none of them changed the weights. Lower optimizer.lr."
             )
         return False

@@ -42,32 +42,33 @@ class Dimensions:
     vocabulary: int
     hidden: int
     width: int  # intermediate size of the MLP
-    queries: int  # rows of the query matrix over all heads; likewise `keys`, `values`
-    keys: int = 0
+    queries: int  # rows of the query matrix, for all heads
+    keys: int = 0  # rows of the key matrix, for all heads
     head: int = 0  # size of one head
-    values: int = 0
-    keys_values: int = 0  # this and the next three: MLA only
-    latent_keys: int = 0
-    q_rank: int = 0
-    kv_rank: int = 0
-    experts: int = 0
-    expert_width: int = 0
-    shared_width: int = 0
-    dense_layers: tuple[int, ...] = ()  # layers without experts
-    tied: bool = False
-    # rows of Megatron's embedding over all ranks, padding included; 0: not set
+    # DeepSeek's multi-head latent attention (MLA):
+    values: int = 0  # columns of the output projection
+    keys_values: int = 0  # rows of the matrix from latent states to keys and values
+    latent_keys: int = 0  # rows of the matrix to latent keys and values, with the rotary key
+    q_rank: int = 0  # size of the latent queries; 0: queries are not compressed
+    kv_rank: int = 0  # size of the latent keys and values
+    experts: int = 0  # number of experts of a layer
+    expert_width: int = 0  # intermediate size of an expert
+    shared_width: int = 0  # intermediate size of the shared experts together
+    dense_layers: tuple[int, ...] = ()  # indices of layers without experts
+    tied: bool = False  # True if the head is the embedding
+    # rows of Megatron's embedding over all ranks, including padding; 0: not set
     padded: int = 0
 
-    def size(self, word: str) -> int:
-        """Return the size named `word`."""
-        return getattr(self, word)
+    def size(self, name: str) -> int:
+        """Return the size of this name."""
+        return getattr(self, name)
 
-    def divided(self, word: str) -> int:
-        """Return the size named `word` as divided over ranks: the vocabulary includes padding."""
-        return max(self.padded, self.vocabulary) if word == "vocabulary" else self.size(word)
+    def padded_size(self, name: str) -> int:
+        """Return the size of this name. The vocabulary includes its padding."""
+        return max(self.padded, self.vocabulary) if name == "vocabulary" else self.size(name)
 
-    def sparse(self, layer: int) -> bool:
-        """Return True if the layer has experts."""
+    def is_sparse(self, layer: int) -> bool:
+        """True if the layer has experts."""
         return self.experts > 0 and layer not in self.dense_layers
 
     @classmethod
@@ -82,7 +83,7 @@ class Dimensions:
         if family not in FAMILIES:
             families = ", ".join((*FAMILIES, DEEPSEEK))
             raise ModelError(
-                f"there is no map to Megatron for model_type '{family}': convert one of {families}"
+                f"model_type '{family}' can't be converted to Megatron: use a model of {families}"
             )
         return cls.from_config(DecoderConfig.from_hf(hf))
 
@@ -95,7 +96,7 @@ class Dimensions:
         if config.out_bias or config.mlp_bias:
             key = "attention_bias" if config.out_bias else "mlp_bias"
             raise ModelError(
-                f"Megatron has no place for biases behind the heads or in the MLPs alone: {key} "
+                f"Megatron has no biases in the attention's output projection or in MLPs: {key} "
                 "must be false"
             )
         return cls(
@@ -118,14 +119,14 @@ class Dimensions:
 
 def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
     if missing := [key for key in REQUIRED if hf.get(key) is None]:
-        raise ModelError(f"this {DEEPSEEK} config.json says nothing about {', '.join(missing)}")
+        raise ModelError(f"the config.json of this {DEEPSEEK} model lacks {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
         raise ModelError(
             "its weights are quantized (quantization_config): convert a checkpoint in bfloat16 or "
             "float32"
         )
     if hf.get("attention_bias"):
-        raise ModelError("Megatron's MLA has no place for biases: attention_bias must be false")
+        raise ModelError("Megatron's MLA has no biases: attention_bias must be false")
     heads = hf["num_attention_heads"]
     layers = hf["num_hidden_layers"]
     rope = hf["qk_rope_head_dim"]

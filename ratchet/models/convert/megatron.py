@@ -20,7 +20,6 @@ from torch import Tensor
 
 from ratchet.errors import ModelError
 from ratchet.models.convert.dimensions import Dimensions
-from ratchet.models.convert.rules import Rule
 from ratchet.models.convert.tables import (
     DUPLICATED,
     EMBEDDING,
@@ -67,7 +66,7 @@ class MegatronShard(ModelShard):
             "KV heads": dimensions.kv_heads,
             "columns of an MLP": dimensions.width,
         }
-        # Megatron's own layers also divide the matrices of latent states.
+        # Megatron's own layers also divide the matrices of MLA's latent states.
         if not self.engine:
             totals |= {
                 "rows of latent queries": dimensions.q_rank,
@@ -88,64 +87,66 @@ class MegatronShard(ModelShard):
             )
             raise ModelError(
                 f"learner.expert_parallel={self.experts.count} doesn't divide the model's "
-                f"{dimensions.experts} experts: "
-                f"set it to {fix}"
+                f"{dimensions.experts} experts: set it to {fix}"
             )
         if dimensions.layers % self.pipeline.count:
             raise ModelError(
-                f"{self.pipeline.count} pipeline stages can't have equally many of "
-                f"{dimensions.layers} layers: set "
-                "learner.pipeline_parallel x pipeline_chunks to "
+                f"{self.pipeline.count} pipeline stages don't divide the model's "
+                f"{dimensions.layers} layers: set learner.pipeline_parallel x pipeline_chunks to "
                 f"{find_nearest_divisor(dimensions.layers, self.pipeline.count)}"
             )
 
 
-def megatron_layout(dimensions: Dimensions, place: MegatronShard) -> Layout:
+def megatron_layout(dimensions: Dimensions, shard: MegatronShard) -> Layout:
     """Return the pieces of each parameter, and of the buffer `expert_bias`, in Megatron's order.
 
-    If the embedding is tied, a last stage without it has a copy as its head, with the same pieces.
-    Raises ModelError if the model can't be divided into such shards.
+    If the embedding is tied, a last pipeline stage that lacks it has a copy of it as the head, with
+    the same pieces. Raises ModelError if the model can't be divided into such shards.
     """
-    place.check_megatron(dimensions)
-    n = place.tensor.count
+    shard.check_megatron(dimensions)
+    n = shard.tensor.count
     if not dimensions.padded:
         dimensions = replace(dimensions, padded=-(-dimensions.vocabulary // n) * n)
-    return dict(_parameters(dimensions, place))
+    return dict(_list_parameters(dimensions, shard))
 
 
-def _parameters(
-    dimensions: Dimensions, place: MegatronShard
+def _list_parameters(
+    dimensions: Dimensions, shard: MegatronShard
 ) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
     """Yield (name, pieces) of each parameter, in Megatron's order of modules."""
 
-    def ends(rules: Rules) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
+    def apply_rules(rules: Rules) -> Iterator[tuple[str, tuple[WeightPiece, ...]]]:
         for name, rule in rules.items():
-            yield name, tuple(rule.pieces("", dimensions, place.tensor))
+            yield name, tuple(rule.pieces("", dimensions, shard.tensor))
 
-    if place.first:
-        yield from ends(EMBEDDING)
+    if shard.first:
+        yield from apply_rules(EMBEDDING)
     table = find_family_table(dimensions)
-    for local, layer in enumerate(place.pipeline.range(dimensions.layers)):
-        rules = table.layer(dimensions.sparse(layer))
+    for local_layer, layer in enumerate(shard.pipeline.range(dimensions.layers)):
+        rules = table.layer(dimensions.is_sparse(layer))
         for name, rule in rules.items():
-            spelled, share = _as_built(name, rule, rules, place)
+            module_name, share = _locate_parameter(name, rules, shard)
             for local_expert, expert in enumerate(
-                place.experts.range(dimensions.experts) if "{expert}" in name else [0]
+                shard.experts.range(dimensions.experts) if "{expert}" in name else [0]
             ):
                 pieces = rule.pieces(f"model.layers.{layer}.", dimensions, share, expert)
-                yield f"decoder.layers.{local}.{spelled.format(expert=local_expert)}", tuple(pieces)
-    if place.last:
-        yield from ends(FINAL_NORM)
+                local_name = module_name.format(expert=local_expert)
+                yield f"decoder.layers.{local_layer}.{local_name}", tuple(pieces)
+    if shard.last:
+        yield from apply_rules(FINAL_NORM)
         if not dimensions.tied:
-            yield from ends(HEAD)
-        elif not place.first:
-            yield from ends(TIED_HEAD)
+            yield from apply_rules(HEAD)
+        elif not shard.first:
+            yield from apply_rules(TIED_HEAD)
 
 
-def _as_built(name: str, rule: Rule, rules: Rules, place: MegatronShard) -> tuple[str, ShardIndex]:
-    """Return a parameter's name in the layers that the model is built of, and the rank's share."""
-    share = (place.expert_tensor or place.tensor) if "{expert}" in name else place.tensor
-    if not place.engine:
+def _locate_parameter(name: str, rules: Rules, shard: MegatronShard) -> tuple[str, ShardIndex]:
+    """Return a parameter's name in the model's layers, and this rank's share of it.
+
+    The names in Transformer Engine's layers differ from those in Megatron's own.
+    """
+    share = (shard.expert_tensor or shard.tensor) if "{expert}" in name else shard.tensor
+    if not shard.engine:
         return name, share
     if name in FUSED and f"{FUSED[name]}.weight" in rules:
         return f"{FUSED[name]}.layer_norm_weight", share
@@ -153,12 +154,12 @@ def _as_built(name: str, rule: Rule, rules: Rules, place: MegatronShard) -> tupl
 
 
 def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlock) -> None:
-    """Fill the parameters block by block; rows that pad the vocabulary become 0.
+    """Fill the parameters block by block. Rows that pad the vocabulary become 0.
 
     Args:
-        tensors: all parameters and buffers of the rank, of any dtype and device.
-        layout: the rank's `megatron_layout`.
-        read: returns a block, given its name, offsets and shape.
+        tensors: All parameters and buffers of the rank, of any dtype and device.
+        layout: The rank's `megatron_layout`.
+        read: Returns a block, given its name, offsets and shape.
 
     Raises ModelError if the model's parameters are not those of the layout.
     """
@@ -173,8 +174,8 @@ def fill_parameters(tensors: Mapping[str, Tensor], layout: Layout, read: ReadBlo
 def list_blocks(tensors: Mapping[str, Tensor], layout: Layout) -> Iterator[Shard]:
     """Yield the blocks of all parameters, as views.
 
-    Several ranks may yield the same block, and the last stage yields a tied embedding again. The
-    receiver uses one of the copies.
+    Several ranks may yield the same block, and the last pipeline stage yields a tied embedding
+    again. The receiver uses one of the copies.
     """
     check_names(tensors, layout)
     for name, pieces in layout.items():
@@ -185,13 +186,11 @@ def check_names(names: Collection[str], layout: Layout) -> None:
     """Raise ModelError if the parameters of a rank are not those of the layout."""
     if missing := [name for name in layout if name not in names]:
         raise ModelError(
-            f"the Megatron model lacks {summarize_names(missing)}, which the map has: build it "
-            "from the same "
-            "config.json"
+            f"the Megatron model lacks the parameters {summarize_names(missing)}: build it from "
+            "the same config.json"
         )
     if unknown := [name for name in names if name not in layout]:
         raise ModelError(
-            f"the Megatron model has {summarize_names(unknown)}, for which there is no map: build "
-            "it from the "
-            "same config.json"
+            f"the Megatron model has the unknown parameters {summarize_names(unknown)}: build it "
+            "from the same config.json"
         )

@@ -1,4 +1,4 @@
-"""Define the notation of the conversion tables.
+"""The notation of the conversion tables.
 
 A rule lists the Hugging Face weights in one Megatron parameter, and states how tensor parallelism
 divides the parameter. A weight is written as `"self_attn.o_proj.weight [hidden, queries]"`: its
@@ -17,7 +17,7 @@ from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.parallel.sharding import ShardIndex
 from ratchet.models.weights.weight_layout import WeightPiece
 
-WRITTEN = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
+SPEC = re.compile(r"(\S+) \[(\w+(?:, \w+)*)\]")
 
 
 @dataclass(frozen=True)
@@ -30,19 +30,21 @@ class WeightSpec:
     @classmethod
     def from_text(cls, text: str) -> WeightSpec:
         """Parse the notation `"name [size, size]"`."""
-        match = WRITTEN.fullmatch(text)
+        match = SPEC.fullmatch(text)
         assert match is not None, f"'{text}' is no weight with its shape"
         return cls(match[1], tuple(match[2].split(", ")))
 
 
 class ParamDivision(Enum):
-    """The way tensor parallelism divides a parameter."""
+    """The way in which tensor parallelism divides a parameter."""
 
     WHOLE = auto()  # each rank has the whole parameter
-    ROWS = auto()  # each rank has its share of the rows of every weight, weight after weight
-    # each rank has its share of the KV groups: for each group, its rows of every weight
+    # Each rank has its share of the rows of every weight, one weight after another.
+    ROWS = auto()
+    # Each rank has its share of the KV groups. The parameter has, group by group, the group's rows
+    # of every weight.
     GROUPS = auto()
-    COLUMNS = auto()  # each rank has its columns
+    COLUMNS = auto()  # each rank has its share of the columns
 
 
 @dataclass(frozen=True)
@@ -60,14 +62,15 @@ class Rule:
         Any rows of the parameter after the last block are padding of the vocabulary.
 
         Args:
-            prefix: put before the weights' names.
-            share: the rank's index in its tensor-parallel group, and the group's size.
-            expert: number that replaces `{expert}`.
+            prefix: Prefix of the weights' names.
+            share: The rank's index in its tensor-parallel group, and the group's size.
+            expert: Number that replaces `{expert}`.
         """
+        # (name, shape, name of the first dimension) of each weight
         weights = [
             (
                 prefix + weight.name.format(expert=expert),
-                tuple(dimensions.size(word) for word in weight.shape),
+                tuple(dimensions.size(size_name) for size_name in weight.shape),
                 weight.shape[0],
             )
             for weight in self.weights
@@ -82,8 +85,8 @@ class Rule:
             dimensions.kv_heads if self.division is ParamDivision.GROUPS else effective_share.count
         )
         for group in effective_share.range(groups):
-            for name, shape, word in weights:
-                rows = ShardIndex(group, groups).range(dimensions.divided(word))
+            for name, shape, row_dimension in weights:
+                rows = ShardIndex(group, groups).range(dimensions.padded_size(row_dimension))
                 count = max(0, min(rows.stop, shape[0]) - rows.start)
                 if count:
                     yield WeightPiece(

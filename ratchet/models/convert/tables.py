@@ -1,11 +1,11 @@
-"""List the weights that each Megatron Core 0.16 parameter is made of, by model family.
+"""Tables of the Hugging Face weights in each Megatron Core 0.16 parameter, by model family.
 
-A key is the name of a Megatron parameter, relative to its layer. Its value states how tensor
-parallelism divides the parameter, and which Hugging Face weights are in it, by their names relative
-to their layer. Both directions of conversion use these tables.
+A key is the name of a Megatron parameter, relative to its layer. The value lists the Hugging Face
+weights in the parameter, and how tensor parallelism divides it. Both directions of the conversion
+use these tables.
 
-The names are those of Megatron's own ("local") layers. `FUSED` and the tables after it state how
-Transformer Engine's layers differ.
+The names are those of Megatron's own ("local") layers. `FUSED` and the tables after it have the
+differences of Transformer Engine's layers.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ class FamilyTable:
     sparse: Rules = field(default_factory=dict)  # rules of layers with experts
 
     def layer(self, sparse: bool) -> Rules:
-        """Return the rules of a layer, which has experts if `sparse` is true."""
+        """Return the rules of a layer: of one with experts if `sparse` is True."""
         return {**self.common, **(self.sparse if sparse else self.dense)}
 
 
@@ -143,7 +143,7 @@ def find_family_table(dimensions: Dimensions) -> FamilyTable:
     return TABLES[dimensions.family]
 
 
-# Transformer Engine fuses a norm with the linear layer that follows it, if the layer has that one.
+# Transformer Engine fuses these norms with the linear layer after them (norm -> linear layer).
 FUSED: Mapping[str, str] = {
     "input_layernorm.weight": "self_attention.linear_qkv",
     "pre_mlp_layernorm.weight": "mlp.linear_fc1",
@@ -155,7 +155,7 @@ GROUPED: Mapping[str, str] = {
     "mlp.experts.local_experts.{expert}.linear_fc1.weight": "mlp.experts.linear_fc1.weight{expert}",
     "mlp.experts.local_experts.{expert}.linear_fc2.weight": "mlp.experts.linear_fc2.weight{expert}",
 }
-# With Transformer Engine, each rank has the whole of these projections to MLA's latent states.
+# With Transformer Engine, each rank has these projections to MLA's latent states as a whole.
 DUPLICATED = (
     "self_attention.linear_q_down_proj.weight",
     "self_attention.linear_kv_down_proj.weight",

@@ -1,9 +1,9 @@
-"""Compute attention over packed sequences for the learner. No sequence attends to another.
+"""Attention over packed sequences for the learner. No sequence attends to another.
 
-Consecutive sequences of similar length share one causal call. Only inside this call they are padded
-on the right, where no causal query sees the padding. Sequences of equal length, the common case,
-need no padding, only a view of the tensor. Segments of a prefix tree, whose past belongs to other
-segments, share masked calls in the same way.
+Consecutive sequences of similar length share one causal attention call. For this call they are
+padded on the right, where causal attention ignores the padding. Sequences of equal length, the
+common case, need no padding. Segments of a prefix tree, whose past belongs to other segments, share
+masked calls in the same way.
 
 T = tokens, H = query heads, K = key/value heads, D = head_dim, R = segments of a call, P = longest
 past of a segment, L = longest segment.
@@ -23,11 +23,11 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
-# Segments share a call if its pairs of a query and a key, padding included, number at most WASTE
-# times the real pairs plus FREE. On a CPU a separate call costs about as much as FREE pairs.
+# Segments share a call if it has at most WASTE * (its pairs without padding) + FREE pairs of query
+# and key. On a CPU a separate call costs about as much as FREE pairs.
 WASTE = 1.25
 FREE = 4096
-# Returns the indices of the keys and values of the tokens before a segment, in order.
+# A function that returns the indices of the tokens before a segment, in order.
 Past = Callable[[PrefixSegment], Index]
 
 
@@ -35,11 +35,11 @@ Past = Callable[[PrefixSegment], Index]
 class Padding:
     """The indices that pad sequences to rows of equal length, and remove the padding again.
 
-    A cell is a place for one token in these rows.
+    A cell holds one token of these rows, or padding.
     """
 
-    # int64 [rows * longest]: the token in each cell. A padding cell repeats a real token, so that
-    # its values are finite.
+    # int64 [rows * longest]: the token in each cell. A padding cell repeats a token, so that its
+    # values are finite.
     gather: Tensor
     cells: Tensor  # int64 [tokens]: the cell of each token
 
@@ -61,10 +61,10 @@ class PackedAttention:
         """Plan the attention calls.
 
         Args:
-            lengths: tokens of each sequence, each at least 1; they sum to T. Any order gives exact
-                results; ascending lengths need the fewest calls.
+            lengths: Number of tokens of each sequence, at least 1. They sum to T. Ascending lengths
+                need the fewest calls.
         """
-        self.buckets = [_bucket(run, device) for run in _runs(lengths)]
+        self.buckets = [_make_bucket(run, device) for run in _group_lengths(lengths)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if len(self.buckets) == 1:
@@ -77,21 +77,22 @@ class PackedAttention:
 
 
 def _attend(bucket: Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    grouped = q_THD.shape[1] != k_TKD.shape[1]
-    q, k, v = (_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
-    return _tokens(
-        bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=grouped)
+    """Return the causal attention of a bucket's sequences."""
+    is_grouped = q_THD.shape[1] != k_TKD.shape[1]
+    q, k, v = (_to_cells(bucket, x) for x in (q_THD, k_TKD, v_TKD))
+    return _to_tokens(
+        bucket, F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=is_grouped)
     )
 
 
-def _cells(bucket: Bucket, x: Tensor) -> Tensor:
+def _to_cells(bucket: Bucket, x: Tensor) -> Tensor:
     """Pad and reshape [tokens, heads, D] to [rows, heads, longest, D]."""
     cells = x if bucket.padding is None else _Pad.apply(x, bucket.padding)
     return cells.view(bucket.rows, bucket.longest, *x.shape[1:]).transpose(1, 2)
 
 
-def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
-    """Invert `_cells`: turn [rows, heads, longest, D] into [tokens, heads, D]."""
+def _to_tokens(bucket: Bucket, out: Tensor) -> Tensor:
+    """Invert `_to_cells`: turn [rows, heads, longest, D] into [tokens, heads, D]."""
     cells = out.transpose(1, 2).reshape(-1, out.shape[1], out.shape[3])
     return cells if bucket.padding is None else _Unpad.apply(cells, bucket.padding)
 
@@ -100,11 +101,11 @@ def _tokens(bucket: Bucket, out: Tensor) -> Tensor:
 class BranchCall:
     """One attention call over consecutive segments of a prefix tree, each with a past."""
 
-    queries: Bucket  # the segments' own tokens
+    queries: Bucket  # the tokens of the segments
     # int64 [R * (P + L)]: the token in each cell of keys and values. A row has the segment's past,
-    # then the segment; padding cells repeat a real token.
+    # then the segment. Padding cells repeat a token.
     keys: Tensor
-    seen: Tensor  # bool [R or 1, 1, L, P + L]: the cells that each query attends to
+    mask: Tensor  # bool [R or 1, 1, L, P + L]: True for the cells that a query attends to
 
 
 class TreeAttention:
@@ -115,15 +116,19 @@ class TreeAttention:
 
     def __init__(self, tree: PrefixTree, device: torch.device | str = "cpu") -> None:
         roots = [segment for segment in tree.segments if not segment.begin]
-        self.roots = sum(segment.length for segment in roots)
-        self.whole = PackedAttention([segment.length for segment in roots], device)
+        self.n_root_tokens = sum(segment.length for segment in roots)
+        self.root_attention = PackedAttention([segment.length for segment in roots], device)
         self.branches = plan_branch_calls(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         first, *queries = q_THD.split(
-            [self.roots, *(call.queries.tokens for call in self.branches)]
+            [self.n_root_tokens, *(call.queries.tokens for call in self.branches)]
         )
-        parts = [self.whole(layer, first, k_TKD[: self.roots], v_TKD[: self.roots])]
+        parts = [
+            self.root_attention(
+                layer, first, k_TKD[: self.n_root_tokens], v_TKD[: self.n_root_tokens]
+            )
+        ]
         for call, q in zip(self.branches, queries, strict=True):
             parts.append(attend_past(call, q, k_TKD, v_TKD))
         return torch.cat(parts)
@@ -134,27 +139,30 @@ def attend_past(branches: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tenso
 
     Args:
         q_THD: Queries of the call's segments only.
-        k_TKD: Keys of all tokens, the pasts included.
-        v_TKD: Values of all tokens, the pasts included.
+        k_TKD: Keys of all tokens, also those of the pasts.
+        v_TKD: Values of all tokens, also those of the pasts.
     """
     bucket = branches.queries
 
-    def past(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
+    def gather_rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
         return x.index_select(0, branches.keys).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
 
-    grouped = q_THD.shape[1] != k_TKD.shape[1]
-    q = _cells(bucket, q_THD)
+    is_grouped = q_THD.shape[1] != k_TKD.shape[1]
     out = F.scaled_dot_product_attention(
-        q, past(k_TKD), past(v_TKD), attn_mask=branches.seen, enable_gqa=grouped
+        _to_cells(bucket, q_THD),
+        gather_rows(k_TKD),
+        gather_rows(v_TKD),
+        attn_mask=branches.mask,
+        enable_gqa=is_grouped,
     )
-    return _tokens(bucket, out)
+    return _to_tokens(bucket, out)
 
 
 class _Pad(Function):
     """Pad [tokens, ...] to [rows * longest, ...].
 
-    Only real queries reach the loss, and they see no padding. So the gradient of padding is exactly
-    0, and the backward pass only selects the real cells.
+    The loss depends on no padding, so the gradient of padding cells is exactly 0. The backward pass
+    therefore only selects the cells of tokens.
     """
 
     @staticmethod
@@ -182,13 +190,13 @@ class _Unpad(Function):
         return grad.index_copy_(0, padding.cells, grads[0]), None
 
 
-def _runs(lengths: Sequence[int]) -> list[list[int]]:
+def _group_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Group consecutive lengths that share a call."""
     segments = [PrefixSegment(row, 0, length) for row, length in enumerate(lengths)]
-    return [[segment.length for segment in run] for run in _shared_calls(segments)]
+    return [[segment.length for segment in run] for run in _group_segments(segments)]
 
 
-def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
+def _make_bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     """Return the call over sequences of these lengths."""
     longest = max(lengths)
     tokens = sum(lengths)
@@ -204,28 +212,28 @@ def _bucket(lengths: list[int], device: torch.device | str) -> Bucket:
     )
 
 
-def _shared_calls(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegment]]:
+def _group_segments(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegment]]:
     """Group consecutive segments that share a call.
 
     A group ends where its padding would cost more than another call.
     """
     runs: list[list[PrefixSegment]] = []
-    # Of the last run: number of real query-key pairs, longest segment, longest past.
-    real_pairs = longest = longest_past = 0
+    # Of the last run: number of query-key pairs without padding, longest segment, longest past.
+    run_pairs = longest = longest_past = 0
     for segment in segments:
         segment_pairs = segment.length * segment.end
         joint_longest = max(longest, segment.length)
         joint_past = max(longest_past, segment.begin)
         row_pairs = joint_longest * (joint_longest + joint_past)
         padded_pairs = (len(runs[-1]) + 1) * row_pairs if runs else 0
-        if runs and padded_pairs <= WASTE * (real_pairs + segment_pairs) + FREE:
+        if runs and padded_pairs <= WASTE * (run_pairs + segment_pairs) + FREE:
             runs[-1].append(segment)
-            real_pairs += segment_pairs
+            run_pairs += segment_pairs
             longest = joint_longest
             longest_past = joint_past
         else:
             runs.append([segment])
-            real_pairs = segment_pairs
+            run_pairs = segment_pairs
             longest = segment.length
             longest_past = segment.begin
     return runs
@@ -234,18 +242,18 @@ def _shared_calls(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegment]
 def plan_branch_calls(
     segments: Sequence[PrefixSegment], past: Past, device: torch.device | str
 ) -> list[BranchCall]:
-    """Return the attention calls for segments laid end to end.
+    """Return the attention calls for consecutive segments.
 
-    Segments sorted by begin, then by length, need the fewest calls.
+    Segments that are sorted by begin, then by length, need the fewest calls.
     """
-    return [_branches(run, past, device) for run in _shared_calls(segments)]
+    return [_plan_branch_call(run, past, device) for run in _group_segments(segments)]
 
 
-def _branches(
+def _plan_branch_call(
     run: list[PrefixSegment], past_indices: Past, device: torch.device | str
 ) -> BranchCall:
     """Return the call over one run of segments."""
-    bucket = _bucket([segment.length for segment in run], device)
+    bucket = _make_bucket([segment.length for segment in run], device)
     longest_past = max(segment.begin for segment in run)
     past_RP = np.stack([np.resize(past_indices(segment), longest_past) for segment in run])
     starts_R = np.array([segment.start for segment in run])
@@ -260,5 +268,5 @@ def _branches(
     past_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
         -1, bucket.longest, -1
     )
-    seen = torch.cat([past_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
-    return BranchCall(bucket, keys.to(device), seen[:, None].to(device))
+    mask = torch.cat([past_RLP, causal_LL.expand(len(begin_R), -1, -1)], dim=-1)
+    return BranchCall(bucket, keys.to(device), mask[:, None].to(device))

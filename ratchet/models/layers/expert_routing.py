@@ -1,11 +1,11 @@
-"""Record, replay and monitor the expert choices of a mixture of experts.
+"""Router replay: record, replay and monitor the expert choices of a mixture of experts (MoE).
 
 A sampler records which experts its routers choose. A learner replays that choice (rollout routing
-replay, arXiv:2510.11370), and measures how evenly experts are chosen.
+replay, R3, arXiv:2510.11370), and measures how evenly experts are chosen.
 
-Near a tie a rounding difference sends a token to another expert, which changes its
-log-probabilities as much as many optimizer steps do. A choice has no gradient, but the weights of
-the chosen experts do: replay takes the choice from the sampler and recomputes the weights.
+Near a tie, a rounding difference sends a token to another expert, which changes its
+log-probabilities as much as many optimizer steps do. Replay takes the choice, which has no
+gradient, from the sampler. The learner computes the weights of the chosen experts, which have one.
 
 T = tokens, E = experts, K = experts of a token, L = layers with experts, S = sequences.
 """
@@ -21,34 +21,34 @@ from torch import Tensor
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.errors import DataError
 
-UNKNOWN = -1  # expert index of tokens that the sampler has not routed
+UNKNOWN = -1  # expert index of tokens for which the sampler recorded no choice
 
 
 class RoutingHook(Protocol):
     """A function that decides which experts compute each token of a layer.
 
-    A layer whose activations are recomputed calls it again.
+    Activation checkpointing calls it again in the backward.
 
     Args:
-        place: index among the layers with experts.
-        logits_TE: router logits.
-        chosen_TK: the K experts of each token by these logits, int64.
+        sparse_index: Index of the layer among the layers with experts.
+        logits_TE: Router logits.
+        chosen_TK: The K experts that the router chooses for each token, int64.
 
     Returns: the experts that compute each token [T, K], int64.
     """
 
-    def __call__(self, place: int, logits_TE: Tensor, chosen_TK: Tensor, /) -> Tensor: ...
+    def __call__(self, sparse_index: int, logits_TE: Tensor, chosen_TK: Tensor, /) -> Tensor: ...
 
 
 class RouteRecorder:
-    """A `RoutingHook` that keeps the routers' choice and records it in `experts_TLK` (int16)."""
+    """A `RoutingHook` for samplers: it records the routers' choices in `experts_TLK` (int16)."""
 
     def __init__(self, config: DecoderConfig, tokens: int, device: torch.device) -> None:
         shape = (tokens, len(config.sparse_layers), config.experts_per_token)
         self.experts_TLK = torch.empty(shape, dtype=torch.int16, device=device)
 
-    def __call__(self, place: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
-        self.experts_TLK[:, place] = chosen_TK.to(torch.int16)
+    def __call__(self, sparse_index: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+        self.experts_TLK[:, sparse_index] = chosen_TK.to(torch.int16)
         return chosen_TK
 
 
@@ -61,35 +61,39 @@ class LayerRouting(NamedTuple):
 
 
 class RouterMonitor:
-    """A record of the expert choices in one forward pass.
+    """A record of the expert choices in one forward pass, from which router metrics are computed.
 
-    Like `Routing` it is not a dataclass: FSDP passes a copy of a dataclass to each layer, and
-    anything recorded in the copy is lost.
+    Like `Routing` it is no dataclass: FSDP would pass a copy of a dataclass to each layer, and what
+    is recorded in a copy is lost.
     """
 
     def __init__(self) -> None:
         self.layers: dict[int, LayerRouting] = {}
-        # Index of each token's row in the layers' tensors; None: rows are in the tokens' order.
-        self.back_T: Tensor | None = None
+        # Index of each token's row in the layers' tensors; None: the rows are in token order.
+        self.row_index_T: Tensor | None = None
 
     def columns(self, sequence_T: Tensor, n_sequences: int) -> Tensor:
         """Return five measures per sequence, averaged over the layers [S, 5].
 
-        balance: sum over experts of (share of choices x experts / K) x (mean probability); 1 if
-            even. Has a gradient.
-        z: mean over tokens of logsumexp(logits)^2. Has a gradient.
-        entropy: of the router's distribution, in nats per token.
-        max_load: load of the busiest expert, 1 if even.
-        rerouted: share of the choices in which replay overrode the router.
+        balance: sum over experts of (load x mean probability), where the load is the expert's share
+            of the choices times the number of experts. It is 1 if the load is even, and has a
+            gradient.
+        z: mean over tokens of logsumexp(logits)^2. It has a gradient.
+        entropy: entropy of the router's distribution, in nats per token.
+        max_load: load of the busiest expert, 1 if the load is even.
+        rerouted: share of the choices that replay changed.
         """
-        assert self.layers, "no router was watched"
+        assert self.layers, "no router was monitored"
         return torch.stack(
-            [self._layer(layer, sequence_T, n_sequences) for layer in self.layers.values()]
+            [self._measure_layer(layer, sequence_T, n_sequences) for layer in self.layers.values()]
         ).mean(0)
 
-    def _layer(self, layer: LayerRouting, sequence_T: Tensor, n_sequences: int) -> Tensor:
+    def _measure_layer(self, layer: LayerRouting, sequence_T: Tensor, n_sequences: int) -> Tensor:
+        """Return the five measures of one layer [S, 5]."""
         logits_TE, chosen_TK, used_TK = (
-            layer if self.back_T is None else (x.index_select(0, self.back_T) for x in layer)
+            layer
+            if self.row_index_T is None
+            else (x.index_select(0, self.row_index_T) for x in layer)
         )
         count_S = torch.bincount(sequence_T, minlength=n_sequences).clamp(min=1)
 
@@ -98,16 +102,15 @@ class RouterMonitor:
             return sums / count_S.view(-1, *(1,) * (x.dim() - 1))
 
         n_experts, n_chosen = logits_TE.shape[1], used_TK.shape[1]
-        logs_TE = logits_TE.log_softmax(-1)
-        shares_TE = logs_TE.exp()
-        picked_TE = torch.zeros_like(shares_TE).scatter(1, used_TK, 1.0)
-        load_SE = mean(picked_TE) * (
-            n_experts / n_chosen
-        )  # 1 for every expert if all are used equally
+        logprobs_TE = logits_TE.log_softmax(-1)
+        probabilities_TE = logprobs_TE.exp()
+        is_used_TE = torch.zeros_like(probabilities_TE).scatter(1, used_TK, 1.0)
+        # The load is 1 for every expert if all experts are used equally.
+        load_SE = mean(is_used_TE) * (n_experts / n_chosen)
         kept_TK = (chosen_TK[:, :, None] == used_TK[:, None]).any(-1).to(logits_TE.dtype)
-        balance_S = (load_SE * mean(shares_TE)).sum(-1)
+        balance_S = (load_SE * mean(probabilities_TE)).sum(-1)
         z_S = mean(logits_TE.logsumexp(-1).square())
-        entropy_S = mean(-(shares_TE * logs_TE).sum(-1)).detach()
+        entropy_S = mean(-(probabilities_TE * logprobs_TE).sum(-1)).detach()
         return torch.stack(
             [balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - kept_TK.mean(-1))], dim=-1
         )
@@ -117,25 +120,27 @@ class Routing:
     """The `RoutingHook` of a learner: it can replay the sampler's choice and be monitored."""
 
     def __init__(
-        self, replayed_TLK: Tensor | None = None, watch: RouterMonitor | None = None
+        self, replayed_TLK: Tensor | None = None, monitor: RouterMonitor | None = None
     ) -> None:
         """Create a routing hook.
 
         Args:
-            replayed_TLK: experts that the sampler chose; `UNKNOWN` for tokens that it did not
-                route and for which this model's routers choose. None: they choose for all tokens.
-            watch: records the routing of every layer.
+            replayed_TLK: The experts that the sampler chose. For tokens with `UNKNOWN` this model's
+                routers choose. None: they choose for all tokens.
+            monitor: Records the routing of every layer; None: nothing is recorded.
         """
         self.replayed_TLK = replayed_TLK
-        self.watch = watch
+        self.monitor = monitor
 
-    def __call__(self, place: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
+    def __call__(self, sparse_index: int, logits_TE: Tensor, chosen_TK: Tensor) -> Tensor:
         used_TK = chosen_TK
         if self.replayed_TLK is not None:
-            replayed_TK = self.replayed_TLK[:, place].to(torch.int64)
+            replayed_TK = self.replayed_TLK[:, sparse_index].to(torch.int64)
             used_TK = torch.where(replayed_TK[:, :1] < 0, chosen_TK, replayed_TK)
-        if self.watch is not None:
-            self.watch.layers.setdefault(place, LayerRouting(logits_TE, chosen_TK, used_TK))
+        if self.monitor is not None:
+            self.monitor.layers.setdefault(
+                sparse_index, LayerRouting(logits_TE, chosen_TK, used_TK)
+            )
         return used_TK
 
     def check(self, config: DecoderConfig) -> None:
@@ -144,18 +149,20 @@ class Routing:
         if self.replayed_TLK is not None and self.replayed_TLK.shape[1:] != expected:
             recorded = tuple(self.replayed_TLK.shape[1:])
             raise DataError(
-                f"routes of {recorded} (layers, experts a token) for a model of {expected}: replay "
-                "those that this model has sampled"
+                f"the routes are for {recorded} (layers, experts per token), but the model has "
+                f"{expected}: replay routes that this model has sampled"
             )
 
     def rows(self, index: Tensor) -> Routing:
         """Return the routing for a forward pass of these tokens only."""
-        return self if self.replayed_TLK is None else Routing(self.replayed_TLK[index], self.watch)
+        return (
+            self if self.replayed_TLK is None else Routing(self.replayed_TLK[index], self.monitor)
+        )
 
     def padded(self, tokens: int) -> Routing:
-        """Return the routing with padding appended, for `tokens` tokens in all."""
+        """Return the routing padded at the end to `tokens` tokens."""
         if self.replayed_TLK is None:
             return self
-        missing = tokens - len(self.replayed_TLK)
-        replayed_TLK = F.pad(self.replayed_TLK, (0, 0, 0, 0, 0, missing), value=UNKNOWN)
-        return Routing(replayed_TLK, self.watch)
+        padding = tokens - len(self.replayed_TLK)
+        replayed_TLK = F.pad(self.replayed_TLK, (0, 0, 0, 0, 0, padding), value=UNKNOWN)
+        return Routing(replayed_TLK, self.monitor)

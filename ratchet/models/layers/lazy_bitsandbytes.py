@@ -1,4 +1,4 @@
-"""Import bitsandbytes, for its quantization kernels, on first use: that takes a second."""
+"""Import bitsandbytes, for its quantization kernels, on first use: the import takes a second."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ def load_bitsandbytes() -> Any:
 
     Its warning about a missing CPU kernel, which is not used here, is suppressed.
     """
-    log = logging.getLogger("bitsandbytes")
-    level = log.level
-    log.setLevel(logging.ERROR)
+    logger = logging.getLogger("bitsandbytes")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
     try:
         return import_module("bitsandbytes.functional")
     finally:
-        log.setLevel(level)
+        logger.setLevel(level)

@@ -1,9 +1,9 @@
-"""Mixture of experts: each token passes through the few gated layers that a router picks for it.
+"""Mixture of experts (MoE): each token passes through the few MLPs that a router picks for it.
 
 Sources: arXiv:1701.06538, arXiv:2401.04088.
 
-T = tokens, K = experts of a token, E = experts, n = the T * K choices, N = rows (the choices sorted
-by expert, and padding), d = hidden size, F = size of an expert's gated layer, O = outputs of a
+T = tokens, K = experts per token, E = experts, n = T * K choices, N = rows (the choices sorted by
+expert, with padding), d = hidden size, F = size of an expert's gated layer, O = outputs of a
 matrix.
 """
 
@@ -20,10 +20,11 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import RoutingHook
 from ratchet.models.ops import swiglu
 
-# Computes the experts: (rows [N, d] sorted by expert, rows of each expert [E]) -> [N, d].
+# A function that computes the experts: (rows [N, d] sorted by expert, number of rows of each expert
+# [E]) -> [N, d].
 Compute = Callable[[Tensor, Tensor], Tensor]
-# Calls a `Compute` with its two arguments, on the ranks that hold the experts, and returns its
-# result.
+# A function that calls a `Compute` with these two arguments on the ranks that hold the experts, and
+# returns the result.
 Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
 
 
@@ -39,20 +40,21 @@ class ExpertRouter(nn.Module):
     def forward(
         self, x_Td: Tensor, route: Callable[[Tensor, Tensor], Tensor] | None = None
     ) -> tuple[Tensor, Tensor]:
-        """Return (differentiable weights [T, K], experts [T, K] as int64), the largest weight
-        first.
+        """Return (differentiable weights [T, K], int64 expert indices [T, K]).
+
+        The router's own choice has the largest weight first.
 
         Args:
-            route: maps the logits and the chosen experts to the experts to use, see `RoutingHook`.
-                The weights, and so the router's gradient, always come from these logits.
+            route: Maps the logits and the chosen experts to the experts to use, see `RoutingHook`.
+                The weights of these experts, and so the router's gradient, come from the logits.
         """
         logits_TE = F.linear(x_Td, self.weight)
         logits_TE = logits_TE.to(torch.promote_types(logits_TE.dtype, torch.float32))
-        shares_TE = logits_TE.softmax(-1)
-        experts_TK = shares_TE.topk(self.experts_per_token).indices
+        probabilities_TE = logits_TE.softmax(-1)
+        experts_TK = probabilities_TE.topk(self.experts_per_token).indices
         if route is not None:
             experts_TK = route(logits_TE, experts_TK)
-        weights_TK = shares_TE.gather(1, experts_TK)
+        weights_TK = probabilities_TE.gather(1, experts_TK)
         if self.renormalise:
             weights_TK = weights_TK / weights_TK.sum(-1, keepdim=True)
         return weights_TK, experts_TK
@@ -73,7 +75,7 @@ class Experts(nn.Module):
         """Return the experts' outputs [N, d] for rows that are sorted by expert.
 
         Args:
-            counts_E: int64, rows of each expert; 0 is allowed.
+            counts_E: int64, number of rows of each expert; 0 is allowed.
         """
         return multiply_by_expert(
             swiglu(multiply_by_expert(x_Nd, self.gate_up_proj, counts_E)), self.down_proj, counts_E
@@ -83,20 +85,19 @@ class Experts(nn.Module):
 class SparseMLP(nn.Module):
     """A layer with a router and several experts, of which each token uses a few."""
 
-    def __init__(self, config: DecoderConfig, place: int, held: int) -> None:
+    def __init__(self, config: DecoderConfig, sparse_index: int, n_local_experts: int) -> None:
         """Allocate the router and the experts that this rank holds.
 
         Args:
-            place: index among the layers with experts.
-            held: number of experts on this rank.
+            sparse_index: Index of the layer among the layers with experts.
+            n_local_experts: Number of experts on this rank.
         """
         super().__init__()
-        self.place = place
+        self.sparse_index = sparse_index
         self.gate = ExpertRouter(config)
-        self.experts = Experts(held, config.hidden_size, config.expert_intermediate_size)
+        self.experts = Experts(n_local_experts, config.hidden_size, config.expert_intermediate_size)
         self.n_experts = config.n_experts
-        # Sends rows to the experts and returns their outputs. With expert parallelism it sends
-        # every row to the rank of its expert.
+        # Runs the experts. Under expert parallelism it sends every row to the rank of its expert.
         self.exchange: Exchange = compute_locally
 
     def forward(
@@ -105,12 +106,12 @@ class SparseMLP(nn.Module):
         """Return the weighted sum of the outputs of each token's experts [T, d].
 
         Args:
-            row_multiple: each expert's rows are padded to a multiple of it, so that a token's
-                result doesn't depend on how many others use the same expert (see
-                `generators.engine.batch_invariance`).
+            row_multiple: Each expert's rows are padded to a multiple of it, so that a token's
+                result does not depend on the number of tokens with the same expert (batch
+                invariance, see `generators.engine.batch_invariance`).
         """
         weights_TK, experts_TK = self.gate(
-            x_Td, None if route is None else partial(route, self.place)
+            x_Td, None if route is None else partial(route, self.sparse_index)
         )
         tokens_N, places_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
@@ -129,13 +130,14 @@ def sort_by_expert(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Sort the choices of all tokens by expert, then by token, and pad each expert's rows.
 
-    Returns (the token of each row [N], the row of each choice [T, K], rows of each expert [E]), all
-    int64. Padding rows, up to a multiple of `multiple` per expert, repeat token 0.
+    Returns (token of each row [N], row of each choice [T, K], number of rows of each expert [E]),
+    all int64. Each expert's rows are padded to a multiple of `multiple`. Padding rows repeat token
+    0.
     """
     sorted_n, order_n = experts_TK.flatten().sort(stable=True)
     chosen_E = sorted_n.new_zeros(n_experts).scatter_add_(0, sorted_n, torch.ones_like(sorted_n))
     counts_E = (chosen_E + multiple - 1) // multiple * multiple
-    # number of padding rows before each expert's rows
+    # Number of padding rows before each expert's rows.
     shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)
     rows_n = torch.arange(len(order_n), device=order_n.device) + shift_E[sorted_n]
     # Without padding the host knows the total; otherwise it waits for the device's sum.
@@ -151,29 +153,29 @@ def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Te
     if x_Nd.is_cuda and torch.is_autocast_enabled("cuda"):
         dtype = torch.get_autocast_dtype("cuda")
         x_Nd, weight_EOd = x_Nd.to(dtype), weight_EOd.to(dtype)
-    if _groupable(x_Nd, weight_EOd):
+    if _has_grouped_kernel(x_Nd, weight_EOd):
         return multiply_grouped(x_Nd, weight_EOd, counts_E)
     parts = x_Nd.split(counts_E.tolist())
     matrices = weight_EOd.unbind()
     outputs = [
         F.linear(part, matrix) for part, matrix in zip(parts, matrices, strict=True) if len(part)
     ]
-    # Without rows the result must still have a gradient: other ranks may wait for this rank's
-    # backward.
+    # The result must have a gradient even without rows, because other ranks may wait for this
+    # rank's backward.
     return torch.cat(outputs or [F.linear(x_Nd, matrices[0])])
 
 
 def multiply_grouped(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:
-    """Return the same as `multiply_by_expert` by one kernel, without copying counts to the host."""
+    """Return the result of `multiply_by_expert` by one kernel, without a copy to the host."""
     return F.grouped_mm(
         x_Nd, weight_EOd.transpose(1, 2), offs=counts_E.cumsum(0, dtype=torch.int32)
     )
 
 
-def _groupable(x_Nd: Tensor, weight_EOd: Tensor) -> bool:
-    """Return True if the grouped kernel supports the inputs.
+def _has_grouped_kernel(x_Nd: Tensor, weight_EOd: Tensor) -> bool:
+    """True if the grouped kernel supports the inputs.
 
-    It needs bfloat16, rows of whole 16 bytes, and an Ampere GPU or later.
+    It needs bfloat16, row sizes that are multiples of 16 bytes, and an Ampere GPU or later.
     """
     if not (x_Nd.is_cuda and len(x_Nd) and x_Nd.dtype == torch.bfloat16):
         return False

@@ -1,10 +1,10 @@
-"""Find shared prefixes in packed sequences, so that each is computed once.
+"""Find shared prefixes in packed sequences, so that each prefix is computed once.
 
 A token's hidden state depends only on the token and its past, the tokens before it. Sequences with
-a shared prefix (the attempts of a group, answers that branch) form a tree. Each segment of the tree
-is computed once, and all tokens after it attend to it.
+a shared prefix (attempts at the same prompt, answers that branch) form a tree. Each segment of the
+tree is computed once, and all tokens after it attend to it.
 
-U = distinct tokens of the tree, T = all tokens laid end to end, N = segments.
+U = distinct tokens of the tree, T = all tokens of the packed sequences, S = sequences.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from torch import Tensor
 
 Index = NDArray[np.int64]
 
-# Minimum tokens of a shared segment: sharing fewer costs more than computing them per sequence.
+# Minimum length of a shared segment. Sharing fewer tokens costs more than computing them again.
 SHORTEST = 4
 
 
 @dataclass(frozen=True)
 class PrefixSegment:
-    """A run of tokens that one or more sequences have in common, after the same past.
+    """A run of tokens that one or several sequences have in common, after the same past.
 
-    Each of these sequences has it at [begin, end).
+    Each of these sequences has these tokens at the positions [begin, end).
     """
 
     row: int  # index of one of the sequences that contain the segment
@@ -45,7 +45,7 @@ class PrefixSegment:
 class PrefixTree:
     """The distinct tokens of packed sequences, as segments of a prefix tree.
 
-    Segments are sorted by the length of their past, then by their own length. So segments without a
+    Segments are sorted by the length of their past, then by their length. So segments without a
     past come first.
     """
 
@@ -68,28 +68,28 @@ class PrefixTree:
             tokens_T[start:end]
             for start, end in zip(starts_S.tolist(), ends_S.tolist(), strict=True)
         ]
-        paths = _paths(rows)
-        segment_at: dict[tuple[int, int], PrefixSegment] = {
+        paths = _find_paths(rows)
+        segment_by_key: dict[tuple[int, int], PrefixSegment] = {
             (segment.row, segment.begin): segment for path in paths for segment in path
         }
         segments: list[PrefixSegment] = []
-        start = 0
+        n_distinct = 0
         for segment in sorted(
-            segment_at.values(), key=lambda segment: (segment.begin, segment.length)
+            segment_by_key.values(), key=lambda segment: (segment.begin, segment.length)
         ):
-            placed = PrefixSegment(segment.row, segment.begin, segment.end, start)
+            placed = PrefixSegment(segment.row, segment.begin, segment.end, start=n_distinct)
             segments.append(placed)
-            segment_at[segment.row, segment.begin] = placed
-            start += segment.length
+            segment_by_key[segment.row, segment.begin] = placed
+            n_distinct += segment.length
         distinct_T = np.empty(len(tokens_T), dtype=np.int64)
         for sequence_start, path in zip(starts_S.tolist(), paths, strict=True):
-            for part in path:
-                # The segments in `paths` have no place yet: take it from the placed one.
-                place = segment_at[part.row, part.begin].start
-                distinct_T[sequence_start + part.begin : sequence_start + part.end] = np.arange(
-                    place, place + part.length
+            for segment in path:
+                # The segments in `paths` have no `start`, but the placed ones have.
+                start = segment_by_key[segment.row, segment.begin].start
+                distinct_T[sequence_start + segment.begin : sequence_start + segment.end] = (
+                    np.arange(start, start + segment.length)
                 )
-        tokens_U = np.empty(start, dtype=np.int64)
+        tokens_U = np.empty(n_distinct, dtype=np.int64)
         for segment in segments:
             first_token = int(starts_S[segment.row]) + segment.begin
             tokens_U[segment.start : segment.start + segment.length] = np.arange(
@@ -98,23 +98,23 @@ class PrefixTree:
         return cls(tuple(segments), tokens_U, distinct_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
-        """Return the indices, among the U distinct tokens, of a segment's past in order."""
+        """Return the indices of a segment's past among the U distinct tokens, in order."""
         start = int(self.starts_S[segment.row])
         return self.distinct_T[start : start + segment.begin]
 
 
 def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Index:
-    """Return a key per token [T]; tokens with equal pasts and equal keys are computed once.
+    """Return a key per token [T]. Tokens with equal pasts and equal keys are computed once.
 
-    Without routes_TLK (the experts to replay for each token), the keys are the tokens. With it, a
-    key is a hash of a token and its experts. Different tokens share a key with a probability of at
-    most 2^-48.
+    Without `routes_TLK` (the experts to replay for each token), the keys are the tokens. With it, a
+    key is a hash of the token and its experts. Different tokens have the same key with a
+    probability of at most 2^-48.
     """
     tokens = tokens_T.cpu().numpy()
     if routes_TLK is None:
         return tokens
     routes = routes_TLK.flatten(1).cpu().numpy().astype(np.uint64)
-    # Odd factors: then no two values of a single column, or of the token, have equal products.
+    # The factors are odd, so that different values of a column never have equal products.
     factors = np.random.default_rng(0).integers(
         0, 2**64, routes.shape[1] + 1, dtype=np.uint64
     ) | np.uint64(1)
@@ -126,10 +126,10 @@ def compute_path_keys(tokens_T: Tensor, routes_TLK: Tensor | None = None) -> Ind
 
 def count_shared_prefix(rows: Sequence[Index]) -> int:
     """Return the length of the longest prefix that all rows share."""
-    return min((_common_prefix(rows[0], row) for row in rows[1:]), default=len(rows[0]))
+    return min((_count_common_prefix(rows[0], row) for row in rows[1:]), default=len(rows[0]))
 
 
-def _common_prefix(a: Index, b: Index) -> int:
+def _count_common_prefix(a: Index, b: Index) -> int:
     """Return the length of the longest prefix that two rows share."""
     shortest = min(len(a), len(b))
     differs = a[:shortest] != b[:shortest]
@@ -137,18 +137,18 @@ def _common_prefix(a: Index, b: Index) -> int:
     return first if shortest and differs[first] else shortest
 
 
-def _paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
+def _find_paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
     """Return the segments of each row, from its first token to its last."""
-    # Big-endian bytes keep a common prefix of two rows a common prefix. Sorted, rows that share a
-    # prefix are neighbours.
+    # Rows with a common prefix have a common prefix of big-endian bytes too. So they are neighbours
+    # if rows are sorted by bytes.
     order = sorted(range(len(rows)), key=lambda i: rows[i].astype(">i8").tobytes())
-    common_with_next = [_common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
+    common_with_next = [_count_common_prefix(rows[a], rows[b]) for a, b in pairwise(order)]
     paths: list[list[PrefixSegment]] = [[] for _ in rows]
-    # (low, high, depth): the rows order[low:high] share their first `depth` tokens, and these are
-    # in their paths already.
-    waiting = [(0, len(order), 0)]
-    while waiting:
-        low, high, depth = waiting.pop()
+    # (low, high, depth): the rows order[low:high] share their first `depth` tokens, which their
+    # paths already contain.
+    pending = [(0, len(order), 0)]
+    while pending:
+        low, high, depth = pending.pop()
         if high - low == 1:
             row = order[low]
             if len(rows[row]) > depth:
@@ -157,13 +157,13 @@ def _paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
         common = min(common_with_next[low : high - 1])
         if common - depth >= SHORTEST:
             segment, depth = PrefixSegment(order[low], depth, common), common
-            for place in range(low, high):
-                paths[order[place]].append(segment)
-        # Neighbours that share only `common` tokens branch after them. Cut there.
+            for i in range(low, high):
+                paths[order[i]].append(segment)
+        # Neighbours that share only `common` tokens branch after these. Cut between them.
         cuts = [
             low,
-            *(place + 1 for place in range(low, high - 1) if common_with_next[place] == common),
+            *(i + 1 for i in range(low, high - 1) if common_with_next[i] == common),
             high,
         ]
-        waiting += [(a, b, depth) for a, b in pairwise(cuts)]
+        pending += [(a, b, depth) for a, b in pairwise(cuts)]
     return paths

@@ -1,4 +1,4 @@
-"""Define a matrix that is stored in 4 or 8 bits per number, and dequantized for each product.
+"""A matrix that is stored in 4 or 8 bits per number, and dequantized for each product (QLoRA).
 
 o, i = outputs and inputs of the matrix.
 """
@@ -22,13 +22,14 @@ LARGEST = torch.finfo(torch.float8_e4m3fn).max
 
 
 class QuantizedMatrix(nn.Module):
-    """A quantized matrix. Quantizing a dequantized matrix again changes no number.
+    """A quantized matrix of a linear map. Quantizing a dequantized matrix again changes nothing.
 
-    Form "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. A number is off
-    by at most 0.16 of the largest in its block.
+    Form "nf4" is 4-bit normal floats (arXiv:2305.14314, section 3) by bitsandbytes. The error of a
+    number is at most 0.16 of the largest number in its block.
 
-    Form "float8" is e4m3 with scales that are powers of two, so that scaling rounds nothing. A
-    number is off by at most a sixteenth of itself or, if small, 2^-17 of the largest in its block.
+    Form "float8" is e4m3 with scales that are powers of two, so that scaling has no rounding error.
+    The error of a number is at most 1/16 of the number, or for small numbers 2^-17 of the largest
+    number in its block.
     """
 
     codes: Tensor
@@ -64,15 +65,15 @@ class QuantizedMatrix(nn.Module):
     def device(self) -> torch.device:
         return self.codes.device
 
-    # --- replacing the numbers
+    # --- changing the matrix
 
     @property
     def shown(self) -> Tensor:
-        """Return the writable copy between `open` and `shut`, else the dequantized matrix."""
+        """The writable copy between `open` and `shut`; otherwise the dequantized matrix."""
         return self.plain() if self.opened is None else self.opened
 
     def open(self) -> None:
-        """Make `shown` writable. The quantized numbers stay the same until `shut`."""
+        """Make `shown` a writable copy. The quantized matrix does not change before `shut`."""
         self.opened = self.plain()
 
     @torch.no_grad()
@@ -86,13 +87,14 @@ class QuantizedMatrix(nn.Module):
 
     def _quantize(self, plain: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes, scales) of an unquantized matrix."""
-        wide = plain.detach().float()
+        matrix = plain.detach().float()
         if self.form == "nf4":
             codes, state = load_bitsandbytes().quantize_4bit(
-                wide.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
+                matrix.contiguous(), blocksize=NF4_BLOCK, quant_type="nf4"
             )
             return codes, state.absmax
-        blocks = F.pad(wide, (0, -wide.shape[1] % FLOAT8_BLOCK)).unflatten(1, (-1, FLOAT8_BLOCK))
+        padding = -matrix.shape[1] % FLOAT8_BLOCK
+        blocks = F.pad(matrix, (0, padding)).unflatten(1, (-1, FLOAT8_BLOCK))
         # The scale is the power of two just above max |block| / LARGEST, so that each code fits.
         _, exponents = torch.frexp(blocks.abs().amax(2) / LARGEST)
         scales = torch.ldexp(torch.ones_like(blocks[:, :, 0]), exponents)
@@ -102,7 +104,7 @@ class QuantizedMatrix(nn.Module):
 class _Product(Function):
     """The product x W^T, which dequantizes W again in the backward pass.
 
-    Autograd would keep every dequantized matrix until then.
+    Autograd would keep the dequantized matrices of all layers until the backward.
     """
 
     @staticmethod

@@ -1,6 +1,6 @@
-"""Compute rotary frequencies and their long-context scalings: default, linear, llama3 and yarn.
+"""Rotary position embedding (RoPE): frequencies and their long-context scalings.
 
-The names are those of `rope_type` in a `config.json`.
+The scalings default, linear, llama3 and yarn are named as `rope_type` in a `config.json`.
 """
 
 from __future__ import annotations
@@ -28,16 +28,14 @@ class RotaryTable(nn.Module):
     def _apply(self, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> RotaryTable:
         """Move the frequencies with the model, but never cast them.
 
-        In bfloat16 the angles of late positions would be off by whole turns.
+        In bfloat16 the angles at high positions would be wrong by whole turns.
         """
         super()._apply(fn, recurse)
         self.frequencies = self.exact.to(self.frequencies.device)
         return self
 
     def forward(self, positions_T: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return (cos [T, 1, D], sin [T, 1, D / 2]) in the form that `ratchet.models.ops.rotate`
-        takes.
-        """
+        """Return (cos [T, 1, D], sin [T, 1, D / 2]) for `ratchet.models.ops.rotate`."""
         angles = positions_T[:, None, None].to(torch.float32) * self.frequencies
         cos, sin = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
         return torch.cat([cos, cos], dim=-1), sin
@@ -47,57 +45,59 @@ def inverse_frequencies(rope: Mapping[str, Any], head_dim: int) -> tuple[Tensor,
     """Return (frequencies [head_dim / 2], factor of cos and sin), in float32 on the CPU.
 
     Args:
-        rope: the rope parameters, as in `DecoderConfig`.
+        rope: The rope parameters, as in `DecoderConfig`.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32, device="cpu") / head_dim
-    plain = 1.0 / float(rope["rope_theta"]) ** exponents
-    return SCALINGS[rope["rope_type"]](plain, rope)
+    unscaled = 1.0 / float(rope["rope_theta"]) ** exponents
+    return SCALINGS[rope["rope_type"]](unscaled, rope)
 
 
-def _default(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    return plain, 1.0
+def _default(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    return unscaled, 1.0
 
 
-def _linear(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+def _linear(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     """Apply position interpolation (arXiv:2306.15595, eq. 4)."""
-    return plain / float(rope["factor"]), 1.0
+    return unscaled / float(rope["factor"]), 1.0
 
 
-def _llama3(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Scale as Llama 3.1 does.
+def _llama3(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Scale like Llama 3.1.
 
-    Low frequencies are divided by `factor`, high ones are kept, and the band between is
+    Low frequencies are divided by `factor`, and high ones are kept. Frequencies between them are
     interpolated.
     """
-    factor, low, high = (float(rope[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
+    factor, low, high = (
+        float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
+    )
     original = float(rope[ORIGINAL])
-    wavelength = 2 * math.pi / plain
+    wavelength = 2 * math.pi / unscaled
     smooth = (original / wavelength - low) / (high - low)
-    blended = (1 - smooth) * plain / factor + smooth * plain
-    scaled = torch.where(wavelength > original / low, plain / factor, blended)
-    return torch.where(wavelength < original / high, plain, scaled), 1.0
+    blended = (1 - smooth) * unscaled / factor + smooth * unscaled
+    scaled = torch.where(wavelength > original / low, unscaled / factor, blended)
+    return torch.where(wavelength < original / high, unscaled, scaled), 1.0
 
 
-def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
-    """Scale as YaRN does (arXiv:2309.00071).
+def _yarn(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
+    """Scale like YaRN (arXiv:2309.00071).
 
-    It combines "NTK-by-parts" interpolation, section 3.2, and the attention temperature, section
-    3.4.
+    YaRN combines "NTK-by-parts" interpolation (section 3.2) and a temperature of attention (section
+    3.4).
     """
     original = float(rope[ORIGINAL])
     factor = float(rope["factor"])
     base = float(rope["rope_theta"])
-    head_dim = 2 * len(plain)
+    head_dim = 2 * len(unscaled)
 
-    # The index of the frequency that makes this many turns over the original context.
-    def dimension(rotations: float) -> float:
+    # Return the index of the frequency that makes this many turns over the original context.
+    def find_dimension(rotations: float) -> float:
         return head_dim * math.log(original / (rotations * 2 * math.pi)) / (2 * math.log(base))
 
-    def temperature(scale: float, coefficient: float = 1.0) -> float:
+    def compute_temperature(scale: float, coefficient: float = 1.0) -> float:
         return 1.0 if scale <= 1 else 0.1 * coefficient * math.log(scale) + 1.0
 
-    low = dimension(float(rope.get("beta_fast") or 32))
-    high = dimension(float(rope.get("beta_slow") or 1))
+    low = find_dimension(float(rope.get("beta_fast") or 32))
+    high = find_dimension(float(rope.get("beta_slow") or 1))
     if rope.get("truncate", True):
         low, high = math.floor(low), math.ceil(high)
     low, high = max(low, 0), min(high, head_dim - 1)
@@ -106,14 +106,13 @@ def _yarn(plain: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
         (torch.arange(head_dim // 2, dtype=torch.float32, device="cpu") - low)
         / max(high - low, 0.001)
     ).clamp(0, 1)
-    frequencies = plain / factor * ramp + plain * (1 - ramp)
+    frequencies = unscaled / factor * ramp + unscaled * (1 - ramp)
     if rope.get("attention_factor") is not None:
         return frequencies, float(rope["attention_factor"])
     if rope.get("mscale") and rope.get("mscale_all_dim"):
-        return frequencies, temperature(factor, float(rope["mscale"])) / temperature(
-            factor, float(rope["mscale_all_dim"])
-        )
-    return frequencies, temperature(factor)
+        numerator = compute_temperature(factor, float(rope["mscale"]))
+        return frequencies, numerator / compute_temperature(factor, float(rope["mscale_all_dim"]))
+    return frequencies, compute_temperature(factor)
 
 
 Scaling = Callable[[Tensor, Mapping[str, Any]], tuple[Tensor, float]]

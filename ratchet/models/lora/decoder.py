@@ -31,8 +31,8 @@ class Adapter:
     seed: int = 0  # of the initial A
     base: str = ""  # directory or Hub id of the base model, written to the adapter's files
 
-    def first(self, name: str, shape: Sequence[int]) -> Tensor:
-        """Return the initial value of a whole weight.
+    def initial_weight(self, name: str, shape: Sequence[int]) -> Tensor:
+        """Return the initial value of a whole weight of the adapter.
 
         It is a function of the seed and the name, so its bits don't depend on how the weight is
         sharded. A is uniform with variance 1 / (3 inputs) (kaiming), or normal with standard
@@ -55,8 +55,8 @@ def count_adapter_parameters(weights: Mapping[str, Tensor], names: Iterable[str]
     """Return the number of parameters of an adapter.
 
     Args:
-        weights: weights of the model, by canonical name.
-        names: last part of the names of the linear maps that get an adapter.
+        weights: Weights of the model, by canonical name.
+        names: Names of the linear maps that get an adapter (last path parts, such as q_proj).
     """
     target_names = set(names)
     adapted = (
@@ -91,7 +91,7 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
     lora = adapter.lora
     target_names = resolve_decoder_targets(decoder.config, lora)
     layout = list_pieces(decoder)
-    for place, (path, linear) in enumerate(decoder.inner_maps):
+    for index, (path, linear) in enumerate(decoder.inner_maps):
         spans = [
             piece.rows
             for piece in layout[f"{path}.weight"]
@@ -100,7 +100,7 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
         if spans:
             weight = linear.weight if linear.quantised is None else linear.quantised
             linear.adapter = FusedLoRA(
-                weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, place=place
+                weight, spans, rank=lora.rank, scale=lora.scale, dropout=lora.dropout, index=index
             )
     init_adapters(decoder, adapter, list_pieces(decoder))
 
@@ -109,26 +109,26 @@ def add_adapters(decoder: Decoder, adapter: Adapter) -> None:
 def init_adapters(
     module: nn.Module, adapter: Adapter, layout: Mapping[str, tuple[WeightPiece, ...]]
 ) -> None:
-    """Fill the adapters in a module with their initial values, or this rank's blocks of them.
+    """Fill the adapters in a module, or this rank's shard of them, with their initial values.
 
     Args:
-        layout: the pieces of each adapter parameter, by parameter name.
+        layout: The pieces of each adapter parameter, by parameter name.
     """
     for name, parameter in adapter_parameters(module):
         for block in cut_blocks(layout[name], parameter):
-            whole = adapter.first(block.name, block.shape)
+            whole = adapter.initial_weight(block.name, block.shape)
             block.tensor.copy_(
                 whole[
                     tuple(
-                        slice(o, o + n)
-                        for o, n in zip(block.offsets, block.tensor.shape, strict=True)
+                        slice(offset, offset + size)
+                        for offset, size in zip(block.offsets, block.tensor.shape, strict=True)
                     )
                 ]
             )
 
 
 def merge(decoder: Decoder) -> None:
-    """Merge the adapters into the dequantized weights, remove them, and unfreeze all weights."""
+    """Merge the adapters into the (dequantized) weights, remove them, and unfreeze all weights."""
     for _, linear in decoder.inner_maps:
         linear.restore()
         if isinstance(linear.adapter, FusedLoRA):
@@ -147,7 +147,7 @@ def adapter_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
 
 
 def is_adapter_parameter(name: str) -> bool:
-    """Return True if a name, ours or peft's, is that of an adapter parameter."""
+    """True if a name, Ratchet's or peft's, is that of an adapter parameter."""
     return ".lora_A" in name or ".lora_B" in name
 
 
@@ -164,12 +164,12 @@ def disable_adapters(model: nn.Module) -> Iterator[None]:
     """Switch a model's adapters off inside the context."""
     adapters = [module for module in model.modules() if isinstance(module, SwitchableAdapter)]
     for module in adapters:
-        module.off = True
+        module.is_off = True
     try:
         yield
     finally:
         for module in adapters:
-            module.off = False
+            module.is_off = False
 
 
 # --- merging one weight at a time
@@ -191,22 +191,24 @@ class MergedWeight:
         return self.base.numel()
 
     def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
-        wide = torch.promote_types(dtype, torch.float32)
-        w, a, b = (part.to(device, wide, copy=True) for part in (self.base, self.a, self.b))
-        return w.add_(b @ a, alpha=self.scale).to(dtype)
+        merge_dtype = torch.promote_types(dtype, torch.float32)
+        base, a, b = (
+            part.to(device, merge_dtype, copy=True) for part in (self.base, self.a, self.b)
+        )
+        return base.add_(b @ a, alpha=self.scale).to(dtype)
 
 
 def merge_lazily(
     weights: Mapping[str, SavableTensor], adapter: Mapping[str, SavableTensor], scale: float
 ) -> dict[str, SavableTensor]:
-    """Return the weights of a model; those that the adapter has are merged when they are read.
+    """Return the weights of a model with its adapter, which is merged as each weight is read.
 
-    Raises ModelError if the adapter has a weight for a map that the model lacks.
+    Raises ModelError if the adapter has a weight for a linear map that the model lacks.
     """
     unused = set(adapter)
     merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
-        a, b = (f"{PEFT}{name.removesuffix('.weight')}.lora_{which}.weight" for which in "AB")
+        a, b = (f"{PEFT}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB")
         is_adapted = a in adapter and b in adapter
         merged_weights[name] = (
             MergedWeight(weight, adapter[a], adapter[b], scale) if is_adapted else weight
@@ -214,7 +216,7 @@ def merge_lazily(
         unused -= {a, b} if is_adapted else set()
     if unused:
         raise ModelError(
-            f"the adapter's weight '{min(unused)}' is of a map that this model doesn't have: it "
-            "has another base"
+            f"the adapter's weight '{min(unused)}' is for a linear map that this model doesn't "
+            "have: the adapter belongs to another base model"
         )
     return merged_weights

@@ -1,4 +1,4 @@
-"""Read and write adapters in peft's format, and fingerprint the base that an adapter belongs to.
+"""Read and write LoRA adapters in peft's format, and fingerprint the base model of an adapter.
 
 The files are `adapter_config.json` and `adapter_model.safetensors`.
 """
@@ -27,9 +27,10 @@ from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import get_first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}  # ours -> peft's
-# Settings of peft that change the arithmetic. They must be off, as only plain LoRA is supported.
-PLAIN = (
+# Ratchet's names of initialisations -> peft's.
+INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}
+# Settings of peft that must be off, because only plain LoRA is supported.
+NOT_PLAIN = (
     "use_dora",
     "rank_pattern",
     "alpha_pattern",
@@ -106,21 +107,21 @@ class StoredAdapter:
             shape = shapes.get(f"{layer}.weight")
             if shape is None:
                 raise ModelError(
-                    f"the adapter's weight '{name}' is of a map that this model doesn't have: it "
-                    "has another base"
+                    f"the adapter's weight '{name}' is for a linear map that this model doesn't "
+                    "have: the adapter belongs to another base model"
                 )
             expected = (rank, shape[1]) if factor.startswith("A") else (shape[0], rank)
             if tuple(weight.shape) != expected:
                 raise ModelError(
-                    f"the adapter's weight '{name}' has shape {tuple(weight.shape)}, the base "
-                    f"wants {expected}"
+                    f"the adapter's weight '{name}' has shape {tuple(weight.shape)}, but the base "
+                    f"model needs {expected}"
                 )
 
 
 def load_adapter(directory: Path) -> StoredAdapter:
     """Return the adapter in a directory.
 
-    Raise ModelError if it is damaged, or is not plain LoRA of linear layers.
+    Raises ModelError if it is damaged, or if it is not plain LoRA of linear layers.
     """
     require_peft()
     from peft import PeftConfig
@@ -135,13 +136,13 @@ def load_adapter(directory: Path) -> StoredAdapter:
     except (OSError, ValueError, TypeError, KeyError, AttributeError, SafetensorError) as error:
         reason = get_first_line(str(error))
         raise ModelError(
-            f"{directory} is no adapter that peft reads ({CONFIG}, {WEIGHTS}): {reason}"
+            f"{directory} is no adapter that peft can read ({CONFIG}, {WEIGHTS}): {reason}"
         ) from None
     if str(getattr(config.peft_type, "value", config.peft_type)) != "LORA":
         raise ModelError(
-            f"{directory} holds a {config.peft_type} adapter, and only LORA is known here"
+            f"{directory} holds a {config.peft_type} adapter, but only LORA is supported"
         )
-    unsupported = [key for key in PLAIN if getattr(config, key, None)] + (
+    unsupported = [key for key in NOT_PLAIN if getattr(config, key, None)] + (
         [] if config.bias == "none" else ["bias"]
     )
     if unsupported:
@@ -152,8 +153,8 @@ def load_adapter(directory: Path) -> StoredAdapter:
     for name in weights:
         if not (name.startswith(PEFT) and name.endswith((".lora_A.weight", ".lora_B.weight"))):
             raise ModelError(
-                f"{directory}: weight '{name}' is neither A nor B of a linear map: it is not plain "
-                "LoRA"
+                f"{directory}: weight '{name}' is neither the A nor the B of a linear map, so this "
+                "is not plain LoRA"
             )
     names = tuple(sorted({name.split(".")[-3] for name in weights}))
     try:
@@ -165,7 +166,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
         )
     except (ValueError, TypeError, OverflowError) as error:
         raise ModelError(
-            f"{directory / CONFIG} holds numbers that no adapter has: {get_first_line(str(error))}"
+            f"{directory / CONFIG} has impossible numbers: {get_first_line(str(error))}"
         ) from None
     return StoredAdapter(Adapter(lora, base=config.base_model_name_or_path or ""), names, weights)
 
@@ -173,14 +174,14 @@ def load_adapter(directory: Path) -> StoredAdapter:
 def sum_bits(tensor: Tensor) -> int:
     """Return the sum of a tensor's bit patterns, modulo 2^64.
 
-    The sums of a tensor's shards add up to that of the tensor, however it is sharded.
+    The sums of a tensor's shards add up to the sum of the whole tensor, however it is sharded.
     """
-    words = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
-    return int(tensor.detach().contiguous().view(words).sum(dtype=torch.int64))
+    bits_dtype = {2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.dtype.itemsize]
+    return int(tensor.detach().contiguous().view(bits_dtype).sum(dtype=torch.int64))
 
 
 def fingerprint_weights(sums: Mapping[str, int]) -> str:
-    """Return a hash of a model's weights, from the bit sum of each by name."""
+    """Return a hash of a model's weights, from the bit sum of each weight by name."""
     return xxh3_128(repr(sorted(sums.items())).encode()).hexdigest()
 
 
@@ -188,12 +189,11 @@ def check_base(directory: Path, saved: object, current: str) -> None:
     """Raise CheckpointError if a checkpoint's frozen weights differ from the model's.
 
     Args:
-        saved: the fingerprint in the checkpoint.
-        current: the fingerprint of the model.
+        saved: The fingerprint in the checkpoint.
+        current: The fingerprint of the model.
     """
     if saved != current:
         raise CheckpointError(
-            f"{directory} holds an adapter of another base, or what trains beside other weights at "
-            f"rest (they are {saved}, "
-            f"these {current}): resume with the model that the run began with"
+            f"{directory} was saved beside other frozen weights: their fingerprint is {saved}, "
+            f"that of this model is {current}. Resume with the model that the run began with."
         )

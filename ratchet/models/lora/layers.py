@@ -20,51 +20,50 @@ from ratchet.models.layers.quantized import QuantizedMatrix
 class SeededDropout(nn.Module):
     """A dropout layer whose mask is a function of a seed.
 
-    A resumed run and recomputed activations therefore get the same mask.
+    So a resumed run gets the same mask, and so do recomputed activations.
     """
 
-    def __init__(self, share: float, place: int) -> None:
+    def __init__(self, share: float, index: int) -> None:
         """Create a layer that drops nothing until `seed` is set.
 
         Args:
             share: dropout probability.
-            place: index of this layer; layers of one seed but different places get different masks.
+            index: index of this layer, so that layers with the same seed get different masks.
         """
         super().__init__()
         self.share = share
-        self.place = place
-        self.seed: int | None = None  # None outside updates: nothing is dropped
+        self.index = index
+        self.seed: int | None = None  # None outside of updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
         if self.seed is None or not self.share:
             return x
-        generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.place))
+        generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.index))
         kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.share
         return x * (kept / (1 - self.share)).to(x.dtype)
 
 
-def derive_mask_seed(*names: int) -> int:
+def derive_mask_seed(*numbers: int) -> int:
     """Return the seed of a dropout mask, in [0, 2**63), from the numbers that identify it.
 
-    The numbers are hashed, because products or sums of them would collide and torch's CPU generator
-    reads only the lowest 32 bits of its seed.
+    The numbers are hashed. Products or sums of them would collide, and torch's CPU generator only
+    reads the lowest 32 bits of its seed.
     """
-    digest = blake2b("/".join(map(str, names)).encode(), digest_size=8).digest()
+    digest = blake2b("/".join(map(str, numbers)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "big") >> 1
 
 
 class SwitchableAdapter(nn.Module):
-    """A module that adapts a linear map, and has no effect while `off` is True."""
+    """A module that adapts a linear map, and has no effect while `is_off` is True."""
 
-    off = False
+    is_off = False
 
 
 class FusedLoRA(SwitchableAdapter):
     """The adapter of one linear map of the built-in decoder.
 
     The map's matrix may fuse several matrices of the checkpoint. Each of these parts has its own A
-    and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are allocated
-    uninitialised.
+    and B, stacked in `lora_A` [p r, i] and `lora_B` [rows of the parts, r]. Both are uninitialised.
     """
 
     def __init__(
@@ -75,14 +74,14 @@ class FusedLoRA(SwitchableAdapter):
         rank: int,
         scale: float,
         dropout: float,
-        place: int,
+        index: int,
     ) -> None:
         """Allocate A and B for each part.
 
         Args:
             weight: the map's matrix.
             spans: the matrix rows of each adapted part; other rows have no adapter.
-            place: see `SeededDropout`.
+            index: see `SeededDropout`.
         """
         super().__init__()
         self.outputs, inputs = weight.shape
@@ -92,17 +91,15 @@ class FusedLoRA(SwitchableAdapter):
         empty: Any = {"dtype": weight.dtype, "device": weight.device}
         self.lora_A = nn.Parameter(torch.empty(rank * len(spans), inputs, **empty))
         self.lora_B = nn.Parameter(torch.empty(sum(map(len, spans)), rank, **empty))
-        self.dropout = SeededDropout(dropout, place)
+        self.dropout = SeededDropout(dropout, index)
 
     def forward(self, x_Ti: Tensor, out_To: Tensor) -> Tensor:
-        return out_To if self.off else out_To + self.delta(x_Ti)
+        return out_To if self.is_off else out_To + self.delta(x_Ti)
 
     def delta(self, x_Ti: Tensor) -> Tensor:
         """Return what the adapter adds to the map's output [T, o]."""
-        low_Tr = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
-        parts = [
-            F.linear(part_Tr, b) for part_Tr, (_, b) in zip(low_Tr, self.factors(), strict=True)
-        ]
+        ax_parts = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
+        parts = [F.linear(ax_Tr, b) for ax_Tr, (_, b) in zip(ax_parts, self.factors(), strict=True)]
         return place_columns(list(zip(self.spans, parts, strict=True)), self.outputs)
 
     def factors(self) -> Iterator[tuple[Tensor, Tensor]]:
@@ -115,7 +112,7 @@ class FusedLoRA(SwitchableAdapter):
 
     @torch.no_grad()
     def merge_into(self, weight: Tensor) -> None:
-        """Add the product of B and A to the map's matrix, in place."""
+        """Add scale B A to the map's matrix, in place."""
         for span, (a, b) in zip(self.spans, self.factors(), strict=True):
             weight[span.start : span.stop] += (self.scale * (b @ a)).to(weight.dtype)
 

@@ -23,7 +23,7 @@ BASE_SUFFIX = ".base_layer"
 
 
 def list_linear_maps(layers: Sequence[nn.Module]) -> list[str]:
-    """Return the names of the linear maps in a model's layers (last path parts, such as q_proj)."""
+    """Return the names of the linear maps in layers (last path parts, such as q_proj)."""
     paths = (
         path
         for layer in layers
@@ -46,8 +46,8 @@ def attach(
     """Inject an adapter into a model, with its initial values, and freeze all other weights.
 
     Args:
-        names: names of the linear maps to adapt.
-        within: the part of the model that gets the adapter; None: all of it.
+        names: Names of the linear maps to adapt.
+        within: The part of the model that gets the adapter; None: the whole model.
 
     Raises ModelError if peft can't adapt the model.
     """
@@ -60,26 +60,26 @@ def attach(
         )
     except (ValueError, NotImplementedError) as error:
         raise ModelError(f"peft can't give {type(model).__name__} an adapter: {error}") from None
-    for place, layer in enumerate(_layers(model)):
-        layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, place)
+    for index, layer in enumerate(_find_lora_layers(model)):
+        layer.lora_dropout[ADAPTER_NAME] = SeededDropout(adapter.lora.dropout, index)
     for name, parameter in adapter_parameters(model):
         parameter.requires_grad_(True)
-        parameter.copy_(adapter.first(_peft_name(name), parameter.shape))
+        parameter.copy_(adapter.initial_weight(_peft_name(name), parameter.shape))
 
 
 def merge(model: nn.Module) -> None:
     """Add the adapter to the weights, remove it, and unfreeze all weights."""
     paths = {module: path for path, module in model.named_modules()}
-    for layer in _layers(model):
+    for layer in _find_lora_layers(model):
         path = paths[layer]
         layer.merge()
-        above, _, leaf = path.rpartition(".")
-        setattr(model.get_submodule(above), leaf, layer.get_base_layer())
+        parent, _, name = path.rpartition(".")
+        setattr(model.get_submodule(parent), name, layer.get_base_layer())
     model.requires_grad_(True)
 
 
 def canonical_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, detached tensor) of all weights but the adapter's."""
+    """Yield (Hugging Face name, detached tensor) of each weight that is not the adapter's."""
     for name, parameter in model.named_parameters():
         if not is_adapter_parameter(name):
             yield name.replace(f"{BASE_SUFFIX}.", "."), parameter.detach()
@@ -94,7 +94,7 @@ def adapter_weights(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
 @contextmanager
 def disable_peft_adapters(model: nn.Module) -> Iterator[None]:
     """Switch a model's adapter off inside the context."""
-    layers = _layers(model)
+    layers = _find_lora_layers(model)
     for layer in layers:
         layer.enable_adapters(False)
     try:
@@ -104,7 +104,7 @@ def disable_peft_adapters(model: nn.Module) -> Iterator[None]:
             layer.enable_adapters(True)
 
 
-def _layers(model: nn.Module) -> list[Any]:
+def _find_lora_layers(model: nn.Module) -> list[Any]:
     from peft.tuners.lora import LoraLayer
 
     return [module for module in model.modules() if isinstance(module, LoraLayer)]

@@ -1,6 +1,6 @@
 """Map the parameters of a Megatron rank to blocks of canonical weights.
 
-Exactly one of the ranks that hold the same block is responsible for it.
+If several ranks hold the same block, exactly one of them saves and sends it.
 """
 
 from __future__ import annotations
@@ -31,17 +31,17 @@ class OwnedParameter:
     name: str  # name in its stage
     parameter: nn.Parameter
     pieces: tuple[WeightPiece, ...]
-    first: bool  # True if this rank is responsible for the parameter
+    first: bool  # True if this rank saves and sends the parameter
 
 
 def make_stage_layout(stage: MegatronStage, sizes: MegatronSizes) -> Layout:
     """Return the pieces of a stage's model weights (without adapters), by parameter name."""
-    place = MegatronShard(
+    shard = MegatronShard(
         tensor=ShardIndex(parallel_state.get_tensor_model_parallel_rank(), sizes.tensor),
         pipeline=stage.share,
         experts=ShardIndex(parallel_state.get_expert_model_parallel_rank(), sizes.experts),
     )
-    return megatron_layout(Dimensions.from_config(stage.shape), place)
+    return megatron_layout(Dimensions.from_config(stage.shape), shard)
 
 
 def make_adapter_layout(stage: MegatronStage) -> Layout:
@@ -68,9 +68,9 @@ def list_owned_parameters(
                 if name.startswith(SCALAR)
                 else layout[name]
             )
-            # A tied head is a copy; the first stage is responsible for the embedding.
-            copied = name == "output_layer.weight" and stage.shape.tied
-            yield OwnedParameter(name, parameter, pieces, not copied and _is_responsible(parameter))
+            # A tied head is a copy of the embedding, which the first stage saves and sends.
+            is_copy = name == "output_layer.weight" and stage.shape.tied
+            yield OwnedParameter(name, parameter, pieces, not is_copy and _is_owner(parameter))
 
 
 def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: ReadBlock) -> None:
@@ -83,12 +83,12 @@ def fill_stages(stages: Sequence[MegatronStage], sizes: MegatronSizes, read: Rea
 
 
 def is_model_weight(name: str) -> bool:
-    """Return True if a parameter belongs to neither an adapter nor the scalar head."""
+    """True if a parameter belongs to neither an adapter nor the scalar head."""
     return not (is_adapter_parameter(name) or name.startswith(SCALAR))
 
 
-def _is_responsible(parameter: nn.Parameter) -> bool:
-    """Return True if this rank is the first of the ranks that hold the same parameter."""
+def _is_owner(parameter: nn.Parameter) -> bool:
+    """True if this rank is the first of the ranks that hold the same parameter."""
     is_expert = not getattr(parameter, "allreduce", True)
     data_rank = (
         parallel_state.get_expert_data_parallel_rank()

@@ -1,6 +1,7 @@
 """Build a rank's pipeline stages as Megatron Core models, from a decoder's shape.
 
-T = tokens of a forward pass, t = those that this rank keeps between layers, d = hidden size.
+T = tokens of a forward pass, t = tokens that this rank keeps between layers (fewer than T under
+sequence parallelism), d = hidden size.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ TIMEOUT = timedelta(minutes=30)
 
 
 def init_process_groups(sizes: MegatronSizes, seed: int = 0) -> None:
-    """Create Megatron's process groups. All ranks call it together, once, after torch's init.
+    """Create Megatron's process groups. All ranks call it together, after `init_process_group`.
 
     Ranks are ordered as everywhere in Ratchet: tensor, context, data, pipeline.
     """
@@ -93,7 +94,7 @@ class MegatronStage(GPTModel):
         for layer, module in zip(layers, self.decoder.layers, strict=True):
             if isinstance(module.mlp, MoELayer):
                 router: Any = module.mlp.router
-                router.place = shape.sparse_layers.index(layer)
+                router.sparse_index = shape.sparse_layers.index(layer)
 
     @property
     def head_weight(self) -> Tensor:
@@ -122,15 +123,15 @@ class MegatronStage(GPTModel):
         )
         x = None
         if self.pre_process:
-            # Hidden states require a gradient even if the embedding is frozen: otherwise Megatron
-            # would neither recompute layers with adapters nor send gradients between stages.
+            # Hidden states must require a gradient even if the embedding is frozen. Otherwise
+            # Megatron neither recomputes layers with adapters nor sends gradients between stages.
             x = self.embedding(input_ids=feed.tokens_U[None], position_ids=None).requires_grad_()
         x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=packed)
         if not self.post_process:
             return x
         x_td = x[:, 0]
         return (
-            gather(x_td, self.tensor, alike=True)
+            gather(x_td, self.tensor, is_replicated=True)
             if self.tensor is not None and self.config.sequence_parallel
             else x_td
         )
@@ -180,10 +181,9 @@ RECOMPUTED: Mapping[str, Mapping[str, Any]] = {
 
 
 def _keep_uninitialised(weight: Tensor) -> Tensor:
-    """Return the weight unchanged.
+    """Return the weight unchanged: an initialiser that does nothing.
 
-    It stands in for an initialiser. Initialisation can't be switched off, because Megatron also
-    marks divided parameters in that step.
+    Megatron's initialisation can't be switched off, because it also marks divided parameters.
     """
     return weight
 
@@ -221,8 +221,8 @@ def transformer_config(
         context_parallel_size=sizes.context,
         pipeline_model_parallel_size=sizes.pipeline,
         virtual_pipeline_model_parallel_size=sizes.chunks if sizes.chunks > 1 else None,
-        # In an interleaved pipeline of two ranks, each is both predecessor and successor of the
-        # other, so batched messages would be mixed up.
+        # In an interleaved pipeline of two ranks, each rank both precedes and follows the other.
+        # Batched messages would be mixed up.
         overlap_p2p_comm=sizes.chunks > 1,
         batch_p2p_comm=sizes.chunks == 1,
         expert_model_parallel_size=sizes.experts,
@@ -231,8 +231,8 @@ def transformer_config(
         pipeline_dtype=dtype,
         init_method=_keep_uninitialised,
         output_layer_init_method=_keep_uninitialised,
-        calculate_per_token_loss=True,  # gradients are summed and not divided
-        # These need kernels of apex or Transformer Engine.
+        calculate_per_token_loss=True,  # sum gradients without dividing them
+        # These options need kernels of apex or Transformer Engine.
         bias_activation_fusion=False,
         bias_dropout_fusion=False,
         masked_softmax_fusion=False,

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 
 PACKAGE = "megatron.core"
-STANDIN = "_cpu_for_cuda"  # the stand-in's name in the rewritten modules
+STANDIN = "_cpu_for_cuda"  # name of the stand-in for torch.cuda in the rewritten modules
 # Tensor methods whose calls are removed: x.cuda() becomes x.
-DROPPED = {"cuda", "record_stream"}
+REMOVED = {"cuda", "record_stream"}
 
 
 def install() -> None:
@@ -90,7 +90,7 @@ class _Standin(types.ModuleType):
 _STANDIN = _Standin()
 
 
-class _OnCPU(ast.NodeTransformer):
+class _CudaRemover(ast.NodeTransformer):
     """A transformer of a module's syntax tree that replaces uses of CUDA."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
@@ -112,7 +112,7 @@ class _OnCPU(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in DROPPED:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in REMOVED:
             return node.func.value
         return node
 
@@ -145,7 +145,7 @@ class _Loader(SourceFileLoader):
 
     def get_code(self, fullname: str) -> types.CodeType:
         path = self.get_filename(fullname)
-        tree = _OnCPU().visit(ast.parse(self.get_data(path), path))
+        tree = _CudaRemover().visit(ast.parse(self.get_data(path), path))
         return compile(ast.fix_missing_locations(tree), path, "exec", dont_inherit=True)
 
     def exec_module(self, module: types.ModuleType) -> None:

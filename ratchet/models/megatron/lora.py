@@ -1,6 +1,6 @@
-"""Add LoRA adapters to a rank's stages.
+"""Add LoRA adapters to the Megatron stages of a rank.
 
-Their names and initial values are those of the built-in decoder's adapters.
+The adapters have the names and initial values of the built-in decoder's adapters.
 """
 
 from __future__ import annotations
@@ -31,19 +31,21 @@ def attach(stages: Sequence[MegatronStage], sizes: MegatronSizes, adapter: Adapt
             if isinstance(module, AdaptableLinear)
         ]
         for number, (path, linear) in enumerate(maps):
-            targets = {} if linear.is_expert else _targets(layout[f"{path}.weight"], target_names)
+            targets = (
+                {} if linear.is_expert else _group_by_target(layout[f"{path}.weight"], target_names)
+            )
             if targets:
-                place = stage.share.index + stage.share.count * number
-                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, place)
+                index = stage.share.index + stage.share.count * number
+                linear.adapter = ParallelLoRA(linear, targets, adapter.lora, index)
         init_adapters(stage, adapter, make_adapter_layout(stage))
 
 
-def _targets(
-    adapted: Iterable[WeightPiece], target_names: Sequence[str]
+def _group_by_target(
+    pieces: Iterable[WeightPiece], target_names: Sequence[str]
 ) -> dict[str, list[WeightPiece]]:
-    """Return the pieces of a matrix that an adapter covers, by Hugging Face module name."""
+    """Return the pieces of a matrix that the adapter adapts, by target (such as q_proj)."""
     targets: dict[str, list[WeightPiece]] = {}
-    for piece in adapted:
+    for piece in pieces:
         name = piece.name.split(".")[-2]
         if name in target_names:
             targets.setdefault(name, []).append(piece)

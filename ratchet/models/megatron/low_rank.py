@@ -1,11 +1,12 @@
 """Add LoRA to Megatron's parallel linear maps: out + scale B A x (arXiv:2106.09685, eq. 3).
 
-A and B are divided as the map is. If a map's outputs are divided over tensor-parallel ranks, so are
-the rows of B, and each rank has all of A. If its inputs are divided, so are the columns of A, and
-each rank has all of B. Either way ranks exchange only A x: r numbers per token.
+A and B are divided like the map. If the map's outputs are divided over tensor-parallel ranks, so
+are the rows of B, and each rank has the whole A. If the map's inputs are divided, so are the
+columns of A, and each rank has the whole B. In both cases ranks exchange only A x, which is r
+numbers per token.
 
-t = input tokens, u = output tokens (another number than t under sequence parallelism), r = rank, i
-= inputs and o = outputs of the map on this rank, p = its targets.
+t = input tokens, u = output tokens (differs from t under sequence parallelism), r = rank of the
+adapter, i = inputs and o = outputs of the map on this rank.
 """
 
 from __future__ import annotations
@@ -37,17 +38,17 @@ FACTORS = ("lora_A", "lora_B")
 
 @dataclass(frozen=True)
 class FactorSharding:
-    """The division of a kind of linear map, which also divides one factor of its adapter."""
+    """The tensor-parallel sharding of an adapter's factors, for one kind of linear map."""
 
     divided: str  # the name of the divided factor
-    dim: int  # its divided dimension
+    dim: int  # the dimension in which it is divided
     # Communication of A x before B multiplies it, without and with sequence parallelism.
-    alone: Callable[..., Tensor]
-    sequence: Callable[..., Tensor]
+    communicate: Callable[..., Tensor]
+    communicate_sequence: Callable[..., Tensor]
 
     @property
     def whole(self) -> str:
-        """The name of the factor that each rank has whole."""
+        """The name of the factor that each rank has as a whole."""
         return FACTORS[1 - FACTORS.index(self.divided)]
 
 
@@ -65,9 +66,9 @@ INPUTS = FactorSharding(
 
 
 class LoRAFactors(nn.Module):
-    """The factors A [r, i] and B [rows, r] of one target. They are uninitialised.
+    """The factors A [r, i] and B [rows, r] of one target, such as q_proj. They are uninitialised.
 
-    The rows are those of the map's matrix that belong to the target.
+    The rows are those rows of the map's matrix that belong to the target.
     """
 
     def __init__(self, weight: Tensor, adapted: Sequence[WeightPiece], rank: int) -> None:
@@ -87,10 +88,10 @@ class LoRAFactors(nn.Module):
             "lora_B": tuple(b_pieces),
         }
 
-    def parts(self, low_ur: Tensor) -> list[tuple[range, Tensor]]:
-        """Return pairs (columns of the map's output, the addend for them), computed from A x."""
-        out = F.linear(low_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
-        return list(zip(self.spans, out, strict=True))
+    def multiply_b(self, ax_ur: Tensor) -> list[tuple[range, Tensor]]:
+        """Return (columns of the map's output, B A x for these columns), computed from A x."""
+        outputs = F.linear(ax_ur, self.lora_B).split([len(span) for span in self.spans], dim=-1)
+        return list(zip(self.spans, outputs, strict=True))
 
 
 class ParallelLoRA(SwitchableAdapter):
@@ -101,17 +102,17 @@ class ParallelLoRA(SwitchableAdapter):
         linear: AdaptableLinear,
         targets: Mapping[str, Sequence[WeightPiece]],
         lora: LoRAConfig,
-        place: int,
+        index: int,
     ) -> None:
         """Allocate the factors.
 
         Args:
             targets: pieces of each target, by name.
-            place: see `SeededDropout`; the same on all ranks.
+            index: see `SeededDropout`; the same on all ranks.
         """
         super().__init__()
         weight = linear.weight
-        self.way = linear.way
+        self.sharding = linear.sharding
         self.group = linear.tp_group
         self.sequence = linear.sequence_parallel
         self.outputs = len(weight)
@@ -119,30 +120,32 @@ class ParallelLoRA(SwitchableAdapter):
         self.targets = nn.ModuleDict(
             {name: LoRAFactors(weight, pieces, lora.rank) for name, pieces in targets.items()}
         )
-        # Ranks with different inputs need different masks.
-        differs = self.sequence or self.way is INPUTS
-        rank = self.group.rank() if differs else 0
-        self.dropout = SeededDropout(lora.dropout, place * self.group.size() + rank)
+        # Ranks with different inputs need different dropout masks.
+        has_own_inputs = self.sequence or self.sharding is INPUTS
+        rank = self.group.rank() if has_own_inputs else 0
+        self.dropout = SeededDropout(lora.dropout, index * self.group.size() + rank)
         for factors in self.targets.values():
             set_tensor_model_parallel_attributes(
-                getattr(factors, self.way.divided), True, self.way.dim, 1
+                getattr(factors, self.sharding.divided), True, self.sharding.dim, 1
             )
             # Under sequence parallelism each rank sees only some of the tokens. Megatron sums the
             # gradients of parameters with this mark over the ranks.
-            getattr(factors, self.way.whole).sequence_parallel = self.sequence
+            getattr(factors, self.sharding.whole).sequence_parallel = self.sequence
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
-        if self.off:
+        if self.is_off:
             return out_u1o
         adapters = [cast(LoRAFactors, factors) for factors in self.targets.values()]
         a = torch.cat([factors.lora_A for factors in adapters])
-        low = F.linear(self.dropout(x_t1i), a) * self.scale
-        low = (self.way.sequence if self.sequence else self.way.alone)(low, group=self.group)
-        low_parts = low.split([len(factors.lora_A) for factors in adapters], dim=-1)
+        ax = F.linear(self.dropout(x_t1i), a) * self.scale
+        sharding = self.sharding
+        communicate = sharding.communicate_sequence if self.sequence else sharding.communicate
+        ax = communicate(ax, group=self.group)
+        ax_parts = ax.split([len(factors.lora_A) for factors in adapters], dim=-1)
         parts = [
             part
-            for factors, low_part in zip(adapters, low_parts, strict=True)
-            for part in factors.parts(low_part)
+            for factors, ax_part in zip(adapters, ax_parts, strict=True)
+            for part in factors.multiply_b(ax_part)
         ]
         return out_u1o + place_columns(sorted(parts, key=lambda part: part[0].start), self.outputs)
 
@@ -155,7 +158,7 @@ class ParallelLoRA(SwitchableAdapter):
             state |= make_sharded_tensors_for_checkpoint(
                 factors.state_dict(keep_vars=True),
                 f"{prefix}targets.{name}.",
-                {self.way.divided: self.way.dim},
+                {self.sharding.divided: self.sharding.dim},
                 sharded_offsets,
                 tp_group=self.group,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -166,7 +169,7 @@ class ParallelLoRA(SwitchableAdapter):
 class AdaptableLinear(nn.Module):
     """A mixin of Megatron's parallel linear maps that lets them have an adapter."""
 
-    way: FactorSharding
+    sharding: FactorSharding
     weight: Tensor
     is_expert: bool
     sequence_parallel: bool
@@ -193,10 +196,10 @@ class AdaptableLinear(nn.Module):
 class ColumnLinear(AdaptableLinear, ColumnParallelLinear):
     """A column-parallel linear map, whose outputs are divided."""
 
-    way = OUTPUTS
+    sharding = OUTPUTS
 
 
 class RowLinear(AdaptableLinear, RowParallelLinear):
     """A row-parallel linear map, whose inputs are divided."""
 
-    way = INPUTS
+    sharding = INPUTS

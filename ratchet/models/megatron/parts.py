@@ -1,7 +1,7 @@
-"""Define the layer modules that Megatron Core provides only with Transformer Engine.
+"""The layer modules that Megatron Core itself provides only with Transformer Engine.
 
-They compute the same as the built-in decoder: attention over packed sequences, also with context
-parallelism, norms, and routers that can replay routing decisions.
+They compute the same as the built-in decoder: attention over packed sequences (also with context
+parallelism), norms, and routers that can replay routing decisions.
 
 T = tokens of this rank, H = query heads, K = key/value heads, D = head_dim, E = experts, k =
 experts per token.
@@ -40,8 +40,8 @@ from ratchet.models.ops import rms_norm, rotate
 class PackedForwardParams(PackedSeqParams):
     """The inputs that all layers of one forward pass share.
 
-    Each layer gets them as an argument, so that activation recomputation uses those of its own
-    micro-batch even after forward passes of other micro-batches.
+    Each layer gets them as an argument. So activation recomputation uses the inputs of the right
+    micro-batch, even after forward passes of other micro-batches.
     """
 
     qkv_format: str = "thd"
@@ -102,7 +102,7 @@ class MegatronRMSNorm(nn.Module):
 class ReplayableRouter(TopKRouter):
     """A router that computes the same as `ratchet.models.layers.moe.ExpertRouter`."""
 
-    place: int = 0  # index among the layers with experts
+    sparse_index: int = 0  # index among the layers with experts
     route: RoutingHook | None = None  # may replace the chosen experts; set at each forward pass
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> tuple[Tensor, Tensor]:
@@ -112,7 +112,7 @@ class ReplayableRouter(TopKRouter):
         shares_TE = logits_TE.softmax(-1)
         experts_Tk = shares_TE.topk(self.topk).indices
         if self.route is not None:
-            experts_Tk = self.route(self.place, logits_TE, experts_Tk)
+            experts_Tk = self.route(self.sparse_index, logits_TE, experts_Tk)
         weights_Tk = shares_TE.gather(1, experts_Tk)
         # The weights of the chosen experts are scaled to sum to 1.
         if self.config.moe_router_pre_softmax is False:

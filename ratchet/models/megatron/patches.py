@@ -1,4 +1,4 @@
-"""Prepare the import of `megatron.core`, and patch faults of version 0.16.1."""
+"""Prepare the import of `megatron.core`, and patch bugs of version 0.16.1."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def make_ready() -> None:
 
 
 def _patch_routers(moe_utils: Any) -> None:
-    """Define a name that `moe_utils` reads but imports only with Transformer Engine."""
+    """Define a name that `moe_utils` uses, but imports only if Transformer Engine is installed."""
     if not hasattr(moe_utils, "te_general_gemm"):
         moe_utils.te_general_gemm = None
 
@@ -38,28 +38,29 @@ def _patch_routers(moe_utils: Any) -> None:
 def _patch_optimizer(distributed: Any) -> None:
     """Let the optimizer load a checkpoint without Transformer Engine.
 
-    Megatron copies a checkpoint tensor into each entry of a parameter's state. torch's optimizers
-    also keep `step` there, which the tensors lack; the patch adds the current one.
+    Megatron copies a checkpoint tensor into each entry of a parameter's state. The state of torch's
+    optimizers also has the entry `step`, for which the checkpoint has no tensor. The patch adds the
+    current step.
     """
     optimizer_class: Any = distributed.DistributedOptimizer
-    copy = optimizer_class._set_main_param_and_optimizer_states
+    set_states = optimizer_class._set_main_param_and_optimizer_states
 
-    def copy_but_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
-        group, place = self.model_param_group_index_map[parameter]
-        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][place]]
+    def set_states_with_step(self: Any, parameter: Any, tensors: dict[str, Any]) -> None:
+        group, index = self.model_param_group_index_map[parameter]
+        state = self.optimizer.state[self.optimizer.param_groups[group]["params"][index]]
         step = {"step": state["step"]} if "step" in state else {}
-        copy(self, parameter, {**step, **tensors})
+        set_states(self, parameter, {**step, **tensors})
 
-    optimizer_class._set_main_param_and_optimizer_states = copy_but_step
+    optimizer_class._set_main_param_and_optimizer_states = set_states_with_step
 
 
 def _patch_buckets(distributed: Any) -> None:
     """Keep the padding of buckets in optimizer checkpoints.
 
-    Megatron concatenates a buffer's buckets without their padding, but slices weights at offsets
-    that include it. With several buckets (the last pipeline stage has an extra one for the tied
-    embedding) all weights after the first bucket are sliced at the wrong place, and the end is
-    filled with zeros.
+    Megatron concatenates the buckets of a buffer without their padding, but cuts weights out of it
+    at offsets that include the padding. So with several buckets, all weights after the first bucket
+    are wrong, and the last are zeros. The last pipeline stage has two buckets if the embedding is
+    tied.
     """
     optimizer_class: Any = distributed.DistributedOptimizer
     gather = optimizer_class.get_parameter_state_dp_zero

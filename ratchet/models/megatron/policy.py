@@ -1,6 +1,6 @@
-"""Define a policy over the Megatron stages that a rank holds.
+"""The policy over the Megatron stages of a rank.
 
-It computes hidden states of the rank's own tokens, and logits of its part of the vocabulary.
+It computes the hidden states of this rank's tokens, and the logits of its part of the vocabulary.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from ratchet.models.weights.hf_weights import SavableTensor, save_shape
 
 
 class PaddedVocabulary(VocabParallelLogits):
-    """A sharded vocabulary with equally many rows on each rank; the last rows are padding."""
+    """A sharded vocabulary with the same number of rows on each rank. The last rows are padding."""
 
     def _rows(self, rank: int, size: int) -> range:
         height = padded_vocabulary(self.size, self.group.size()) // self.group.size()
@@ -57,7 +57,7 @@ class MegatronPolicy(DistributedPolicy):
         self._shape = shape
         self.sizes = sizes
         self.fp8 = fp8
-        self.spread = _distributed_shard(sizes)
+        self.shard = _distributed_shard(sizes)
         self.stages = nn.ModuleList(
             build_stages(shape, sizes, dtype=dtype, recompute=recompute, fp8=fp8)
         )
@@ -71,7 +71,7 @@ class MegatronPolicy(DistributedPolicy):
         """The stages on this rank."""
         return [cast(MegatronStage, stage) for stage in self.stages]
 
-    def owned(self) -> Iterator[OwnedParameter]:
+    def owned_parameters(self) -> Iterator[OwnedParameter]:
         """Yield all parameters of this rank with their blocks."""
         return list_owned_parameters(self.chunks, self.sizes)
 
@@ -93,8 +93,8 @@ class MegatronPolicy(DistributedPolicy):
     def vocabulary(self) -> VocabParallelLogits | None:
         return (
             None
-            if self.spread.tensor is None
-            else PaddedVocabulary(self.spread.tensor, self.vocab_size)
+            if self.shard.tensor is None
+            else PaddedVocabulary(self.shard.tensor, self.vocab_size)
         )
 
     def unpadded(self, feed: PackedInputs, hidden_td: Tensor) -> Tensor:
@@ -104,7 +104,7 @@ class MegatronPolicy(DistributedPolicy):
     def fitted(self, feed: PackedInputs, tokens: int = 1) -> PackedInputs:
         """Return the feed padded to at least `tokens` tokens.
 
-        Their number is a multiple of what sequence parallelism and fp8 need.
+        The number of tokens is the multiple that sequence parallelism and fp8 need.
         """
         multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (
             1 if self.fp8 is None else self.fp8.rows
@@ -119,7 +119,7 @@ class MegatronPolicy(DistributedPolicy):
         lengths: Sequence[int],
         routing: Routing | None = None,
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
         assert len(self.chunks) == self.sizes.pipeline == 1, (
             "a pipeline is run by Megatron's own schedule"
@@ -129,9 +129,9 @@ class MegatronPolicy(DistributedPolicy):
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.chunks[-1].head_weight
-        if self.spread.tensor is not None:
-            hidden_nd = sum_backward(hidden_nd, self.spread.tensor)
-            weight_Vd = weight_Vd[: len(PaddedVocabulary(self.spread.tensor, self.vocab_size).rows)]
+        if self.shard.tensor is not None:
+            hidden_nd = sum_backward(hidden_nd, self.shard.tensor)
+            weight_Vd = weight_Vd[: len(PaddedVocabulary(self.shard.tensor, self.vocab_size).rows)]
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
         with torch.autocast(hidden_nd.device.type, enabled=False):
             return hidden_nd.to(dtype) @ weight_Vd.to(dtype).T

@@ -1,10 +1,12 @@
-"""Define collectives of torch.distributed that gradients pass through.
+"""Collectives of torch.distributed (all-reduce, all-gather, ...) with gradients.
 
-They split and concatenate along the first dimension, if not called `..._columns`.
+Functions named `..._columns` split and concatenate along the last dimension, all others along the
+first.
 
-Every rank of a tensor- or context-parallel group computes the same loss. The
-gradient of a tensor that is equal on all ranks is complete on each if all compute the same from it;
-otherwise each rank has one summand. The backward pass of a collective depends on which it is.
+Every rank of a tensor- or context-parallel group computes the same loss. If all ranks compute the
+same from a tensor that they all have, each rank has its complete gradient. Otherwise each rank has
+one summand of the gradient. There is a collective for each of these cases, because their backward
+passes differ.
 """
 
 from __future__ import annotations
@@ -25,27 +27,27 @@ _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_sc
 
 
 def sum_forward(x: Tensor, group: Group) -> Tensor:
-    """Return the sum of all ranks' x on every rank. The gradient is passed through unchanged."""
+    """Return the sum of all ranks' x on every rank (all-reduce). The gradient stays unchanged."""
     return _SumForward.apply(x, group)
 
 
 def sum_backward(x: Tensor, group: Group) -> Tensor:
-    """Return x, which is equal on all ranks. The ranks' gradients are summed."""
+    """Return x, which is equal on all ranks. The backward sums the ranks' gradients."""
     return _SumBackward.apply(x, group)
 
 
-def gather(x: Tensor, group: Group, *, alike: bool = False) -> Tensor:
-    """Return the ranks' equally large parts, concatenated.
+def gather(x: Tensor, group: Group, *, is_replicated: bool = False) -> Tensor:
+    """Return the ranks' parts, concatenated (all-gather). The parts have the same size.
 
     Args:
-        alike: True if the computation that follows is the same on each rank. Each rank then takes
-            its own part of the gradient; otherwise the ranks' gradients are summed first.
+        is_replicated: True if each rank computes the same from the result. Each rank then takes its
+            own part of the gradient. Otherwise the ranks' gradients are summed first.
     """
-    return _Gather.apply(x, group, alike)
+    return _Gather.apply(x, group, is_replicated)
 
 
 def scatter_sum(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of the sum of all ranks' x.
+    """Return this rank's part of the sum of all ranks' x (reduce-scatter).
 
     The number of ranks must divide len(x).
     """
@@ -53,7 +55,7 @@ def scatter_sum(x: Tensor, group: Group) -> Tensor:
 
 
 def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
-    """Return the ranks' parts, concatenated; `sizes` are their lengths. Gradients are summed."""
+    """Return the ranks' parts of lengths `sizes`, concatenated. The backward sums gradients."""
     longest = max(sizes)
     padded = torch.cat([x, x.new_zeros(longest - len(x), *x.shape[1:])]) if len(x) < longest else x
     parts = gather(padded, group).split(longest)
@@ -61,19 +63,19 @@ def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 
 
 def gather_columns(x: Tensor, group: Group) -> Tensor:
-    """Return the ranks' equally large parts side by side in the last dimension.
+    """Return the ranks' parts of equal size, concatenated in the last dimension.
 
-    The computation that follows is the same on each rank.
+    Each rank must compute the same from the result.
     """
-    return gather(x.movedim(-1, 0), group, alike=True).movedim(0, -1)
+    return gather(x.movedim(-1, 0), group, is_replicated=True).movedim(0, -1)
 
 
 def take_own_columns(x: Tensor, group: Group) -> Tensor:
-    """Return this rank's part of x in the last dimension, the inverse of `gather_columns`.
+    """Return this rank's part of x in the last dimension: the inverse of `gather_columns`.
 
-    x is equal on all ranks.
+    x must be equal on all ranks.
     """
-    return _OwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
+    return _TakeOwnRows.apply(x.movedim(-1, 0), group).movedim(0, -1)
 
 
 def all_reduce_sum(x: Tensor, group: Group) -> Tensor:
@@ -90,14 +92,14 @@ def all_reduce_max(x: Tensor, group: Group) -> Tensor:
     return out
 
 
-def _gathered(x: Tensor, group: Group) -> Tensor:
+def _all_gather_tensor(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(len(x) * group.size(), *x.shape[1:])
     _all_gather(out, x, group=group)
     return out
 
 
-def _scattered(x: Tensor, group: Group) -> Tensor:
+def _reduce_scatter_tensor(x: Tensor, group: Group) -> Tensor:
     x = x.contiguous()
     out = x.new_empty(len(x) // group.size(), *x.shape[1:])
     _reduce_scatter(out, x, group=group)
@@ -127,18 +129,18 @@ class _SumBackward(Function):
 
 class _Gather(Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: Group, alike: bool) -> Tensor:
-        ctx.group, ctx.alike, ctx.size = group, alike, len(x)
-        return _gathered(x, group)
+    def forward(ctx: Any, x: Tensor, group: Group, is_replicated: bool) -> Tensor:
+        ctx.group, ctx.is_replicated, ctx.size = group, is_replicated, len(x)
+        return _all_gather_tensor(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.alike:
+        if ctx.is_replicated:
             return grads[0].narrow(0, ctx.group.rank() * ctx.size, ctx.size), None, None
-        return _scattered(grads[0], ctx.group), None, None
+        return _reduce_scatter_tensor(grads[0], ctx.group), None, None
 
 
-class _OwnRows(Function):
+class _TakeOwnRows(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
@@ -146,15 +148,15 @@ class _OwnRows(Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
+        return _all_gather_tensor(grads[0], ctx.group), None
 
 
 class _ScatterSum(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return _scattered(x, group)
+        return _reduce_scatter_tensor(x, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _gathered(grads[0], ctx.group), None
+        return _all_gather_tensor(grads[0], ctx.group), None

@@ -1,12 +1,12 @@
 """Divide the tokens of every sequence over the ranks of a context-parallel group.
 
-Each rank's tokens attend to all earlier tokens of their sequence. A sequence is cut into twice as
-many chunks as there are ranks; rank r takes chunk r from the front and from the back, so that all
-ranks compute about the same amount of attention ("zig-zag": arXiv:2407.21783, section 3.3.2). Keys
-and values are gathered in every layer.
+Each token attends to all earlier tokens of its sequence, so keys and values are gathered in every
+layer. A sequence is cut into twice as many chunks as there are ranks. Rank r takes chunk r from the
+front and chunk r from the back, so that all ranks compute about the same amount of attention
+("zig-zag": arXiv:2407.21783, section 3.3.2).
 
-Shape suffixes: T = tokens of the packed sequences, t = tokens of this rank, S = sequences, H =
-query heads, K = key/value heads, D = head_dim.
+T = tokens of the packed sequences, t = tokens of this rank, S = sequences, H = query heads,
+K = key/value heads, D = head_dim.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ from ratchet.models.parallel.sharding import ShardIndex
 class ContextSplit:
     """The tokens of packed sequences that each rank of a context-parallel group computes."""
 
-    # This rank's segments in the order of computation. `start` is an index into the tokens of all
-    # ranks, laid end to end.
+    # This rank's segments, in the order of computation. Their `start` is an index into the
+    # concatenated tokens of all ranks.
     segments: tuple[PrefixSegment, ...]
     tokens: Index  # indices of this rank's tokens, in the order of computation
     sizes: tuple[int, ...]  # number of tokens of each rank
-    place_T: Index  # index of each token among those of all ranks, laid end to end
+    gathered_index_T: Index  # index of each token in the concatenated tokens of all ranks
     starts_S: Index  # index of the first token of each sequence
 
     @classmethod
@@ -43,26 +43,31 @@ class ContextSplit:
         share: index of this rank in its context-parallel group, and the group's size.
         """
         starts_S = np.cumsum(np.asarray(lengths, dtype=np.int64)) - lengths
-        by_rank = [_segments(lengths, ShardIndex(rank, share.count)) for rank in range(share.count)]
-        tokens = [_tokens(segments, starts_S) for segments in by_rank]
+        segments_by_rank = [
+            _list_segments(lengths, ShardIndex(rank, share.count)) for rank in range(share.count)
+        ]
+        tokens = [_list_tokens(segments, starts_S) for segments in segments_by_rank]
         sizes = tuple(map(len, tokens))
-        place_T = np.empty(sum(lengths), dtype=np.int64)
-        place_T[np.concatenate(tokens)] = np.arange(sum(lengths))
+        gathered_index_T = np.empty(sum(lengths), dtype=np.int64)
+        gathered_index_T[np.concatenate(tokens)] = np.arange(sum(lengths))
         placed_segments: list[PrefixSegment] = []
         start = sum(sizes[: share.index])
-        for segment in by_rank[share.index]:
+        for segment in segments_by_rank[share.index]:
             placed_segments.append(PrefixSegment(segment.row, segment.begin, segment.end, start))
             start += segment.length
-        return cls(tuple(placed_segments), tokens[share.index], sizes, place_T, starts_S)
+        return cls(tuple(placed_segments), tokens[share.index], sizes, gathered_index_T, starts_S)
 
     def past(self, segment: PrefixSegment) -> Index:
-        """Return the indices, among all ranks' tokens, of the tokens before a segment, in order."""
+        """Return the indices of a segment's past in the concatenated tokens of all ranks.
+
+        The past are the earlier tokens of its sequence, in order.
+        """
         start = int(self.starts_S[segment.row])
-        return self.place_T[start : start + segment.begin]
+        return self.gathered_index_T[start : start + segment.begin]
 
 
-def _segments(lengths: Sequence[int], share: ShardIndex) -> list[PrefixSegment]:
-    """Return the chunks of one rank, in ascending order of begin and length."""
+def _list_segments(lengths: Sequence[int], share: ShardIndex) -> list[PrefixSegment]:
+    """Return the chunks of one rank, sorted by begin, then by length."""
     chunks = 2 * share.count
     segments = [
         PrefixSegment(row, length * chunk // chunks, length * (chunk + 1) // chunks)
@@ -75,7 +80,8 @@ def _segments(lengths: Sequence[int], share: ShardIndex) -> list[PrefixSegment]:
     )
 
 
-def _tokens(segments: Sequence[PrefixSegment], starts_S: Index) -> Index:
+def _list_tokens(segments: Sequence[PrefixSegment], starts_S: Index) -> Index:
+    """Return the indices of the tokens of segments, in order."""
     spans = [np.arange(s.begin, s.end) + starts_S[s.row] for s in segments]
     return np.concatenate(spans) if spans else np.zeros(0, dtype=np.int64)
 
@@ -91,8 +97,8 @@ class ContextAttention:
         k_TKD, v_TKD = gather_uneven(
             torch.cat([k_tKD, v_tKD], dim=1), self.sizes, self.group
         ).chunk(2, dim=1)
-        # A rank without tokens still takes part in the collectives. The sum keeps its gather in the
-        # graph, so that the backward pass has its collective too.
+        # A rank without tokens must take part in the collectives too. The sum keeps the gather in
+        # the autograd graph, so that the backward pass runs its collective.
         if not self.calls:
             return q_tHD + k_TKD.sum() * 0
         queries = q_tHD.split([call.queries.tokens for call in self.calls])

@@ -1,9 +1,9 @@
 """Divide a layer's experts over the ranks of an expert-parallel group.
 
-Each rank runs its own experts on the rows that all ranks route to them.
+Each rank runs its own experts on the rows that all ranks send to them.
 
-N = rows of this rank, sorted by expert, M = rows that it receives, E = experts of the layer, L =
-experts of a rank, R = ranks, d = hidden size.
+N = rows of this rank, sorted by expert, M = rows that this rank receives, E = experts of the layer,
+L = experts of a rank, R = ranks, d = hidden size.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from ratchet.models.parallel.collectives import Group
 
 
 class ExpertExchange:
-    """The `exchange` of a `SparseMLP` whose experts are divided over ranks. It drops no row.
+    """The `exchange` of a `SparseMLP` whose experts are divided over ranks.
 
-    It makes two all-to-alls per layer (arXiv:2006.16668, section 3.2).
+    It runs two all-to-alls per layer (arXiv:2006.16668, section 3.2), and drops no row.
     """
 
     def __init__(self, group: Group) -> None:
@@ -37,16 +37,16 @@ class ExpertExchange:
         received_RL = received_E.view(ranks, -1)
         received_R = received_RL.sum(1).tolist()
         x_Md = _AllToAll.apply(x_Nd, sent_R, received_R, self.group)
-        order_M = _by_expert(received_RL)
+        order_M = _sort_by_expert(received_RL)
         y_Md = compute(x_Md.index_select(0, order_M), received_RL.sum(0))
-        # The inverse of order_M: outputs go back in the order in which their rows arrived.
-        back_M = torch.empty_like(order_M).index_copy_(
+        # The inverse of order_M: outputs return in the order in which their rows arrived.
+        inverse_M = torch.empty_like(order_M).index_copy_(
             0, order_M, torch.arange(len(order_M), device=order_M.device)
         )
-        return _AllToAll.apply(y_Md.index_select(0, back_M), received_R, sent_R, self.group)
+        return _AllToAll.apply(y_Md.index_select(0, inverse_M), received_R, sent_R, self.group)
 
 
-def _by_expert(received_RL: Tensor) -> Tensor:
+def _sort_by_expert(received_RL: Tensor) -> Tensor:
     """Return the indices that sort received rows by expert, then by rank (int64 [M]).
 
     The rows arrive sorted by rank, then by expert.
@@ -65,14 +65,14 @@ class _AllToAll(Function):
         ctx: Any, x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group
     ) -> Tensor:
         ctx.sent, ctx.received, ctx.group = sent, received, group
-        return _exchanged(x, sent, received, group)
+        return _exchange_rows(x, sent, received, group)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
+        return _exchange_rows(grads[0], ctx.received, ctx.sent, ctx.group), None, None, None
 
 
-def _exchanged(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
+def _exchange_rows(x: Tensor, sent: Sequence[int], received: Sequence[int], group: Group) -> Tensor:
     out = x.new_empty(sum(received), *x.shape[1:])
     dist.all_to_all_single(out, x.contiguous(), list(received), list(sent), group=group)
     return out

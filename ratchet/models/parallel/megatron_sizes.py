@@ -1,4 +1,7 @@
-"""Check how Megatron Core divides a decoder, before any process starts, without importing it."""
+"""Check that Megatron Core can divide a decoder, before any process starts.
+
+This module does not import Megatron.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +30,7 @@ class Fp8Format:
 
     @property
     def rows(self) -> int:
-        """Both dimensions of a multiplied matrix must be multiples of this number."""
+        """The number that must divide both dimensions of a multiplied matrix."""
         return {"mxfp8": 32, "blockwise": 128}.get(self.recipe, 16)
 
     def check(self, capability: tuple[int, int]) -> None:
@@ -44,7 +47,7 @@ class Fp8Format:
             )
             raise ConfigError(
                 f"learner.fp8_recipe={self.recipe} needs a device of compute capability "
-                f"{required_version}, and this has {device_version}: {fix}"
+                f"{required_version}, but this one has {device_version}: {fix}"
             )
 
     def check_shape(self, shape: DecoderConfig, tensor: int) -> None:
@@ -63,16 +66,18 @@ class Fp8Format:
         for name, width in widths.items():
             if width % self.rows:
                 raise ModelError(
-                    f"learner.fp8_recipe={self.recipe} multiplies matrices whose sides are "
-                    f"multiples of {self.rows}, and "
-                    f"{name} is {width} on a rank: lower learner.tensor_parallel, or remove "
-                    "learner.fp8"
+                    f"learner.fp8_recipe={self.recipe} needs matrices whose sides are multiples of "
+                    f"{self.rows}, but {name} is {width} on a rank: lower "
+                    "learner.tensor_parallel, or remove learner.fp8"
                 )
 
 
 @dataclass(frozen=True)
 class MegatronSizes:
-    """The number of ranks of each kind of parallelism. The remaining factor is data parallelism."""
+    """The number of ranks of each kind of parallelism.
+
+    The world size divided by tensor x context x pipeline is data parallelism.
+    """
 
     tensor: int = 1
     context: int = 1
@@ -94,9 +99,9 @@ class MegatronSizes:
         if shape.n_layers % stages:
             divisor = max(n for n in range(1, stages) if shape.n_layers % n == 0)
             raise ModelError(
-                f"Megatron gives each stage of a pipeline as many layers, and {stages} don't "
-                f"divide {shape.n_layers}: set "
-                f"learner.pipeline_parallel x pipeline_chunks to {divisor}"
+                f"Megatron gives each pipeline stage the same number of layers, but {stages} "
+                f"stages don't divide {shape.n_layers} layers: set learner.pipeline_parallel x "
+                f"pipeline_chunks to {divisor}"
             )
         if self.chunks > 1 and self.pipeline == 1:
             raise ModelError(
@@ -105,13 +110,13 @@ class MegatronSizes:
             )
         if shape.out_bias or shape.mlp_bias:
             raise ModelError(
-                "Megatron has no biases behind the heads or in gated MLPs, and this model has: set "
-                "learner.kind=dtensor"
+                "Megatron has no biases in the attention's output projection or in gated MLPs, but "
+                "this model has: set learner.kind=dtensor"
             )
         if shape.n_experts and self.tensor > 1 and not self.sequence:
             raise ModelError(
-                "experts under tensor parallelism want learner.sequence_parallel: each rank would "
-                "send all tokens to them again"
+                "experts under tensor parallelism need learner.sequence_parallel=true: without it "
+                "every rank would send all tokens to the experts"
             )
 
 

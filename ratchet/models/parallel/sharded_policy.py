@@ -1,4 +1,4 @@
-"""Define a policy whose decoder is sharded by tensor, context, expert and pipeline parallelism."""
+"""A policy whose decoder is sharded by tensor, context, expert and pipeline parallelism."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ from ratchet.models.weights.hf_weights import empty_decoder
 
 @dataclass(frozen=True)
 class DistributedShard:
-    """The shard of a decoder that this rank holds, and the groups that it computes with."""
+    """The shard of a decoder that this rank holds, and the process groups of this rank."""
 
     part: ModelShard
-    # Groups of each kind of parallelism; None: not used.
+    # The group of each kind of parallelism; None: not used.
     tensor: Group | None = None
     context: Group | None = None
     experts: Group | None = None
@@ -41,22 +41,24 @@ class DecoderStage(nn.Module):
     def __init__(
         self,
         config: DecoderConfig,
-        spread: DistributedShard,
+        shard: DistributedShard,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
     ) -> None:
         super().__init__()
-        self.decoder = empty_decoder(config, part=spread.part, device=device, dtype=dtype)
+        self.decoder = empty_decoder(config, part=shard.part, device=device, dtype=dtype)
         self.feeds: Sequence[PackedInputs] = ()  # inputs of the micro-batches that a pipeline runs
         self.autocast = False  # True: compute matrix products in bfloat16
-        if spread.tensor is not None:
-            rows = spread.part.tensor.range(config.vocab_size)
-            self.decoder.join(TensorParallelComm(spread.tensor, rows, sequence=spread.sequence))
-        if spread.experts is not None:
+        if shard.tensor is not None:
+            rows = shard.part.tensor.range(config.vocab_size)
+            self.decoder.set_tp_comm(
+                TensorParallelComm(shard.tensor, rows, sequence=shard.sequence)
+            )
+        if shard.experts is not None:
             for module in self.decoder.modules():
                 if isinstance(module, SparseMLP):
-                    module.exchange = ExpertExchange(spread.experts)
+                    module.exchange = ExpertExchange(shard.experts)
 
     def forward(
         self, x: Tensor | None, number: Tensor | None = None, *, feed: PackedInputs | None = None
@@ -64,30 +66,29 @@ class DecoderStage(nn.Module):
         """Return the hidden states after these layers.
 
         Args:
-            x: hidden states from the stage before; ignored by the first stage, which embeds the
-                feed's tokens.
-            number: [1], index into `feeds`; used if `feed` is None.
+            x: Hidden states from the previous stage. The first stage ignores them, because it
+                embeds the feed's tokens.
+            number: [1], index of the micro-batch in `feeds`; used if `feed` is None.
+            feed: The inputs of the micro-batch.
         """
         if feed is None:
             assert number is not None, "neither a feed nor its number"
             feed = self.feeds[int(number)]
-        before = None if self.decoder.part.first else x
+        x = None if self.decoder.part.first else x
         with torch.autocast(feed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.decoder(
-                feed.tokens_U, feed.positions_U, feed.attend, before, route=feed.routing
-            )
+            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, x, route=feed.routing)
 
 
 class DistributedPolicy(DecoderPolicy):
     """A policy whose decoder is divided over ranks.
 
-    `hidden` returns the states of this rank's tokens only; `division` returns which tokens.
+    `hidden` returns the states of this rank's tokens only. `division` returns these tokens.
     """
 
     def __init__(
         self,
         config: DecoderConfig,
-        spread: DistributedShard,
+        shard: DistributedShard,
         *,
         device: torch.device | str,
         dtype: torch.dtype,
@@ -96,28 +97,27 @@ class DistributedPolicy(DecoderPolicy):
         """Allocate this rank's layers. Weights are uninitialised memory.
 
         Args:
-            chunks: number of stages per rank; more than one in an interleaved pipeline.
+            chunks: Number of stages per rank, more than one in an interleaved pipeline.
         """
         nn.Module.__init__(self)
-        pipeline = spread.part.pipeline
+        pipeline = shard.part.pipeline
         shares = [
             ShardIndex(pipeline.index + pipeline.count * chunk, pipeline.count * chunks)
             for chunk in range(chunks)
         ]
-        spreads = [replace(spread, part=replace(spread.part, pipeline=share)) for share in shares]
-        spreads[0].part.check(config)
-        self.spread = spread
+        shards = [replace(shard, part=replace(shard.part, pipeline=share)) for share in shares]
+        shards[0].part.check(config)
+        self.shard = shard
         self.stages = nn.ModuleList(
-            DecoderStage(config, stage_spread, device=device, dtype=dtype)
-            for stage_spread in spreads
+            DecoderStage(config, stage_shard, device=device, dtype=dtype) for stage_shard in shards
         )
-        # `decoder` is the last stage's, which has the head. Setting it this way keeps torch from
-        # registering it as a second submodule beside the stages.
+        # `decoder` is that of the last stage, which has the head. Setting the attribute in this way
+        # keeps torch from registering the module a second time.
         object.__setattr__(self, "decoder", self.runs[-1].decoder)
 
     @property
     def runs(self) -> list[DecoderStage]:
-        """Return the stages on this rank: one, or several if the pipeline is interleaved."""
+        """The stages on this rank: one, or several if the pipeline is interleaved."""
         return [cast(DecoderStage, stage) for stage in self.stages]
 
     @property
@@ -132,23 +132,23 @@ class DistributedPolicy(DecoderPolicy):
     @property
     def shares_prefixes(self) -> bool:
         """True without context parallelism, which can't divide a shared prefix between ranks."""
-        return self.spread.context is None
+        return self.shard.context is None
 
     @property
     def vocabulary(self) -> VocabParallelLogits | None:
         return (
             None
-            if self.spread.tensor is None
-            else VocabParallelLogits(self.spread.tensor, self.vocab_size)
+            if self.shard.tensor is None
+            else VocabParallelLogits(self.shard.tensor, self.vocab_size)
         )
 
     def division(self, lengths: Sequence[int]) -> ContextSplit | None:
-        """Return the tokens of packed sequences that this rank computes; None: all."""
-        group = self.spread.context
+        """Return the tokens of packed sequences that this rank computes; None: all tokens."""
+        group = self.shard.context
         return (
             None
             if group is None
-            else _division(tuple(lengths), ShardIndex(group.rank(), group.size()))
+            else _split_context(tuple(lengths), ShardIndex(group.rank(), group.size()))
         )
 
     def hidden(
@@ -158,7 +158,7 @@ class DistributedPolicy(DecoderPolicy):
         lengths: Sequence[int],
         routing: Routing | None = None,
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
         feed = self.feed(tokens_T, positions_T, lengths, routing)
         return feed.unfold(self.stages[0](None, feed=feed))
@@ -170,30 +170,32 @@ class DistributedPolicy(DecoderPolicy):
         lengths: Sequence[int],
         routing: Routing | None = None,
     ) -> PackedInputs:
-        division, group = self.division(lengths), self.spread.context
+        division, group = self.division(lengths), self.shard.context
         if division is None or group is None:
             return super().feed(tokens_T, positions_T, lengths, routing)
-        own_tokens = torch.from_numpy(division.tokens).to(tokens_T.device)
+        local_index = torch.from_numpy(division.tokens).to(tokens_T.device)
         if routing is not None:
             routing.check(self.shape)
-            routing = routing.rows(own_tokens)
+            routing = routing.rows(local_index)
         attend = ContextAttention(division, group, tokens_T.device)
-        return PackedInputs(tokens_T[own_tokens], positions_T[own_tokens], attend, routing=routing)
+        return PackedInputs(
+            tokens_T[local_index], positions_T[local_index], attend, routing=routing
+        )
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of this rank's part of the vocabulary."""
-        if self.spread.tensor is not None:
-            hidden_nd = sum_backward(hidden_nd, self.spread.tensor)
+        if self.shard.tensor is not None:
+            hidden_nd = sum_backward(hidden_nd, self.shard.tensor)
         return super().logits(hidden_nd)
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
         raise AssertionError(
-            "a rank has blocks of weights: see ratchet.models.weights.weight_layout"
+            "a rank has only blocks of weights: see ratchet.models.weights.weight_layout"
         )
 
 
-# Cached because the forward pass of a micro-batch and, in a pipeline some time later, each of its
-# columns use the same division.
+# Cached, because a micro-batch's forward pass and each of its columns use the same split. In a
+# pipeline other micro-batches come between them.
 @lru_cache(maxsize=64)
-def _division(lengths: tuple[int, ...], share: ShardIndex) -> ContextSplit:
+def _split_context(lengths: tuple[int, ...], share: ShardIndex) -> ContextSplit:
     return ContextSplit.from_lengths(lengths, share)

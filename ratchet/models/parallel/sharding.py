@@ -1,7 +1,7 @@
-"""Describe the shard of a decoder that a process holds, and the communication between shards.
+"""The shard of a decoder that a process holds, and the communication between shards.
 
 With tensor parallelism (arXiv:1909.08053) each rank has some heads, some columns of each MLP and
-some rows of the embedding. With pipeline parallelism each rank has some of the layers.
+some rows of the embedding. With pipeline parallelism each rank has some layers.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ class ShardIndex:
 class ModelShard:
     """The shard of a decoder that a rank holds."""
 
-    tensor: ShardIndex = ShardIndex()  # part of the heads, the MLPs and the vocabulary
-    # Part of the layers. The first also has the embedding, the last the final norm and the language
-    # head.
+    tensor: ShardIndex = ShardIndex()  # its part of the heads, the MLPs and the vocabulary
+    # Its part of the layers. The first part also has the embedding. The last part also has the
+    # final norm and the language head.
     pipeline: ShardIndex = ShardIndex()
-    experts: ShardIndex = ShardIndex()  # part of each layer's experts
+    experts: ShardIndex = ShardIndex()  # its part of each layer's experts
 
     @property
     def first(self) -> bool:
@@ -61,7 +61,7 @@ class ModelShard:
         )
 
     def check(self, config: DecoderConfig) -> None:
-        """Raise ModelError if a decoder can't be divided like this; the message names a fix."""
+        """Raise ModelError if a decoder can't be divided into such shards."""
         n = self.tensor.count
         check_even(
             n,
@@ -74,8 +74,8 @@ class ModelShard:
         )
         if n > 1 and (config.out_bias or config.mlp_bias):
             raise ModelError(
-                "biases behind the heads or in the MLPs can't be divided: set "
-                "learner.tensor_parallel=1"
+                "tensor parallelism does not support biases in the attention's output projection "
+                "or in MLPs: set learner.tensor_parallel=1"
             )
         if self.experts.count > 1 and (
             not config.n_experts or config.n_experts % self.experts.count
@@ -91,9 +91,8 @@ class ModelShard:
             )
         if self.pipeline.count > config.n_layers:
             raise ModelError(
-                f"{self.pipeline.count} pipeline stages for {config.n_layers} layers: set "
-                "learner.pipeline_parallel x "
-                f"pipeline_chunks to at most {config.n_layers}"
+                f"{self.pipeline.count} pipeline stages are more than {config.n_layers} layers: "
+                f"set learner.pipeline_parallel x pipeline_chunks to at most {config.n_layers}"
             )
 
 
@@ -104,11 +103,11 @@ def check_even(n: int, totals: Mapping[str, int]) -> None:
         n: The number of tensor-parallel ranks.
         totals: The number of items, by their name in the message, such as "query heads".
     """
-    for what, total in totals.items():
+    for name, total in totals.items():
         if total % n:
             fix = f"set it to {find_nearest_divisor(total, n)}"
             raise ModelError(
-                f"learner.tensor_parallel={n} doesn't divide the model's {total} {what}: {fix}"
+                f"learner.tensor_parallel={n} doesn't divide the model's {total} {name}: {fix}"
             )
 
 

@@ -1,4 +1,4 @@
-"""Communicate within a tensor-parallel group: hidden states, embeddings and logits.
+"""Communication within a tensor-parallel group: hidden states, embeddings and logits.
 
 T = tokens, d = hidden size, V = rows of the vocabulary on a rank, n = predictions, K = requested
 tokens per prediction.
@@ -28,10 +28,10 @@ class TensorParallelComm:
         """Create the communication of one rank.
 
         Args:
-            rows: this rank's rows of the vocabulary.
-            sequence: sequence parallelism (arXiv:2205.05198). Between tensor-parallel layers each
-                rank keeps only its share of the tokens, so that norms and their activations are
-                sharded too.
+            rows: This rank's rows of the vocabulary.
+            sequence: True for sequence parallelism (arXiv:2205.05198). Between tensor-parallel
+                layers each rank then keeps only its share of the tokens, so that norms and their
+                activations are sharded too.
         """
         self.group = group
         self.rows = rows
@@ -43,10 +43,13 @@ class TensorParallelComm:
         self.tokens = tokens
 
     def embed(self, tokens_T: Tensor, weight_Vd: Tensor) -> Tensor:
-        """Return the embeddings, as `leave` does; this rank has the rows `weight_Vd`."""
-        here_T = (tokens_T >= self.rows.start) & (tokens_T < self.rows.stop)
-        x_Td = F.embedding((tokens_T - self.rows.start).where(here_T, 0), weight_Vd)
-        return self.leave(x_Td * here_T[:, None])
+        """Return the embeddings of tokens, summed over ranks like in `leave`.
+
+        weight_Vd: this rank's rows of the embedding matrix.
+        """
+        is_local_T = (tokens_T >= self.rows.start) & (tokens_T < self.rows.stop)
+        x_Td = F.embedding((tokens_T - self.rows.start).where(is_local_T, 0), weight_Vd)
+        return self.leave(x_Td * is_local_T[:, None])
 
     def enter(self, x: Tensor) -> Tensor:
         """Return the input of a tensor-parallel layer: the hidden states of all tokens."""
@@ -55,22 +58,27 @@ class TensorParallelComm:
         )
 
     def leave(self, x: Tensor) -> Tensor:
-        """Return the sum of the ranks' partial outputs; with `sequence`, for this rank's tokens."""
+        """Return the sum of the ranks' partial outputs.
+
+        Under sequence parallelism it has only this rank's tokens.
+        """
         if not self.sequence:
             return sum_forward(x, self.group)
-        missing = -len(x) % self.group.size()
-        return scatter_sum(F.pad(x, (0, 0, 0, missing)), self.group)
+        padding = -len(x) % self.group.size()
+        return scatter_sum(F.pad(x, (0, 0, 0, padding)), self.group)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Return the last hidden states of all tokens, for computation that all ranks repeat."""
-        return gather(x, self.group, alike=True)[: self.tokens].clone() if self.sequence else x
+        """Return the final hidden states of all tokens, from which all ranks compute the same."""
+        return (
+            gather(x, self.group, is_replicated=True)[: self.tokens].clone() if self.sequence else x
+        )
 
 
 class VocabParallelLogits:
     """A reader of logits whose vocabulary is sharded over the ranks of a group.
 
-    It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only `whole` gathers the
-    whole vocabulary.
+    It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only its method `whole`
+    gathers the log-probabilities of the whole vocabulary.
     """
 
     def __init__(self, group: Group, size: int) -> None:
@@ -84,8 +92,8 @@ class VocabParallelLogits:
         return range(min(rows.start, size), min(rows.stop, size))
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
-        # Each rank subtracts the same normaliser from its part of the vocabulary, so the ranks'
-        # gradients for it are summed.
+        # Each rank subtracts the normaliser from its own part of the vocabulary, so the gradients
+        # of the normaliser must be summed over the ranks.
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
     def first(self, all_nV: Tensor, size: int) -> Tensor:
@@ -95,21 +103,23 @@ class VocabParallelLogits:
         return sum_forward(x_nV.sum(-1), self.group)
 
     def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        here_nK, row_nK = self._place(ids_nK, all_nV)
-        # A rank without rows still takes part in the collective.
+        is_local_nK, row_nK = self._locate(ids_nK, all_nV)
+        # A rank without rows must take part in the collective too.
         if not all_nV.shape[1]:
             return sum_forward(all_nV.sum() * all_nV.new_zeros(ids_nK.shape), self.group)
-        return sum_forward(all_nV.gather(1, row_nK).where(here_nK, 0.0), self.group)
+        return sum_forward(all_nV.gather(1, row_nK).where(is_local_nK, 0.0), self.group)
 
     def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
-        here_nK, row_nK = self._place(ids_nK, all_nV)
+        is_local_nK, row_nK = self._locate(ids_nK, all_nV)
         if all_nV.shape[1]:
-            chosen_nV = torch.zeros_like(all_nV).scatter_add(1, row_nK, here_nK.to(all_nV.dtype))
+            chosen_nV = torch.zeros_like(all_nV).scatter_add(
+                1, row_nK, is_local_nK.to(all_nV.dtype)
+            )
             all_nV = all_nV.masked_fill(chosen_nV > 0, -torch.inf)
         return self._logsumexp(all_nV)
 
     def top(self, all_nV: Tensor, k: int) -> Tensor:
-        """Return the ids of the k largest logits, chosen among each rank's own k largest."""
+        """Return the ids of the k largest logits, chosen from the k largest of each rank."""
         values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
         missing = (0, k - values_nk.shape[1])
         values_nk = F.pad(values_nk, missing, value=-torch.inf)
@@ -121,16 +131,16 @@ class VocabParallelLogits:
         widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
         widest = max(widths)
         padded_nV = F.pad(all_nV, (0, widest - all_nV.shape[1]))
-        parts = gather(padded_nV.T, self.group, alike=True).split(widest)
+        parts = gather(padded_nV.T, self.group, is_replicated=True).split(widest)
         return torch.cat([part[:width] for part, width in zip(parts, widths, strict=True)]).T
 
     def _logsumexp(self, x_nV: Tensor) -> Tensor:
-        top_n = x_nV.detach().amax(-1) if x_nV.shape[1] else x_nV.new_full((len(x_nV),), -torch.inf)
-        top_n = all_reduce_max(top_n, self.group)
-        return self.sum((x_nV - top_n[:, None]).exp()).log() + top_n
+        max_n = x_nV.detach().amax(-1) if x_nV.shape[1] else x_nV.new_full((len(x_nV),), -torch.inf)
+        max_n = all_reduce_max(max_n, self.group)
+        return self.sum((x_nV - max_n[:, None]).exp()).log() + max_n
 
-    def _place(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:
-        """Return (True for each id on this rank, its row here or 0)."""
+    def _locate(self, ids_nK: Tensor, all_nV: Tensor) -> tuple[Tensor, Tensor]:
+        """Return (True for each id that is on this rank; the id's row on this rank, or 0)."""
         row_nK = ids_nK - self.rows.start
-        here_nK = (row_nK >= 0) & (row_nK < all_nV.shape[1])
-        return here_nK, row_nK.where(here_nK, 0)
+        is_local_nK = (row_nK >= 0) & (row_nK < all_nV.shape[1])
+        return is_local_nK, row_nK.where(is_local_nK, 0)

@@ -12,9 +12,9 @@ from ratchet.errors import ModelError, RatchetError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import get_first_line
 
-READ = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
-# Maximum of each size in a config.json, by the end of its key's name in any model family.
-ENDS: Mapping[str, int] = {
+READ_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+# Maximum of a size in a config.json, by the suffix of its key. Families have different keys.
+MAX_BY_SUFFIX: Mapping[str, int] = {
     "_layers": SIZES["n_layers"][1],
     "n_layer": SIZES["n_layers"][1],
     "depth": SIZES["n_layers"][1],
@@ -28,26 +28,30 @@ ENDS: Mapping[str, int] = {
 
 
 @contextmanager
-def translate_errors(directory: Path, what: str) -> Iterator[None]:
+def translate_errors(directory: Path, model_kind: str) -> Iterator[None]:
     """Check the directory's files, then turn any error of transformers into a ModelError.
 
     The ModelError quotes the first line of the original error.
+
+    model_kind: what is loaded, such as "a causal language model".
     """
     require_plausible(directory)
     try:
         yield
     except RatchetError:
         raise
-    # Each model family has its own code in transformers, which raises its own kinds of errors.
+    # Each model family has its own code in transformers, which may raise any error.
     except Exception as error:
         reason = get_first_line(str(error) or type(error).__name__)
-        raise ModelError(f"transformers can't load {what} from {directory}: {reason}") from error
+        raise ModelError(
+            f"transformers can't load {model_kind} from {directory}: {reason}"
+        ) from error
 
 
 def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
-    """Raise ModelError if transformers filled weights with random numbers because no file has them.
+    """Raise ModelError if weights are missing, which transformers fills with random numbers.
 
-    loading: The info that `from_pretrained(..., output_loading_info=True)` returns; it does not
+    loading: the info that `from_pretrained(..., output_loading_info=True)` returns. It does not
       list tied weights and buffers.
     """
     missing = sorted(loading["missing_keys"])
@@ -56,17 +60,17 @@ def refuse_missing_weights(directory: Path, loading: Mapping[str, Any]) -> None:
             f" and {len(missing) - 3} more" if len(missing) > 3 else ""
         )
         raise ModelError(
-            f"{directory} has no weights {examples}, which its config.json asks for. "
-            "Add the missing weight files, or correct config.json"
+            f"{directory} lacks the weights {examples}, which its config.json requires. Add the "
+            "missing weight files, or correct config.json."
         )
 
 
 def require_plausible(directory: Path) -> None:
-    """Raise ModelError for files that are no plain files, and for implausible sizes in config.json.
+    """Raise ModelError for special files (such as pipes), and for implausible sizes in config.json.
 
-    With sizes beyond those of any model, transformers would allocate until memory runs out.
+    With absurd sizes transformers would allocate memory until it runs out.
     """
-    for path in (path for pattern in READ for path in directory.glob(pattern)):
+    for path in (path for pattern in READ_FILES for path in directory.glob(pattern)):
         try:
             safe_read.require_file(path)
         except OSError as error:
@@ -81,20 +85,22 @@ def require_plausible(directory: Path) -> None:
     if not isinstance(config, dict):
         raise ModelError(f"{path} holds no JSON object")
     for key, value in _list_numbers(config):
-        limit = next((limit for end, limit in ENDS.items() if key.endswith(end)), None)
-        if limit is not None and not 0 <= value <= limit:
+        maximum = next(
+            (maximum for suffix, maximum in MAX_BY_SUFFIX.items() if key.endswith(suffix)), None
+        )
+        if maximum is not None and not 0 <= value <= maximum:
             raise ModelError(
-                f"{path} says {key}={value:.6g}, which no model has: take the file from the "
+                f"{path} says {key}={value:.6g}, which no model has: copy the file from the "
                 "original model"
             )
 
 
 def _list_numbers(config: Mapping[str, Any]) -> Iterator[tuple[str, int | float]]:
-    """Yield (key, number) of a configuration and its nested ones; the same key may come twice."""
-    unread: list[Mapping[str, Any]] = [config]
-    while unread:
-        for key, value in unread.pop().items():
+    """Yield (key, number) of a configuration and of the configurations nested in it."""
+    pending: list[Mapping[str, Any]] = [config]
+    while pending:
+        for key, value in pending.pop().items():
             if isinstance(value, dict):
-                unread.append(value)
+                pending.append(value)
             elif isinstance(value, int | float) and not isinstance(value, bool):
                 yield key, value

@@ -1,7 +1,7 @@
-"""Policies over models of transformers that read images, audio or videos beside text.
+"""Policies over multimodal models of transformers, which read images, audio or videos.
 
-T = tokens of packed sequences laid end to end, S = sequences, d = hidden size. A
-sequence holds placeholder tokens for each medium; embeddings of its encoder (tower) replace them.
+A medium has placeholder tokens in its sequence. Embeddings from an encoder (tower) replace them.
+T = tokens of packed sequences, N = sequences, L = longest sequence, d = hidden size.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ratchet.config.media_limits import PROCESSOR_FILES
 from ratchet.errors import ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.lora import transformers as on_transformers
+from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.media import EncodedMedia, join_media_inputs, make_probe_images
 from ratchet.models.transformers.loading import refuse_missing_weights, translate_errors
@@ -37,11 +37,11 @@ from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.types import MediaKind, Medium, Placed
 from ratchet.utils.atomic_files import atomic_path
 
-# Kinds that the policy encodes itself if the backbone takes encoder outputs.
-ENCODED_APART: tuple[MediaKind, ...] = ("image", "video")
-# The token type ids of transformers.
-TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
-AROUND = 3  # text tokens before a probe's first medium; `AROUND + 1` follow each
+# Kinds of media that are encoded before the forward, if the backbone accepts encoder outputs.
+SEPARATELY_ENCODED: tuple[MediaKind, ...] = ("image", "video")
+# The token type ids of transformers; 0 is text.
+MEDIA_TYPES: Mapping[MediaKind, int] = {"image": 1, "video": 2, "audio": 3}
+PROBE_TEXT = 3  # text tokens before the first medium of a probe; `PROBE_TEXT + 1` follow each
 
 Media = Sequence[Sequence[Placed]]  # the media of each sequence
 
@@ -49,13 +49,13 @@ Media = Sequence[Sequence[Placed]]  # the media of each sequence
 class MultimodalPolicy(TransformersPolicy):
     """A policy over a multimodal model of transformers.
 
-    A medium that several sequences of a forward share is encoded once, if the backbone takes
-    encoder outputs. Positions of three axes (M-RoPE) are computed for each sequence alone, so that
-    packing does not change them. A row of text positions goes with them and separates packed
+    A medium that several sequences of a forward share is encoded once, if the backbone accepts
+    encoder outputs. Positions of three axes (M-RoPE) are computed for each sequence separately, so
+    that packing does not change them. An additional row of text positions separates packed
     sequences.
 
     Args:
-        train_encoders: True to train everything outside the language model too.
+        train_encoders: True to train the parameters outside of the language model too.
     """
 
     def __init__(
@@ -70,9 +70,9 @@ class MultimodalPolicy(TransformersPolicy):
         """Wrap a loaded model. Raises ModelError if its outputs can't be reproduced.
 
         Args:
-            probes: Two images that test whether packed sequences with media are kept apart. Without
-                them each sequence runs alone.
-            files: The processor's files by name, which `save` writes too.
+            probes: Two images for the test that packed sequences with media are independent.
+                Without probes each sequence runs alone.
+            files: The contents of the processor's files by name, which `save` writes too.
         """
         self.train_encoders = train_encoders
         self.files = dict(files or {})
@@ -129,14 +129,14 @@ class MultimodalPolicy(TransformersPolicy):
         return True
 
     @property
-    def work(self) -> TokenCost | None:
+    def token_cost(self) -> TokenCost | None:
         """Return None: the cost of encoders depends on each medium."""
         return None
 
     def find_backbone(self, model: PreTrainedModel) -> str:
         path = model.base_model_prefix
         if not path or model.base_model is model:
-            raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
+            raise ModelError(f"{type(model).__name__} has no backbone separate from its head")
         return path
 
     @property
@@ -149,15 +149,14 @@ class MultimodalPolicy(TransformersPolicy):
 
     def plan(self, ranks: int) -> TPPlan:
         raise ModelError(
-            f"learner.tensor_parallel={ranks}: a model that reads media is not divided so: set it "
-            "to 1, and "
+            f"learner.tensor_parallel={ranks} does not support multimodal models: set it to 1, and "
             "learner.dp_shard to the number of ranks"
         )
 
-    # --- what trains
+    # --- trained parameters
 
     def tower_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """Return the parameters outside the language model and its head, with canonical names."""
+        """Return (name, parameter) of all parameters outside the language model and its head."""
         language_ids = {id(p) for p in self.language.parameters()} | {
             id(self.model.get_parameter(self.head_name))
         }
@@ -170,19 +169,19 @@ class MultimodalPolicy(TransformersPolicy):
                 parameter.requires_grad_(False)
         return self
 
-    def trained(self) -> list[tuple[str, nn.Parameter]]:
+    def trained_parameters(self) -> list[tuple[str, nn.Parameter]]:
         frozen = (
             {id(p) for _, p in self.tower_parameters()} if not self.train_encoders else set[int]()
         )
-        return [(name, p) for name, p in super().trained() if id(p) not in frozen]
+        return [(name, p) for name, p in super().trained_parameters() if id(p) not in frozen]
 
-    def resting(self) -> frozenset[str]:
+    def frozen_names(self) -> frozenset[str]:
         if self.adapter is None and not self.train_encoders:
             return frozenset(name for name, _ in self.tower_parameters())
-        return super().resting()
+        return super().frozen_names()
 
     def attach(self, adapter: Adapter) -> None:
-        on_transformers.attach(
+        transformers_lora.attach(
             self.model, adapter, self.check_adapter(adapter.lora), within=self.language
         )
         self.adapter = adapter
@@ -201,72 +200,74 @@ class MultimodalPolicy(TransformersPolicy):
         routing: Routing | None = None,
         media: Media = (),
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
         """Return hidden states [T, d].
 
-        media: the media of each sequence, in order; (): no sequence has any.
+        media: the media of each sequence, in order; () if no sequence has media.
         """
-        assert routing is None, "the routers of a transformers model are its own"
+        assert routing is None, "router replay does not support transformers models"
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
         media = media or [()] * len(lengths)
         if self.packs:
-            return self._anchored(self._forward(tokens_T, positions_T, lengths, media))
+            return self._add_zero_gradients(self._forward(tokens_T, positions_T, lengths, media))
         rows = zip(
             tokens_T.split(list(lengths)), positions_T.split(list(lengths)), media, strict=True
         )
-        alone = [
+        hidden_by_row = [
             self._forward(tokens, positions, [len(tokens)], [sequence_media])
             for tokens, positions, sequence_media in rows
         ]
-        return self._anchored(torch.cat(alone))
+        return self._add_zero_gradients(torch.cat(hidden_by_row))
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        """Compute hidden states of text alone."""
+        """Return the hidden states of a text without media."""
         return self._forward(tokens_T, positions_T, [len(tokens_T)], [()])
 
     def _forward(
         self, tokens_T: Tensor, positions_T: Tensor, lengths: Sequence[int], media: Media
     ) -> Tensor:
+        """Return the hidden states of packed sequences with their media, [T, d]."""
         types_T = torch.zeros_like(tokens_T)
         for placed, end, length in zip(media, accumulate(lengths), lengths, strict=True):
-            self._mark(types_T[end - length : end], tokens_T[end - length : end], placed)
+            self._mark_media(types_T[end - length : end], tokens_T[end - length : end], placed)
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
-        options |= self._read([placed.medium for row in media for placed in row], types_T[None])
+        row_media = [placed.medium for row in media for placed in row]
+        options |= self._media_inputs(row_media, types_T[None])
         if self.takes_positions:
-            options["position_ids"] = self._positions(
+            options["position_ids"] = self._position_ids(
                 tokens_T, positions_T, types_T, lengths, media
             )
-        with self._reading(tokens_T[None], types_T[None]) as shown_1T:
-            return self.backbone(input_ids=shown_1T, **options)[0][0]
+        with self._hide_stray_placeholders(tokens_T[None], types_T[None]) as visible_1T:
+            return self.backbone(input_ids=visible_1T, **options)[0][0]
 
-    def _read(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
-        """Return the inputs of a forward for its media, given in the order of its rows."""
+    def _media_inputs(self, media: Sequence[Medium], types_NL: Tensor) -> dict[str, Any]:
+        """Return the backbone's arguments for the media, which are in the order of the rows."""
         options, outputs = dict[str, Any](), dict[str, Any]()
-        encoded = self._encoded(media)
+        encoded = self._encode_media(media)
         for kind in {medium.kind: None for medium in media}:
             media_of_kind = [medium for medium in media if medium.kind == kind]
             if kind in encoded:
-                outputs[kind] = encoded[kind].of(media_of_kind)
+                outputs[kind] = encoded[kind].select(media_of_kind)
             else:
                 options |= {
                     name: x.to(types_NL.device)
                     for name, x in join_media_inputs(media_of_kind).items()
-                    if name in self.takes
+                    if name in self.arguments
                 }
         if outputs:
             options["mm_encoder_outputs"] = outputs
         return options | dict.fromkeys(
-            {"mm_token_type_ids", "token_type_ids"} & self.takes, types_NL
+            {"mm_token_type_ids", "token_type_ids"} & self.arguments, types_NL
         )
 
     def prefill(self, rows: Sequence[Sequence[int]], media: Media) -> tuple[Any, Tensor, Tensor]:
         """Return (model output, attention mask [N, L], position of each row's next token [N]).
 
-        The rows are padded on the left. The output has logits of the last token alone, and the KV
-        cache. The next token has the same position in all axes.
+        The rows are padded on the left. The output has the KV cache, and logits of the last token
+        only. The next token has the same position in all axes.
         """
         device, longest = self.model.device, max(map(len, rows))
         tokens_NL = torch.zeros(len(rows), longest, dtype=torch.int64, device=device)
@@ -277,20 +278,20 @@ class MultimodalPolicy(TransformersPolicy):
             row_tokens = tokens_NL[i, first:]
             row_tokens.copy_(torch.as_tensor(row))
             mask_NL[i, first:] = 1
-            self._mark(types_NL[i, first:], row_tokens, placed)
-            order = torch.arange(len(row), device=device)
-            positions = self._positions(
-                row_tokens, order, types_NL[i, first:], [len(row)], [placed]
+            self._mark_media(types_NL[i, first:], row_tokens, placed)
+            text_positions = torch.arange(len(row), device=device)
+            positions = self._position_ids(
+                row_tokens, text_positions, types_NL[i, first:], [len(row)], [placed]
             )
             positions = positions[-3:, 0] if positions.dim() == 3 else positions
             row_positions.append(nn.functional.pad(positions, (first, 0)))
-        options = self._read([placed.medium for row in media for placed in row], types_NL)
+        options = self._media_inputs([placed.medium for row in media for placed in row], types_NL)
         positions_RNL = torch.stack(row_positions, 1)
         if self.takes_positions:
             options["position_ids"] = positions_RNL if len(positions_RNL) > 1 else positions_RNL[0]
-        with self._reading(tokens_NL, types_NL) as shown_NL:
+        with self._hide_stray_placeholders(tokens_NL, types_NL) as visible_NL:
             out = self.model(
-                input_ids=shown_NL,
+                input_ids=visible_NL,
                 attention_mask=mask_NL,
                 use_cache=True,
                 logits_to_keep=1,
@@ -298,23 +299,25 @@ class MultimodalPolicy(TransformersPolicy):
             )
         return out, mask_NL, positions_RNL.amax((0, 2)) + 1
 
-    def _mark(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
+    def _mark_media(self, types_T: Tensor, tokens_T: Tensor, placed: Sequence[Placed]) -> None:
         """Write the types of one sequence's media tokens into `types_T`."""
         for start, medium in placed:
             span = slice(start, start + medium.span)
-            types_T[span] = self._types(tokens_T[span])
+            types_T[span] = self._media_types(tokens_T[span])
 
     @contextmanager
-    def _reading(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Yield tokens in which stray placeholders that the policy wrote are replaced. Inside the
-        block the embedding still reads the originals: a stray placeholder is an ordinary token."""
-        stray_NL = (self._types(tokens_NL) > 0) & (types_NL == 0)
+    def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
+        """Yield the tokens, with placeholders that the policy wrote replaced by a text token.
+
+        These have no medium. The embedding still reads them as ordinary tokens inside the context.
+        """
+        stray_NL = (self._media_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
             yield tokens_NL
             return
-        text = next(i for i in range(self.vocab_size) if not self._types(torch.tensor([i])))
+        text = next(i for i in range(self.vocab_size) if not self._media_types(torch.tensor([i])))
         hook = self.model.get_input_embeddings().register_forward_pre_hook(
-            lambda module, given: (tokens_NL,)
+            lambda module, inputs: (tokens_NL,)
         )
         try:
             yield torch.where(stray_NL, text, tokens_NL)
@@ -322,24 +325,24 @@ class MultimodalPolicy(TransformersPolicy):
             hook.remove()
 
     @cached_property
-    def takes(self) -> frozenset[str]:
-        """Return the names of the backbone's arguments."""
+    def arguments(self) -> frozenset[str]:
+        """The names of the backbone's arguments."""
         return frozenset(inspect.signature(self.backbone.forward).parameters)
 
     @property
     def axes(self) -> int:
-        """Return the number of axes of a token's position: 3 (time, height, width) under M-RoPE."""
+        """The number of axes of a token's position: 3 (time, height, width) under M-RoPE."""
         return 3 if hasattr(self.backbone, "get_rope_index") else 1
 
-    def _types(self, tokens_T: Tensor) -> Tensor:
+    def _media_types(self, tokens_T: Tensor) -> Tensor:
         types_T = torch.zeros_like(tokens_T)
-        for kind, number in TYPES.items():
+        for kind, number in MEDIA_TYPES.items():
             token = getattr(self.model.config, f"{kind}_token_id", None)
             if token is not None:
                 types_T = types_T.masked_fill(tokens_T == token, number)
         return types_T
 
-    def _positions(
+    def _position_ids(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
@@ -373,26 +376,25 @@ class MultimodalPolicy(TransformersPolicy):
                 rows_4T[1:, row_slice] = row_positions[:, 0].to(rows_4T)
         return (rows_4T if self.packs else rows_4T[1:])[:, None]
 
-    def _anchored(self, hidden_Td: Tensor) -> Tensor:
-        """Return hidden states with a gradient, even 0, for every trained weight.
+    def _add_zero_gradients(self, hidden_Td: Tensor) -> Tensor:
+        """Return the hidden states, with a gradient of at least 0 for every trained weight.
 
-        All ranks must sum the same gradients even if one saw no image, and an optimizer must treat
-        a weight as it would in one process.
+        Without images an encoder would have no gradient. But all ranks must sum the same gradients,
+        and the optimizer must treat weights as in a single process.
         """
         if not torch.is_grad_enabled() or self.adapter is not None or not self.train_encoders:
             return hidden_Td
         return hidden_Td + sum(p.sum() * 0 for _, p in self.tower_parameters() if p.requires_grad)
 
-    def _encoded(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
-        """Return the encoder outputs by kind, but for kinds that the backbone encodes itself. Equal
-        media are encoded once."""
+    def _encode_media(self, media: Sequence[Medium]) -> dict[MediaKind, EncodedMedia]:
+        """Return the encoder outputs by kind, except for kinds that the backbone encodes itself."""
         encoded: dict[MediaKind, EncodedMedia] = {}
         for kind in {medium.kind: None for medium in media}:
             encode = getattr(self.backbone, f"get_{kind}_features", None)
             if (
-                kind not in ENCODED_APART
+                kind not in SEPARATELY_ENCODED
                 or encode is None
-                or "mm_encoder_outputs" not in self.takes
+                or "mm_encoder_outputs" not in self.arguments
             ):
                 continue
             unique = {medium.key: medium for medium in media if medium.kind == kind}
@@ -414,23 +416,23 @@ class MultimodalPolicy(TransformersPolicy):
         try:
             super()._check_logits()
         except ModelError:
-            # The model may not take the row of text positions, which goes with packing.
+            # The model may not accept the row of text positions, which only packing needs.
             self.packs = False
             super()._check_logits()
 
     def _probe_rows(
         self, probes: Sequence[Medium]
     ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
-        """Return three sequences (first medium, text alone, both media), and their media."""
+        """Return three sequences and their media: with the first medium, with none, with both."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
-            pieces, placed = [self._probe_tokens(AROUND)], list[Placed]()
+            pieces, placed = [self._probe_tokens(PROBE_TEXT)], list[Placed]()
             for medium in row_probes:
                 placed.append(Placed(sum(map(len, pieces)), medium))
                 pieces += [
                     torch.full((medium.span,), token, device=self.model.device),
-                    self._probe_tokens(AROUND + 1),
+                    self._probe_tokens(PROBE_TEXT + 1),
                 ]
             rows.append(torch.cat(pieces))
             media.append(tuple(placed))
@@ -439,15 +441,16 @@ class MultimodalPolicy(TransformersPolicy):
     def _probe_tokens(self, n: int) -> Tensor:
         """Return `n` tokens without placeholders."""
         tokens = super()._probe_tokens(n)
-        return torch.where(self._types(tokens) > 0, 0, tokens)
+        return torch.where(self._media_types(tokens) > 0, 0, tokens)
 
     @torch.no_grad()
     def _keeps_media_apart(self, probes: Sequence[Medium]) -> bool:
-        """True if packing changes no hidden state, and no sequence depends on its neighbours."""
+        """True if packing changes no hidden state, and sequences do not depend on each other."""
         rows, media = self._probe_rows(probes)
         lengths = [len(row) for row in rows]
         positions = [torch.arange(n, device=rows[0].device) for n in lengths]
-        changed_row = torch.where(self._types(rows[0]) > 0, rows[0], (rows[0] + 1) % AROUND)
+        is_medium = self._media_types(rows[0]) > 0
+        changed_row = torch.where(is_medium, rows[0], (rows[0] + 1) % PROBE_TEXT)
         try:
             packed = self.hidden(torch.cat(rows), torch.cat(positions), lengths, media=media)
             beside_changed = self.hidden(
@@ -456,7 +459,7 @@ class MultimodalPolicy(TransformersPolicy):
         except (TypeError, ValueError, IndexError, RuntimeError):
             return False
         self.packs = False
-        alone = torch.cat(
+        separate = torch.cat(
             [
                 self.hidden(row, row_positions, [len(row)], media=[sequence_media])
                 for row, row_positions, sequence_media in zip(rows, positions, media, strict=True)
@@ -464,16 +467,13 @@ class MultimodalPolicy(TransformersPolicy):
         )
         self.packs = True
         unchanged = slice(lengths[0], None)
-        return is_close(packed, alone, self.model.dtype) and is_close(
+        return is_close(packed, separate, self.model.dtype) and is_close(
             beside_changed[unchanged], packed[unchanged], self.model.dtype
         )
 
     @torch.no_grad()
     def _check_media(self, probes: Sequence[Medium]) -> None:
-        """Raise ModelError if the logits differ from those of the model's own forward.
-
-        That forward computes positions and encodes media by itself.
-        """
+        """Raise ModelError if the logits of text and media differ from the model's own."""
         rows, media = self._probe_rows(probes)
         row, last_media = rows[-1], media[-1]
         inputs: dict[str, Any] = {
@@ -481,18 +481,18 @@ class MultimodalPolicy(TransformersPolicy):
             for name, x in join_media_inputs([item.medium for item in last_media]).items()
         }
         inputs |= {
-            name: self._types(row)[None]
-            for name in {"mm_token_type_ids", "token_type_ids"} & self.takes
+            name: self._media_types(row)[None]
+            for name in {"mm_token_type_ids", "token_type_ids"} & self.arguments
         }
-        inputs = {name: x for name, x in inputs.items() if name in self.takes}
+        inputs = {name: x for name, x in inputs.items() if name in self.arguments}
         expected = self.model(input_ids=row[None], use_cache=False, **inputs).logits[0]
-        ours = self.logits(
+        computed = self.logits(
             self.hidden(
                 row, torch.arange(len(row), device=row.device), [len(row)], media=[last_media]
             )
         )
-        if not is_close(ours, expected, self.model.dtype):
+        if not is_close(computed, expected, self.model.dtype):
             raise ModelError(
-                f"{type(self.model).__name__}: what it makes of an image differs from its own "
-                "forward's"
+                f"{type(self.model).__name__}: with an image, the policy's logits differ from the "
+                "model's own"
             )

@@ -2,7 +2,7 @@
 
 Importing this file takes seconds, because it imports transformers.
 
-T = tokens of packed sequences laid end to end, n = any of them, d = hidden size, V = vocabulary.
+T = tokens of packed sequences, n = any of them, d = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.errors import ConfigError, ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost
 from ratchet.models.layers.expert_routing import Routing
-from ratchet.models.lora import transformers as on_transformers
+from ratchet.models.lora import transformers as transformers_lora
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.parallel.collectives import Group, all_reduce_sum
 from ratchet.models.policy import UNLIMITED, PolicyModel
@@ -34,21 +34,22 @@ from ratchet.models.transformers.tensor_parallel import REMEDY, TPPlan, divide_m
 from ratchet.models.weights.hf_weights import SavableTensor, remove_stale_weights
 from ratchet.utils.temp_dirs import TemporaryFolder
 
-PROBE_LENGTHS = (5, 1, 7, 3)
-# Factor on the tolerance for a divided model: it sums in another order, and gradients nearly cancel
-# out. A wrong plan changes them far more.
+PROBE_LENGTHS = (5, 1, 7, 3)  # numbers of tokens of the packed sequences in a probe
+# Factor on the tolerance for a divided model. It sums in another order, and the summands of a
+# gradient nearly cancel each other. A wrong plan changes gradients far more.
 PROBE_ROUNDING = 100
 
 
 class TransformersPolicy(PolicyModel):
     """A policy that transformers runs.
 
-    Packed sequences share a forward pass, separated by their positions, if a probe finds that the
-    architecture keeps them independent; otherwise each runs alone (`packs` is False).
+    Packed sequences share one forward pass, in which their positions separate them. A probe tests
+    that the architecture keeps them independent. If it does not, each sequence runs alone (`packs`
+    is False).
 
-    Logits come from the model's own forward, its backbone replaced by given hidden states, so
-    soft-capping, logit scales and biases apply whatever they are called. Dropout is off: a policy
-    must score what it sampled.
+    Logits come from the model's own forward, with its backbone replaced by given hidden states. So
+    soft-capping, logit scales and biases apply in every architecture. Dropout is off, because a
+    policy must score the distribution from which it sampled.
     """
 
     def __init__(
@@ -56,16 +57,17 @@ class TransformersPolicy(PolicyModel):
     ) -> None:
         """Wrap a model and probe it.
 
-        saved_config: written by `save`; None: the model's own. Raises ModelError if the logits
-        aren't a function of the backbone's hidden states.
+        saved_config: the configuration that `save` writes; None: the model's.
+
+        Raises ModelError if the logits are no function of the backbone's hidden states.
         """
         super().__init__()
         self.model = model.eval()
         self.path = self.find_backbone(model)
-        self.head_name = _head_name(model)
+        self.head_name = _find_head_name(model)
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
-        self.size_of_vocabulary = model.get_parameter(self.head_name).shape[0]
+        self._vocab_size = model.get_parameter(self.head_name).shape[0]
         self.takes_positions = "position_ids" in inspect.signature(self.backbone.forward).parameters
         self._check_logits()
         self.packs = self.takes_positions and self._keeps_sequences_apart()
@@ -98,12 +100,12 @@ class TransformersPolicy(PolicyModel):
             return cls(model, saved_config=saved_config)
 
     def find_backbone(self, model: PreTrainedModel) -> str:
-        """Return the dotted path of the module whose output the head reads."""
+        """Return the dotted path of the backbone, the module whose output the head reads."""
         backbone = model.get_decoder()
         for path, module in model.named_modules():
             if module is backbone and path:
                 return path
-        raise ModelError(f"{type(model).__name__} has no backbone apart from its head")
+        raise ModelError(f"{type(model).__name__} has no backbone separate from its head")
 
     @property
     def backbone(self) -> nn.Module:
@@ -111,7 +113,7 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def vocab_size(self) -> int:
-        return self.size_of_vocabulary
+        return self._vocab_size
 
     @property
     def hidden_size(self) -> int:
@@ -138,14 +140,14 @@ class TransformersPolicy(PolicyModel):
             return
         if on and not self.model.supports_gradient_checkpointing:
             raise ModelError(
-                f"{type(self.model).__name__} has no activation checkpointing: switch it off for "
-                "this model"
+                f"{type(self.model).__name__} does not support activation checkpointing: set "
+                "activation_checkpointing=false"
             )
         if on:
             self.model.gradient_checkpointing_enable({"use_reentrant": False})
         else:
             self.model.gradient_checkpointing_disable()
-        # transformers checkpoints in training mode only; dropout is off in both modes.
+        # transformers only checkpoints in training mode. Dropout is off in both modes.
         self.model.train(on)
 
     # --- tensor parallelism
@@ -153,31 +155,34 @@ class TransformersPolicy(PolicyModel):
     def plan(self, ranks: int) -> TPPlan:
         """Return the plan by which tensor parallelism divides the model.
 
-        Raises ModelError if there is none, or if so many ranks can't have equal parts.
+        Raises ModelError if the architecture has no plan, or if the model can't be divided evenly
+        over this number of ranks.
         """
-        plan = TPPlan.of(self.model, self.model.tp_plan, self.head_name.removesuffix(".weight"))
-        counts = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
-        heads = {what: getattr(self.text_config, key, None) for what, key in counts.items()}
+        plan = TPPlan.from_rules(
+            self.model, self.model.tp_plan, self.head_name.removesuffix(".weight")
+        )
+        keys = {"query heads": "num_attention_heads", "KV heads": "num_key_value_heads"}
+        heads = {name: getattr(self.text_config, key, None) for name, key in keys.items()}
         plan.check(
-            self.model, ranks, {what: total for what, total in heads.items() if total is not None}
+            self.model, ranks, {name: total for name, total in heads.items() if total is not None}
         )
         return plan
 
     def divide(self, group: Group, device: torch.device | str) -> None:
-        """Keep this rank's part only, on the device.
+        """Reduce the model to this rank's tensor-parallel shard, on the device.
 
         Raises ModelError if the ranks together don't compute the same as the whole model.
         """
-        plan, whole = self.plan(group.size()), self._probe()
+        plan, whole_probe = self.plan(group.size()), self._probe()
         self.divided = divide_model(self.model, plan, group)
         nn.Module.to(self.model, device)
-        what = f"the plan of {type(self.model).__name__} for tensor parallelism"
+        plan_name = f"the plan of {type(self.model).__name__} for tensor parallelism"
         try:
-            probe = self._probe()
+            shard_probe = self._probe()
         except (AttributeError, TypeError, RuntimeError) as error:
-            raise ModelError(f"{what} can't be followed ({error}): {REMEDY}") from None
-        for name, computed in probe.items():
-            expected = whole[name].to(computed)
+            raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
+        for name, computed in shard_probe.items():
+            expected = whole_probe[name].to(computed)
             if name == "logits" and self.divided.vocabulary is not None:
                 rows = self.divided.vocabulary.rows
                 expected = expected[:, rows.start : rows.stop]
@@ -186,12 +191,12 @@ class TransformersPolicy(PolicyModel):
             if name not in self.divided.blocks and not is_close(
                 computed, expected, self.model.dtype, PROBE_ROUNDING
             ):
-                raise ModelError(f"{what} changes what it computes ({name}): {REMEDY}")
+                raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
         """Return hidden states, logits and the gradients of all vectors for a few tokens, by name.
 
-        The gradient of the first layer's norm depends on all later layers.
+        A fault in any layer shows in the gradient of the first layer's norm.
         """
         tokens = self._probe_tokens(7)
         vectors = {
@@ -201,15 +206,15 @@ class TransformersPolicy(PolicyModel):
         }
         with torch.enable_grad():
             hidden = self._run(tokens, torch.arange(7, device=tokens.device))
-            # Not a sum of squares, which a final norm makes nearly constant.
-            slope = (
+            # The loss is a weighted sum. A final norm would make a sum of squares nearly constant.
+            loss_weights = (
                 torch.arange(hidden.numel(), dtype=hidden.dtype, device=hidden.device)
                 .cos()
                 .view_as(hidden)
             )
-            total = (hidden * slope).sum()
+            loss = (hidden * loss_weights).sum()
             grads = (
-                torch.autograd.grad(total, list(vectors.values()), allow_unused=True)
+                torch.autograd.grad(loss, list(vectors.values()), allow_unused=True)
                 if vectors
                 else ()
             )
@@ -228,9 +233,9 @@ class TransformersPolicy(PolicyModel):
         lengths: Sequence[int],
         routing: Routing | None = None,
         *,
-        read_T: Tensor | None = None,
+        output_mask_T: Tensor | None = None,
     ) -> Tensor:
-        assert routing is None, "the routers of a transformers model are its own"
+        assert routing is None, "router replay does not support transformers models"
         assert sum(lengths) == len(tokens_T), (
             f"{sum(lengths)} tokens in `lengths`, {len(tokens_T)} in `tokens_T`"
         )
@@ -240,8 +245,8 @@ class TransformersPolicy(PolicyModel):
         return torch.cat([self._run(tokens, positions) for tokens, positions in rows])
 
     def _run(self, tokens_T: Tensor, positions_T: Tensor) -> Tensor:
-        # With a cache or a mask of ones, transformers would not separate packed sequences: they'd
-        # attend to each other without an error.
+        # With a cache or a mask of ones, transformers would let packed sequences attend to each
+        # other, without an error.
         options: dict[str, Any] = {"attention_mask": None, "use_cache": False}
         if self.takes_positions:
             options["position_ids"] = positions_T[None]
@@ -253,14 +258,17 @@ class TransformersPolicy(PolicyModel):
             return self._head(hidden_nd.to(dtype))
 
     def _head(self, hidden_nd: Tensor) -> Tensor:
-        head = _with_backbone(self.model, self.path, _Given(hidden_nd[None]))
-        wide = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
-        token = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
-        return functional_call(head, wide, (), {"input_ids": token, "use_cache": False}).logits[0]
+        """Return the logits of hidden states, with the head's weights in their dtype."""
+        head = _replace_backbone(self.model, self.path, _FixedBackbone(hidden_nd[None]))
+        weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
+        tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
+        inputs = {"input_ids": tokens, "use_cache": False}
+        return functional_call(head, weights, (), inputs).logits[0]
 
     # --- probes, at load
 
     def _check_logits(self) -> None:
+        """Raise ModelError if `logits` of the hidden states differ from the model's logits."""
         tokens = self._probe_tokens(7)
         with torch.no_grad():
             try:
@@ -273,31 +281,32 @@ class TransformersPolicy(PolicyModel):
                 ) from None
         if not is_close(ours, logits, self.model.dtype):
             raise ModelError(
-                f"{type(self.model).__name__}: logits aren't a function of its backbone's hidden "
-                "states alone"
+                f"{type(self.model).__name__}: the logits depend on more than the hidden states of "
+                "the backbone"
             )
 
     def _keeps_sequences_apart(self) -> bool:
-        """Return True if packing changes hidden states by no more than rounding.
+        """True if packing changes hidden states by no more than rounding errors.
 
-        Packed sequences are compared with separate ones, and with packs of other neighbours.
-        Experts shared by all tokens of a forward cause rounding differences even without a leak.
+        Packed sequences are compared with separate ones, and with packs in which the neighbours
+        differ. In a mixture of experts, tokens of a forward share matrix products, which causes
+        rounding differences between packed and separate sequences.
         """
         rows = [self._probe_tokens(n) for n in PROBE_LENGTHS]
-        other = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
+        changed_rows = [(row + 1) % self.vocab_size if i % 2 else row for i, row in enumerate(rows)]
         positions = torch.cat([torch.arange(n, device=rows[0].device) for n in PROBE_LENGTHS])
         starts = [sum(PROBE_LENGTHS[:i]) for i in range(len(PROBE_LENGTHS))]
-        kept = torch.cat(
+        unchanged = torch.cat(
             [torch.arange(starts[i], starts[i] + PROBE_LENGTHS[i]) for i in range(0, len(rows), 2)]
         )
         with torch.no_grad():
             packed, perturbed = (
-                self._run(torch.cat(tokens), positions) for tokens in (rows, other)
+                self._run(torch.cat(tokens), positions) for tokens in (rows, changed_rows)
             )
             separate = torch.cat(
                 [self._run(row, torch.arange(len(row), device=row.device)) for row in rows]
             )
-        return is_close(perturbed[kept], packed[kept], self.model.dtype) and is_close(
+        return is_close(perturbed[unchanged], packed[unchanged], self.model.dtype) and is_close(
             packed, separate, self.model.dtype
         )
 
@@ -307,36 +316,36 @@ class TransformersPolicy(PolicyModel):
     # --- weights
 
     def canonical_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return on_transformers.canonical_weights(self.model)
+        return transformers_lora.canonical_weights(self.model)
 
     def check_adapter(self, lora: LoRAConfig) -> tuple[str, ...]:
         if lora.base is not None:
             raise ConfigError(
-                f"lora.base={lora.base} is for Ratchet's own decoder, and transformers runs this: "
-                "remove it"
+                f"lora.base={lora.base} is for Ratchet's own decoder, but transformers runs this "
+                "model: remove it"
             )
-        return resolve_target_modules(lora, on_transformers.list_linear_maps(self.layers()))
+        return resolve_target_modules(lora, transformers_lora.list_linear_maps(self.layers()))
 
     def attach(self, adapter: Adapter) -> None:
-        on_transformers.attach(self.model, adapter, self.check_adapter(adapter.lora))
+        transformers_lora.attach(self.model, adapter, self.check_adapter(adapter.lora))
         self.adapter = adapter
 
     def merge(self) -> None:
-        on_transformers.merge(self.model)
+        transformers_lora.merge(self.model)
         self.adapter = None
 
     def adapter_weights(self) -> Iterator[tuple[str, Tensor]]:
-        return on_transformers.adapter_weights(self.model)
+        return transformers_lora.adapter_weights(self.model)
 
     def without_adapter(self) -> AbstractContextManager[None]:
-        return on_transformers.disable_peft_adapters(self.model)
+        return transformers_lora.disable_peft_adapters(self.model)
 
     def matrices(self) -> Mapping[str, Sequence[int]]:
         """Return the two-dimensional weights of the layers.
 
-        Three-dimensional ones are left out: they may be experts or convolution kernels.
+        Three-dimensional weights are left out, because they may be experts or convolution kernels.
         """
-        inside = {
+        layer_matrices = {
             parameter
             for layer in self.layers()
             for parameter in layer.parameters()
@@ -345,20 +354,25 @@ class TransformersPolicy(PolicyModel):
         return {
             name: [len(parameter)]
             for name, parameter in self.named_parameters()
-            if parameter in inside
+            if parameter in layer_matrices
         }
 
     @property
-    def work(self) -> TokenCost | None:
-        """The cost of a token in the whole model, without an adapter; None if it is divided."""
+    def token_cost(self) -> TokenCost | None:
+        """The cost of a token, without an adapter; None if the model is divided over ranks."""
         if self.divided is not None:
             return None
         modules = (
             module for module in self.backbone.modules() if not isinstance(module, nn.Embedding)
         )
-        added = set() if self.adapter is None else {parameter for _, parameter in self.trained()}
+        adapter_parameters = (
+            set() if self.adapter is None else {p for _, p in self.trained_parameters()}
+        )
         weights = (
-            p for module in modules for p in module.parameters(recurse=False) if p not in added
+            p
+            for module in modules
+            for p in module.parameters(recurse=False)
+            if p not in adapter_parameters
         )
         return estimate_token_cost(
             weights, self.model.get_parameter(self.head_name), self.text_config
@@ -389,12 +403,10 @@ class TransformersPolicy(PolicyModel):
 
 
 def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
-    """Return a copy with every dropout rate 0, whatever the architecture calls it."""
+    """Return a copy in which every dropout rate is 0, also in nested configurations."""
     config = copy.deepcopy(config)
-    for part in (
-        config,
-        *(inner for inner in vars(config).values() if isinstance(inner, PreTrainedConfig)),
-    ):
+    nested = [value for value in vars(config).values() if isinstance(value, PreTrainedConfig)]
+    for part in (config, *nested):
         for key, value in vars(part).items():
             if isinstance(value, float) and ("drop" in key):
                 setattr(part, key, 0.0)
@@ -402,37 +414,37 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 
 def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
-    """Return the `ModuleList` with the most parameters; [] if there is none."""
+    """Return the modules of the `ModuleList` with the most parameters; [] if there is none."""
     lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
     return (
-        list(max(lists, key=lambda found: sum(p.numel() for p in found.parameters())))
+        list(max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
         if lists
         else []
     )
 
 
-def _head_name(model: PreTrainedModel) -> str:
+def _find_head_name(model: PreTrainedModel) -> str:
     """Return the dotted name of the output embedding [V, d]."""
     head = model.get_output_embeddings()
     for path, module in model.named_modules():
         if module is head and path:
             return f"{path}.weight"
-    raise ModelError(f"{type(model).__name__} has no output embedding: it isn't a language model")
+    raise ModelError(f"{type(model).__name__} has no output embedding: it is no language model")
 
 
-class _Given(nn.Module):
-    """A stand-in for a backbone that returns these hidden states for any input."""
+class _FixedBackbone(nn.Module):
+    """A stand-in for a backbone, which returns given hidden states for any input."""
 
     def __init__(self, hidden_1nd: Tensor) -> None:
         super().__init__()
         self.hidden_1nd = hidden_1nd
 
-    def forward(self, *args: Any, **kwargs: Any) -> _Output:
-        return _Output(self.hidden_1nd)
+    def forward(self, *args: Any, **kwargs: Any) -> _BackboneOutput:
+        return _BackboneOutput(self.hidden_1nd)
 
 
-class _Output:
-    """A backbone's output; caches, router logits and all other fields are None."""
+class _BackboneOutput:
+    """The output of a backbone. Caches, router logits and all other fields are None."""
 
     def __init__(self, hidden_1nd: Tensor) -> None:
         self.last_hidden_state = hidden_1nd
@@ -444,20 +456,21 @@ class _Output:
         return None
 
 
-def _with_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
+def _replace_backbone(model: nn.Module, path: str, backbone: nn.Module) -> nn.Module:
     """Return a shallow copy of `model` with another module at `path`; parameters are shared."""
-    name, _, rest = path.partition(".")
+    name, _, child_path = path.partition(".")
     clone = copy.copy(model)
     child = model.get_submodule(name)
-    replaced = _with_backbone(child, rest, backbone) if rest else backbone
-    clone.__dict__["_modules"] = {**model._modules, name: replaced}
+    new_child = _replace_backbone(child, child_path, backbone) if child_path else backbone
+    clone.__dict__["_modules"] = {**model._modules, name: new_child}
     return clone
 
 
-def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, times: float = 1) -> bool:
-    """Return True if `a` equals `b` up to `times` the rounding of a model in `dtype`.
+def is_close(a: Tensor, b: Tensor, dtype: torch.dtype, factor: float = 1) -> bool:
+    """True if `a` equals `b` up to `factor` times the rounding errors of a model in `dtype`.
 
-    Rounding is relative to the largest entry of `b`. A leak changes entries far more.
+    Rounding errors are relative to the largest entry of `b`. A leak between sequences changes
+    entries far more.
     """
-    tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * times
+    tolerance = (1e-5 if dtype.itemsize >= 4 else 3e-2) * factor
     return bool((a.float() - b.float()).abs().max() <= tolerance * b.float().abs().max())

@@ -1,8 +1,9 @@
-"""Divide models that transformers runs by tensor parallelism, with the plan of their architecture.
+"""Tensor parallelism for models that transformers runs, by the plan of their architecture.
 
 A plan maps module paths, with * for numbers, to styles of dividing a module. Each rank keeps its
-block of a weight as a plain tensor, as for the built-in decoder, so FSDP and checkpoints treat both
-alike. If the plan divides the language head, in any style, each rank has the logits of some tokens.
+block of a weight as a plain tensor, like in the built-in decoder, so FSDP and checkpoints need no
+special case. If the plan divides the language head in any style, each rank has the logits of some
+tokens.
 """
 
 from __future__ import annotations
@@ -29,16 +30,16 @@ from ratchet.models.weights.weight_layout import WeightPiece
 # Each rank has some rows of the matrix, and computes the outputs of these.
 OUTPUTS = ("colwise",)
 # Like OUTPUTS, but every rank then gathers all outputs.
-GATHERED = ("colwise_gather_output", "colwise_rep")
+GATHERED_OUTPUTS = ("colwise_gather_output", "colwise_rep")
 # Each rank has some columns of the matrix; the ranks' outputs are summed.
 INPUTS = ("rowwise",)
 # Like INPUTS, but each rank first takes its part of an input that all ranks have whole.
-SPLIT = ("rowwise_split_input", "rowwise_rep")
+SPLIT_INPUTS = ("rowwise_split_input", "rowwise_rep")
 # Each rank has the rows of some tokens.
 EMBEDDING = ("embedding_rowwise",)
-# Each rank has the whole parameter but uses it for some heads only, so gradients are summed.
+# Each rank has the whole parameter but uses it only for some heads, so gradients are summed.
 PARTIAL = ("replicated_with_grad_allreduce",)
-BY_ROWS, BY_COLUMNS = OUTPUTS + GATHERED, INPUTS + SPLIT
+BY_ROWS, BY_COLUMNS = OUTPUTS + GATHERED_OUTPUTS, INPUTS + SPLIT_INPUTS
 REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number of ranks"
 
 
@@ -46,7 +47,7 @@ REMEDY = "set learner.tensor_parallel to 1, and learner.dp_shard to the number o
 class TPPlan:
     """A plan of tensor parallelism for one model.
 
-    styles: the style of each module that the plan names, by the module's path.
+    styles: the style of each module or parameter that the plan names, by its path.
     head: path of the output embedding.
     """
 
@@ -54,12 +55,12 @@ class TPPlan:
     head: str
 
     @classmethod
-    def of(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> TPPlan:
-        """Return the plan that an architecture's rules give for a model.
+    def from_rules(cls, model: nn.Module, rules: Mapping[str, str], head: str) -> TPPlan:
+        """Return the plan for a model from its architecture's rules (path pattern -> style).
 
-        Raises ModelError if they name no module but the head, or ask for an unsupported division.
+        Raises ModelError if the rules divide no module but the head, or use an unsupported style.
         """
-        what = type(model).__name__
+        model_name = type(model).__name__
         paths = [path for path, _ in model.named_modules()] + [
             name for name, _ in model.named_parameters()
         ]
@@ -69,28 +70,30 @@ class TPPlan:
             if (rule := re.sub(r"\.\d+(?=\.|$)", ".*", path)) in rules
         }
         if styles.keys() <= {head}:
-            raise ModelError(f"{what} comes without a plan for tensor parallelism: {REMEDY}")
+            raise ModelError(f"{model_name} has no plan for tensor parallelism: {REMEDY}")
         modules = dict(model.named_modules())
         for path, style in styles.items():
             module = modules.get(path)
             if style not in BY_ROWS + BY_COLUMNS + EMBEDDING + PARTIAL:
                 raise ModelError(
-                    f"the plan of {what} divides {path} as '{style}', which Ratchet can't: {REMEDY}"
+                    f"the plan of {model_name} divides {path} in the style '{style}', which is not "
+                    f"supported: {REMEDY}"
                 )
             if style in BY_ROWS + BY_COLUMNS and not _is_linear(module):
                 raise ModelError(
-                    f"the plan of {what} divides {path}, which is no plain linear map: {REMEDY}"
+                    f"the plan of {model_name} divides {path}, which is no plain linear map: "
+                    f"{REMEDY}"
                 )
             if style in EMBEDDING and not isinstance(module, nn.Embedding):
                 raise ModelError(
-                    f"the plan of {what} divides {path}, which is no embedding: {REMEDY}"
+                    f"the plan of {model_name} divides {path}, which is no embedding: {REMEDY}"
                 )
         return cls(styles, head)
 
-    def check(self, model: nn.Module, n: int, heads: Mapping[str, int]) -> None:
-        """Raise ModelError if n ranks can't have equal parts.
+    def check(self, model: nn.Module, ranks: int, heads: Mapping[str, int]) -> None:
+        """Raise ModelError if the number of ranks does not divide the model evenly.
 
-        heads: numbers of attention heads, by the name for an error message.
+        heads: numbers of attention heads, by their name for an error message.
         """
         totals = dict(heads)
         for path, style in self.styles.items():
@@ -101,7 +104,7 @@ class TPPlan:
                     if style in BY_ROWS
                     else {f"inputs of {path}": columns}
                 )
-        check_even(n, totals)
+        check_even(ranks, totals)
 
 
 @dataclass(frozen=True)
@@ -109,8 +112,8 @@ class TPDivision:
     """The division of a model's parameters, by name.
 
     blocks: this rank's block of each divided parameter.
-    partial: parameters that each rank has whole, with a gradient to be summed over the ranks.
-    vocabulary: reads the divided logits; None if each rank has all logits.
+    partial: parameters that each rank has as a whole, but whose gradient must be summed over ranks.
+    vocabulary: a reader of the divided logits; None if each rank has all logits.
     """
 
     blocks: Mapping[str, WeightPiece]
@@ -119,52 +122,57 @@ class TPDivision:
 
 
 def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
-    """Replace a model's weights by this rank's blocks, and let its modules communicate with the
-    other ranks.
+    """Replace a model's weights by this rank's blocks, and make its modules communicate.
 
-    Raises ModelError if modules share a weight and the plan divides it in only some of them.
+    Raises ModelError if modules share a weight, but the plan divides only some of these modules.
     """
-    distinct = len(list(model.parameters()))
+    n_parameters = len(list(model.parameters()))
     share = ShardIndex(group.rank(), group.size())
-    cut: Cut = {}
+    pieces: CutPieces = {}
     partial: set[Tensor] = set()
     vocabulary = None
     if plan.head in plan.styles:
         head = model.get_submodule(plan.head)
-        assert isinstance(head, nn.Linear), "plans of another head are refused"
+        assert isinstance(head, nn.Linear), "`TPPlan.from_rules` accepts only linear heads"
         vocabulary = VocabParallelLogits(group, len(head.weight))
-        cut |= _divide_vocabulary(model, head, share, group)
+        pieces |= _divide_vocabulary(model, head, share, group)
     for path, style in plan.styles.items():
         module = model.get_submodule(path)
         if style in PARTIAL:
             partial.update(module.parameters(recurse=False))
-        elif isinstance(module, nn.Embedding) and module.weight not in cut:
-            cut |= _divide_embedding(module, share, group)
+        elif isinstance(module, nn.Embedding) and module.weight not in pieces:
+            pieces |= _divide_embedding(module, share, group)
         elif isinstance(module, nn.Linear) and path != plan.head:
             if style in BY_ROWS:
-                cut |= _divide_outputs(module, share, group, gathered=style in GATHERED)
+                pieces |= _divide_outputs(
+                    module, share, group, gather_outputs=style in GATHERED_OUTPUTS
+                )
             else:
-                cut |= _divide_inputs(module, share, group, split=style in SPLIT)
+                pieces |= _divide_inputs(module, share, group, split_input=style in SPLIT_INPUTS)
     named = dict(model.named_parameters())
-    if len(named) != distinct:
+    if len(named) != n_parameters:
         raise ModelError(
             f"the plan of {type(model).__name__} divides weights that other modules share: {REMEDY}"
         )
-    blocks = {name: replace(cut[p], name=name) for name, p in named.items() if p in cut}
+    blocks = {name: replace(pieces[p], name=name) for name, p in named.items() if p in pieces}
     return TPDivision(
         blocks, frozenset(name for name, p in named.items() if p in partial), vocabulary
     )
 
 
-Cut = dict[Tensor, WeightPiece]  # new parameter -> its piece of the old one, not named yet
+# New parameter -> its piece of the parameter that it replaces. The piece has no name yet.
+CutPieces = dict[Tensor, WeightPiece]
 
 
 def _is_linear(module: nn.Module | None) -> bool:
     return isinstance(module, nn.Linear) and type(module).forward is nn.Linear.forward
 
 
-def _block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
-    """Return a copy of a rank's block, so that the whole weight can be freed."""
+def _cut_block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, WeightPiece]:
+    """Return a rank's block of a weight and its piece.
+
+    The block is a copy, so that the whole weight can be freed.
+    """
     rows = share.range(weight.shape[dim])
     block = weight.detach().narrow(dim, rows.start, len(rows)).clone()
     offsets = tuple(rows.start if i == dim else 0 for i in range(weight.dim()))
@@ -172,61 +180,67 @@ def _block(weight: Tensor, dim: int, share: ShardIndex) -> tuple[nn.Parameter, W
 
 
 def _divide_outputs(
-    linear: nn.Linear, share: ShardIndex, group: Group, *, gathered: bool = False
-) -> Cut:
-    linear.weight, rows = _block(linear.weight, 0, share)
-    cut: Cut = {linear.weight: rows}
+    linear: nn.Linear, share: ShardIndex, group: Group, *, gather_outputs: bool = False
+) -> CutPieces:
+    """Divide a linear map by its outputs (column parallelism)."""
+    linear.weight, piece = _cut_block(linear.weight, 0, share)
+    pieces: CutPieces = {linear.weight: piece}
     if linear.bias is not None:
-        linear.bias, rows = _block(linear.bias, 0, share)
-        cut[linear.bias] = rows
-    whole_forward = linear.forward
+        linear.bias, piece = _cut_block(linear.bias, 0, share)
+        pieces[linear.bias] = piece
+    plain_forward = linear.forward
 
     def forward(input: Tensor) -> Tensor:
-        out = whole_forward(sum_backward(input, group))
-        return gather_columns(out, group) if gathered else out
+        out = plain_forward(sum_backward(input, group))
+        return gather_columns(out, group) if gather_outputs else out
 
     linear.forward = forward
-    return cut
+    return pieces
 
 
-def _divide_inputs(linear: nn.Linear, share: ShardIndex, group: Group, *, split: bool) -> Cut:
-    linear.weight, columns = _block(linear.weight, 1, share)
+def _divide_inputs(
+    linear: nn.Linear, share: ShardIndex, group: Group, *, split_input: bool
+) -> CutPieces:
+    """Divide a linear map by its inputs (row parallelism)."""
+    linear.weight, piece = _cut_block(linear.weight, 1, share)
 
     def forward(input: Tensor) -> Tensor:
-        out = sum_forward(
-            F.linear(take_own_columns(input, group) if split else input, linear.weight), group
-        )
+        local_input = take_own_columns(input, group) if split_input else input
+        out = sum_forward(F.linear(local_input, linear.weight), group)
         return out if linear.bias is None else out + linear.bias
 
     linear.forward = forward
-    return {linear.weight: columns}
+    return {linear.weight: piece}
 
 
-def _divide_vocabulary(model: nn.Module, head: nn.Linear, share: ShardIndex, group: Group) -> Cut:
-    """Divide the head, and the embedding that is tied to it."""
-    whole = head.weight
-    cut = _divide_outputs(head, share, group)
+def _divide_vocabulary(
+    model: nn.Module, head: nn.Linear, share: ShardIndex, group: Group
+) -> CutPieces:
+    """Divide the head, and the embeddings that are tied to it."""
+    whole_weight = head.weight
+    pieces = _divide_outputs(head, share, group)
     for module in model.modules():
-        if isinstance(module, nn.Embedding) and module.weight is whole:
+        if isinstance(module, nn.Embedding) and module.weight is whole_weight:
             _divide_embedding(module, share, group)
             module.weight = head.weight
-    return cut
+    return pieces
 
 
-def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) -> Cut:
+def _divide_embedding(embedding: nn.Embedding, share: ShardIndex, group: Group) -> CutPieces:
+    """Divide an embedding by its rows."""
     rows = share.range(len(embedding.weight))
-    embedding.weight, block = _block(embedding.weight, 0, share)
+    embedding.weight, piece = _cut_block(embedding.weight, 0, share)
     if embedding.padding_idx is not None:  # the token without a gradient
         embedding.padding_idx = (
             embedding.padding_idx - rows.start if embedding.padding_idx in rows else None
         )
-    whole_forward = embedding.forward
+    plain_forward = embedding.forward
 
     def forward(input: Tensor) -> Tensor:
         is_local = (input >= rows.start) & (input < rows.stop)
         return sum_forward(
-            whole_forward((input - rows.start).where(is_local, 0)) * is_local[..., None], group
+            plain_forward((input - rows.start).where(is_local, 0)) * is_local[..., None], group
         )
 
     embedding.forward = forward
-    return {embedding.weight: block}
+    return {embedding.weight: piece}

@@ -1,1 +1,1 @@
-"""Canonical weight names and the layout of weights in shards."""
+"""Hugging Face weight files, canonical weight names, and the layout of weights in shards."""

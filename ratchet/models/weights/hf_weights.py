@@ -1,9 +1,8 @@
-"""Read and write Hugging Face model directories: `config.json`, `generation_config.json`,
-safetensors.
+"""Read and write Hugging Face model directories (config.json, safetensors files).
 
-The built-in decoder fuses matrices, but on disk and on the wire every weight has its canonical
+The built-in decoder fuses matrices, but on disk and in a weight sync every weight has its canonical
 Hugging Face name. The canonical tensors are *views* of consecutive rows of the fused ones, so
-nothing is copied to send or save them.
+saving and sending them copies nothing.
 """
 
 from __future__ import annotations
@@ -37,9 +36,9 @@ IGNORED_SUFFIXES = ("rotary_emb.inv_freq",)  # a constant that old checkpoints c
 
 
 def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
-    """Yield (Hugging Face name, detached view into a parameter), each weight once.
+    """Yield (Hugging Face name, detached view into a parameter) of each weight once.
 
-    A tied head and adapters are left out. The views of a quantized matrix show its dequantized
+    A tied head and adapters are left out. The views of a quantized matrix have its dequantized
     values.
     """
     layout = list_pieces(decoder)
@@ -55,7 +54,7 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
 def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> None:
     """Copy every weight into its view in the decoder, converting dtype and device.
 
-    Raises ModelError that names missing, unexpected or wrongly shaped weights; the decoder is then
+    Raises ModelError if weights are missing, unexpected or of the wrong shape. The decoder is then
     partly overwritten.
     """
     views = dict(canonical_weights(decoder))
@@ -66,7 +65,8 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
             unexpected.append(name)
         elif views[name].shape != tensor.shape:
             raise ModelError(
-                f"weight '{name}' has shape {_shape(tensor)}, the config says {_shape(views[name])}"
+                f"weight '{name}' has shape {_format_shape(tensor)}, but the config says "
+                f"{_format_shape(views[name])}"
             )
         else:
             views[name].copy_(tensor)
@@ -79,21 +79,21 @@ def load_weights(decoder: Decoder, weights: Iterable[tuple[str, Tensor]]) -> Non
         )
 
 
-def _shape(tensor: Tensor) -> str:
+def _format_shape(tensor: Tensor) -> str:
     return "x".join(map(str, tensor.shape))
 
 
 def summarize_names(names: list[str]) -> str:
-    """Return up to five of the names as text, and the number of the others."""
-    rest = f" and {len(names) - 5} more" if len(names) > 5 else ""
-    return ", ".join(names[:5]) + rest
+    """Return a text with up to five of the names, and the number of all others."""
+    more = f" and {len(names) - 5} more" if len(names) > 5 else ""
+    return ", ".join(names[:5]) + more
 
 
 # --- reading
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file. Raise ModelError if the file is missing or holds none."""
+    """Return the JSON object in a file. Raises ModelError if there is no file or no object."""
     try:
         content = safe_read.read_json(path)
     except FileNotFoundError:
@@ -120,7 +120,7 @@ def read_config(directory: Path) -> DecoderConfig:
 
 @dataclass(frozen=True)
 class WeightFiles:
-    """The safetensors files of a directory, with the file of each weight."""
+    """The safetensors files of a directory, from which single weights or blocks can be read."""
 
     directory: Path
     files: Mapping[str, str]  # weight name -> file name
@@ -137,18 +137,18 @@ class WeightFiles:
                 isinstance(file, str) for file in files.values()
             ):
                 raise ModelError(
-                    f"{directory / INDEX} has no weight_map of names of files: copy it from the "
+                    f"{directory / INDEX} has no weight_map with file names: copy it from the "
                     "original model"
                 )
             for file in sorted(set(files.values())):
                 if not stays_inside(file):
                     raise ModelError(
-                        f"{directory / INDEX} names the file '{file:.80}', which lies outside of "
-                        "the directory"
+                        f"{directory / INDEX} names the file '{file:.80}', which is outside of the "
+                        "directory"
                     )
                 if not (directory / file).exists():
                     raise ModelError(
-                        f"{directory} is incomplete: {INDEX} names {file}, which isn't there"
+                        f"{directory} is incomplete: {INDEX} names {file}, which is missing"
                     )
             return cls(directory, files)
         if (directory / WEIGHTS).exists():
@@ -156,7 +156,7 @@ class WeightFiles:
                 return cls(directory, dict.fromkeys(opened.keys(), WEIGHTS))
         others = [path.name for path in sorted(directory.glob("*.bin"))]
         hint = (
-            f" ({summarize_names(others)} would run code when read: convert it to safetensors)"
+            f" (reading {summarize_names(others)} could run code: convert it to safetensors)"
             if others
             else ""
         )
@@ -185,9 +185,9 @@ class WeightFiles:
                     )
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
-        """Return a block of one weight on the CPU, without reading the rest of it.
+        """Return a block of one weight on the CPU, without reading the other parts of the weight.
 
-        Raises ModelError if there is no such weight, or it is smaller than the block.
+        Raises ModelError if there is no such weight, or if it is smaller than the block.
         """
         if name not in self.files:
             raise ModelError(f"{self.directory}: weights are missing: {name}")
@@ -195,13 +195,19 @@ class WeightFiles:
             tensor_slice = opened.get_slice(name)
             shape = tensor_slice.get_shape()
             if len(shape) != len(sizes) or any(
-                a + n > m for a, n, m in zip(offsets, sizes, shape, strict=True)
+                offset + size > total
+                for offset, size, total in zip(offsets, sizes, shape, strict=True)
             ):
                 raise ModelError(
-                    f"{self.directory}: weight '{name}' has shape {shape}, which the config "
-                    "doesn't say"
+                    f"{self.directory}: weight '{name}' has shape {shape}, but the config says "
+                    "another"
                 )
-            return tensor_slice[tuple(slice(a, a + n) for a, n in zip(offsets, sizes, strict=True))]
+            return tensor_slice[
+                tuple(
+                    slice(offset, offset + size)
+                    for offset, size in zip(offsets, sizes, strict=True)
+                )
+            ]
 
 
 def _open(path: Path) -> Any:
@@ -211,7 +217,7 @@ def _open(path: Path) -> Any:
     except OSError as error:
         raise ModelError(f"{path} can't be read: {error.strerror or error}") from None
     except SafetensorError as error:
-        raise ModelError(f"{path} is damaged or no safetensors file: {error}") from None
+        raise ModelError(f"{path} is damaged, or is no safetensors file: {error}") from None
 
 
 def load_decoder(
@@ -219,29 +225,29 @@ def load_decoder(
 ) -> Decoder:
     """Return the decoder of a directory.
 
-    A reward model without `lm_head` becomes its backbone with a tied head. Raise ModelError if the
-    directory is incomplete, or if the built-in decoder can't represent its model.
+    A reward model without `lm_head` is loaded as a decoder with a tied head. Raises ModelError if
+    the directory is incomplete, or if the built-in decoder can't represent its model.
     """
     config = read_config(directory)
     files = WeightFiles.find(directory)
     names = [name for name in files.files if name != SCORE and not name.endswith(IGNORED_SUFFIXES)]
-    headless = SCORE in files.files and HEAD not in files.files
+    lacks_head = SCORE in files.files and HEAD not in files.files
     decoder = empty_decoder(
-        replace(config, tied=True) if headless else config, dtype=dtype, device=device
+        replace(config, tied=True) if lacks_head else config, dtype=dtype, device=device
     )
     try:
-        load_weights(decoder, _without_tied_copy(decoder, files.read(names)))
+        load_weights(decoder, _drop_tied_copy(decoder, files.read(names)))
     except ModelError as error:
         raise ModelError(f"{directory}: {error}") from None
     return decoder
 
 
-def _without_tied_copy(
+def _drop_tied_copy(
     decoder: Decoder, weights: Iterable[tuple[str, Tensor]]
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yield the weights without the second copy of a tied head that some tools save.
+    """Yield the weights without the copy of a tied head, which some tools save.
 
-    Raises ModelError if the copy differs from the embedding in any bit.
+    Raises ModelError if the copy differs from the embedding.
     """
     tied_names = {"model.embed_tokens.weight", HEAD} if decoder.config.tied else set()
     tied_tensors: list[Tensor] = []
@@ -252,8 +258,7 @@ def _without_tied_copy(
             yield name, tensor
     if len(tied_tensors) == 2 and not torch.equal(*tied_tensors):
         raise ModelError(
-            f"{HEAD} differs from the embedding, though tie_word_embeddings says that it is the "
-            "same"
+            f"{HEAD} differs from the embedding, although config.json sets tie_word_embeddings"
         )
 
 
@@ -264,7 +269,7 @@ def empty_decoder(
     device: torch.device | str,
     part: ModelShard = WHOLE,
 ) -> Decoder:
-    """Return a decoder with uninitialised weights, allocated once in the given dtype and device.
+    """Return a decoder with uninitialised weights, allocated directly in this dtype and device.
 
     Raises ModelError if the weights of a whole model exceed the device's memory.
     """
@@ -297,14 +302,14 @@ def save_decoder(
     max_shard_bytes: int = 5 * 10**9,
     weights: Mapping[str, SavableTensor] | None = None,
 ) -> None:
-    """Write a directory that `load_decoder`, transformers and vLLM read.
+    """Write a directory that `load_decoder`, transformers and vLLM can load.
 
-    Every file appears whole or not at all.
+    Each file is written atomically.
 
     Args:
-        dtype: dtype of the files; None: the decoder's.
-        max_shard_bytes: largest file, unless a single weight is larger.
-        weights: all weights by canonical name; None: the decoder's own.
+        dtype: Type of the weights in the files; None: that of the decoder.
+        max_shard_bytes: Maximum size of a file, unless a single weight is larger.
+        weights: All weights by canonical name; None: the weights of the decoder.
     """
     named_weights = canonical_weights(decoder) if weights is None else weights.items()
     save_shape(
@@ -324,7 +329,7 @@ def save_shape(
     *,
     max_shard_bytes: int = 5 * 10**9,
 ) -> None:
-    """Write a directory as `save_decoder` does, from a shape and its weights, without a decoder."""
+    """Write a directory like `save_decoder`, from a shape and its weights instead of a decoder."""
     config = shape.to_hf() | {"dtype": str(dtype).removeprefix("torch."), "use_cache": True}
     generation = {"bos_token_id": config["bos_token_id"], "eos_token_id": config["eos_token_id"]}
     directory.mkdir(parents=True, exist_ok=True)
@@ -342,14 +347,14 @@ def save_weights(
     dtype: torch.dtype,
     max_shard_bytes: int,
 ) -> None:
-    """Write weights as safetensors files and remove old ones. Several files get an index."""
+    """Write weights as safetensors files, and remove old ones. Several files get an index file."""
     shards = _group_by_file(list(weights), dtype, max_shard_bytes)
     files = [f"model-{i:05}-of-{len(shards):05}.safetensors" for i in range(1, len(shards) + 1)]
     if len(files) == 1:
         files = [WEIGHTS]
     for file, shard in zip(files, shards, strict=True):
-        # Only one shard is in memory at a time. It is copied, as safetensors refuses views that
-        # share memory.
+        # Only one file's weights are in memory at a time. They are copied, because safetensors
+        # does not accept views that share memory.
         tensors = {name: weight.to("cpu", dtype, copy=True).contiguous() for name, weight in shard}
         with atomic_path(directory / file) as temporary:
             save_file(tensors, temporary, metadata={"format": "pt"})

@@ -1,9 +1,9 @@
 """Map the parameters of a rank to blocks of canonical weights.
 
 The built-in decoder fuses matrices, tensor parallelism divides them, and FSDP divides each rank's
-parameters by rows. A canonical weight, on disk and on the wire, has its Hugging Face name and whole
-shape. A rank has a block of it: an offset and a size per dimension. Only such blocks are saved,
-sent and loaded, so no rank ever holds a whole model.
+parameters by rows. On disk and in a weight sync, weights are canonical: they have their Hugging
+Face names and whole shapes. A rank has blocks of canonical weights, each with an offset and a size
+per dimension. Only blocks are saved, sent and loaded, so no rank ever holds a whole model.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ from ratchet.models.lora.layers import FusedLoRA
 from ratchet.models.parallel.sharding import ModelShard
 from ratchet.protocols import Shard
 
-# Tensor parallelism divides BY_ROWS by their outputs and BY_COLUMNS by their inputs. Each rank has
-# all other parameters as a whole, except for experts.
+# Tensor parallelism divides the matrices in BY_ROWS by their outputs, and those in BY_COLUMNS by
+# their inputs. It also divides experts. Each rank has all other parameters as a whole.
 BY_ROWS = ("qkv_proj", "gate_up_proj", "embed_tokens", "lm_head")
 BY_COLUMNS = ("o_proj", "down_proj")
 EXPERTS = "experts"
@@ -38,9 +38,9 @@ class WeightPiece:
     rows: range  # the block's rows in the parameter
 
     def cut(self, rows: range) -> WeightPiece | None:
-        """Return the part of the piece within `rows` of the parameter; None if there is none.
+        """Return the part of the piece that is in `rows` of the parameter; None if no part is.
 
-        The part's rows are counted from the start of `rows`.
+        The rows of the result are counted from the start of `rows`.
         """
         start = max(self.rows.start, rows.start)
         stop = min(self.rows.stop, rows.stop)
@@ -67,7 +67,7 @@ def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
             )
         else:
             layout[name] = tuple(
-                _pieces(name, tuple(parameter.shape), decoder.config, decoder.part)
+                _decoder_pieces(name, tuple(parameter.shape), decoder.config, decoder.part)
             )
     return layout
 
@@ -75,12 +75,12 @@ def list_pieces(decoder: Decoder) -> Mapping[str, tuple[WeightPiece, ...]]:
 def cut_blocks(
     pieces: tuple[WeightPiece, ...], local: Tensor, rows: range | None = None
 ) -> Iterator[Shard]:
-    """Yield the blocks of a tensor that is laid out like a parameter, such as its gradient.
+    """Yield the blocks of a tensor that has the layout of a parameter, such as its gradient.
 
     Args:
-        pieces: pieces of the parameter.
-        local: the parameter, its gradient, or one of its optimizer moments.
-        rows: the entries of the parameter's first dimension that `local` holds; None: all.
+        pieces: Pieces of the parameter.
+        local: The parameter, its gradient, or one of its optimizer moments.
+        rows: The entries of the parameter's first dimension that `local` has; None: all.
     """
     # Pieces of an experts parameter number the rows of all its matrices consecutively.
     if local.dim() == 3 and len(pieces[0].shape) == 2:
@@ -117,7 +117,7 @@ def _adapter_pieces(
 
     Args:
         factor: "lora_A" or "lora_B".
-        adapted: pieces of the adapted matrix.
+        adapted: Pieces of the adapted matrix.
     """
     start = 0
     for piece in (piece for piece in adapted if piece.rows in adapter.spans):
@@ -126,61 +126,64 @@ def _adapter_pieces(
         start = factor_piece.rows.stop
 
 
-def make_factor_piece(piece: WeightPiece, which: str, rank: int, start: int = 0) -> WeightPiece:
+def make_factor_piece(piece: WeightPiece, factor: str, rank: int, start: int = 0) -> WeightPiece:
     """Return the piece of an adapter's factor that belongs to a piece of the adapted matrix.
 
     Args:
-        which: "lora_A" or "lora_B".
-        start: the factor's first row in its parameter.
+        factor: "lora_A" or "lora_B".
+        start: The factor's first row in its parameter.
     """
-    name = f"{PEFT}{piece.name.removesuffix('.weight')}.{which}.weight"
+    name = f"{PEFT}{piece.name.removesuffix('.weight')}.{factor}.weight"
     (outputs, inputs), (row, column) = piece.shape, piece.offsets
-    if which == "lora_A":
+    if factor == "lora_A":
         return WeightPiece(name, (rank, inputs), (0, column), range(start, start + rank))
     return WeightPiece(name, (outputs, rank), (row, 0), range(start, start + len(piece.rows)))
 
 
-def _pieces(
+def _decoder_pieces(
     name: str, shape: tuple[int, ...], config: DecoderConfig, part: ModelShard
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of one parameter of the decoder."""
+    # name = parent.module.kind, such as layers.0.self_attn.qkv_proj.weight
     path, _, kind = name.rpartition(".")
-    above, _, leaf = path.rpartition(".")
+    parent, _, module = path.rpartition(".")
     sparse = FAMILIES[config.family].sparse
-    if sparse and above.endswith(".mlp") and leaf in ("gate", EXPERTS):
-        above = above.removesuffix("mlp") + sparse.block
-    prefix = f"model.{above}." if above else "model."
+    if sparse and parent.endswith(".mlp") and module in ("gate", EXPERTS):
+        parent = parent.removesuffix("mlp") + sparse.block
+    prefix = f"model.{parent}." if parent else "model."
     share = part.tensor
     rows = shape[0]
-    rest = shape[1:]
-    if sparse and leaf == EXPERTS:
-        yield from _experts(f"{prefix}experts", kind, config, part, sparse)
-    elif leaf in (fused := fused_rows(config)):
+    columns = shape[1:]  # () for a vector
+    if sparse and module == EXPERTS:
+        yield from _expert_pieces(f"{prefix}experts", kind, config, part, sparse)
+    elif module in (fused := fused_rows(config)):
         start = 0
-        for piece, total in fused[leaf].items():
+        for matrix, total in fused[module].items():
             local_rows = share.range(total)
-            offsets = (local_rows.start, *(0,) * len(rest))
+            offsets = (local_rows.start, *(0,) * len(columns))
             yield WeightPiece(
-                f"{prefix}{piece}.{kind}",
-                (total, *rest),
+                f"{prefix}{matrix}.{kind}",
+                (total, *columns),
                 offsets,
                 range(start, start + len(local_rows)),
             )
             start += len(local_rows)
-    elif leaf in BY_COLUMNS and rest:
-        total = rest[0] * share.count
+    elif module in BY_COLUMNS and columns:
+        total = columns[0] * share.count
         yield WeightPiece(
-            f"{prefix}{leaf}.{kind}", (rows, total), (0, share.range(total).start), range(rows)
+            f"{prefix}{module}.{kind}", (rows, total), (0, share.range(total).start), range(rows)
         )
-    elif leaf in BY_ROWS:
+    elif module in BY_ROWS:
         local_rows = share.range(config.vocab_size)
-        canonical = name if leaf == "lm_head" else f"{prefix}{leaf}.{kind}"
-        yield WeightPiece(canonical, (config.vocab_size, *rest), (local_rows.start, 0), range(rows))
+        canonical = name if module == "lm_head" else f"{prefix}{module}.{kind}"
+        yield WeightPiece(
+            canonical, (config.vocab_size, *columns), (local_rows.start, 0), range(rows)
+        )
     else:
-        yield WeightPiece(f"{prefix}{leaf}.{kind}", shape, (0,) * len(shape), range(rows))
+        yield WeightPiece(f"{prefix}{module}.{kind}", shape, (0,) * len(shape), range(rows))
 
 
-def _experts(
+def _expert_pieces(
     prefix: str, kind: str, config: DecoderConfig, part: ModelShard, sparse: MoEFormat
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F], one for each matrix.
@@ -189,27 +192,31 @@ def _experts(
     """
     size = config.expert_intermediate_size
     hidden = config.hidden_size
-    local_columns = part.tensor.range(size)
-    names = sparse.gate_up if kind == "gate_up_proj" else (sparse.down,)
+    local_range = part.tensor.range(size)  # this rank's part of the intermediate size F
+    is_gate_up = kind == "gate_up_proj"
+    names = sparse.gate_up if is_gate_up else (sparse.down,)
     start = 0
     for expert in part.experts.range(config.n_experts):
         for name in names:
-            by_rows = kind == "gate_up_proj"
             shape, offsets = (
-                ((size, hidden), (local_columns.start, 0))
-                if by_rows
-                else ((hidden, size), (0, local_columns.start))
+                ((size, hidden), (local_range.start, 0))
+                if is_gate_up
+                else ((hidden, size), (0, local_range.start))
             )
-            rows = range(start, start + (len(local_columns) if by_rows else hidden))
+            rows = range(start, start + (len(local_range) if is_gate_up else hidden))
             yield WeightPiece(f"{prefix}.{expert}.{name}.weight", shape, offsets, rows)
             start = rows.stop
 
 
 def fused_rows(config: DecoderConfig) -> Mapping[str, Mapping[str, int]]:
     """Return the canonical matrices of each fused matrix, in order, with their number of rows."""
-    kv = config.n_kv_heads * config.head_dim
+    kv_rows = config.n_kv_heads * config.head_dim
     return {
-        "qkv_proj": {"q_proj": config.n_heads * config.head_dim, "k_proj": kv, "v_proj": kv},
+        "qkv_proj": {
+            "q_proj": config.n_heads * config.head_dim,
+            "k_proj": kv_rows,
+            "v_proj": kv_rows,
+        },
         "gate_up_proj": {
             "gate_proj": config.intermediate_size,
             "up_proj": config.intermediate_size,

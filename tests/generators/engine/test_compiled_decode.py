@@ -167,7 +167,7 @@ def with_an_adapter(decoder):
 
 
 def divided(decoder):
-    decoder.join(object())
+    decoder.set_tp_comm(object())
 
 
 def quantised(decoder):

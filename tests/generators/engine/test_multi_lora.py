@@ -122,7 +122,7 @@ def test_the_policys_own_adapter_stays_apart_and_follows_its_updates(adapters):
         base, EmbeddedEngine(CONFIG, policy()).generate_all(PROMPTS[:1], [SAMPLING])[0], 1e-5
     )
     with torch.no_grad():
-        for _, parameter in trained.trained():
+        for _, parameter in trained.trained_parameters():
             parameter.mul_(-1.5)
     asyncio.run(engine.commit(1))
     again, base_again, one_again = ask(engine, names, PROMPTS[:1] * 3)

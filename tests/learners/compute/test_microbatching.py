@@ -43,7 +43,7 @@ def test_every_row_is_in_the_plan_once_within_its_budget(
     groups: list[list[list[int]]], max_tokens: int, unit: Literal["sequence", "group"], shares: bool
 ):
     batch = packed(groups)
-    plan = plan_microbatches(batch, max_tokens=max_tokens, unit=unit, shares=shares)
+    plan = plan_microbatches(batch, max_tokens=max_tokens, unit=unit, shares_prefixes=shares)
     assert sorted(row for rows in plan for row in rows) == list(range(batch.n_sequences))
     flat = [row for group in groups for row in group]
     for rows in plan:
@@ -66,18 +66,22 @@ def test_attempts_at_a_prompt_go_together_where_it_counts_once(shares: bool, pla
         prompt = rng.integers(0, 9, 10).tolist()
         groups.append([[*prompt, *[9 + i] * (1 + i)] for i in range(3)])
     # together 10 + 1 + 2 + 3 tokens
-    assert plan_microbatches(packed(groups), max_tokens=22, shares=shares) == plan
+    assert plan_microbatches(packed(groups), max_tokens=22, shares_prefixes=shares) == plan
 
 
 def test_a_group_too_large_is_cut_and_pays_for_its_prompt_in_each_piece():
     rows = [[*range(10), 20 + i, 20 + i] for i in range(5)]
-    assert plan_microbatches(packed([rows]), max_tokens=14, shares=True) == [[0, 1], [2, 3], [4]]
+    assert plan_microbatches(packed([rows]), max_tokens=14, shares_prefixes=True) == [
+        [0, 1],
+        [2, 3],
+        [4],
+    ]
 
 
 def test_little_in_common_leaves_rows_alone():
     groups = [[[1, *[2 + i] * (20 if i else 5)] for i in range(3)]]
-    assert plan_microbatches(packed(groups), max_tokens=21, shares=True) == [[0], [1], [2]]
+    assert plan_microbatches(packed(groups), max_tokens=21, shares_prefixes=True) == [[0], [1], [2]]
 
 
 def test_nothing_is_cut_into_nothing():
-    assert plan_microbatches(pack([]), max_tokens=9, shares=True) == []
+    assert plan_microbatches(pack([]), max_tokens=9, shares_prefixes=True) == []

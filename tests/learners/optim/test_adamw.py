@@ -113,7 +113,7 @@ def test_the_average_takes_the_place_of_the_weights_and_gives_it_back():
     made.step(0.1)
     weights = {name: p.detach().clone() for name, p in named}
     averages = {name: moments["average"].clone() for name, moments in made.state.items()}
-    with made.averaged():
+    with made.use_averages():
         assert all(torch.equal(p, averages.get(name, weights[name])) for name, p in named)
     assert all(torch.equal(p, weights[name]) for name, p in named)
     assert all(
@@ -136,7 +136,7 @@ class SignConfig(OptimizerConfig):
 
 
 class Sign(AdamW):
-    def change(self, given, lr):
+    def update_parameters(self, given, lr):
         for _, p in given:
             p.sub_(p.grad.sign(), alpha=lr * self.config.scale)
 

@@ -85,7 +85,7 @@ def test_runs_of_a_large_matrix_are_taken_one_by_one(monkeypatch):
         give_gradients(parts, step)
         first.step(0.01)
         with monkeypatch.context() as patched:
-            patched.setattr(adamw_8bit, "AT_ONCE", 2 * BLOCK)
+            patched.setattr(adamw_8bit, "CHUNK", 2 * BLOCK)
             second.step(0.01)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole, parts, strict=True))
     assert first.state["matrix"]["step"] == second.state["matrix"]["step"] == 3
@@ -112,10 +112,10 @@ def test_it_goes_on_from_its_state_as_if_nothing_had_been():
                 c.data.copy_(a)
             second.load(copy.deepcopy(first.state))
             for name, p in moved:  # by plain numbers, as ranks do
-                third.begin(name, p)["step"].fill_(2)
-                plain = third.unquantised(name)
+                third.init_state(name, p)["step"].fill_(2)
+                plain = third.get_moments(name)
                 assert all(value.shape == p.shape for value in plain.values())
-                for key, value in first.unquantised(name).items():
+                for key, value in first.get_moments(name).items():
                     plain[key].copy_(value)
                 third.store(name, plain)
         give_gradients(whole, step)

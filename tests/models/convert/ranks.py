@@ -25,7 +25,7 @@ def _policy(directory, **sizes):
 
     shape = read_config(Path(directory))
     policy = MegatronPolicy(shape, MegatronSizes(**sizes))
-    part = policy.spread.part
+    part = policy.shard.part
     layout = megatron_layout(
         Dimensions.from_config(shape), MegatronShard(part.tensor, part.pipeline, part.experts)
     )

@@ -188,9 +188,9 @@ def test_a_model_of_other_parameters_is_refused(written):
     [
         (
             {"model_type": "gpt2"},
-            "no map to Megatron for model_type 'gpt2': convert one of llama, .*deepseek_v3",
+            "model_type 'gpt2' can't be converted to Megatron: use a model of llama, .*deepseek_v3",
         ),
-        ({"model_type": "deepseek_v3"}, "says nothing about vocab_size"),
+        ({"model_type": "deepseek_v3"}, "lacks vocab_size"),
     ],
 )
 def test_an_architecture_without_a_map_is_refused(config, message):

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.models.layers.attention import FREE, WASTE, PackedAttention, _runs
+from ratchet.models.layers.attention import FREE, WASTE, PackedAttention, _group_lengths
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -51,7 +51,7 @@ def test_equals_separate_sequences_in_value_and_gradient(lengths):
 
 @given(LENGTHS)
 def test_calls_waste_little_and_keep_order(lengths):
-    runs = _runs(lengths)
+    runs = _group_lengths(lengths)
     assert [length for run in runs for length in run] == lengths
     for run in runs:
         assert len(run) * max(run) ** 2 <= WASTE * sum(n * n for n in run) + FREE

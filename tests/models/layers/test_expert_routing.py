@@ -238,7 +238,7 @@ def plain_balance(policy, row, shape=QWEN):
     """arXiv:2412.19437 eq. 17-20 and arXiv:2202.08906 eq. 5 of one sequence, from the logits of
     each router."""
     watch = RouterMonitor()
-    policy(torch.tensor(row), torch.arange(len(row)), [len(row)], Routing(watch=watch))
+    policy(torch.tensor(row), torch.arange(len(row)), [len(row)], Routing(monitor=watch))
     balances, zs = [], []
     for seen in watch.layers.values():
         shares = seen.logits_TE.softmax(-1)

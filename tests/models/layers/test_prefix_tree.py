@@ -73,7 +73,7 @@ def test_what_is_shared_by_hand():
     tree = PrefixTree.from_sequences(
         np.array([token for row in rows for token in row]), [len(row) for row in rows]
     )
-    # the prompt; 0; of the three answers that begin with 6, two go on alike
+    # the prompt; 0; of the three answers that begin with 6, two go on is_replicated
     assert [(s.begin, s.end) for s in tree.segments] == [
         (0, 1),
         (0, 5),
@@ -145,7 +145,7 @@ def test_what_nobody_reads_is_left_out_and_changes_nothing(
         generator=torch.Generator().manual_seed(1),
     )
     found, whole = (
-        net.hidden(tokens, positions, lengths, read_T=read),
+        net.hidden(tokens, positions, lengths, output_mask_T=read),
         net.hidden(tokens, positions, lengths),
     )
     assert found.shape == whole.shape
@@ -173,5 +173,5 @@ def test_the_last_layer_computes_what_is_read(monkeypatch: pytest.MonkeyPatch):
     for block in net.decoder.layers.values():
         block.mlp.register_forward_hook(lambda _, given, out: computed.append(len(out)))
     read = torch.tensor([False] * 4 + [True] * 9 + [False]).repeat(2)
-    net.hidden(*laid([[1, 2, 3, 4, 5, *[0] * 9], [1, 2, 3, 4, 5, *[6] * 9]]), read_T=read)
+    net.hidden(*laid([[1, 2, 3, 4, 5, *[0] * 9], [1, 2, 3, 4, 5, *[6] * 9]]), output_mask_T=read)
     assert computed == [5 + 2 * 8] * (CONFIG.n_layers - 1) + [1 + 2 * 8]

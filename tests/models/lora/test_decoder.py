@@ -33,7 +33,7 @@ def adapted(shape=SHAPE, dtype=torch.float32, *, seed=7, **lora):
 def shaken(policy, seed=3):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
-        for _, parameter in policy.trained():
+        for _, parameter in policy.trained_parameters():
             parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
     return policy
 
@@ -45,7 +45,7 @@ def test_a_fresh_adapter_changes_no_bit_and_nothing_else_trains():
     policy.attach(Adapter(LoRAConfig(rank=2)))
     assert torch.equal(logits(policy), before)
     trains = {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
-    assert trains == {name for name, _ in policy.trained()}
+    assert trains == {name for name, _ in policy.trained_parameters()}
     assert len(trains) == 2 * 4 * SHAPE.n_layers
 
 
@@ -158,7 +158,7 @@ def test_a_model_of_transformers_has_the_same_adapter(tmp_path):
     with theirs.without_adapter():
         assert torch.equal(logits(theirs), base)
     assert {name for name, p in theirs.named_parameters() if p.requires_grad} == {
-        name for name, _ in theirs.trained()
+        name for name, _ in theirs.trained_parameters()
     }
     theirs.save(tmp_path / "again")
     torch.testing.assert_close(logits(load_policy(tmp_path / "again")), base, rtol=0, atol=1e-5)
@@ -224,5 +224,5 @@ def test_an_adapter_that_is_more_than_lora_is_refused(tmp_path):
     )
     with pytest.raises(ModelError, match="use_dora=True"):
         load_adapter(tmp_path)
-    with pytest.raises(ModelError, match="no adapter that peft reads"):
+    with pytest.raises(ModelError, match="no adapter that peft can read"):
         load_adapter(tmp_path / "nowhere")

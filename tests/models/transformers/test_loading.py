@@ -136,5 +136,5 @@ def test_weights_that_no_file_has_are_refused(tied, tmp_path):
     for name in [name for name in weights if ".h.1." in name]:
         del weights[name]
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
-    with pytest.raises(ModelError, match=r"has no weights transformer\.h\.1\..* and \d+ more"):
+    with pytest.raises(ModelError, match=r"lacks the weights transformer\.h\.1\..* and \d+ more"):
         load_policy(folder, backend="transformers")

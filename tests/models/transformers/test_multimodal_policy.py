@@ -173,11 +173,11 @@ def test_towers_rest_unless_they_are_asked_to_train(family):
     assert towers == {
         name for name, _ in frozen.model.named_parameters() if name.startswith("model.visual.")
     }
-    assert frozen.resting() == towers
-    assert trained.resting() == frozenset()
-    names = {name.partition(".")[2] for name, _ in frozen.trained()}
+    assert frozen.frozen_names() == towers
+    assert trained.frozen_names() == frozenset()
+    names = {name.partition(".")[2] for name, _ in frozen.trained_parameters()}
     assert names == {name for name, _ in frozen.model.named_parameters()} - towers
-    assert {name.partition(".")[2] for name, _ in trained.trained()} == names | towers
+    assert {name.partition(".")[2] for name, _ in trained.trained_parameters()} == names | towers
     for policy in (frozen.requires_grad_(True), trained):
         policy.logits(hidden_of(policy, batch_of(family))).square().sum().backward()
     assert all(p.grad is None for _, p in frozen.tower_parameters())
@@ -198,10 +198,10 @@ def test_an_adapter_is_of_the_language_model_alone(family):
     names = {name for name, _ in policy.adapter_weights()}
     assert len(names) == 2 * 2 * 7, "A and B, two layers, seven maps"
     assert all(".language_model.layers." in name for name in names)
-    assert all(p.requires_grad for _, p in policy.trained())
+    assert all(p.requires_grad for _, p in policy.trained_parameters())
     assert sum(p.requires_grad for p in policy.parameters()) == len(names)
     with torch.no_grad():
-        for name, p in policy.trained():
+        for name, p in policy.trained_parameters():
             p.copy_(
                 torch.randn(
                     p.shape, generator=torch.Generator().manual_seed(len(name)), dtype=p.dtype
@@ -254,7 +254,7 @@ def test_threads_share_a_model_as_one_would_run_it():
     forward = Forward(policy, None, chunk_mib=1, autocast=False, shared_vocab=None)
     with torch.no_grad():
         expected = [hidden_of(policy, batch) for batch in batches]
-    hands = [forward, forward.with_own_gradients(), forward.with_own_gradients()]
+    hands = [forward, forward.copy_with_own_gradients(), forward.copy_with_own_gradients()]
     scored = ThreadPool(3).run(
         [
             partial(hand.score, batch, ["logprobs"])
@@ -297,12 +297,12 @@ def test_a_model_of_text_alone_is_given_no_media(reference, tmp_path):
     reference("qwen3", head_dim=8).save_pretrained(tmp_path)
     text = load_policy(tmp_path, backend="transformers")
     assert not text.reads_media
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="only reads text"):
         load_policy(tmp_path, backend="transformers", train_encoders=True)
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="only reads text"):
         load_policy(tmp_path, train_encoders=True)
     batch = batch_of("qwen2_5_vl", (0,))
-    with pytest.raises(ModelError, match="reads text alone"):
+    with pytest.raises(ModelError, match="only reads text"):
         Forward(text, None, chunk_mib=1, autocast=False, shared_vocab=None).score(
             batch, ["logprobs"]
         )

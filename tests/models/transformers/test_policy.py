@@ -86,7 +86,7 @@ def test_a_token_s_work_is_that_of_the_products(loaded):
     from torch.utils.flop_counter import FlopCounterMode
 
     _, policy, _ = loaded
-    work, config = policy.work, policy.text_config
+    work, config = policy.token_cost, policy.text_config
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         hidden = policy.hidden(torch.arange(7), torch.arange(7), [7])
         policy.logits(hidden)
@@ -102,9 +102,9 @@ def test_a_token_s_work_is_that_of_the_products(loaded):
 
 def test_an_adapter_is_no_part_of_the_work(reference):
     policy = TransformersPolicy(reference("qwen3", head_dim=8))
-    before = policy.work
+    before = policy.token_cost
     policy.attach(Adapter(LoRAConfig(rank=2)))
-    assert policy.work == before
+    assert policy.token_cost == before
 
 
 def test_the_work_of_what_does_more_than_attend_is_unknown(reference):
@@ -112,7 +112,7 @@ def test_the_work_of_what_does_more_than_attend_is_unknown(reference):
         "mamba",
         shape={"vocab_size": 50, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4},
     )
-    assert TransformersPolicy(mamba).work is None
+    assert TransformersPolicy(mamba).token_cost is None
 
 
 def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
@@ -130,7 +130,7 @@ def test_twins_in_two_threads_each_have_the_gradients_of_one(loaded, ragged):
 
     expected = backward(own)
     for found in ThreadPool(2).run(
-        [partial(backward, hand) for hand in (own, own.with_own_gradients())]
+        [partial(backward, hand) for hand in (own, own.copy_with_own_gradients())]
     ):
         assert len(found) == len(expected)
         for one, other in zip(found, expected, strict=True):
@@ -281,7 +281,7 @@ def test_a_head_that_reads_more_than_hidden_states_is_refused(reference):
             return out
 
     model.__class__ = Shifted
-    with pytest.raises(ModelError, match="aren't a function"):
+    with pytest.raises(ModelError, match="depend on more than"):
         TransformersPolicy(model)
 
 

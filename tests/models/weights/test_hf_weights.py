@@ -194,7 +194,7 @@ def test_missing_unexpected_and_misshapen_weights_are_named():
         ({"model.extra.weight": torch.zeros(1)}, "no place for: model.extra.weight"),
         (
             {"model.norm.weight": torch.zeros(63)},
-            "'model.norm.weight' has shape 63, the config says 64",
+            "'model.norm.weight' has shape 63, but the config says 64",
         ),
         ({"lm_head.weight": torch.zeros(50, 64)}, "no place for: lm_head.weight"),
     ]:
