@@ -32,8 +32,8 @@ EQUIVALENT: Table = {
     (
         BASE,
         "AlgorithmTerm.__call__",
-        "(share * torch.where(active, v.to(weight.dtype), 0.0)).sum() -> "
-        "(share * torch.where(active, v.to(weight.dtype), 1.0)).sum()",
+        "(share * torch.where(active, values.to(weight.dtype), 0.0)).sum() -> "
+        "(share * torch.where(active, values.to(weight.dtype), 1.0)).sum()",
     ): ZERO_WEIGHT,
     (
         TEACHER,
@@ -43,7 +43,7 @@ EQUIVALENT: Table = {
     ): SAME_KEYS,
     (
         CORRECTION,
-        "_at_level",
+        "_aggregate_gap",
         "keys_T = torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1) -> "
         "keys_T = -torch.stack([batch.sequence_T, batch.turn_T.long()], dim=1)",
     ): SAME_KEYS,
@@ -78,7 +78,7 @@ EQUIVALENT: Table = {
     (
         TEMPORAL,
         "compute_step_rewards",
-        "last_T = last_A[last_A >= 0] -> last_T = last_A[last_A >= 1]",
+        "last_tokens = last_token_A[last_token_A >= 0] -> last_tokens = last_token_A[last_token_A >= 1]",
     ): "the token 0 of a batch is the first of a row, and packing refuses one that trains: nothing "
     "predicts it",
     (
@@ -111,12 +111,12 @@ EQUIVALENT: Table = {
     ): "every attempt has a sequence, whose index is greater",
     (
         TEMPORAL,
-        "_earlier_turns",
+        "_count_earlier_turns",
         "earlier.append(turns_so_far.get(attempt, 0)) -> earlier.append(turns_so_far.get(attempt, 1))",
     ): "the numbers of an attempt's turns are compared with each other alone: all may begin at 1",
     (
         TEMPORAL,
-        "_earlier_turns",
+        "_count_earlier_turns",
         "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=True) -> "
         "zip(index_attempts(batch)[0].tolist(), turns_S.tolist(), strict=False)",
     ): "both have an entry a sequence",

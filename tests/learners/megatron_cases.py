@@ -274,7 +274,7 @@ def held(rank, directory, options):
         return weights[name][tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]
 
     with Held(weights.values()) as seen:
-        policy = models._empty(shape)
+        policy = models._allocate(shape)
         policy.fill(read)
         learner = models.learner(policy, RoleSpec(optimizer={"kind": "adamw"}))
         batch, terms = weighed("grpo", 0)

@@ -197,7 +197,7 @@ def list_written_locations(parameter: str, dimensions: Dimensions) -> Iterator[P
     match = LAYER_PARAMETER.fullmatch(parameter)
     if match is None or match[2] not in FUSED:
         return
-    rules = find_family_table(dimensions).layer(dimensions.sparse(int(match[1])))
+    rules = find_family_table(dimensions).layer(dimensions.is_sparse(int(match[1])))
     if f"{FUSED[match[2]]}.weight" in rules:
         yield make_location(list_possible_names(parameter)[1], dimensions, stacked=stacked)
 

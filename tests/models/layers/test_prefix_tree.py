@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers import packed_inputs
-from ratchet.models.layers.packed_inputs import _shared
+from ratchet.models.layers.packed_inputs import _share_prefixes
 from ratchet.models.layers.prefix_tree import SHORTEST, PrefixTree, count_shared_prefix
 from ratchet.models.policy import DecoderPolicy
 
@@ -99,7 +99,7 @@ def test_a_tree_equals_the_sequences_apart(config: DecoderConfig, rows: list[lis
         generator=torch.Generator().manual_seed(1),
     )
     tree = PrefixTree.from_sequences(tokens.numpy(), lengths)
-    feed = _shared(tokens, positions, tree)
+    feed = _share_prefixes(tokens, positions, tree)
     found = feed.unfold(net.decoder(feed.tokens_U, feed.positions_U, feed.attend))
     slopes = torch.autograd.grad((found * weights).sum(), list(net.parameters()), allow_unused=True)
     alone = torch.cat(
