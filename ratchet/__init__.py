@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-_HOMES = {
+_NAMES_BY_MODULE = {
     "ratchet.algorithms.config.named_policy_gradients": ("GRPOConfig",),
     "ratchet.algorithms.config.sft": ("SFTConfig",),
     "ratchet.training.build": ("make_run",),
@@ -68,14 +68,14 @@ _HOMES = {
     "ratchet.training.stage": ("EnvSetup", "Policy", "StageSpec"),
     "ratchet.types": ("Group", "Message", "Sampling", "Task", "Trajectory"),
 }
-_HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
-__all__ = ["__version__", *_HOME_OF]  # pyright: ignore[reportUnsupportedDunderAll]
+_MODULE_BY_NAME = {name: module for module, names in _NAMES_BY_MODULE.items() for name in names}
+__all__ = ["__version__", *_MODULE_BY_NAME]  # pyright: ignore[reportUnsupportedDunderAll]
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _HOME_OF:
+    if name not in _MODULE_BY_NAME:
         raise AttributeError(f"module 'ratchet' has no attribute '{name}'")
-    return getattr(import_module(_HOME_OF[name]), name)
+    return getattr(import_module(_MODULE_BY_NAME[name]), name)
 
 
 def __dir__() -> list[str]:

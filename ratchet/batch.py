@@ -152,30 +152,31 @@ class Batch:
     def cut(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
         """Yield `take` of each part of a plan, in time proportional to the size of the part."""
         starts_S = self.starts_S
-        return (self._taken(sequences, starts_S) for sequences in plan)
+        return (self._select(sequences, starts_S) for sequences in plan)
 
-    def _taken(self, sequences: Sequence[int], starts_S: Tensor) -> Batch:
+    def _select(self, sequences: Sequence[int], starts_S: Tensor) -> Batch:
         rows = torch.as_tensor(sequences, dtype=torch.int64, device=self.lengths_S.device)
         lengths_S = self.lengths_S[rows]
         offsets_S = starts_S[rows] - (lengths_S.cumsum(0) - lengths_S)
         total = int(lengths_S.sum())
-        tokens = torch.arange(total, device=rows.device) + torch.repeat_interleave(
+        token_indices = torch.arange(total, device=rows.device) + torch.repeat_interleave(
             offsets_S, lengths_S, output_size=total
         )
-        kept, group_S = _renumber(self.group_S[rows])
-        picks = {"token": tokens, "sequence": rows, "group": kept}
+        group_indices, group_S = _renumber(self.group_S[rows])
+        indices_by_level = {"token": token_indices, "sequence": rows, "group": group_indices}
         changes: dict[str, object] = {}
-        for item in fields(self):
-            value = getattr(self, item.name)
+        for column in fields(self):
+            value = getattr(self, column.name)
             if isinstance(value, Tensor):
-                changes[item.name] = value[tokens if item.name.endswith("_T") else rows]
+                changes[column.name] = value[token_indices if column.name.endswith("_T") else rows]
         changes["media_S"] = tuple(self.media_S[i] for i in rows.tolist()) if self.media_S else ()
         changes["group_S"] = group_S
-        changes["group_ids"] = tuple(self.group_ids[g] for g in kept.tolist())
-        changes["token_columns"] = {k: v[tokens] for k, v in self.token_columns.items()}
+        changes["group_ids"] = tuple(self.group_ids[g] for g in group_indices.tolist())
+        changes["token_columns"] = {k: v[token_indices] for k, v in self.token_columns.items()}
         changes["sequence_columns"] = {k: v[rows] for k, v in self.sequence_columns.items()}
         changes["weights"] = {
-            k: w._replace(values=w.values[picks[w.level]]) for k, w in self.weights.items()
+            k: w._replace(values=w.values[indices_by_level[w.level]])
+            for k, w in self.weights.items()
         }
         return replace(self, **changes)  # pyright: ignore[reportArgumentType]
 
@@ -198,9 +199,9 @@ class Batch:
 
 def _renumber(group_S: Tensor) -> tuple[Tensor, Tensor]:
     """Return (old ids in order of appearance, new ids 0..G-1 per sequence)."""
-    order: dict[int, int] = {}
-    new = [order.setdefault(g, len(order)) for g in group_S.tolist()]
+    new_id_by_old: dict[int, int] = {}
+    new_ids = [new_id_by_old.setdefault(g, len(new_id_by_old)) for g in group_S.tolist()]
     device = group_S.device
-    return torch.tensor(list(order), dtype=torch.int64, device=device), torch.tensor(
-        new, dtype=torch.int64, device=device
+    return torch.tensor(list(new_id_by_old), dtype=torch.int64, device=device), torch.tensor(
+        new_ids, dtype=torch.int64, device=device
     )

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 Exported = Literal["all", "base", "adapter"]
 # the fields of `Outputs` with an entry for each sequence
-OF_SEQUENCES = frozenset({"scores", "routers"})
+SEQUENCE_OUTPUTS = frozenset({"scores", "routers"})
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,7 +85,7 @@ class Shard:
     shape: tuple[int, ...]  # of the whole weight
     offsets: tuple[int, ...]  # where the piece starts, per dimension
     tensor: Tensor
-    rests: bool = False  # frozen: receivers need it only once
+    is_frozen: bool = False  # frozen: receivers need it only once
 
 
 class LossTerm(Protocol):

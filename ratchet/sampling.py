@@ -24,7 +24,7 @@ LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
 MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
 # At every token, at least twice the longest stop string is decoded and searched for all of them.
 MOST_STOPS, LONGEST_STOP = 64, 1024
-_set = object.__setattr__  # sets fields of a frozen dataclass, as its own __init__ does
+_set_field = object.__setattr__  # sets fields of a frozen dataclass, as its own __init__ does
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class Sampling:
     def __post_init__(self) -> None:
         if not self._is_plain():
             for name, check in CHECKS.items():
-                _set(self, name, check(name, getattr(self, name)))
+                _set_field(self, name, check(name, getattr(self, name)))
 
     def _is_plain(self) -> bool:
         """True if every value has its plain type and lies in its range.
@@ -83,8 +83,8 @@ class Sampling:
             and 0 <= self.max_new_tokens <= LARGEST_COUNT
             and 0 <= self.drawn <= LARGEST_COUNT
             and LEAST_SEED <= self.seed <= LARGEST_SEED
-            and (not ids or _are_ids(ids))
-            and (not stop or _are_stops(stop))
+            and (not ids or _are_valid_stop_ids(ids))
+            and (not stop or _are_valid_stop_strings(stop))
             and type(self.routes) is bool
             and (self.adapter is None or type(self.adapter) is str)
         )
@@ -94,11 +94,11 @@ class Sampling:
 
         Only the seed is checked, so this takes 40 % of the time of `replace`.
         """
-        copied = object.__new__(Sampling)
+        copy = object.__new__(Sampling)
         for name in FIELDS:
-            _set(copied, name, getattr(self, name))
-        _set(copied, "seed", CHECKS["seed"]("seed", seed))
-        return copied
+            _set_field(copy, name, getattr(self, name))
+        _set_field(copy, "seed", CHECKS["seed"]("seed", seed))
+        return copy
 
     @property
     def greedy(self) -> bool:
@@ -121,7 +121,7 @@ def check_setting(name: str, value: Any) -> Any:
     return CHECKS[name](name, value)
 
 
-def _are_ids(ids: tuple[Any, ...]) -> bool:
+def _are_valid_stop_ids(ids: tuple[Any, ...]) -> bool:
     return (
         {*map(type, ids)} == {int}
         and len(ids) <= MOST_STOP_IDS
@@ -130,7 +130,7 @@ def _are_ids(ids: tuple[Any, ...]) -> bool:
     )
 
 
-def _are_stops(stops: tuple[Any, ...]) -> bool:
+def _are_valid_stop_strings(stops: tuple[Any, ...]) -> bool:
     return (
         {*map(type, stops)} == {str}
         and len(stops) <= MOST_STOPS
@@ -142,11 +142,11 @@ def _are_stops(stops: tuple[Any, ...]) -> bool:
 # --- checks of each field, whose errors name the smallest fix
 
 
-def _refused(name: str, value: object, wrong: str, fix: object) -> SamplingError:
-    return SamplingError(f"{name}={_shown(value)} {wrong}. Set {name}={fix}.", field=name)
+def _make_error(name: str, value: object, problem: str, fix: object) -> SamplingError:
+    return SamplingError(f"{name}={_shorten(value)} {problem}. Set {name}={fix}.", field=name)
 
 
-def _shown(value: object) -> str:
+def _shorten(value: object) -> str:
     try:
         text = repr(value)
     except ValueError:  # Python converts no integer of more than 4,300 digits to text
@@ -154,30 +154,30 @@ def _shown(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
-def _real(name: str, value: Any, default: object) -> float:
+def _check_real(name: str, value: Any, default: object) -> float:
     if isinstance(value, bool) or not isinstance(value, Real):
-        raise _refused(name, value, "is not a number", default)
+        raise _make_error(name, value, "is not a number", default)
     try:
         number = float(value)
     except OverflowError:
         number = float("inf")
     if not isfinite(number):
-        raise _refused(name, value, "is not a finite number", default)
+        raise _make_error(name, value, "is not a finite number", default)
     return number
 
 
-def _temperature(name: str, value: Any) -> float:
-    number = _real(name, value, 1)
+def _check_temperature(name: str, value: Any) -> float:
+    number = _check_real(name, value, 1)
     if number < 0:
-        raise _refused(name, value, "is below 0", f"0 (greedy) or {LEAST_TEMPERATURE:g} or more")
+        raise _make_error(name, value, "is below 0", f"0 (greedy) or {LEAST_TEMPERATURE:g} or more")
     if 0 < number < LEAST_TEMPERATURE:
-        wrong = (
+        problem = (
             f"is too small: below {LEAST_TEMPERATURE:g} the division of logits by it leaves "
             "rounding noise, or overflows"
         )
-        raise _refused(name, value, wrong, f"0 (greedy) or {LEAST_TEMPERATURE:g}")
+        raise _make_error(name, value, problem, f"0 (greedy) or {LEAST_TEMPERATURE:g}")
     if number > LARGEST_TEMPERATURE:
-        raise _refused(
+        raise _make_error(
             name,
             value,
             "is too large: every token would be equally likely",
@@ -186,84 +186,88 @@ def _temperature(name: str, value: Any) -> float:
     return number
 
 
-def _top_p(name: str, value: Any) -> float:
-    number = _real(name, value, "1 (off)")
+def _check_top_p(name: str, value: Any) -> float:
+    number = _check_real(name, value, "1 (off)")
     if not 0 < number <= 1:
-        raise _refused(name, value, "is not above 0 and at most 1", "1 (off)")
+        raise _make_error(name, value, "is not above 0 and at most 1", "1 (off)")
     return number
 
 
-def _min_p(name: str, value: Any) -> float:
-    number = _real(name, value, "0 (off)")
+def _check_min_p(name: str, value: Any) -> float:
+    number = _check_real(name, value, "0 (off)")
     if not 0 <= number < 1:
-        raise _refused(name, value, "is not at least 0 and below 1", "0 (off)")
+        raise _make_error(name, value, "is not at least 0 and below 1", "0 (off)")
     return number
 
 
-def _whole(least: int, largest: int, default: str) -> Callable[[str, Any], int]:
+def _make_integer_check(least: int, largest: int, default: str) -> Callable[[str, Any], int]:
     def check(name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, Integral):
-            raise _refused(name, value, "is not a whole number", default)
+            raise _make_error(name, value, "is not a whole number", default)
         number = int(value)
         if not least <= number <= largest:
-            raise _refused(name, value, f"is outside of {least:,} to {largest:,}", default)
+            raise _make_error(name, value, f"is outside of {least:,} to {largest:,}", default)
         return number
 
     return check
 
 
-def _stop(name: str, value: Any) -> tuple[str, ...]:
+def _check_stop(name: str, value: Any) -> tuple[str, ...]:
     if not isinstance(value, list | tuple):
-        raise _refused(name, value, "is not a sequence of strings", "[] (none)")
+        raise _make_error(name, value, "is not a sequence of strings", "[] (none)")
     for text in value:
         if not isinstance(text, str) or not text:
-            raise _refused(
+            raise _make_error(
                 name,
                 text,
                 "is not text, or is empty, which would end every completion at once",
                 "[] (none)",
             )
         if len(text) > LONGEST_STOP:
-            raise _refused(
+            raise _make_error(
                 name, text, f"has {len(text):,} characters", f"a string of at most {LONGEST_STOP:,}"
             )
     if len(value) > MOST_STOPS:
-        raise _refused(name, value, f"has {len(value):,} strings", f"at most {MOST_STOPS} of them")
+        raise _make_error(
+            name, value, f"has {len(value):,} strings", f"at most {MOST_STOPS} of them"
+        )
     return tuple(map(str, value))
 
 
-def _stop_ids(name: str, value: Any) -> tuple[int, ...]:
+def _check_stop_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
-        raise _refused(name, value, "is not a sequence of token ids", "[] (none)")
+        raise _make_error(name, value, "is not a sequence of token ids", "[] (none)")
     if len(value) > MOST_STOP_IDS:
-        raise _refused(name, value, f"has {len(value):,} ids", f"at most {MOST_STOP_IDS:,} of them")
-    return tuple(_token_id(name, token) for token in value)
+        raise _make_error(
+            name, value, f"has {len(value):,} ids", f"at most {MOST_STOP_IDS:,} of them"
+        )
+    return tuple(_check_token_id(name, token) for token in value)
 
 
-def _routes(name: str, value: Any) -> bool:
+def _check_routes(name: str, value: Any) -> bool:
     if not isinstance(value, bool):
-        raise _refused(name, value, "is neither True nor False", False)
+        raise _make_error(name, value, "is neither True nor False", False)
     return value
 
 
-def _adapter(name: str, value: Any) -> str | None:
+def _check_adapter(name: str, value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
-        raise _refused(name, value, "is no name of an adapter", "None for the policy's own")
+        raise _make_error(name, value, "is no name of an adapter", "None for the policy's own")
     return value
 
 
-_token_id = _whole(0, LARGEST_COUNT, "[] (none)")
-_count = _whole(0, LARGEST_COUNT, "0 or more")
+_check_token_id = _make_integer_check(0, LARGEST_COUNT, "[] (none)")
+_check_count = _make_integer_check(0, LARGEST_COUNT, "0 or more")
 CHECKS: dict[str, Callable[[str, Any], Any]] = {
-    "temperature": _temperature,
-    "top_p": _top_p,
-    "top_k": _whole(0, LARGEST_COUNT, "0 (off)"),
-    "min_p": _min_p,
-    "max_new_tokens": _whole(0, LARGEST_COUNT, "256"),
-    "stop": _stop,
-    "stop_ids": _stop_ids,
-    "seed": _whole(LEAST_SEED, LARGEST_SEED, "0"),
-    "routes": _routes,
-    "drawn": _count,
-    "adapter": _adapter,
+    "temperature": _check_temperature,
+    "top_p": _check_top_p,
+    "top_k": _make_integer_check(0, LARGEST_COUNT, "0 (off)"),
+    "min_p": _check_min_p,
+    "max_new_tokens": _make_integer_check(0, LARGEST_COUNT, "256"),
+    "stop": _check_stop,
+    "stop_ids": _check_stop_ids,
+    "seed": _make_integer_check(LEAST_SEED, LARGEST_SEED, "0"),
+    "routes": _check_routes,
+    "drawn": _check_count,
+    "adapter": _check_adapter,
 }

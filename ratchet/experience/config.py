@@ -1,4 +1,4 @@
-"""Configure the environments in this package, without importing torch or their code."""
+"""The recipe section of the environment in this package. It imports neither torch nor its code."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MessageLogConfig(EnvironmentConfig):
         return path
 
     @model_validator(mode="after")
-    def _is_made_with_its_arguments(self) -> MessageLogConfig:
+    def _check_constructor(self) -> MessageLogConfig:
         interface = imported(self.interface)
         missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:

@@ -1,6 +1,7 @@
 """Derive seeds from names.
 
-Every draw is a pure function of what it is for, so resuming and replaying need no generator state.
+Every random draw has a seed derived from its purpose (such as step, group and attempt). So resuming
+and replaying a run need no state of a random number generator.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""Generators run the embedded engine, vLLM or transformers behind one protocol."""
+"""The generators (inference engines): the embedded engine, vLLM and transformers."""

@@ -1,8 +1,7 @@
-"""The asynchronous interface of the generators of this process: callers wait while a single task
-runs the core's steps.
+"""The asynchronous interface of the generators in this process.
 
-A step runs in the event loop's thread, so no step runs while other code does: pausing and
-committing need no locks.
+Callers await their completions while a single task runs the core's steps. Steps run in the event
+loop's thread, so no other code runs during a step, and pausing and committing need no locks.
 """
 
 from __future__ import annotations
@@ -30,15 +29,15 @@ class AsyncEngine:
     """A `Generator` that runs requests on an `EngineCore`.
 
     When weights are committed, running requests keep their tokens and these tokens' version. The
-    next tokens are drawn from the new weights, over a KV cache that is recomputed unless `keep_kv`.
-    A kept cache saves a forward over all running requests, but then the completion mixes two
+    next tokens are drawn from the new weights. The KV cache is recomputed unless `keep_kv` is set.
+    A kept KV cache saves a forward over all running requests. But the completion then mixes two
     policies, and no learner can score it exactly.
 
     Args:
         weights, parameters, quantised: see `WeightStaging`.
-        tokenizer: needed for requests with stop strings only.
+        tokenizer: needed only for requests with stop strings.
         policy: the model that the core reads, if it can have an adapter.
-        adapters: gives the names of further adapters that requests may select.
+        adapters: returns the names of further adapters that requests may select.
         reads_media: True if the model reads media.
     """
 
@@ -103,14 +102,15 @@ class AsyncEngine:
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises DataError for a prompt that is empty, too long, has an unknown token or media outside
-        it; ConfigError for impossible sampling settings or media that the model can't read;
-        RequestFailed if this request alone can't be computed; and the step's error if a step fails
-        for all requests.
+        Raises:
+            DataError: The prompt is empty or too long, or has an unknown token or misplaced media.
+            ConfigError: The generator can't apply the sampling settings or read the media.
+            RequestFailed: Only this request can't be computed.
+            Exception: The error of a step that failed for all requests.
         """
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        deliver = _if_pending(future, future.set_result)
-        fail = _if_pending(future, future.set_exception)
+        deliver = _make_callback(future, future.set_result)
+        fail = _make_callback(future, future.set_exception)
         request = self.validator.admit(tokens, sampling, deliver, fail, media)
         if request.limit == len(request.prompt):
             return request.without_tokens(request.reason_at_limit)
@@ -152,8 +152,10 @@ class AsyncEngine:
 
     def _start_pump(self) -> None:
         loop = asyncio.get_running_loop()
-        alive = self._pump is not None and not self._pump.done() and self._pump.get_loop() is loop
-        if not alive and not self._paused:
+        is_running = (
+            self._pump is not None and not self._pump.done() and self._pump.get_loop() is loop
+        )
+        if not is_running and not self._paused:
             self._pump = loop.create_task(self._run())
             self._pump.add_done_callback(_mark_retrieved)
 
@@ -167,8 +169,8 @@ class AsyncEngine:
     def _step(self) -> None:
         """Run one step of the core.
 
-        After an error that does not belong to single requests the core's state can't be trusted, so
-        every request, running or waiting, fails with it.
+        If the step raises, the core's state can't be trusted. So every request, running or waiting,
+        fails with that error.
         """
         try:
             self.core.step()
@@ -195,31 +197,31 @@ class AsyncEngine:
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push of weights.
 
-        manifest: see `WeightStaging.prepare`. Its "adapter" is the adapter whose weights are sent,
-        if any.
+        manifest: see `WeightStaging.prepare`. Its "adapter" is the adapter whose weights are
+          pushed, if any.
         """
         adapter = manifest.get("adapter")
         if adapter is not None and adapter != self._staging.adapter:
-            self._attach(adapter)
+            self._attach_adapter(adapter)
         self._staging.prepare(manifest)
 
-    def _attach(self, adapter: Adapter) -> None:
+    def _attach_adapter(self, adapter: Adapter) -> None:
         """Attach an adapter to the model; it has no effect until its weights arrive.
 
-        Raises ModelError if the model can't have one or has another.
+        Raises ModelError if the model can't have an adapter, or has another one.
         """
         policy = self.policy
         if policy is None:
             raise ModelError(
-                f"{type(self).__name__} was sent an adapter, and can't run one: set "
+                f"{type(self).__name__} received an adapter, but can't run adapters. Set "
                 "generator.kind=engine"
             )
         if policy.adapter is None:
             policy.attach(adapter)
         elif policy.adapter != adapter:
             raise ModelError(
-                "the generator has another adapter: begin a new run, from the model with that one "
-                "merged"
+                "the generator already has another adapter. Begin a new run from the model into "
+                "which that adapter is merged"
             )
         self._staging.set_adapter(adapter, policy.adapter_weights)
 
@@ -243,23 +245,23 @@ class AsyncEngine:
             yield Shard(name, tuple(view.shape), (0,) * view.dim(), view)
 
 
-def _if_pending(
-    future: asyncio.Future[Completion], settle: Callable[[Any], None]
+def _make_callback(
+    future: asyncio.Future[Completion], set_outcome: Callable[[Any], None]
 ) -> Callable[[Any], None]:
-    """Return `settle` as a callback that ignores a future that is done (cancelled caller)."""
+    """Return a callback that sets the future's outcome unless it is done (its caller cancelled)."""
 
-    def call(result: Any) -> None:
+    def set_if_pending(result: Any) -> None:
         if not future.done():
-            settle(result)
+            set_outcome(result)
 
-    return call
+    return set_if_pending
 
 
-def _store_result(results: dict[int, Completion], i: int) -> Callable[[Completion], None]:
-    return lambda completion: results.__setitem__(i, completion)
+def _store_result(results: dict[int, Completion], index: int) -> Callable[[Completion], None]:
+    return lambda completion: results.__setitem__(index, completion)
 
 
 def _mark_retrieved(task: asyncio.Task[None]) -> None:
-    """Retrieve the task's exception, which every request has raised, so asyncio does not warn."""
+    """Retrieve the task's exception, so that asyncio does not warn; every request has raised it."""
     if not task.cancelled():
         task.exception()

@@ -11,7 +11,7 @@ from ratchet.config.base import Section
 
 
 class EngineConfig(Section):
-    """The embedded engine, which runs in this process on the learner's own weights."""
+    """The embedded engine, which generates in this process from the learner's own weights."""
 
     builds: ClassVar[str] = "ratchet.generators.engine.engine:EmbeddedEngine"
     placeable: ClassVar[bool] = False  # it holds no copy of the weights to offload
@@ -27,11 +27,13 @@ class EngineConfig(Section):
     )
     kv_cache_gib: Annotated[float, Field(gt=0)] | Literal["auto"] = Field(
         "auto",
-        description="Bound on the KV cache, in GiB; auto: half of the free device memory, or a "
-        "quarter of the main one.",
+        description="Maximum size of the KV cache in GiB; auto: half of the free device memory, "
+        "or a quarter of main memory on a CPU.",
     )
     prefill_tokens: int = Field(
-        2048, ge=1, description="Prompt tokens of one forward; a longer prompt goes alone."
+        2048,
+        ge=1,
+        description="Prompt tokens of one forward; a longer prompt has a forward of its own.",
     )
     row_multiple: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         "auto",
@@ -54,7 +56,7 @@ class EngineConfig(Section):
 class HFConfig(Section):
     """A generator that runs any causal language model of transformers in this process.
 
-    It is slower than the embedded engine, and meant for models that the engine can't run.
+    It is slower than the embedded engine, and is meant for models that the engine can't run.
     """
 
     builds: ClassVar[str] = "ratchet.generators.hf:HFGenerator"
@@ -87,24 +89,25 @@ CPU_BLOCK = 32
 class VLLMConfig(Section):
     """The vLLM generator, which has its own copy of the weights.
 
-    Weight sync sends the learner's weights to vLLM's workers, which check them before loading.
+    The weight sync loads the learner's weights into vLLM: its workers verify checksums first.
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
     filters: ClassVar[bool] = False  # vLLM doesn't report the probability mass its filters keep
-    least_temperature: ClassVar[float] = 0.01  # vLLM raises lower positive ones to this
+    # vLLM replaces lower positive temperatures by this one.
+    least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
 
     kind: Literal["vllm"] = "vllm"
     engine: Literal["async", "sync"] = Field(
         "async",
-        description="async: vLLM's engine in separate processes, which generate while this one "
-        "does other work; sync: in this process, step by step.",
+        description="async: vLLM's engine runs in separate processes, which generate while this "
+        "process does other work; sync: in this process, step by step.",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="Type of vLLM's weights and cache; auto: float32 on a CPU, else bfloat16. The "
-        "learner's weights stay as they are.",
+        description="Dtype of vLLM's weights and KV cache; auto: float32 on a CPU, else bfloat16. "
+        "The learner's weights keep their dtype.",
     )
     max_running: int = Field(
         256, ge=1, description="Requests that are generated at the same time; the others wait."
@@ -119,19 +122,23 @@ class VLLMConfig(Section):
         32,
         ge=16,
         multiple_of=16,
-        description="Tokens of a block of the KV cache; prompts share whole ones.",
+        description="Tokens of a block of the KV cache; prompts with equal prefixes share whole "
+        "blocks.",
     )
     tensor_parallel: int = Field(1, ge=1, description="Workers that share every layer.")
     pipeline_parallel: int = Field(
-        1, ge=1, description="Workers, or groups of them, that each have a share of the layers."
+        1,
+        ge=1,
+        description="Number of pipeline stages: workers, or groups of workers, that each "
+        "have a share of the layers.",
     )
     data_parallel: int = Field(
         1, ge=1, description="Whole copies of the model, which share the requests."
     )
     enforce_eager: bool = Field(
         False,
-        description="True neither compiles nor captures graphs: vLLM starts sooner, and generates "
-        "slower on an accelerator.",
+        description="True: vLLM neither compiles nor captures CUDA graphs. It starts sooner, but "
+        "generates slower on an accelerator.",
     )
     keep_kv: bool = Field(
         False,
@@ -142,23 +149,24 @@ class VLLMConfig(Section):
         0,
         ge=0,
         le=512,
-        description="Largest rank of an adapter that it can receive (`lora`); 0: none.",
+        description="Largest rank of a LoRA adapter that vLLM can receive (`lora`); 0: none.",
     )
     lora_others: int = Field(
         0,
         ge=0,
-        description="Adapters that it can serve beside the policy's own, to requests that name "
-        "them (`add_adapter`).",
+        description="Number of adapters that vLLM can serve beside the policy's own, for requests "
+        "that name them (`add_adapter`).",
     )
     quantise: Literal["float8"] | None = Field(
         None,
-        description="Format to which vLLM quantises the layers' matrices when they are received, "
-        "on an accelerator that multiplies it.",
+        description="Format to which vLLM quantises the layers' matrices when they are received; "
+        "for accelerators that multiply matrices in this format.",
     )
     handover_dir: str | None = Field(
         None,
-        description="Directory for weights on their way to vLLM's workers, which all of them can "
-        "read; null: shared memory, or the temporary directory if that is too small.",
+        description="Directory through which weights are passed to vLLM's workers; all workers "
+        "must be able to read it. null: shared memory, or the temporary directory if shared memory "
+        "is too small.",
     )
 
     @model_validator(mode="after")
@@ -172,11 +180,11 @@ class VLLMConfig(Section):
             raise ValueError(f"{parallel[0]} needs processes of its own: set engine to async")
         if self.lora_others and not self.lora_rank:
             raise ValueError(
-                "lora_others: vLLM has to know the largest rank of an adapter: set lora_rank too"
+                "lora_others: vLLM must know the largest rank of an adapter: set lora_rank too"
             )
         if self.lora_rank and self.data_parallel > 1:
             raise ValueError(
-                "lora_rank: vLLM loads an adapter into one copy of the model alone: set "
+                "lora_rank: vLLM loads an adapter into only one copy of the model: set "
                 "data_parallel to 1"
             )
         return self
@@ -199,12 +207,12 @@ class VLLMConfig(Section):
     def misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
     ) -> str | None:
-        """Return why vLLM can't run a model of this shape as configured; None if it can."""
+        """Return the reason why vLLM can't run a model of this shape; None if it can."""
         ranks = self.tensor_parallel
         if on_cpu and self.quantise is not None:
             return (
-                f"quantise={self.quantise}: vLLM multiplies in 8 bits on accelerators alone: "
-                "remove it"
+                f"quantise={self.quantise}: vLLM multiplies in 8 bits only on accelerators: remove "
+                "quantise"
             )
         if n_heads % ranks or (n_kv_heads % ranks and ranks % n_kv_heads):
             return (
@@ -218,8 +226,8 @@ class VLLMConfig(Section):
             )
         if on_cpu and self.pipeline_parallel > 1:
             return (
-                "vLLM's pipelines stop at the first request on a CPU: set tensor_parallel or "
-                "data_parallel instead"
+                "vLLM's pipeline parallelism hangs at the first request on a CPU: set "
+                "tensor_parallel or data_parallel instead"
             )
         if on_cpu and head_dim not in CPU_HEAD_SIZES:
             sizes = ", ".join(map(str, CPU_HEAD_SIZES))

@@ -1,7 +1,7 @@
-"""Find out why logits aren't finite, and which requests fail.
+"""Explain logits that aren't finite, and decide which requests fail.
 
-A request that is itself the cause fails alone. If the model's weights are the cause, and no request
-has finite logits, the whole model has failed.
+Only the requests with such logits fail. If a weight isn't finite and no request has finite logits,
+the error is the model's, and all requests fail.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def explain_nonfinite(
     """Return the error of each request whose logits aren't finite.
 
     Args:
-        broken: those requests, each with the index of its first token of such logits.
+        broken: the index of each such request's first token with non-finite logits.
         all_rows: True if no running request has finite logits.
         weights: (name, tensor) of the model's weights.
         version: version of these weights.
@@ -43,42 +43,45 @@ def explain_nonfinite(
     Raises:
         ModelError: No running request has finite logits, and a weight isn't finite.
     """
-    name = find_nonfinite_weight(weights)
-    if name is not None and all_rows:
+    weight_name = find_nonfinite_weight(weights)
+    if weight_name is not None and all_rows:
         if version:
-            cause = f"an update has broken the weights, '{name}' the first of them"
+            cause = f"an update has broken the weights (the first one is '{weight_name}')"
             fix = "Lower the learning rate, or go back to the last checkpoint."
         else:
             cause, fix = (
-                f"the weight '{name}' of the model's files isn't either",
+                f"the weight '{weight_name}' in the model's files isn't finite",
                 "Download or export the model again.",
             )
         raise ModelError(
             f"the model's logits aren't finite (weights version {version}): {cause}. {fix}"
         )
-    return {request: _failed(request, index, name, version) for request, index in broken.items()}
+    return {
+        request: _make_nonfinite_error(request, index, weight_name, version)
+        for request, index in broken.items()
+    }
 
 
 def find_first_nonfinite(logprobs: NDArray[np.float32]) -> int | None:
     """Return the index of the first logprob that isn't finite; None if all are."""
-    finite = np.isfinite(logprobs)
-    return None if finite.all() else int(finite.argmin())
+    is_finite = np.isfinite(logprobs)
+    return None if is_finite.all() else int(is_finite.argmin())
 
 
 def make_request_error(request: GenerationRequest, error: Exception) -> RequestFailed:
     """Return the error of a request whose computation raised `error` while others succeeded."""
-    failed = RequestFailed(
+    request_error = RequestFailed(
         f"a request with a prompt of {len(request.prompt)} tokens can't be computed "
-        f"({type(error).__name__}: {error}), and others can. Leave this prompt out."
+        f"({type(error).__name__}: {error}), while other requests can. Leave this prompt out."
     )
-    failed.__cause__ = error
-    return failed
+    request_error.__cause__ = error
+    return request_error
 
 
-def _failed(
+def _make_nonfinite_error(
     request: GenerationRequest, index: int, weight: str | None, version: int
 ) -> RequestFailed:
-    where = (
+    position = (
         f"from its new token {index} on (prompt of {len(request.prompt)} tokens, weights "
         f"version {version})"
     )
@@ -89,7 +92,7 @@ def _failed(
         )
     else:
         cause, fix = (
-            f"it reads the weight '{weight}', which isn't either",
-            "Give the model finite weights",
+            f"the request reads the weight '{weight}', which isn't finite either",
+            "Load a model with finite weights",
         )
-    return RequestFailed(f"the logits of a request aren't finite {where}: {cause}. {fix}.")
+    return RequestFailed(f"the logits of a request aren't finite {position}: {cause}. {fix}.")

@@ -1,11 +1,11 @@
-"""Generate with any causal language model of transformers: one padded batch after another, with
-transformers' own KV cache.
+"""Generate with any causal language model of transformers, in one padded batch after another.
 
-A model that reads images, audio or videos gets the media of the prompts in the prefill.
+The KV cache is that of transformers. A model that reads images, audio or videos gets the prompts'
+media in the prefill.
 
-It serves models that the engine can't run, and is slower (padding, no continuous batching, no
-shared prompts). Seeds mean the same in both: with equal weights they give equal tokens,
-except where logits differ in their last bits.
+This generator serves models that the embedded engine can't run. It is slower (padding, no
+continuous batching, no shared prompts). With equal weights and seeds both give equal tokens, except
+where logits differ in their last bits.
 
 N = rows of the batch, L = tokens of the longest row, V = vocabulary.
 """
@@ -59,27 +59,32 @@ class HFGenerator(AsyncEngine):
             raise ModelError(
                 "the built-in decoder isn't a transformers model: set generator.kind to engine"
             )
-        causal: Any = _unwrapped(model) if isinstance(model, PolicyModel) else model
-        text = causal.config.get_text_config()
-        positions = getattr(text, "max_position_embeddings", None) or config.max_context
+        transformers_model: Any = (
+            _get_transformers_model(model) if isinstance(model, PolicyModel) else model
+        )
+        text_config = transformers_model.config.get_text_config()
+        positions = getattr(text_config, "max_position_embeddings", None) or config.max_context
         if positions is None:
             raise ModelError(
-                f"{type(causal).__name__} doesn't name its longest context: set "
+                f"{type(transformers_model).__name__} doesn't name its longest context: set "
                 "generator.max_context"
             )
-        vocab_size = causal.get_output_embeddings().weight.shape[0]
+        vocab_size = transformers_model.get_output_embeddings().weight.shape[0]
         weights = (
             model.canonical_weights
             if isinstance(model, PolicyModel)
-            else partial(_named_weights, causal)
+            else partial(_named_weights, transformers_model)
         )
         vision: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
         super().__init__(
             PaddedBatches(
-                causal, max_running=config.max_running, vocab_size=vocab_size, vision=vision
+                transformers_model,
+                max_running=config.max_running,
+                vocab_size=vocab_size,
+                vision=vision,
             ),
             weights,
-            causal.parameters,
+            transformers_model.parameters,
             tokenizer,
             vocab_size=vocab_size,
             max_context=min(config.max_context or positions, positions),
@@ -89,10 +94,10 @@ class HFGenerator(AsyncEngine):
         )
 
 
-def _unwrapped(policy: PolicyModel) -> Any:
+def _get_transformers_model(policy: PolicyModel) -> Any:
     # The class is not imported at run time, because its module imports transformers.
-    wrapping: TransformersPolicy = policy  # pyright: ignore[reportAssignmentType]
-    return wrapping.model
+    transformers_policy: TransformersPolicy = policy  # pyright: ignore[reportAssignmentType]
+    return transformers_policy.model
 
 
 def _named_weights(model: nn.Module) -> list[tuple[str, Tensor]]:
@@ -109,9 +114,9 @@ class _Row:
         self.log_kept: list[float] = []
 
     def add(self, token: int, logprob: float, log_kept: float) -> StopReason | RequestFailed | None:
-        """Append a token and return why the completion has ended, if it has.
+        """Append a token. Return the reason if the completion has ended, else None.
 
-        Text that can't be decoded fails the request: the error is returned.
+        If the tokenizer can't decode the text, the request's error is returned.
         """
         self.tokens.append(token)
         self.logprobs.append(logprob)
@@ -128,11 +133,11 @@ class _Row:
         return request.reason_at_limit if len(self.tokens) == request.limit else None
 
     def deliver(self, stop: StopReason) -> None:
-        new = np.array(self.tokens[len(self.request.prompt) :], dtype=np.int64)
+        new_tokens = np.array(self.tokens[len(self.request.prompt) :], dtype=np.int64)
         logprobs, log_kept = (
             np.array(column, dtype=np.float32) for column in (self.logprobs, self.log_kept)
         )
-        self.request.deliver(self.request.complete(new, logprobs, log_kept, stop))
+        self.request.deliver(self.request.complete(new_tokens, logprobs, log_kept, stop))
 
 
 class PaddedBatches:
@@ -140,7 +145,7 @@ class PaddedBatches:
 
     Rows leave the batch when they end; the next batch starts when it is empty.
 
-    vision: the policy around a model that reads media; None: the model reads text alone.
+    vision: the policy around a model that reads media; None: the model reads only text.
     """
 
     def __init__(
@@ -158,11 +163,11 @@ class PaddedBatches:
         self.waiting: deque[GenerationRequest] = deque()
         self.rows: list[_Row] = []
         self.version = 0
-        # transformers' KV cache of all rows; None: it must be computed.
+        # transformers' KV cache of all rows; None: it must be computed (prefill).
         self._cache: Any = None
         self._mask_NL = torch.zeros(0, 0, dtype=torch.int64)
         # Position of the next input token, the same in all axes of an M-RoPE.
-        self._next_N = torch.zeros(0, dtype=torch.int64)
+        self._next_positions_N = torch.zeros(0, dtype=torch.int64)
 
     @property
     def busy(self) -> bool:
@@ -174,7 +179,7 @@ class PaddedBatches:
     def cancel(self, request: GenerationRequest) -> None:
         if request in self.waiting:
             self.waiting.remove(request)
-        self._keep([i for i, row in enumerate(self.rows) if row.request is not request])
+        self._keep_rows([i for i, row in enumerate(self.rows) if row.request is not request])
 
     def abort(self) -> None:
         rows = self.rows + [_Row(request) for request in self.waiting]
@@ -213,34 +218,34 @@ class PaddedBatches:
         # fills no cache.
         self.model.eval()
         try:
-            computed = self._compute()
+            settings_and_logits = self._compute()
         finally:
             self.model.train(training)
-        if computed is None:
+        if settings_and_logits is None:
             return
-        settings, logits_NV = computed
+        settings, logits_NV = settings_and_logits
         device = logits_NV.device
         index_N = torch.tensor([len(row.logprobs) for row in self.rows], device=device)
-        drawn = draw_tokens(logits_NV, draw_uniforms(settings.streams_N, index_N), settings)
-        finite_N = drawn.logprobs_N.isfinite()
+        sampled = draw_tokens(logits_NV, draw_uniforms(settings.streams_N, index_N), settings)
+        finite_N = sampled.logprobs_N.isfinite()
         errors = {} if finite_N.all() else self._explain_errors(finite_N)
-        log_kept_N = torch.zeros_like(drawn.logprobs_N)
-        if settings.filters is not None and drawn.log_kept_F is not None:
-            log_kept_N[settings.filters.rows_F] = drawn.log_kept_F.to(log_kept_N.dtype)
+        log_kept_N = torch.zeros_like(sampled.logprobs_N)
+        if settings.filters is not None and sampled.log_kept_F is not None:
+            log_kept_N[settings.filters.rows_F] = sampled.log_kept_F.to(log_kept_N.dtype)
         columns = zip(
-            drawn.tokens_N.tolist(), drawn.logprobs_N.tolist(), log_kept_N.tolist(), strict=True
+            sampled.tokens_N.tolist(), sampled.logprobs_N.tolist(), log_kept_N.tolist(), strict=True
         )
         reasons = [
             errors.get(row.request) or row.add(*column)
             for row, column in zip(self.rows, columns, strict=True)
         ]
-        ended = [
+        ended_rows = [
             (row, reason)
             for row, reason in zip(self.rows, reasons, strict=True)
             if reason is not None
         ]
-        self._keep([i for i, reason in enumerate(reasons) if reason is None])
-        for row, reason in ended:
+        self._keep_rows([i for i, reason in enumerate(reasons) if reason is None])
+        for row, reason in ended_rows:
             if isinstance(reason, Exception):
                 row.request.fail(reason)
             else:
@@ -263,11 +268,11 @@ class PaddedBatches:
     def _compute(self) -> tuple[SamplingSettings, Tensor] | None:
         """Return the rows' sampling settings and logits, or None if no row is left.
 
-        If a new batch raises, its rows are tried one by one. A row that raises then fails: with
-        RequestFailed if another row succeeded, else with its own error.
+        If the prefill of a batch raises, each row is computed alone, and rows that raise again
+        fail. Their error is RequestFailed if another row succeeded, else their own error.
         """
         try:
-            return self._drawable()
+            return self._prepare_draw()
         except Exception:  # of any type: one request's error must not fail the others
             rows = self.rows
             broken: dict[_Row, Exception] = {}
@@ -277,7 +282,7 @@ class PaddedBatches:
                 self.rows = [row]
                 self._cache = None
                 try:
-                    self._drawable()
+                    self._prepare_draw()
                 except Exception as error:
                     broken[row] = error
             self.rows = [row for row in rows if row not in broken]
@@ -286,24 +291,24 @@ class PaddedBatches:
                 raise
         for row, error in broken.items():
             row.request.fail(make_request_error(row.request, error) if self.rows else error)
-        return self._drawable() if self.rows else None
+        return self._prepare_draw() if self.rows else None
 
-    def _drawable(self) -> tuple[SamplingSettings, Tensor]:
+    def _prepare_draw(self) -> tuple[SamplingSettings, Tensor]:
         samplings = [row.request.sampling for row in self.rows]
         settings = SamplingSettings.from_samplings(samplings, self.vocab_size, self.model.device)
         return settings, self._forward()
 
-    def _keep(self, kept: list[int]) -> None:
-        """Drop all rows but `kept`. If that raises, `reset` still returns all of them."""
-        if len(kept) == len(self.rows):
+    def _keep_rows(self, row_indices: list[int]) -> None:
+        """Drop all rows but `row_indices`. If that raises, `reset` still returns all of them."""
+        if len(row_indices) == len(self.rows):
             return
-        self._mask_NL = self._mask_NL[kept]
-        self._next_N = self._next_N[kept]
-        if not kept:
+        self._mask_NL = self._mask_NL[row_indices]
+        self._next_positions_N = self._next_positions_N[row_indices]
+        if not row_indices:
             self._cache = None
         elif self._cache is not None:
-            self._cache.batch_select_indices(torch.tensor(kept, device=self._mask_NL.device))
-        self.rows = [self.rows[i] for i in kept]
+            self._cache.batch_select_indices(torch.tensor(row_indices, device=self._mask_NL.device))
+        self.rows = [self.rows[i] for i in row_indices]
 
     def _forward(self) -> Tensor:
         """Return the logits of each row's next token [N, V], float32 or wider.
@@ -311,41 +316,43 @@ class PaddedBatches:
         The model's input is the tokens that the cache does not have yet.
         """
         if self._cache is not None:
-            feed = torch.tensor([row.tokens[-1:] for row in self.rows], device=self.model.device)
+            input_ids = torch.tensor(
+                [row.tokens[-1:] for row in self.rows], device=self.model.device
+            )
             self._mask_NL = torch.cat(
                 [self._mask_NL, self._mask_NL.new_ones(len(self.rows), 1)], dim=1
             )
-            out = self._run(feed, self._next_N[:, None])
-            self._next_N = self._next_N + 1
+            output = self._run(input_ids, self._next_positions_N[:, None])
+            self._next_positions_N = self._next_positions_N + 1
         elif self.vision is not None:
             media = [row.request.media for row in self.rows]
-            out, self._mask_NL, self._next_N = self.vision.prefill(
+            output, self._mask_NL, self._next_positions_N = self.vision.prefill(
                 [row.tokens for row in self.rows], media
             )
         else:
-            out = self._prefill()
-        self._cache = out.past_key_values
-        last_NV = out.logits[:, -1]
+            output = self._prefill()
+        self._cache = output.past_key_values
+        last_NV = output.logits[:, -1]
         return last_NV.to(torch.promote_types(last_NV.dtype, torch.float32), copy=True)
 
     def _prefill(self) -> Any:
         device = self.model.device
         lengths = [len(row.tokens) for row in self.rows]
         longest = max(lengths)
-        feed = torch.tensor(
+        input_ids = torch.tensor(
             [[0] * (longest - len(row.tokens)) + row.tokens for row in self.rows], device=device
         )
-        self._next_N = torch.tensor(lengths, device=device)
+        self._next_positions_N = torch.tensor(lengths, device=device)
         self._mask_NL = (
-            torch.arange(longest, device=device) >= longest - self._next_N[:, None]
+            torch.arange(longest, device=device) >= longest - self._next_positions_N[:, None]
         ).long()
-        return self._run(feed, (self._mask_NL.cumsum(-1) - 1).clamp_(min=0))
+        return self._run(input_ids, (self._mask_NL.cumsum(-1) - 1).clamp_(min=0))
 
-    def _run(self, feed: Tensor, positions: Tensor) -> Any:
+    def _run(self, input_ids: Tensor, positions: Tensor) -> Any:
         if self.vision is not None and self.vision.axes > 1:
             positions = positions.expand(self.vision.axes, -1, -1)
         return self.model(
-            input_ids=feed,
+            input_ids=input_ids,
             attention_mask=self._mask_NL,
             position_ids=positions,
             past_key_values=self._cache,

@@ -19,7 +19,7 @@ PromptKey = tuple[bytes, tuple[tuple[int, str], ...]]
 def make_prompt_key(tokens: NDArray[np.int64], media: Sequence[Placed]) -> PromptKey:
     """Return a key that is equal for equal prompts.
 
-    Media are part of it, because the tokens that stand for an image are the same for every image.
+    The key contains the media, because the placeholder tokens of all images are the same.
     """
     return tokens.tobytes(), tuple((start, medium.key) for start, medium in media)
 
@@ -54,9 +54,9 @@ class GenerationRequest:
 
     @property
     def reason_at_limit(self) -> StopReason:
-        """Return why a sequence ends at `limit`: `max_new_tokens`, or the model's context."""
-        reached = self.limit == len(self.prompt) + self.sampling.max_new_tokens
-        return StopReason.LENGTH if reached else StopReason.CONTEXT
+        """Return the reason why a sequence ends at `limit`: `max_new_tokens` or the context."""
+        is_token_limit = self.limit == len(self.prompt) + self.sampling.max_new_tokens
+        return StopReason.LENGTH if is_token_limit else StopReason.CONTEXT
 
     def complete(
         self,
@@ -67,8 +67,10 @@ class GenerationRequest:
         routes: NDArray[np.int16] | None = None,
     ) -> Completion:
         """Return the completion. log_kept_mass: None without sampling filters."""
-        kept = np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
-        return Completion(tokens, logprobs, kept, self._versions(len(tokens)), stop, routes)
+        log_kept = (
+            np.zeros(len(tokens), dtype=np.float32) if log_kept_mass is None else log_kept_mass
+        )
+        return Completion(tokens, logprobs, log_kept, self._versions(len(tokens)), stop, routes)
 
     def without_tokens(self, stop: StopReason) -> Completion:
         """Return an empty completion."""
@@ -86,7 +88,7 @@ class RequestValidator:
     """The checks that every prompt and sampling must pass.
 
     Args:
-        tokenizer: needed for requests with stop strings only.
+        tokenizer: needed only for requests with stop strings.
         records_routes: True if `Sampling.routes` is supported.
         adapters: returns the names that `Sampling.adapter` may have.
         reads_media: True if the model reads media.
@@ -109,34 +111,38 @@ class RequestValidator:
     ) -> GenerationRequest:
         """Return the checked request.
 
-        Raises DataError if the prompt is empty or too long, has unknown tokens or misplaced media,
-        or is all `drawn`; ConfigError if this generator can't do the sampling or read the media.
+        Raises:
+            DataError: The prompt is empty or too long, has unknown tokens or misplaced media, or
+                consists only of `sampling.drawn` tokens.
+            ConfigError: This generator can't apply the sampling settings or read the media.
         """
-        prompt = _token_array(tokens)
+        prompt = _to_token_array(tokens)
         if len(prompt) > self.max_context:
             raise DataError(
                 f"a prompt of {len(prompt)} tokens doesn't fit a context of {self.max_context}: "
                 "shorten or drop it"
             )
         if prompt.view(np.uint64).max() >= self.vocab_size:  # a negative id becomes a huge one
-            wrong = next(token for token in prompt.tolist() if not 0 <= token < self.vocab_size)
+            unknown_token = next(
+                token for token in prompt.tolist() if not 0 <= token < self.vocab_size
+            )
             raise DataError(
-                f"token {wrong} isn't in the model's vocabulary of {self.vocab_size}: is this its "
-                "tokenizer?"
+                f"token {unknown_token} isn't in the model's vocabulary of {self.vocab_size}. Use "
+                "the model's own tokenizer"
             )
         self._check_media(prompt, media)
         if sampling.routes and not self.records_routes:
             raise ConfigError(
-                "sampling asks for routes, and this generator records none: only the engine does, "
-                "of experts"
+                "sampling.routes is set, but this generator records no routes. Only the engine "
+                "does, with a mixture of experts"
             )
         if sampling.adapter is not None and sampling.adapter not in (names := self.adapters()):
-            served = (
+            served_text = (
                 f"it serves {', '.join(names)}"
                 if names
-                else "it serves the policy's own alone: set generator.kind=engine"
+                else "it serves only the policy's own. Set generator.kind=engine"
             )
-            raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served}")
+            raise ConfigError(f"the generator has no adapter '{sampling.adapter}': {served_text}")
         if sampling.stop and self.tokenizer is None:
             raise ConfigError(
                 "sampling.stop has strings, but the generator has no tokenizer: give it one, or "
@@ -149,8 +155,8 @@ class RequestValidator:
         )
         if sampling.drawn >= len(prompt):
             raise DataError(
-                f"sampling.drawn={sampling.drawn} of a prompt of {len(prompt)} tokens leaves none "
-                "before it. Set sampling.drawn=0."
+                f"sampling.drawn={sampling.drawn} leaves no prompt, because the prompt has only "
+                f"{len(prompt)} tokens. Set sampling.drawn=0."
             )
         if watch is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
@@ -162,21 +168,21 @@ class RequestValidator:
         if media and not self.reads_media:
             raise ConfigError(
                 f"the prompt has {len(media)} media (the first is of kind {media[0].medium.kind}), "
-                "and this generator reads text alone: set generator.kind to hf or vllm, with a "
-                "model that reads them"
+                "and this generator reads only text: set generator.kind to hf or vllm, with a "
+                "model that reads media"
             )
         end = 0
         for start, medium in media:
             if start < end or start + medium.span > len(prompt):
                 raise DataError(
                     f"a medium ({medium.kind}) is at tokens {start} to {start + medium.span} of a "
-                    f"prompt of {len(prompt)}, outside or over the one before: give media in "
+                    f"prompt of {len(prompt)}: it lies outside or overlaps another. Pass media in "
                     "order, with the tokens that they were rendered with"
                 )
             end = start + medium.span
 
 
-def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+def _to_token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return a copy of a prompt. Raises DataError if it is empty or not a sequence of integers."""
     try:
         array = np.asarray(tokens)
@@ -185,16 +191,17 @@ def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]
         prompt = np.array(array, dtype=np.int64)
     except (TypeError, ValueError, OverflowError) as error:
         raise DataError(
-            f"a prompt is no sequence of token ids ({error}). Give whole numbers, as a tokenizer "
-            "does."
+            f"a prompt is not a sequence of token ids ({error}). Pass integers, as a tokenizer "
+            "returns them."
         ) from None
     if prompt.ndim != 1:
         raise DataError(
-            f"a prompt has the shape {list(prompt.shape)}. Give one sequence of token ids."
+            f"a prompt has the shape {list(prompt.shape)}. Pass one sequence of token ids."
         )
     if not len(prompt):
         raise DataError(
-            "an empty prompt: the first token needs something before it, at least a BOS token"
+            "the prompt is empty. Pass at least one token, such as BOS, for the first new token to "
+            "follow"
         )
     return prompt
 
@@ -202,7 +209,7 @@ def _token_array(tokens: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]
 class EngineCore(Protocol):
     """The engine that `AsyncEngine` drives.
 
-    It owns a request from `add` until it delivers, fails, cancels or returns it.
+    The core owns a request from `add` until it delivers, fails, cancels or returns the request.
     """
 
     @property

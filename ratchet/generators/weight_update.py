@@ -1,8 +1,8 @@
-"""Stage received weights for a generator of this process; nothing changes before the commit.
+"""Load received weights into a generator of this process: stage them, and apply them at the commit.
 
-If received memory lasts beyond the commit and has a parameter's layout, the commit makes the
-parameter refer to it (adoption). Nothing is copied then, and the generators of a host share one
-copy of the weights. Adopted memory is never written from here.
+Nothing changes before the commit. If received memory lasts beyond the commit and has a parameter's
+layout, the commit makes the parameter refer to it (adoption). Nothing is copied then, and the
+generators of a host share one copy of the weights. Adopted memory is never written by this module.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class StagedPiece:
     offsets: tuple[int, ...]
     tensor: Tensor
 
-    def place(self, view: Tensor) -> Tensor:
+    def select_target(self, view: Tensor) -> Tensor:
         """Return the part of the whole weight `view` that this piece fills."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.tensor.shape, strict=True)):
             view = view.narrow(axis, offset, size)
@@ -42,14 +42,14 @@ class StagedPiece:
 class WeightStaging:
     """The receiving end of a weight push: it collects pieces and applies them at the commit.
 
-    A learner that shares its tensors with the generator has nothing to send: shards that already
-    lie in the parameters' memory are recognised and skipped.
+    Shards of a learner that shares its tensors with the generator already lie in the parameters'
+    memory, so they are skipped.
 
     Args:
-        weights: gives (canonical name, tensor that shares the parameter's memory) of every weight.
-        parameters: gives all parameters; a commit may move them to other memory.
-        quantised: gives the quantised matrices. During a push with new values they are opened:
-            they take the memory of unquantised ones until they are shut again.
+        weights: returns (canonical name, tensor that shares the parameter's memory) of each weight.
+        parameters: returns all parameters; a commit may move them to other memory.
+        quantised: returns the quantised matrices. During a push that changes them they are opened:
+            until they are shut again, they take the memory of unquantised matrices.
     """
 
     def __init__(
@@ -60,22 +60,22 @@ class WeightStaging:
     ) -> None:
         self._weights, self._parameters, self._quantised = weights, parameters, quantised
         self.adapter: Adapter | None = None
-        self._low_rank: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
+        self._adapter_weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Views of the weights that the push in progress may change; None between pushes.
-        self._open: Mapping[str, Tensor] | None = None
+        self._open_views: Mapping[str, Tensor] | None = None
         self._adapter_only = False  # the push in progress has only adapter weights
         self.pieces: list[StagedPiece] = []
         self.stable = False  # received memory keeps its content until the commit
         self.lasting = False  # received memory keeps its content until the next commit
         self.head_is_embedding = False
-        self._borrowed: list[nn.Parameter] = []
+        self._adopted_parameters: list[nn.Parameter] = []
         self._threads = ThreadPool(torch.get_num_threads())
 
     def set_adapter(
-        self, adapter: Adapter, low_rank: Callable[[], Iterable[tuple[str, Tensor]]]
+        self, adapter: Adapter, adapter_weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Set the model's adapter. low_rank: gives (name, tensor) of the adapter's weights."""
-        self.adapter, self._low_rank = adapter, low_rank
+        """Set the model's adapter. low_rank: returns (name, tensor) of the adapter's weights."""
+        self.adapter, self._adapter_weights = adapter, adapter_weights
 
     @property
     def views(self) -> Mapping[str, Tensor]:
@@ -83,20 +83,20 @@ class WeightStaging:
 
         Between pushes they are rebuilt for every call, so that no stale tensor is kept alive.
         """
-        return self._open if self._open is not None else dict(self.all_weights())
+        return self._open_views if self._open_views is not None else dict(self.all_weights())
 
     def _current_views(self) -> Mapping[str, Tensor]:
-        return dict(self._low_rank() if self._adapter_only else self.all_weights())
+        return dict(self._adapter_weights() if self._adapter_only else self.all_weights())
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view) of every weight, the adapter's included."""
         yield from self._weights()
-        yield from self._low_rank()
+        yield from self._adapter_weights()
 
     @property
     def adopted(self) -> bool:
         """True if a parameter adopted the pushed memory instead of copying it."""
-        return bool(self._borrowed)
+        return bool(self._adopted_parameters)
 
     def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push.
@@ -108,34 +108,36 @@ class WeightStaging:
             "lasting": true if received memory may be adopted instead of copied.
 
         A learner that ties the head to the embedding does not send the head. Raises ModelError if
-        the model has other weights.
+        the names or shapes of the announced weights are not those of the model.
         """
         self.clear()
         weights = manifest.get("weights")
         # The base under an adapter is frozen, so it is sent once; later pushes have no base.
-        moving = dict(self._low_rank())
+        adapter_weights = dict(self._adapter_weights())
         self._adapter_only = (
-            weights is not None and self.adapter is not None and weights.keys() <= moving.keys()
+            weights is not None
+            and self.adapter is not None
+            and weights.keys() <= adapter_weights.keys()
         )
         for matrix in () if self._adapter_only else self._quantised():
             matrix.open()
-        self._open = self._current_views()
+        self._open_views = self._current_views()
         self.stable = bool(manifest.get("stable"))
         self.lasting = bool(manifest.get("lasting"))
         if weights is None:
             self.head_is_embedding = False
             return
         for name, weight in weights.items():
-            self._view(name, tuple(weight["shape"]))
+            self._check_and_get_view(name, tuple(weight["shape"]))
         self.head_is_embedding = HEAD in self.views and HEAD not in weights
         missing = [name for name in self.views if name not in weights and name != HEAD]
         if missing or (self.head_is_embedding and EMBEDDING not in weights):
             raise ModelError(
-                f"weight '{(*missing, HEAD)[0]}' of the generator's model is none of those that "
-                "the learner sends"
+                f"weight '{(*missing, HEAD)[0]}' of the generator's model is not among the weights "
+                "that the learner sends"
             )
 
-    def _view(self, name: str, shape: tuple[int, ...]) -> Tensor:
+    def _check_and_get_view(self, name: str, shape: tuple[int, ...]) -> Tensor:
         view = self.views.get(name)
         if view is None:
             raise ModelError(
@@ -143,21 +145,22 @@ class WeightStaging:
             )
         if tuple(view.shape) != shape:
             raise ModelError(
-                f"weight '{name}' was sent with shape {shape}, the model has {tuple(view.shape)}"
+                f"weight '{name}' was sent with shape {shape}, but the model's has the shape "
+                f"{tuple(view.shape)}"
             )
         return view
 
     def receive(self, shards: Iterator[Shard]) -> None:
-        """Stage shards. Raises ModelError for an unknown weight, or one of another shape."""
+        """Stage shards. Raises ModelError for a weight with an unknown name or another shape."""
         for shard in shards:
             self._stage(shard.name, shard)
             if self.head_is_embedding and shard.name == EMBEDDING:
                 self._stage(HEAD, shard)
 
     def _stage(self, name: str, shard: Shard) -> None:
-        view = self._view(name, tuple(shard.shape))
+        view = self._check_and_get_view(name, tuple(shard.shape))
         piece = StagedPiece(name, tuple(shard.offsets), shard.tensor.detach())
-        if piece.place(view).data_ptr() != piece.tensor.data_ptr():
+        if piece.select_target(view).data_ptr() != piece.tensor.data_ptr():
             tensor = (
                 piece.tensor if self.stable else piece.tensor.to(view.device, view.dtype, copy=True)
             )
@@ -166,7 +169,7 @@ class WeightStaging:
     def apply(self) -> None:
         """Make the staged pieces the model's weights."""
         pairs = self._adopt()
-        self._threads.each(_copy, pairs, [source.nbytes for _, source in pairs])
+        self._threads.each(_copy_piece, pairs, [source.nbytes for _, source in pairs])
         # The sender may reuse its memory after this call, so the copies must have ended.
         if self.stable and any(target.is_cuda for target, _ in pairs):
             torch.cuda.synchronize()
@@ -175,47 +178,55 @@ class WeightStaging:
         self.clear()
 
     def _adopt(self) -> list[tuple[Tensor, Tensor]]:
-        """Make parameters refer to received memory where they can.
+        """Make parameters refer to received memory where this is possible.
 
-        Returns (target, source) of all other pieces, to be copied. A parameter that adopted memory
-        at the last push, and can't now, first moves to private memory: the copy must not write to
-        memory that other generators read.
+        Returns (target, source) of all other pieces, which must be copied. A parameter that adopted
+        memory at the last push but can't now is first moved to private memory, because the copy
+        must not write to memory that other generators read.
         """
         parameters = list(self._parameters())
-        if not parameters or not (self._borrowed or self.lasting):
+        if not parameters or not (self._adopted_parameters or self.lasting):
             return self._copy_pairs(self.pieces)
-        opened = [matrix.opened for matrix in self._quantised() if matrix.opened is not None]
-        starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened))
+        opened_matrices = [
+            matrix.opened for matrix in self._quantised() if matrix.opened is not None
+        ]
+        starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened_matrices))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
-        by_address: dict[int, list[StagedPiece]] = {}  # address of parameter or opened matrix
+        pieces_by_address: dict[
+            int, list[StagedPiece]
+        ] = {}  # address of parameter or opened matrix
         for piece in self.pieces:
             address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
-            by_address.setdefault(address, []).append(piece)
-        to_copy = [piece for tensor in opened for piece in by_address.get(tensor.data_ptr(), [])]
-        before = {id(parameter) for parameter in self._borrowed}
-        self._borrowed = []
+            pieces_by_address.setdefault(address, []).append(piece)
+        to_copy = [
+            piece
+            for tensor in opened_matrices
+            for piece in pieces_by_address.get(tensor.data_ptr(), [])
+        ]
+        previously_adopted = {id(parameter) for parameter in self._adopted_parameters}
+        self._adopted_parameters = []
         for parameter in parameters:
-            pieces = by_address.get(parameter.data_ptr(), [])
+            pieces = pieces_by_address.get(parameter.data_ptr(), [])
             adopted = None
             if self.lasting:
                 adopted = _find_adoptable(parameter.data, self._copy_pairs(pieces))
             if adopted is not None:
                 parameter.data = adopted
-                self._borrowed.append(parameter)
+                self._adopted_parameters.append(parameter)
                 continue
-            if id(parameter) in before:
+            if id(parameter) in previously_adopted:
                 parameter.data = parameter.data.clone()
             to_copy += pieces
-        self._open = self._current_views()
+        self._open_views = self._current_views()
         return self._copy_pairs(to_copy)
 
     def _copy_pairs(self, pieces: Iterable[StagedPiece]) -> list[tuple[Tensor, Tensor]]:
-        return [(piece.place(self.views[piece.name]), piece.tensor) for piece in pieces]
+        return [(piece.select_target(self.views[piece.name]), piece.tensor) for piece in pieces]
 
     def clear(self) -> None:
         """End the push and drop its pieces."""
         self.pieces.clear()
-        self._open = None
+        self._open_views = None
         for matrix in self._quantised():
             matrix.opened = None
 
@@ -223,15 +234,15 @@ class WeightStaging:
 def _find_adoptable(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tensor | None:
     """Return the received memory as a tensor of the parameter's shape; None if it can't be adopted.
 
-    pieces: pairs (target, source). Adoption needs sources that lie in one storage exactly as the
-    targets lie in the parameter, and that fill it.
+    pieces: pairs (target, source). For adoption the sources must lie in one storage exactly as the
+      targets lie in the parameter, and the targets must fill the parameter.
     """
     pieces = sorted(pieces, key=lambda pair: pair[0].data_ptr())
-    at = parameter.data_ptr()
+    address = parameter.data_ptr()
     if not pieces or parameter.is_cuda or not parameter.is_contiguous():
         return None
-    first = pieces[0][1]
-    memory = first.untyped_storage().data_ptr()
+    first_source = pieces[0][1]
+    storage_address = first_source.untyped_storage().data_ptr()
     for target, source in pieces:
         has_same_form = (
             source.dtype == parameter.dtype
@@ -239,21 +250,25 @@ def _find_adoptable(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> T
             and source.is_contiguous()
             and not source.is_cuda
         )
-        has_same_offset = source.data_ptr() - first.data_ptr() == at - parameter.data_ptr()
+        has_same_offset = (
+            source.data_ptr() - first_source.data_ptr() == address - parameter.data_ptr()
+        )
         if not (
             has_same_form
             and has_same_offset
-            and target.data_ptr() == at
-            and source.untyped_storage().data_ptr() == memory
+            and target.data_ptr() == address
+            and source.untyped_storage().data_ptr() == storage_address
         ):
             return None
-        at += target.nbytes
-    if at != parameter.data_ptr() + parameter.nbytes:
+        address += target.nbytes
+    if address != parameter.data_ptr() + parameter.nbytes:
         return None
-    return first.as_strided(parameter.shape, parameter.stride(), first.storage_offset())
+    return first_source.as_strided(
+        parameter.shape, parameter.stride(), first_source.storage_offset()
+    )
 
 
-def _copy(pair: tuple[Tensor, Tensor]) -> None:
+def _copy_piece(pair: tuple[Tensor, Tensor]) -> None:
     target, source = pair
     with torch.no_grad():
         target.copy_(source)

@@ -264,7 +264,7 @@ class LocalLearner:
                 tuple(tensor.shape),
                 (0,) * tensor.dim(),
                 tensor.detach(),
-                rests=name in resting,
+                is_frozen=name in resting,
             )
         for name, tensor in self.model.adapter_weights():
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())

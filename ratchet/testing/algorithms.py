@@ -22,7 +22,7 @@ from ratchet.algorithms.properties import PROPERTIES, is_applicable
 from ratchet.batch import Batch
 from ratchet.errors import RatchetError
 from ratchet.learners.compute.microbatching import select_weighted_rows
-from ratchet.protocols import OF_SEQUENCES
+from ratchet.protocols import SEQUENCE_OUTPUTS
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import Draw
 from ratchet.testing.synthetic_update import (
@@ -323,7 +323,7 @@ def _check_isolated(
     )
     indices_by_level = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
     for name, slope in slopes.items():
-        indices = indices_by_level["rows" if name in OF_SEQUENCES else "tokens"]
+        indices = indices_by_level["rows" if name in SEQUENCE_OUTPUTS else "tokens"]
         has_leak = slope.index_fill(0, indices, 0.0).any()
         _require_property(
             not has_leak,

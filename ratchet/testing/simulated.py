@@ -111,9 +111,11 @@ def undisturbed(
     while len(ends) < scheduler.last_step:
         step = len(ends)
         # While a step trains, its groups still take up room that the next step may not use.
-        while free and (waiting or scheduler.room(step) > training * scheduler.per_step):
+        while free and (waiting or scheduler.count_startable(step) > training * scheduler.per_step):
             if not waiting:
-                issue = scheduler.begin(step, str(scheduler.count), Task(str(scheduler.count), ()))
+                issue = scheduler.begin(
+                    step, str(scheduler.started), Task(str(scheduler.started), ())
+                )
                 attempts_left[issue] = attempts
                 waiting.extend((issue, attempt) for attempt in range(attempts))
             issue, attempt = waiting.popleft()
@@ -133,5 +135,5 @@ def undisturbed(
         free += 1
         attempts_left[group] -= 1
         if not attempts_left[group]:
-            scheduler.ready(group, Group(group.id, group.task, ()))
+            scheduler.mark_ready(group, Group(group.id, group.task, ()))
     return ends

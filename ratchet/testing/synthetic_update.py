@@ -19,7 +19,7 @@ from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.protocols import OF_SEQUENCES, Learner, Outputs, needed
+from ratchet.protocols import SEQUENCE_OUTPUTS, Learner, Outputs, needed
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
@@ -297,7 +297,7 @@ def _is_near(a: float, b: float) -> bool:
 
 def _entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
     """Return the indices of an output's entries: of rows or of tokens."""
-    return indices["rows" if name in OF_SEQUENCES else "tokens"]
+    return indices["rows" if name in SEQUENCE_OUTPUTS else "tokens"]
 
 
 def _make_leaves(update: Update, role: str, indices: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -1,4 +1,4 @@
-"""The composition root: build a `StageRun` from a configuration or from parts made in Python.
+"""The composition root: build a `StageRun` from the parts that a recipe or Python code created.
 
 Only this module imports all layers.
 """
@@ -68,8 +68,8 @@ def make_run(
         ledger: Records the outcome of each group; None keeps the source's own ledger.
         run_fields: Further fields of `StageRun`, such as observers.
     """
-    first = policy.generator.version if spec.first_step is None else spec.first_step
-    last_step = first + spec.steps
+    first_step = policy.generator.version if spec.first_step is None else spec.first_step
+    last_step = first_step + spec.steps
     spec = replace(spec, sampling=policy.with_stop_ids(spec.sampling))
     check_routers(policy.model, policy.generator, algorithm, spec.learner)
     roles = make_roles(
@@ -89,15 +89,19 @@ def make_run(
     if spec.colocated:
         roles, generator, weight_sync = colocate(roles, policy.generator, weight_sync)
         policy = replace(policy, generator=generator)
-    wrapped = _wrap_generator(policy, spec.rollouts)
-    manager = _make_group_player(policy, wrapped, setup, algorithm, spec, max_context)
+    rollout_policy = _wrap_generator(policy, spec.rollouts)
+    manager = _make_group_player(policy, rollout_policy, setup, algorithm, spec, max_context)
     source = SOURCES[algorithm.source](policy, setup, algorithm, spec, manager)
     source.ledger = ledger or source.ledger
-    scheduled = source
+    stage_source = source
     if isinstance(source, RolloutSource):
         is_informative = partial(has_learning_signal, by_parts=algorithm.reads_parts)
-        scheduled = _schedule(source, wrapped, setup, spec, is_informative, last_step=last_step)
-    ends = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
+        stage_source = _wrap_source(
+            source, rollout_policy, setup, spec, is_informative, last_step=last_step
+        )
+    parity_pair = ParityPair.create(
+        roles["policy"], policy.generator, weight_sync, policy.tokenizer
+    )
     environment = setup.environment
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles["policy"])
     probes = _make_probes(policy, setup, spec)
@@ -106,15 +110,15 @@ def make_run(
         algorithm=algorithm,
         roles=roles,
         batcher=Batcher(
-            scheduled,
+            stage_source,
             groups_per_step=spec.batch_size,
             max_failed_share=spec.rollouts.max_failed_share,
         ),
         weight_sync=weight_sync,
         metrics=metrics,
-        parity=ParityGate(ends, spec.parity),
+        parity=ParityGate(parity_pair, spec.parity),
         probes=probes,
-        first_step=first,
+        first_step=first_step,
         last_step=last_step,
         managers=(
             manager,
@@ -148,7 +152,7 @@ def _make_weight_sync(
 
 def _make_group_player(
     policy: Policy,
-    wrapped: Policy,
+    rollout_policy: Policy,
     setup: EnvSetup,
     algorithm: Algorithm,
     spec: StageSpec,
@@ -156,11 +160,13 @@ def _make_group_player(
 ) -> GroupPlayer:
     """Return the manager of the stage's rollouts, in this process or in the generator workers."""
     needs_reward = algorithm.reads_reward
-    if spec.played is not None:
+    if spec.worker_rollouts is not None:
         assert isinstance(policy.generator, GeneratorPool), "only generator workers can play groups"
-        return RemoteRolloutManager(policy.generator, (spec.played, max_context, needs_reward))
+        return RemoteRolloutManager(
+            policy.generator, (spec.worker_rollouts, max_context, needs_reward)
+        )
     return make_manager(
-        wrapped,
+        rollout_policy,
         setup,
         setup.reward,
         spec.rollouts,
@@ -169,41 +175,44 @@ def _make_group_player(
     )
 
 
-def _schedule(
+def _wrap_source(
     rollouts: RolloutSource,
-    wrapped: Policy,
+    rollout_policy: Policy,
     setup: EnvSetup,
     spec: StageSpec,
     is_informative: Callable[[Group], bool],
     *,
     last_step: int,
 ) -> Source:
-    """Wrap the rollouts in tail batching, prefetching and replay, as the recipe sets.
+    """Wrap the rollouts in tail batching, prefetching and a replay buffer, as the recipe says.
 
     Args:
         rollouts: The source of groups.
-        wrapped: The policy with the generator that attempts call. A generator that reads the
-            learner's tensors must be idle while the learner changes them.
+        rollout_policy: The policy whose generator is wrapped by `_wrap_generator`.
         setup: The environment.
         spec: The settings of the stage.
-        is_informative: True for groups with a learning signal.
-        last_step: The step at which the stage ends.
+        is_informative: Returns True for groups with a learning signal.
+        last_step: The first step after the stage.
     """
     settings = spec.rollouts
     source = rollouts
-    if isinstance(wrapped.generator, AbortableGenerator):
+    if isinstance(rollout_policy.generator, AbortableGenerator):
         source = TailBatching(
-            rollouts, wrapped.generator, more=settings.tail_batching, last_step=last_step
+            rollouts,
+            rollout_policy.generator,
+            extra_groups=settings.tail_batching,
+            last_step=last_step,
         )
-    if isinstance(wrapped.generator, ResumableGenerator):
+    if isinstance(rollout_policy.generator, ResumableGenerator):
         source = PrefetchingSource(
             rollouts,
             _make_scheduler(settings, spec.batch_size, last_step),
-            wrapped.generator,
-            rests=wrapped.ranks is None and getattr(wrapped.generator, "shares_weights", False),
+            rollout_policy.generator,
+            pause_during_update=rollout_policy.ranks is None
+            and getattr(rollout_policy.generator, "shares_weights", False),
             replayable=setup.environment.replayable and setup.agent is None,
-            teaches=is_informative if settings.dynamic_sampling else None,
-            tries=settings.max_replaced,
+            has_signal=is_informative if settings.dynamic_sampling else None,
+            max_replaced=settings.max_replaced,
         )
     if settings.replay is not None:
         source = ReplayBuffer(
@@ -232,7 +241,7 @@ def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> 
     if adaptive is not None:
         concurrency = ConcurrencyController(
             per_step=per_step,
-            most=get_max_in_flight(per_step, settings.max_staleness),
+            max_groups=get_max_in_flight(per_step, settings.max_staleness),
             staleness=adaptive.staleness,
             mismatch=adaptive.mismatch,
         )
@@ -250,18 +259,20 @@ def _count_trainable(model: PolicyModel, adapter: Adapter | None) -> dict[str, f
     if adapter is None:
         return {}
     weights = dict(model.canonical_weights())
-    trains = count_adapter_parameters(weights, model.check_adapter(adapter.lora), adapter.lora.rank)
+    trainable = count_adapter_parameters(
+        weights, model.check_adapter(adapter.lora), adapter.lora.rank
+    )
     return {
-        "trainable_parameters": trains,
-        "trainable_share": trains / (trains + sum(w.numel() for w in weights.values())),
+        "trainable_parameters": trainable,
+        "trainable_share": trainable / (trainable + sum(w.numel() for w in weights.values())),
     }
 
 
 def _make_probes(policy: Policy, setup: EnvSetup, spec: StageSpec) -> RewardHackingProbes | None:
-    if setup.second is None and setup.canaries is None:
+    if setup.second_opinion is None and setup.canaries is None:
         return None
     probes = RewardHackingProbes(
-        spec.sentinels.every, spec.sentinels.sample, setup.second, sampling=spec.sampling
+        spec.sentinels.every, spec.sentinels.sample, setup.second_opinion, sampling=spec.sampling
     )
     if setup.canaries is not None:
         canary_setup = EnvSetup(setup.canaries, reward=setup.reward)

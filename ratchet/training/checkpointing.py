@@ -29,7 +29,9 @@ log = logging.getLogger(__name__)
 
 
 class CheckpointSaver:
-    """The saver of a stage's checkpoints: each role's state, position in the data, and progress.
+    """The saver of a stage's checkpoints: each role's state, the position in the data, progress.
+
+    `saved_step` is the step of the latest complete checkpoint.
 
     Args:
         data: The files that the stage's tasks come from. A saved position is valid only in the same
@@ -58,10 +60,10 @@ class CheckpointSaver:
         self.recipe = dict(recipe or {})
         self.mirror = mirror
         self.data = {str(path): fingerprint(path) for path in data}
-        self.saved = run.first_step
-        self._goes_on = config.on_error == "warn"
+        self.saved_step = run.first_step
+        self._tolerates_errors = config.on_error == "warn"
         self._background = BackgroundTask()
-        self._writing = 0
+        self._background_step = 0
         # The latest evaluated step and its score; higher is better.
         self._score: tuple[int, float | None] = (0, None)
 
@@ -103,25 +105,31 @@ class CheckpointSaver:
             "score": self._score[1] if self._score[0] == done else None,
         }
         source = await run.batcher.source.snapshot()
-        noted = {} if self.mirror is None else self.mirror.take_snapshot()
-        goes_on = run.stop.status is None and not run.progress.ended and done < run.last_step
-        if self.config.background and goes_on:
+        mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
+        continues = run.stop.status is None and not run.progress.ended and done < run.last_step
+        if self.config.background and continues:
             write = self._copy(source)
-            self._writing = done
+            self._background_step = done
             failpoints.point("checkpoint.copied")
-            self._background.begin(lambda: self._store(done, write, meta, noted))
+            self._background.begin(lambda: self._store(done, write, meta, mirror_snapshot))
             return
         # A run that stops here can resume only from this checkpoint, so errors are raised.
         with self._tolerate_errors(run.stop.status is None):
-            self._store(done, lambda directory: self._write(directory, source), meta, noted)
-            self.saved = done
+            self._store(
+                done, lambda directory: self._write(directory, source), meta, mirror_snapshot
+            )
+            self.saved_step = done
 
     def _store(
-        self, done: int, write: Write, meta: Mapping[str, Any], noted: Mapping[str, FileSnapshot]
+        self,
+        done: int,
+        write: Write,
+        meta: Mapping[str, Any],
+        mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
         self.store.save(done, write, meta)
         if self.mirror is not None:
-            self.mirror.push(noted, in_background=self.config.background)
+            self.mirror.push(mirror_snapshot, in_background=self.config.background)
 
     def settle(self) -> None:
         """Wait for the background write.
@@ -131,7 +139,7 @@ class CheckpointSaver:
         """
         with self._tolerate_errors():
             if self._background.settle():
-                self.saved = self._writing
+                self.saved_step = self._background_step
 
     def _write(self, directory: Path, source: Mapping[str, Any]) -> None:
         for role, learner in self.run.roles.items():
@@ -156,7 +164,7 @@ class CheckpointSaver:
         try:
             yield
         except CheckpointError as error:
-            if not (self._goes_on and tolerable):
+            if not (self._tolerates_errors and tolerable):
                 raise
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
@@ -167,12 +175,16 @@ class CheckpointSaver:
             DataError: Data files have changed since, and `changed_data` is False.
         """
         run, meta = self.run, checkpoint.meta
-        changed = [path for path, was in meta["data"].items() if self.data.get(path) != was]
+        changed = [
+            path
+            for path, saved_fingerprint in meta["data"].items()
+            if self.data.get(path) != saved_fingerprint
+        ]
         if changed and not changed_data:
             raise DataError(
-                f"{', '.join(changed)} changed since step {checkpoint.step}, so its position in "
-                "the data means nothing now. Restore the files, allow it with --changed-data, or "
-                "begin a new run from an exported model"
+                f"{', '.join(changed)} changed since step {checkpoint.step}, so the checkpoint's "
+                "position in the data is invalid. Restore the files, allow the change with "
+                "--changed-data, or begin a new run from an exported model"
             )
         if changed:
             log.warning(
@@ -180,18 +192,18 @@ class CheckpointSaver:
                 ", ".join(changed),
                 checkpoint.step,
             )
-        if edited := list_config_differences(meta["recipe"], self.recipe):
+        if recipe_changes := list_config_differences(meta["recipe"], self.recipe):
             log.warning(
-                "the recipe was edited since step %d, and holds from here on: %s",
+                "the recipe was edited since step %d; the new values apply from here on: %s",
                 checkpoint.step,
-                "; ".join(edited),
+                "; ".join(recipe_changes),
             )
         self._load(checkpoint)
         await run.batcher.source.restore(load_state(checkpoint.path, "source"))
         run.progress, run.state = Progress(**meta["progress"]), AlgoState(**meta["state"])
         if run.sentinels is not None:
             run.sentinels.restore(meta["sentinels"])
-        run.first_step = run.done = self.saved = checkpoint.step
+        run.first_step = run.done = self.saved_step = checkpoint.step
         await run.weight_sync.push(version=checkpoint.step)
         failpoints.point("resume.done")
 
@@ -221,27 +233,27 @@ class CheckpointSaver:
 def refuse_lost_checkpoints(
     directory: RunDirectory, store: CheckpointStore, stage: StageConfig
 ) -> None:
-    """Raise RunDirectoryError if a run has no checkpoints although its first ones are long due.
+    """Raise RunDirectoryError if a run's checkpoints were deleted.
 
-    It would restart at step 0 and replace its metrics and ledger. Two intervals must have passed,
-    because background writes may be one checkpoint behind. A run whose recipe tolerates failed
-    checkpoints may have none.
+    Without checkpoints the run would restart at step 0, and replace its metrics and ledger. They
+    count as deleted if the metrics reach beyond two checkpoint intervals, because background writes
+    may be one checkpoint behind. A run whose recipe tolerates failed checkpoints may have none.
     """
     config = stage.checkpoint
-    first = min(config.every or stage.steps, stage.steps)
+    first_save = min(config.every or stage.steps, stage.steps)
     rows = read_jsonl(directory.metrics)
-    if store.steps() or config.on_error == "warn" or not rows or rows[-1]["step"] <= 2 * first:
+    if store.steps() or config.on_error == "warn" or not rows or rows[-1]["step"] <= 2 * first_save:
         return
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "
-        "it was deleted. Put it back, or begin a new run with another --run-dir"
+        "the checkpoint was deleted. Put it back, or begin a new run with another --run-dir"
     )
 
 
 def list_data_files(section: Any) -> list[Path]:
     """Return the files that a section and its subsections name, in order.
 
-    A section with patterns or directories lists them itself (`data_files`).
+    A section with file patterns or directories lists its files itself (`data_files`).
     """
     if isinstance(section, Path):
         return [section] if section.is_file() else []

@@ -1,7 +1,7 @@
 """Time-share an accelerator between learner and generator (colocation).
 
-The one that works holds the accelerator; the other's tensors move to main memory meanwhile. Callers
-of either see no difference.
+While one of the two works, it holds the accelerator, and the tensors of the other are offloaded to
+main memory. Callers see no difference.
 
 A weight sync runs in the generator's turn and reads the learner's weights from main memory, so the
 accelerator never holds both.
@@ -35,7 +35,7 @@ LEARNERS, GENERATOR = "learners", "generator"
 
 
 class AcceleratorLock:
-    """A lock on the accelerator that one side at a time holds.
+    """A lock on the accelerator, which one side at a time holds.
 
     Args:
         sides: The members that use the accelerator at the same time, by the name of their side.
@@ -49,17 +49,17 @@ class AcceleratorLock:
         for side, members in sides.items():
             self._sides[side] = [member for member in members if isinstance(member, Placeable)]
             if len(self._sides[side]) < len(members):
-                stays = next(
+                immovable = next(
                     type(member).__name__ for member in members if not isinstance(member, Placeable)
                 )
                 raise ConfigError(
                     "cluster.colocated=true lets learner and generator share the accelerator in "
-                    f"turns, and {stays} can't be offloaded from it. Set it to false, or "
+                    f"turns, and {immovable} can't be offloaded from it. Set it to false, or "
                     "generator.kind=vllm"
                 )
-        self._has: str | None = None
-        self._working = 0
-        self._free = asyncio.Condition()
+        self._holder: str | None = None
+        self._active = 0
+        self._condition = asyncio.Condition()
 
     @asynccontextmanager
     async def hold(self, side: str) -> AsyncIterator[None]:
@@ -67,34 +67,34 @@ class AcceleratorLock:
 
         Members of one side work at the same time.
         """
-        async with self._free:
-            await self._free.wait_for(lambda: not self._working or self._has == side)
-            if self._has != side:
-                await self._change(side)
-            self._working += 1
+        async with self._condition:
+            await self._condition.wait_for(lambda: not self._active or self._holder == side)
+            if self._holder != side:
+                await self._switch_to(side)
+            self._active += 1
         try:
             yield
         finally:
-            async with self._free:
-                self._working -= 1
-                self._free.notify_all()
+            async with self._condition:
+                self._active -= 1
+                self._condition.notify_all()
 
-    async def _change(self, side: str) -> None:
+    async def _switch_to(self, side: str) -> None:
         """Offload all other sides, then load this one."""
         # If a move fails, no side holds the accelerator, and the next change repeats all moves.
-        self._has = None
+        self._holder = None
         for name, members in self._sides.items():
             for member in members if name != side else ():
                 await member.offload()
         for member in self._sides[side]:
             await member.onload()
-        self._has = side
+        self._holder = side
 
 
 class ColocatedLearner(LearnerWrapper):
     """A learner that holds the accelerator during each pass and update. Implements `Learner`.
 
-    Weights are read, saved and loaded wherever they are, without waiting.
+    Reading, saving and loading weights takes no lock, because it works in main memory too.
     """
 
     def __init__(self, inner: Learner, lock: AcceleratorLock) -> None:
@@ -183,7 +183,7 @@ class ColocatedWeightSync:
     async def close(self) -> None:
         """Close the weight sync, then load the learners onto the accelerator.
 
-        The policy's weights are then where they were before the stage.
+        So the policy's weights return to the device where they were before the stage.
         """
         await self.inner.close()
         async with self.lock.hold(LEARNERS):

@@ -62,9 +62,9 @@ def make_eval_sampling(spec: StageSpec) -> Sampling:
 def make_pair_evaluator(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
 ) -> PairEvaluator | None:
-    """Return the evaluator that compares the two answers of each pair, as they have no rewards.
+    """Return the evaluator that compares the two answers of each pair.
 
-    Returns None without held-out tasks.
+    It is for environments without rewards. Returns None without held-out tasks.
 
     Raises:
         ConfigError: The environment has no pairs.

@@ -62,20 +62,26 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     """
     learner, generator = config.stages[0].learner, config.stages[0].generator
     on_cpu = config.device == "cpu"
-    trainers = _trainer_needs(config, policy.model)
+    trainer_resources = _get_trainer_resources(config, policy.model)
     # A driver that trains on an accelerator of this machine shares it only with a colocated
     # generator.
-    drives = not trainers and not on_cpu and _get_kind(config.cluster) == "local"
-    learners = trainers or ([ResourceRequest(DRIVER, 1, gpus=1)] if drives else [])
-    beside = learners[0].role if _colocated(config) and learners and not on_cpu else None
-    generators = get_generator_resources(generator, on_cpu=on_cpu, beside=beside)
-    if not trainers and not generators:
+    driver_trains = not trainer_resources and not on_cpu and _get_kind(config.cluster) == "local"
+    learner_resources = trainer_resources or (
+        [ResourceRequest(DRIVER, 1, gpus=1)] if driver_trains else []
+    )
+    beside = (
+        learner_resources[0].role
+        if _is_colocated(config) and learner_resources and not on_cpu
+        else None
+    )
+    generator_resources = get_generator_resources(generator, on_cpu=on_cpu, beside=beside)
+    if not trainer_resources and not generator_resources:
         return policy
-    if generators:
+    if generator_resources:
         _check_torchrun(config)
-    executor.plan([*learners, *generators])
-    origin = _origin(config, policy.model)
-    if trainers:
+    executor.plan([*learner_resources, *generator_resources])
+    origin = _get_model_source(config, policy.model)
+    if trainer_resources:
         ranks = executor.group(LEARNER)
         ranks.build_now(
             "ratchet.learners.distributed.worker:LearnerRank",
@@ -88,7 +94,7 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     return policy
 
 
-def _colocated(config: RunConfig) -> bool:
+def _is_colocated(config: RunConfig) -> bool:
     return getattr(config.cluster, "colocated", False)
 
 
@@ -123,7 +129,7 @@ def _get_kind(section: Section) -> str:
     return str(getattr(section, "kind", ""))
 
 
-def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
+def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[ResourceRequest]:
     """Return the resources of the processes that train; none if this process trains."""
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
@@ -136,7 +142,7 @@ def _trainer_needs(config: RunConfig, model: PolicyModel) -> list[ResourceReques
     ]
 
 
-def _origin(config: RunConfig, model: PolicyModel) -> ModelSource:
+def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
     """Return where processes get the model from."""
     source = config.model
     if source.path is None:
@@ -152,7 +158,7 @@ def _origin(config: RunConfig, model: PolicyModel) -> ModelSource:
 
 
 def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
-    """Check all stages now for errors that a later one would only raise when it starts.
+    """Check all stages now for errors that later stages would otherwise raise only at their start.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
@@ -188,8 +194,8 @@ def build_policy(config: RunConfig) -> Policy:
     """Return the model that the recipe describes, from a directory, the hub or a preset.
 
     A preset has random weights. Weights are float32, because bfloat16 would round small updates
-    away. The call also makes this process use the recipe's kernels, and its templates print the
-    recipe's date.
+    away. The call also sets two things for this process: the recipe's kernels, and the date that
+    chat templates print.
     """
     set_printed_date(getattr(config.tokenizer, "date", None))
     # Only frozen recipes from before the kernels existed still say "auto".
@@ -201,7 +207,7 @@ def build_policy(config: RunConfig) -> Policy:
         )
     tokenizer = build(config.tokenizer, source.path)
     if source.path is not None:
-        _check_same_tokens(config, tokenizer)
+        _check_tokenizer(config, tokenizer)
         model = load_policy(
             source.path,
             backend=source.backend,
@@ -212,7 +218,7 @@ def build_policy(config: RunConfig) -> Policy:
         )
     else:
         assert source.preset is not None, (
-            "the configuration lets neither path nor preset through without the other"
+            "the configuration refuses a model without path and preset"
         )
         shape = get_preset(source.preset, vocab_size=tokenizer.vocab_size, **source.overrides)
         model = init_policy(shape, seed=config.seed, device=device)
@@ -237,17 +243,17 @@ def load_policy_processor(config: RunConfig) -> Processor | None:
     return load_processor(directory, media=config.media, trust_remote_code=source.trust_remote_code)
 
 
-def _check_same_tokens(config: RunConfig, tokenizer: Tokenizer) -> None:
+def _check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
     """Raise ConfigError if the recipe's tokenizer is not the one that the model was trained with.
 
     Only a model directory with a tokenizer is checked.
     """
-    chosen = (
+    is_set_by_recipe = (
         not isinstance(config.tokenizer, AutoTokenizerConfig) or config.tokenizer.path is not None
     )
     path = str(config.model.path)
-    directory = find_model(path) if chosen and is_address(path) else Path(path)
-    if not chosen or not (directory / "tokenizer.json").is_file():
+    directory = find_model(path) if is_set_by_recipe and is_address(path) else Path(path)
+    if not is_set_by_recipe or not (directory / "tokenizer.json").is_file():
         return
     if load_tokenizer(directory).fingerprint != tokenizer.fingerprint:
         raise ConfigError(
@@ -268,7 +274,7 @@ def build_env_setup(stage: StageConfig) -> EnvSetup:
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
         agent=None if stage.agent is None else build(stage.agent),
-        second=build_reward(stage.sentinels.second_opinion),
+        second_opinion=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
@@ -282,8 +288,10 @@ def build_eval_env_setup(environment: Section) -> EnvSetup:
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:
-    """Return the weighted sum of the rewards; None without any: the environment's steps give the
-    reward."""
+    """Return the weighted sum of the rewards.
+
+    Returns None without rewards. The environment's steps then give the reward.
+    """
     return compose_rewards(sections) if sections else None
 
 
@@ -340,8 +348,8 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,
         weight_sync=stage.weight_sync,
-        colocated=_colocated(config),
-        played=_make_worker_rollouts(config, stage),
+        colocated=_is_colocated(config),
+        worker_rollouts=_make_worker_rollouts(config, stage),
     )
 
 

@@ -42,16 +42,16 @@ class WorkerPlacement(Protocol):
     def device(self) -> str: ...
 
 
-def make_rank(seat: WorkerPlacement, **arguments: Any) -> GeneratorRank:
+def make_rank(placement: WorkerPlacement, **arguments: Any) -> GeneratorRank:
     """Return the component of a worker process. `arguments` go to `make_generator`."""
     # Only the worker needs this import; a driver with its own generator does not.
     from ratchet.weight_sync.endpoints import WeightReceiver
 
-    return GeneratorRank(make_generator(seat, **arguments), WeightReceiver)
+    return GeneratorRank(make_generator(placement, **arguments), WeightReceiver)
 
 
 def make_generator(
-    seat: WorkerPlacement,
+    placement: WorkerPlacement,
     *,
     section: Mapping[str, Any],
     origin: ModelSource,
@@ -61,24 +61,24 @@ def make_generator(
     """Create the generator of this worker process.
 
     Args:
-        seat: The placement of this worker.
+        placement: The placement of this worker.
         section: The values of the generator's section.
         origin: The source of the generator's first weights.
         tokenizer: The policy's tokenizer.
         compiled: True if the driver, and so this worker, computes with compiled kernels.
     """
-    prepare_process(seat.threads)
+    prepare_process(placement.threads)
     use_kernels(compiled)
     config = resolve("generating", section)
-    if seat.device != "cpu":
-        torch.cuda.set_device(seat.device)
-    device = "cpu" if getattr(config, "copies_weights", False) else seat.device
+    if placement.device != "cpu":
+        torch.cuda.set_device(placement.device)
+    device = "cpu" if getattr(config, "copies_weights", False) else placement.device
     model = origin.policy(device=device).requires_grad_(False)
     with env_vars.set_env_defaults(getattr(config, "environment", {})):
         return build(config, model, tokenizer)
 
 
-def worker_factory(section: GeneratorWorkersConfig) -> str:
+def get_worker_factory(section: GeneratorWorkersConfig) -> str:
     """Return the import path of the function that makes a worker (`generator.worker_runs`)."""
     return WORKER_FACTORIES[section.worker_runs]
 
@@ -123,24 +123,24 @@ def start_generators(
         "compiled": cpu.is_enabled(),
     }
 
-    def start(rank: int) -> Workers:
+    def start_worker(rank: int) -> Workers:
         group = executor.group(GENERATOR, rank)
         try:
-            group.build_now(worker_factory(section), arguments)
+            group.build_now(get_worker_factory(section), arguments)
         except BaseException:
             group.close()
             raise
         return group
 
-    pool.start(start)
+    pool.start(start_worker)
 
 
 def make_recovering_weight_sync(
     section: Section, endpoints: SyncEndpoints, metrics: MetricsManager
 ) -> WeightSync:
-    """Create the weight sync endpoints learner and generator, local or remote.
+    """Create the weight sync between learner and generator, local or remote.
 
-    Restarts of workers are counted in `metrics`.
+    Generator workers that are restarted get the current weights. Restarts are counted in `metrics`.
     """
     pool = endpoints.generator
     if not isinstance(pool, GeneratorPool):
@@ -174,7 +174,7 @@ class RecoveringWeightSync:
         self.pool = pool
 
     async def push(self, version: int) -> None:
-        """Send the weights.
+        """Push the learner's weights to the workers, again if a worker was lost and replaced.
 
         Raises:
             WeightSyncError: The push failed and no worker was replaced.

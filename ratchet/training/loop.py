@@ -8,6 +8,7 @@ from ratchet.training.run import StageRun
 
 
 async def train(run: StageRun) -> None:
+    """Train one stage: each step samples, scores, updates and syncs the weights."""
     algo, roles, state = run.algorithm, run.roles, run.state
     for step in run.steps():  # continues after the last checkpoint
         with run.phase("sample"):

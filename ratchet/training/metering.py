@@ -1,4 +1,4 @@
-"""Measure the work of each step: FLOP against the hardware's peak, idle time, system load."""
+"""Measure each step: FLOP/s and MFU (model FLOP utilization), idle time, system load."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
 
-SIDE = 512  # side of the square matrices of the CPU peak measurement: 5 ms a product on one core
+# Side of the square matrices of the CPU peak measurement; a product takes 5 ms on one core.
+SIDE = 512
 ROUND_S = 0.01  # seconds per round of the peak measurement
 
 
@@ -29,7 +30,7 @@ class StageMeter:
     """The meter of a stage's steps.
 
     Args:
-        spent: Counts FLOP.
+        flop_counter: Counts FLOP.
         peak: Peak FLOP/s of all devices together.
         system: Measures CPU, memory and accelerators; None measures none.
         trace: Receives the steps; None writes no trace.
@@ -38,22 +39,22 @@ class StageMeter:
 
     def __init__(
         self,
-        spent: FlopCounter,
+        flop_counter: FlopCounter,
         peak: float,
         *,
         system: SystemMeter | None = None,
         trace: Trace | None = None,
         activity: Activity = ACTIVITY,
     ) -> None:
-        self.spent = spent
+        self.flop_counter = flop_counter
         self.peak = peak
         self.system = system
         self.trace = trace
         self.activity = activity
-        self._flop = self._busy_s = 0.0
+        self._flop_before = self._busy_s_before = 0.0
 
     def begin(self, step: int) -> None:
-        self._flop, self._busy_s = self.spent.flop, self.activity.busy_s
+        self._flop_before, self._busy_s_before = self.flop_counter.flop, self.activity.busy_s
         if self.trace is not None:
             self.trace.begin_step(step)
 
@@ -66,12 +67,12 @@ class StageMeter:
         """
         rows = [row for group in groups for row in group.trajectories]
         new_rows = [row for group in groups if not group.uses for row in group.trajectories]
-        self.spent.add("policy", [len(row) for row in new_rows if row.sampled])
-        flop = self.spent.flop - self._flop
-        idle = 1 - (self.activity.busy_s - self._busy_s) / seconds
+        self.flop_counter.add("policy", [len(row) for row in new_rows if row.sampled])
+        flop = self.flop_counter.flop - self._flop_before
+        idle = 1 - (self.activity.busy_s - self._busy_s_before) / seconds
         # The two clocks are read one after the other, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
-        if self.spent.works:
+        if self.flop_counter.works:
             metrics |= {
                 "tflop": flop / 1e12,
                 "tflop_per_s": flop / seconds / 1e12,
@@ -95,7 +96,7 @@ def metering(
 ) -> Iterator[None]:
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
-    flop_counter = FlopCounter(_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0)
+    flop_counter = FlopCounter(_get_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0)
     system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None
     run.meter = StageMeter(
         flop_counter, estimate_peak_flops(policy, config, index), system=system, trace=trace
@@ -107,7 +108,7 @@ def metering(
         run.roles, run.meter = roles, None
 
 
-def _costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
+def _get_costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
     """Return the cost per token of each role whose model is the policy or a copy of it.
 
     The FLOP of other models are unknown.

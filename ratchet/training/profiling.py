@@ -40,8 +40,10 @@ def profiling(
         yield
         return
     roles = run.roles
-    run.roles = counting = {name: TokenCountingLearner(learner) for name, learner in roles.items()}
-    subject = _subject(run, policy, config, counting)
+    run.roles = counting_learners = {
+        name: TokenCountingLearner(learner) for name, learner in roles.items()
+    }
+    subject = _make_subject(run, policy, config, counting_learners)
     run.profiler = Profiler(
         subject,
         steps,
@@ -58,13 +60,14 @@ def profiling(
         run.roles = roles
 
 
-def _subject(
+def _make_subject(
     run: StageRun, policy: Policy, config: RunConfig, roles: Mapping[str, TokenCountingLearner]
 ) -> Subject:
     """Return the facts about model and machine that the profiler needs."""
     model = policy.model
-    first = next(model.parameters())
-    # Prefer other matrices to embeddings: lookups multiply nothing, and heads run on few rows.
+    parameter = next(model.parameters())
+    # Prefer matrices other than embeddings and heads: lookups multiply nothing, and heads run on
+    # few rows.
     matrices = [p.shape[-2:] for p in model.parameters() if p.dim() >= 2]
     widest = max(matrices, key=lambda shape: (shape[0] != model.vocab_size, shape.numel()))
     core = getattr(policy.generator, "core", None)
@@ -76,9 +79,9 @@ def _subject(
 
     return Subject(
         stage=run.name,
-        device=first.device,
+        device=parameter.device,
         # The dtype of the learner's autocast.
-        dtype=torch.bfloat16 if first.device.type == "cuda" else first.dtype,
+        dtype=torch.bfloat16 if parameter.device.type == "cuda" else parameter.dtype,
         threads=int(config.threads),
         vocab_size=model.vocab_size,
         widest=(widest[1], widest[0]),

@@ -51,13 +51,13 @@ def make_roles(
     A role that no term updates is frozen. A role whose passes or terms read a scalar head gets one,
     initialised to zeros.
 
-    With an adapter, a frozen copy of the policy is the policy without the adapter, and a copy that
-    trains (a critic) gets its own adapter on the same weights. The previous stage's adapter is
-    merged into the weights first.
+    With a LoRA adapter, the policy without its adapter serves as the frozen copy of the policy (the
+    reference). A copy that trains (a critic) gets its own adapter on the same weights. The previous
+    stage's adapter is merged into the weights first.
 
-    Embedding rows beyond the tokenizer's tokens are padding, and their number differs within a
-    model family. So distributions are compared over the first token ids, those that all models
-    have, renormalised to sum to 1. No text contains the other ids.
+    Embedding rows beyond the tokenizer's tokens are padding, whose size differs within a model
+    family. So distributions are compared over the token ids that all models have, and renormalised
+    to sum to 1. No text contains the other ids.
 
     Args:
         model: The policy's model.
@@ -77,8 +77,8 @@ def make_roles(
     if ranks is None and isinstance(section, DistributedConfig):
         raise ConfigError(
             f"learner.kind={_get_kind(section)} trains in worker processes, and there are none. "
-            "Give Policy.create the ranks of ratchet.training.from_config.start_processes, or set "
-            "learner.kind=local"
+            "Pass the ranks of ratchet.training.from_config.start_processes to Policy.create, or "
+            "set learner.kind=local"
         )
     arguments: dict[str, Any] = {
         "section": section,
@@ -87,11 +87,11 @@ def make_roles(
         "adapter": adapter,
     }
     if ranks is not None:
-        return _remote_roles(ranks, model, tokenizer, algorithm, spec, **arguments)
-    return _local_roles(model, tokenizer, algorithm, **arguments)
+        return _make_remote_roles(ranks, model, tokenizer, algorithm, spec, **arguments)
+    return _make_local_roles(model, tokenizer, algorithm, **arguments)
 
 
-def _local_roles(
+def _make_local_roles(
     model: PolicyModel,
     tokenizer: Tokenizer,
     algorithm: Algorithm,
@@ -105,61 +105,66 @@ def _local_roles(
         model.merge()
     if adapter is not None:
         model.attach(adapter)
-    first = next(model.parameters())
-    device, dtype = first.device, first.dtype
+    parameter = next(model.parameters())
+    device, dtype = parameter.device, parameter.dtype
 
-    def learner(name: str, role: Role, body: PolicyModel) -> Any:
-        trains = name in algorithm.losses
+    def make_learner(name: str, role: Role, role_model: PolicyModel) -> Any:
+        is_trained = name in algorithm.losses
         role_optimizer = (
             optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
         )
         head = (
-            ScalarHead(body.hidden_size).to(device, dtype)
+            ScalarHead(role_model.hidden_size).to(device, dtype)
             if SCALARS & algorithm.required_outputs(name)
             else None
         )
         return build(
             section,
-            body if trains else body.requires_grad_(False),
-            optimizer=role_optimizer if trains else None,
-            total_steps=_updates(algorithm, name, steps),
+            role_model if is_trained else role_model.requires_grad_(False),
+            optimizer=role_optimizer if is_trained else None,
+            total_steps=_count_updates(algorithm, name, steps),
             unit=algorithm.unit,
             head=head,
             autocast=device.type == "cuda",
-            **({"shared_vocab": shared} if shared < body.vocab_size else {}),
+            **({"shared_vocab": shared_vocab} if shared_vocab < role_model.vocab_size else {}),
             **({"replays": True} if algorithm.replays and name == "policy" else {}),
         )
 
-    views = _views(algorithm, model.adapter)
-    bodies = {
-        name: _copy(model) if role.path is None else load_policy(role.path, device=device)
+    adapterless = _list_adapterless_copies(algorithm, model.adapter)
+    models = {
+        name: _copy_model(model) if role.path is None else load_policy(role.path, device=device)
         for name, role in algorithm.roles.items()
-        if name not in views
+        if name not in adapterless
     }
-    compared = [
+    compared_models = [
         model,
-        *(body for name, body in bodies.items() if not algorithm.roles[name].aligned),
+        *(role_model for name, role_model in models.items() if not algorithm.roles[name].aligned),
     ]
-    shared = min(body.vocab_size for body in compared)
-    policy = learner("policy", Role(), model)
+    shared_vocab = min(role_model.vocab_size for role_model in compared_models)
+    policy = make_learner("policy", Role(), model)
     roles: dict[str, Learner] = {
         "policy": policy,
-        **{name: LoRAReference(policy) for name in views},
+        **{name: LoRAReference(policy) for name in adapterless},
     }
     for name, role in algorithm.roles.items():
-        if name in views:
+        if name in adapterless:
             continue
-        trainer = learner(name, role, bodies[name])
+        role_learner = make_learner(name, role, models[name])
         if role.path is not None:
-            vocab = bodies[name].vocab_size
-            positions = bodies[name].max_positions
-            trainer = _make_teacher(trainer, name, role.path, role, vocab, positions, tokenizer)
-        roles[name] = trainer
+            vocab = models[name].vocab_size
+            positions = models[name].max_positions
+            role_learner = _make_teacher(
+                role_learner, name, role.path, role, vocab, positions, tokenizer
+            )
+        roles[name] = role_learner
     return roles
 
 
-def _views(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the frozen copies of the policy: roles served by the policy without its adapter."""
+def _list_adapterless_copies(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
+    """Return the frozen copies of the policy (roles), which the policy without its adapter serves.
+
+    There are none without an adapter.
+    """
     if adapter is None:
         return frozenset()
     return frozenset(
@@ -169,15 +174,15 @@ def _views(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
     )
 
 
-def _copy(model: PolicyModel) -> PolicyModel:
-    """Return a copy of the policy; with an adapter, another adapter on the same frozen weights."""
+def _copy_model(model: PolicyModel) -> PolicyModel:
+    """Return a copy of the policy. With an adapter, only the adapter is copied, not the weights."""
     if model.adapter is None:
         return copy.deepcopy(model)
     frozen = [p for name, p in model.named_parameters() if not is_adapter_parameter(name)]
     return copy.deepcopy(model, {id(tensor): tensor for tensor in (*frozen, *model.buffers())})
 
 
-def _remote_roles(
+def _make_remote_roles(
     ranks: Workers,
     model: PolicyModel,
     tokenizer: Tokenizer,
@@ -190,21 +195,21 @@ def _remote_roles(
     adapter: Adapter | None,
 ) -> dict[str, Learner]:
     assert isinstance(section, DistributedConfig), (
-        "only learners of this kind live in other processes"
+        "only distributed learners run in other processes"
     )
     if spec is None:
         raise ConfigError(
-            f"algorithm {algorithm.name} was made in Python, and learner.kind={_get_kind(section)} "
-            "builds its losses again in other processes. Set Plan.algorithm to its section"
+            f"algorithm {algorithm.name} was made in Python, but learner.kind={_get_kind(section)} "
+            "builds its losses again in other processes. Set StageSpec.algorithm to its section"
         )
     _check_remote(_get_kind(section), model, algorithm, optimizer)
-    shapes = {name: _shape(role.path, model) for name, role in algorithm.roles.items()}
-    compared = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
-    shared = min([model.vocab_size, *compared])
+    shapes = {name: _read_shape(role.path, model) for name, role in algorithm.roles.items()}
+    compared_sizes = (shapes[name][0] for name, role in algorithm.roles.items() if not role.aligned)
+    shared_vocab = min([model.vocab_size, *compared_sizes])
     specs: dict[str, RoleSpec] = {}
-    views = _views(algorithm, adapter)
+    adapterless = _list_adapterless_copies(algorithm, adapter)
     for name, role in {"policy": Role(), **algorithm.roles}.items():
-        if name in views:
+        if name in adapterless:
             continue
         role_optimizer = (
             optimizer if role.lr is None else optimizer.model_copy(update={"lr": role.lr})
@@ -214,9 +219,9 @@ def _remote_roles(
             optimizer=with_kind("optimizer", role_optimizer).model_dump(mode="json")
             if name in algorithm.losses
             else None,
-            total_steps=_updates(algorithm, name, steps),
+            total_steps=_count_updates(algorithm, name, steps),
             scalar=bool(SCALARS & algorithm.required_outputs(name)),
-            shared_vocab=shared,
+            shared_vocab=shared_vocab,
             replays=algorithm.replays and name == "policy",
             adapter=adapter if role.path is None else None,
         )
@@ -240,7 +245,7 @@ def _remote_roles(
             else _make_teacher(learner, name, role.path, role, vocab, positions, tokenizer)
         )
         if name == "policy":
-            roles |= {view: LoRAReference(learner) for view in views}
+            roles |= {copy_name: LoRAReference(learner) for copy_name in adapterless}
     return roles
 
 
@@ -253,21 +258,21 @@ def _check_remote(
             f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
             "divides them. Set optimizer.kind=adamw, or learner.kind=local"
         )
-    copied = next((name for name, role in algorithm.roles.items() if role.path is None), None)
-    if copied is not None and not isinstance(model, DecoderPolicy):
+    copied_role = next((name for name, role in algorithm.roles.items() if role.path is None), None)
+    if copied_role is not None and not isinstance(model, DecoderPolicy):
         raise ConfigError(
-            f"{copied} is a copy of the policy, and learner.kind={kind} copies only Ratchet's own "
-            "decoder, but transformers runs this model. Choose an algorithm without it, for "
+            f"{copied_role} is a copy of the policy. learner.kind={kind} copies only Ratchet's own "
+            "decoder, but transformers runs this model. Choose an algorithm without this role, for "
             "example by kl.coef=0"
         )
 
 
-def _updates(algorithm: Algorithm, name: str, steps: int) -> int:
+def _count_updates(algorithm: Algorithm, name: str, steps: int) -> int:
     """Return the number of optimizer steps of a role."""
     return (steps - algorithm.warmup.get(name, 0)) * algorithm.updates_per_batch
 
 
-def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
+def _read_shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
     """Return a role's vocabulary size and maximum row length, from its model's files alone."""
     if path is None:
         return model.vocab_size, model.max_positions
@@ -279,10 +284,10 @@ def _shape(path: str | None, model: PolicyModel) -> tuple[int, int]:
 def check_roles(
     model: PolicyModel, tokenizer: Tokenizer, algorithm: Algorithm, *, longest: int = 0
 ) -> None:
-    """Check the models that roles load from a path, by their files alone.
+    """Check the models that roles load from a path, without loading their weights.
 
-    A model must exist. Unless its role is aligned, which has a tokenizer of its own, it must have
-    the policy's tokens and hold rows of `longest` tokens.
+    A model must exist. It must have the policy's tokens and take rows of `longest` tokens, unless
+    its role is aligned: such a role has a tokenizer of its own.
 
     Raises:
         ConfigError: A model does not fit.
@@ -309,11 +314,11 @@ def check_roles(
                     f"{name}: the model in {role.path} reads {context} tokens, and attempts may "
                     f"have {longest}. Lower sampling.max_new_tokens"
                 )
-    keeps_all = any(
+    keeps_whole_vocabulary = any(
         scoring_pass.output == "topk_logprobs" and not scoring_pass.top_k
         for scoring_pass in algorithm.passes
     )
-    if keeps_all and min(sizes) > WHOLE_VOCABULARY:
+    if keeps_whole_vocabulary and min(sizes) > WHOLE_VOCABULARY:
         raise ConfigError(
             f"algorithm.top_k=null keeps {min(sizes):,} log-probabilities for each token of a "
             f"batch, and is for vocabularies of up to {WHOLE_VOCABULARY:,}. Set algorithm.top_k=64"
@@ -338,23 +343,22 @@ def check_readers(processor: Processor | None, algorithm: Algorithm, *, needs_me
         if role.aligned or not reads_media(directory):
             if needs_media:
                 reason = (
-                    "is asked about the text"
+                    "with teacher_tokens=aligned it reads text alone"
                     if role.aligned
-                    else f"the model in {role.path} reads text"
+                    else f"the model in {role.path} reads text alone"
                 )
                 raise ConfigError(
-                    f"{name}: {reason} alone, and the tasks have images, audio or videos: use a "
-                    "teacher of the policy's family "
-                    f"that reads them{', with teacher_tokens=same' if role.aligned else ''}"
+                    f"{name}: {reason}, and the tasks have images, audio or videos. Use a teacher "
+                    "of the policy's family that reads media"
+                    f"{', with teacher_tokens=same' if role.aligned else ''}"
                 )
             continue
         role_processor = load_processor(directory)
         if role_processor is None or role_processor.settings != processor.settings:
             raise ConfigError(
-                f"{name}: the model in {role.path} has another processor than the policy, whose "
-                "inputs it can't read: use a "
-                "teacher of the policy's family, or copy the policy's processor files there where "
-                "they are right for it"
+                f"{name}: the model in {role.path} has another media processor than the policy, so "
+                "it can't read the policy's inputs. Use a teacher of the policy's family, or copy "
+                "the policy's processor files there if they fit that model"
             )
 
 
@@ -375,8 +379,8 @@ def check_routers(
     Raises:
         ConfigError: One of them does not support it.
     """
-    watches = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
-    if (algorithm.replays or watches) and not model.has_routers:
+    reads_routers = any("routers" in algorithm.required_outputs(role) for role in algorithm.losses)
+    if (algorithm.replays or reads_routers) and not model.has_routers:
         reason = (
             "this model has none"
             if isinstance(model, DecoderPolicy)
@@ -392,7 +396,7 @@ def check_routers(
             f"{type(generator).__name__} does not record. Set generator.kind=engine, or "
             "algorithm.router.replay=false"
         )
-    if watches and isinstance(section, DistributedConfig):
+    if reads_routers and isinstance(section, DistributedConfig):
         for key in ("tensor_parallel", "context_parallel", "pipeline_parallel"):
             if (value := getattr(section, key)) > 1:
                 raise ConfigError(
@@ -414,13 +418,13 @@ def _check_same_tokens(
     if not tokenizer.same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
-            "don't compare. Set teacher_tokens=aligned with on_policy_distillation, or use a "
+            "can't be compared. Set teacher_tokens=aligned with on_policy_distillation, or use a "
             "teacher of the same family"
         )
     if tokenizer.vocab_size > size:
         raise ConfigError(
-            f"{name}: the tokenizer in {path} has {tokenizer.vocab_size} tokens, the model's "
-            f"embedding {size}. Copy the model's own tokenizer there"
+            f"{name}: the tokenizer in {path} has {tokenizer.vocab_size} tokens, but the model's "
+            f"embedding has {size}. Copy the model's own tokenizer there"
         )
 
 
@@ -445,8 +449,10 @@ def _make_teacher(
 ) -> Teacher:
     if role.aligned:
         return AlignedTeacher(learner, tokenizer, load_tokenizer(path), max_positions=positions)
-    reads = reads_media(find_model(path))
-    return Teacher(learner, name=name, max_positions=positions, vocab_size=vocab, reads_media=reads)
+    can_read_media = reads_media(find_model(path))
+    return Teacher(
+        learner, name=name, max_positions=positions, vocab_size=vocab, reads_media=can_read_media
+    )
 
 
 def _get_kind(section: Section) -> str:

@@ -53,7 +53,7 @@ class GroupRank(GeneratorRank):
         self, jobs: Sequence[tuple[str, Task]], sampling: Sampling, attempts: int, greedy: bool
     ) -> PackedGroups:
         """Play one group of `attempts` attempts for each (group id, task)."""
-        assert self.manager is not None, "a stage begins first"
+        assert self.manager is not None, "`begin` was not called"
         return PackedGroups.pack(
             await self.manager.groups(jobs, sampling, attempts=attempts, greedy=greedy)
         )
@@ -69,6 +69,6 @@ class GroupRank(GeneratorRank):
         await super().close()
 
 
-def make_rank(seat: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
+def make_rank(placement: WorkerPlacement, *, tokenizer: Tokenizer, **arguments: Any) -> GroupRank:
     """Return the component of one worker process. Further arguments go to `make_generator`."""
-    return GroupRank(make_generator(seat, tokenizer=tokenizer, **arguments), tokenizer)
+    return GroupRank(make_generator(placement, tokenizer=tokenizer, **arguments), tokenizer)

@@ -1,6 +1,6 @@
-"""The state of a stage that `ratchet.training.loop.train` reads, and the work around each step.
+"""A stage's state, which `ratchet.training.loop.train` uses, and the work around each step.
 
-That work is metrics, evaluation, sentinels and checkpoints.
+That work is metrics, evaluation, early stopping, sentinels and checkpoints.
 """
 
 from __future__ import annotations
@@ -88,10 +88,10 @@ PAUSED = 77
 
 
 class StopRequest:
-    """A request to end the loop after the current step, which is then saved.
+    """A request to end the loop after the current step and save.
 
     It comes from a signal handler, a sentinel or a time limit. `status` is the exit status of the
-    process; None means that no stop is requested.
+    process. None means that no stop is requested.
     """
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class StageRun:
         save: Writes a checkpoint after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
             It is called after every step, before any of its files are written.
-        deadline: Monotonic time by which the run must end: no step begins that may end later.
+        deadline: Monotonic time by which the run must end. A step that may end later is not begun.
         limit_s: Seconds of training after which the stage ends as if it had no more steps. At least
             `MIN_LIMITED_STEPS` steps run.
     """
@@ -162,14 +162,17 @@ class StageRun:
     parity: ParityGate | None = None
     sentinels: Sentinels | None = None
     probes: RewardHackingProbes | None = None
-    _unsent: int | None = None  # weight version that the generator does not have yet
-    _updates: list[dict[str, float]] = field(default_factory=list)  # metrics of the current step
-    _step_started: float = 0.0
-    _processor_started: float = 0.0
-    _longest: float = 0.0  # seconds of the longest step, evaluation and saving included
+    _unsent_version: int | None = None  # weight version that the generator does not have yet
+    _update_metrics: list[dict[str, float]] = field(
+        default_factory=list
+    )  # metrics of the current step
+    _step_start: float = 0.0
+    _process_time_start: float = 0.0
+    _longest_step_s: float = 0.0  # seconds of the longest step, evaluation and saving included
 
     def __post_init__(self) -> None:
-        self.origin = self.done = self.first_step
+        self.origin = self.first_step  # the stage's first step, which a resumed run keeps
+        self.done = self.first_step  # number of finished steps of the whole run
         self.metrics.declare("rollout", DISTRIBUTION_REDUCERS)
 
     def steps(self) -> Iterator[int]:
@@ -179,62 +182,62 @@ class StageRun:
             reinstall_handlers()
             if self.stop.status is not None or self.progress.ended:
                 return
-            self._updates = []
+            self._update_metrics = []
             if self.profiler is not None:
                 self.profiler.begin_step()
             if self.meter is not None:
                 self.meter.begin(step)
-            self._step_started = time.monotonic()
-            self._processor_started = time.process_time()
+            self._step_start = time.monotonic()
+            self._process_time_start = time.process_time()
             with ACTIVITY.span(STEPS, f"step {step + 1}"):
                 yield step
             if self.meter is not None:
                 self.meter.end()
-            self._longest = max(self._longest, time.monotonic() - self._step_started)
+            self._longest_step_s = max(self._longest_step_s, time.monotonic() - self._step_start)
             if self.profiler is not None:
                 self.profiler.end_step()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step. Its start is a failpoint, where tests kill the process."""
+        """Time a phase of the step. At its start is a failpoint, where tests kill the process."""
         failpoints.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
-        with self._part(name), self.metrics.phase(name):
+        with self._time_part(name), self.metrics.phase(name):
             yield
 
     async def compare(self, step: int, batch: Batch) -> None:
         """Check the sampler's log-probabilities against the learner's, while both have the same
         weights."""
-        if self.parity is not None and self.parity.due(step - self.origin):
+        if self.parity is not None and self.parity.is_due(step - self.origin):
             self.metrics.add("parity", await self.parity.check(batch, version=step))
 
     def measure(self, role: str, numbers: Mapping[str, float]) -> None:
         """Add the metrics of one optimizer step; a batch with several steps logs their mean."""
         self.metrics.add(role, numbers)
-        self._updates.append({f"{role}/{key}": value for key, value in numbers.items()})
+        self._update_metrics.append({f"{role}/{key}": value for key, value in numbers.items()})
 
     @property
     def measured(self) -> dict[str, float]:
         """Return the mean of each metric over the optimizer steps of this batch."""
-        names = dict.fromkeys(name for update in self._updates for name in update)
+        names = dict.fromkeys(name for update in self._update_metrics for name in update)
         return {
-            name: fmean(update[name] for update in self._updates if name in update)
+            name: fmean(update[name] for update in self._update_metrics if name in update)
             for name in names
         }
 
     async def sync(self, version: int) -> None:
-        """Send the learner's weights to the generator, at once if training samples from it.
+        """Sync the learner's weights to the generator, at once if training samples from it.
 
-        Otherwise they are sent before the next evaluation or probe.
+        Otherwise they are pushed only before the next evaluation or check for reward hacking.
         """
-        self._unsent = version
+        self._unsent_version = version
         if self.algorithm.source == "rollouts":
-            await self._send()
+            await self._push_weights()
 
-    async def _send(self) -> None:
-        if self._unsent is not None:
-            await self.weight_sync.push(version=self._unsent)
-            self._unsent = None
+    async def _push_weights(self) -> None:
+        if self._unsent_version is not None:
+            await self.weight_sync.push(version=self._unsent_version)
+            self._unsent_version = None
 
     async def after(self, step: int, groups: Sequence[Group], batch: Batch) -> None:
         """Finish a step: acknowledge its groups, record, log, evaluate and save."""
@@ -246,68 +249,74 @@ class StageRun:
             self.verify_directory()
         self.batcher.ack(groups, step)
         if self.recorder is not None:
-            trained = {name: self.roles[name] for name in self.algorithm.losses}
+            trained_roles = {name: self.roles[name] for name in self.algorithm.losses}
             self.recorder.add(
-                step + 1, self.name, groups, batch, self.algorithm.token_weights, trained
+                step + 1, self.name, groups, batch, self.algorithm.token_weights, trained_roles
             )
-        seconds = time.monotonic() - self._step_started
-        processor_s = time.process_time() - self._processor_started
-        numbers = (
+        seconds = time.monotonic() - self._step_start
+        processor_s = time.process_time() - self._process_time_start
+        rollout_metrics = (
             measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
         )
         self.batcher.adapt(groups, step, self.measured)
         if self.environment_numbers is not None:
-            new = [group for group in groups if not group.uses]
-            numbers |= {
+            new_groups = [group for group in groups if not group.uses]
+            rollout_metrics |= {
                 f"environment/{name}": value
-                for name, value in self.environment_numbers(new).items()
+                for name, value in self.environment_numbers(new_groups).items()
             }
         self.progress.seconds += seconds
-        self.progress.trained_tokens += numbers["trained_tokens"]
-        self.progress.generated_tokens += numbers.get("generated_tokens", 0.0)
+        self.progress.trained_tokens += rollout_metrics["trained_tokens"]
+        self.progress.generated_tokens += rollout_metrics.get("generated_tokens", 0.0)
         self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
-        self.metrics.add("rollout", numbers)
+        self.metrics.add("rollout", rollout_metrics)
         for labels, samples in iterate_attempt_samples(groups):
             self.metrics.add("rollout", samples, labels=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
-        written = numbers.get("generated_tokens", numbers["trained_tokens"])
+        tokens_written = rollout_metrics.get("generated_tokens", rollout_metrics["trained_tokens"])
         self.metrics.add(
             "time",
-            {"step_s": seconds, "processor_s": processor_s, "tokens_per_s": written / seconds},
+            {
+                "step_s": seconds,
+                "processor_s": processor_s,
+                "tokens_per_s": tokens_written / seconds,
+            },
         )
         if self.meter is not None:
             for prefix, measured in self.meter.measure(groups, seconds).items():
                 self.metrics.add(prefix, measured)
         steps_done = step + 1
         self.done = steps_done
-        self._watch_time()
+        self._check_time_limits()
         # A stop request skips evaluations, so that the run saves at once. The evaluation after the
         # last step is kept, because no later step could make up for it.
-        due = self._due(steps_done, self.evaluate_every) and self.stop.status is None
-        if self._last or due:
+        is_evaluation_due = (
+            self._is_due(steps_done, self.evaluate_every) and self.stop.status is None
+        )
+        if self._is_last_step or is_evaluation_due:
             failpoints.point("step.evaluate")
             note(RUN, f"began to evaluate after step {steps_done}")
-            with self._part("evaluate"):
+            with self._time_part("evaluate"):
                 await self.evaluate()
-        findings = await self._probe(steps_done, groups)
+        findings = await self._check_reward_hacking(steps_done, groups)
         failpoints.point("step.log")
         flushed = self.metrics.flush(steps_done)
-        if due:
+        if is_evaluation_due:
             self._update_patience(flushed)
         for observe in self.observers:
             observe(steps_done, flushed)
         if (
             self.sentinels is not None
-            and self.sentinels.check(steps_done, flushed, groups, findings.shown)
+            and self.sentinels.check(steps_done, flushed, groups, findings.exhibits)
             and self.stop.status is None
         ):
             log.warning("a sentinel pauses the run; saving")
             self.stop.status = PAUSED
-        ends = self.stop.status is not None or self._last
-        if self.save is not None and (ends or self._due(steps_done, self.save_every)):
+        is_end = self.stop.status is not None or self._is_last_step
+        if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
             note(RUN, f"began to save step {steps_done}")
-            with self._part("save"):
+            with self._time_part("save"):
                 await self.save(steps_done)
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
@@ -331,11 +340,15 @@ class StageRun:
             )
             progress.ended = True
 
-    def _watch_time(self) -> None:
+    def _check_time_limits(self) -> None:
         """Request a stop if another step would miss the deadline; end the stage after `limit_s`."""
         now = time.monotonic()
-        another = max(self._longest, now - self._step_started)
-        if self.deadline is not None and self.stop.status is None and now + another > self.deadline:
+        next_step_s = max(self._longest_step_s, now - self._step_start)
+        if (
+            self.deadline is not None
+            and self.stop.status is None
+            and now + next_step_s > self.deadline
+        ):
             log.warning("no time for another step (checkpoint.limit_s); saving")
             self.stop.status = OUT_OF_TIME
         if (
@@ -345,10 +358,10 @@ class StageRun:
         ):
             self.progress.ended = True
 
-    async def _probe(self, done: int, groups: Sequence[Group]) -> ProbeFindings:
-        if self.probes is None or not self.probes.due(done - self.origin):
+    async def _check_reward_hacking(self, done: int, groups: Sequence[Group]) -> ProbeFindings:
+        if self.probes is None or not self.probes.is_due(done - self.origin):
             return ProbeFindings()
-        await self._send()
+        await self._push_weights()
         findings = await self.probes.check(groups)
         for prefix, numbers in findings.metrics.items():
             self.metrics.add(prefix, numbers)
@@ -356,7 +369,7 @@ class StageRun:
 
     async def evaluate(self) -> dict[str, float]:
         """Evaluate the present weights on held-out tasks. Return {} without an evaluator."""
-        await self._send()
+        await self._push_weights()
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
@@ -366,10 +379,10 @@ class StageRun:
                 self.evaluations / f"step-{self.done:08d}",
                 f"{self.name}, step {self.done}",
             )
-        numbers = results.numbers()
-        self.metrics.add("eval", numbers)
-        self.progress.accuracy = numbers.get("accuracy")
-        return numbers
+        metrics = results.numbers()
+        self.metrics.add("eval", metrics)
+        self.progress.accuracy = metrics.get("accuracy")
+        return metrics
 
     async def close(self) -> None:
         if isinstance(self.batcher.source, Closeable):
@@ -379,7 +392,7 @@ class StageRun:
         await self.weight_sync.close()
 
     @contextmanager
-    def _part(self, name: str) -> Iterator[None]:
+    def _time_part(self, name: str) -> Iterator[None]:
         with (
             ACTIVITY.span(STEPS, name),
             nullcontext() if self.profiler is None else self.profiler.phase(name),
@@ -387,8 +400,8 @@ class StageRun:
             yield
 
     @property
-    def _last(self) -> bool:
+    def _is_last_step(self) -> bool:
         return self.progress.ended or self.done == self.last_step
 
-    def _due(self, done: int, every: int) -> bool:
+    def _is_due(self, done: int, every: int) -> bool:
         return every > 0 and (done - self.origin) % every == 0

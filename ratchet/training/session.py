@@ -72,10 +72,10 @@ class _StopAfterStep(StopRequest):
         super().__init__()
         self.forwarded = forwarded
 
-    def make(self, number: signal.Signals) -> None:
+    def request(self, number: signal.Signals) -> None:
         self.status = 128 + number
-        again = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
-        log.warning("%s: finishing this step, then saving%s", number.name, again)
+        hint = "" if self.forwarded else "; Ctrl-C or SIGTERM to stop at once"
+        log.warning("%s: finishing this step, then saving%s", number.name, hint)
 
 
 class TrainingSession:
@@ -85,7 +85,8 @@ class TrainingSession:
         command: The command line that began this process.
         profile: Number of steps to profile; None profiles none.
         changed_data: True to resume even if data files have changed.
-        try_s: Seconds of training after which each stage ends early.
+        try_s: Seconds of training after which each stage ends early; None sets no limit.
+        mirror: Uploads the run to a remote address; None keeps it local.
     """
 
     def __init__(
@@ -106,7 +107,7 @@ class TrainingSession:
         self.profile = profile
         self.store = store
         self.mirror = mirror
-        self._plain = plain(config)
+        self._plain_config = plain(config)
         self.changed_data = changed_data
         self.try_s = try_s
         self.console = make_robust_console()
@@ -115,7 +116,7 @@ class TrainingSession:
         self.sinks = Sinks([])
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
-        self.began = time.monotonic()
+        self.started_at = time.monotonic()
         self._profiled = 0  # index of the stage that `profile` applies to
         self.measures: str | None = None  # what the latest stage's evaluator measures
 
@@ -123,9 +124,9 @@ class TrainingSession:
         """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
         stop = _StopAfterStep(forwarded=TorchrunRank.here() is not None)
-        logged = log_to(self.directory.log, console=self.console)
-        signals = handle_stop_signals(stop.make, forwarded=stop.forwarded)
-        with logged, signals, serve_status(self.directory):
+        log_file = log_to(self.directory.log, console=self.console)
+        signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
+        with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
             for folder in sweep():
                 log.info("removed %s, which a killed process has left", folder)
@@ -133,7 +134,7 @@ class TrainingSession:
                 log.info("%s", note)
                 self.console.print(note, markup=False, highlight=False, soft_wrap=True)
             try:
-                status = await self._trained(stop)
+                status = await self._run_from_latest(stop)
             except BaseException as error:
                 # The log keeps the reason even if the terminal is closed.
                 log.info("the run ends here", exc_info=True)
@@ -143,7 +144,7 @@ class TrainingSession:
             is_mirrored = self.mirror is None or self.mirror.finish()
             return status if is_mirrored else status or NOT_MIRRORED
 
-    async def _trained(self, stop: StopRequest) -> int:
+    async def _run_from_latest(self, stop: StopRequest) -> int:
         checkpoint = self.store.latest()
         if checkpoint is not None:
             log.info("continuing after step %d", checkpoint.step)
@@ -153,8 +154,8 @@ class TrainingSession:
         else:
             refuse_lost_checkpoints(self.directory, self.store, self.config.stages[0])
             self.ledger.cut(0)
-        kept = 0 if checkpoint is None else checkpoint.step
-        self.sinks = self._open_sinks(-1 if checkpoint is None else kept)
+        kept_step = 0 if checkpoint is None else checkpoint.step
+        self.sinks = self._open_sinks(-1 if checkpoint is None else kept_step)
         is_background = self.config.device != "cpu" or any(
             isinstance(stage.learner, DistributedConfig) for stage in self.config.stages
         )
@@ -162,45 +163,47 @@ class TrainingSession:
             self.config.record,
             self.directory.steps,
             seed=self.config.seed,
-            keep_through=kept,
+            keep_through=kept_step,
             in_background=is_background,
         )
         try:
-            async with AsyncExitStack() as ends:
+            async with AsyncExitStack() as exit_stack:
                 trace_path = self.directory.trace if self.config.logging.trace else None
-                self.trace = ends.enter_context(open_trace(trace_path))
-                return await self._stages(await self._policy(ends, checkpoint), stop, checkpoint)
+                self.trace = exit_stack.enter_context(open_trace(trace_path))
+                return await self._train_stages(await self._start_policy(exit_stack, checkpoint), stop, checkpoint)
         finally:
             self.recorder.close()
             self.sinks.close()
             self.ledger.close()
 
-    async def _policy(self, ends: AsyncExitStack, checkpoint: Checkpoint | None) -> Policy:
+    async def _start_policy(
+        self, exit_stack: AsyncExitStack, checkpoint: Checkpoint | None
+    ) -> Policy:
         """Start the learner and generator processes, and return their policy.
 
-        `ends` closes everything that is opened here.
+        `exit_stack` later closes everything that is opened here.
         """
         config = self.config
         if checkpoint is not None:
             config = resolve_resume_config(config, len(self.summaries), self.directory.path)
         executor = build_executor(config)
-        ends.callback(executor.close)
+        exit_stack.callback(executor.close)
         policy = build_policy(config)
-        ends.push_async_callback(policy.close)
+        exit_stack.push_async_callback(policy.close)
         check_stages(config, policy, first=len(self.summaries))
         return start_processes(config, executor, policy)
 
-    async def _stages(
+    async def _train_stages(
         self, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> int:
         # Objects that exist by now stay alive. If each garbage collection traversed them, it would
         # take a third of the time of a small step.
         gc.collect()
         gc.freeze()
-        trained: Learner | None = None
+        learner: Learner | None = None
         self._profiled = choose_profiled_stage(self.config, len(self.summaries))
         for index in range(len(self.summaries), len(self.config.stages)):
-            trained = await self._stage(index, policy, stop, checkpoint)
+            learner = await self._train_stage(index, policy, stop, checkpoint)
             if stop.status is not None:
                 reason = (
                     "Paused by a sentinel (run.log says why)"
@@ -216,8 +219,8 @@ class TrainingSession:
                 self.console.print(message, markup=False, highlight=False, soft_wrap=True)
                 return stop.status
             checkpoint = None  # later stages start from the model in memory
-        assert trained is not None, "a checkpoint is always within a stage"
-        self._finish(policy, trained)
+        assert learner is not None, "a checkpoint is always within a stage"
+        self._finish(policy, learner)
         return 0
 
     @property
@@ -242,32 +245,36 @@ class TrainingSession:
                 sinks += build_trackers(self.config.logging.sinks, tracked)
         return Sinks(sinks)
 
-    async def _stage(
+    async def _train_stage(
         self, index: int, policy: Policy, stop: StopRequest, checkpoint: Checkpoint | None
     ) -> Learner:
         """Train one stage, and return the policy's learner."""
         stage = self.config.stages[index]
-        policies = stage.checkpoint
-        self.store.keep = policies.keep
-        self.store.keep_best = policies.keep_best
-        self.store.keep_every = policies.keep_every
+        checkpoint_config = stage.checkpoint
+        self.store.keep = checkpoint_config.keep
+        self.store.keep_best = checkpoint_config.keep_best
+        self.store.keep_every = checkpoint_config.keep_every
         run = build_run(
             self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop
         )
         _log_stage(run, stage)
-        before = self.measures
+        previous_measure = self.measures
         self.measures = run.evaluator and run.evaluator.measures
-        run.deadline = None if policies.limit_s is None else self.began + policies.limit_s
+        run.deadline = (
+            None
+            if checkpoint_config.limit_s is None
+            else self.started_at + checkpoint_config.limit_s
+        )
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
         saver = CheckpointSaver(
             self.store,
             run,
-            policies,
+            checkpoint_config,
             self.summaries,
             self.command,
             data=list_data_files(stage.environment),
-            recipe=self._plain,
+            recipe=self._plain_config,
             mirror=self.mirror,
         )
         run.verify_directory = self._verify_directory
@@ -279,7 +286,7 @@ class TrainingSession:
         else:
             failpoints.point("stage.begin")
             self._keep_base(index, run, policy)
-            await self._measure_start(index, run, alike=before == self.measures)
+            await self._measure_start(index, run, is_same_measure=previous_measure == self.measures)
         self._note_provenance(run.first_step, saver.data)
         mode = self.config.logging.progress
         progress = show_progress(
@@ -289,33 +296,33 @@ class TrainingSession:
             mode=mode,
             console=self.console,
         )
-        measured = metering(run, policy, self.config, index, self.directory, self.trace)
+        meter = metering(run, policy, self.config, index, self.directory, self.trace)
         with (
             progress as show,
-            measured,
+            meter,
             self._profiling(index, run, policy),
             log_stalls(self.config.logging.stall_s),
         ):
             run.observers = (self.sinks.write, show, saver.observe)
-            async with AsyncExitStack() as ends:
-                ends.push_async_callback(run.close)
-                ends.callback(saver.settle)
+            async with AsyncExitStack() as exit_stack:
+                exit_stack.push_async_callback(run.close)
+                exit_stack.callback(saver.settle)
                 await train(run)
                 if stop.status is None:
                     saver.settle()
                     await saver.end_with_best()
         if stop.status is not None:
             # The step may have been saved before the signal came.
-            if saver.saved < run.done:
+            if saver.saved_step < run.done:
                 await saver.save(run.done)
             return run.roles["policy"]
         _warn_of_silent_steps(run)
         failpoints.point("stage.end")
-        self.summaries.append(_summary(run))
+        self.summaries.append(_summarise(run))
         return run.roles["policy"]
 
     def _verify_directory(self) -> None:
-        self.directory.verify(self._plain)
+        self.directory.verify(self._plain_config)
 
     def _note_provenance(self, after_step: int, data: Mapping[str, str]) -> None:
         try:
@@ -341,33 +348,34 @@ class TrainingSession:
             run, policy, self.config, self.profile, self.directory.profile, self.console
         )
 
-    async def _measure_start(self, index: int, run: StageRun, *, alike: bool) -> None:
+    async def _measure_start(self, index: int, run: StageRun, *, is_same_measure: bool) -> None:
         """Measure accuracy before the stage.
 
         If the previous stage was evaluated in the same way, its last result is reused.
         """
         if (
             index
-            and alike
-            and _measured_alike(self.config.stages[index - 1], self.config.stages[index])
+            and is_same_measure
+            and _are_evaluated_alike(self.config.stages[index - 1], self.config.stages[index])
         ):
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
             return
         numbers = await run.evaluate()
         run.progress.accuracy_before = numbers.get("accuracy")
         flushed = run.metrics.flush(run.first_step)
-        if index == 0:  # step 0 starts the curve; later stages start at a step that has a line
+        # The metrics file gets a line for step 0. The first step of a later stage has one already.
+        if index == 0:
             self.sinks.write(0, flushed)
 
-    def _finish(self, policy: Policy, trained: Learner) -> None:
+    def _finish(self, policy: Policy, learner: Learner) -> None:
         self._verify_directory()
         config = self.config
         models = [("model", self.directory.path / MODEL)]
-        trained.export(models[0][1])
+        learner.export(models[0][1])
         failpoints.point("finish.exported")
         if config.stages[-1].optimizer.ema_decay is not None:
             models.append(("average", self.directory.path / AVERAGE))
-            trained.export(models[1][1], averaged=True)
+            learner.export(models[1][1], averaged=True)
         for _, path in models:
             policy.tokenizer.save(path)
         failpoints.point("finish.tokenizer")
@@ -390,7 +398,7 @@ class TrainingSession:
         ]
         if config.stages[-1].lora is not None:
             rows.insert(-1, ("adapter", self.directory.path / ADAPTER))
-            trained.export(self.directory.path / ADAPTER, part="adapter")
+            learner.export(self.directory.path / ADAPTER, part="adapter")
         if write_curve(self.directory.metrics, self.directory.curve):
             rows.append(("curve", self.directory.curve))
         for name, path in rows:
@@ -425,13 +433,13 @@ def _warn_of_silent_steps(run: StageRun) -> None:
         )
 
 
-def _measured_alike(a: StageConfig, b: StageConfig) -> bool:
+def _are_evaluated_alike(a: StageConfig, b: StageConfig) -> bool:
     """True if two stages evaluate the policy in the same way."""
     keys = ("environment", "eval_rewards", "evaluation", "sampling")
     return all(getattr(a, key) == getattr(b, key) for key in keys)
 
 
-def _summary(run: StageRun) -> StageSummary:
+def _summarise(run: StageRun) -> StageSummary:
     progress = run.progress
     return StageSummary(
         name=run.name,

@@ -25,7 +25,7 @@ from ratchet.training.stage import EnvSetup, Policy, StageSpec
 def _make_stream(setup: EnvSetup, spec: StageSpec) -> TaskStream:
     """Return the tasks of a stage, in the stage's own order.
 
-    `spec.examples` selects by the run's seed alone, so every stage gets the same examples.
+    `spec.examples` selects tasks by the run's seed alone, so every stage gets the same ones.
     """
     order = derive_seed(spec.seed, spec.name, "tasks")
     limits: dict[str, Any] = {"seed": order, "examples": spec.examples, "pool_seed": spec.seed}
@@ -40,7 +40,7 @@ def _make_writer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
     )
 
 
-def _rows(
+def _make_supervised(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return SupervisedSource(
@@ -59,7 +59,7 @@ def make_pairs(
     return PairSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
 
 
-def _labelled(
+def _make_labelled(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return LabelledSource(
@@ -70,13 +70,13 @@ def _labelled(
     )
 
 
-def _steps(
+def _make_stepped(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return SteppedSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
 
 
-def _rollouts(
+def _make_rollouts(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return RolloutSource(
@@ -95,9 +95,9 @@ def _rollouts(
 SOURCES: dict[
     str, Callable[[Policy, EnvSetup, Algorithm, StageSpec, GroupPlayer], StreamSource]
 ] = {
-    "rows": _rows,
+    "rows": _make_supervised,
     "pairs": make_pairs,
-    "labelled": _labelled,
-    "steps": _steps,
-    "rollouts": _rollouts,
+    "labelled": _make_labelled,
+    "steps": _make_stepped,
+    "rollouts": _make_rollouts,
 }

@@ -60,7 +60,7 @@ class Policy:
         """Return a policy for a model.
 
         Args:
-            model: The model. With `ranks` it receives the weights that they train.
+            model: The model. With `ranks` it receives the weights that the ranks train.
             tokenizer: The model's tokenizer.
             template: The chat template; None takes the tokenizer's.
             tool_format: The format of tool calls.
@@ -74,8 +74,8 @@ class Policy:
         """
         if tokenizer.vocab_size > model.vocab_size:
             raise ModelError(
-                f"the tokenizer has {tokenizer.vocab_size} tokens, the model's embedding "
-                f"{model.vocab_size}. Give the model's own tokenizer"
+                f"the tokenizer has {tokenizer.vocab_size} tokens, but the model's embedding has "
+                f"{model.vocab_size}. Pass the model's own tokenizer"
             )
         renderer = Renderer(tokenizer, template, processor=processor, tool_format=tool_format)
         generator_section = generator or resolve("generator", {})
@@ -92,13 +92,13 @@ class Policy:
         return hosts <= {socket.gethostname()}
 
     def with_stop_ids(self, sampling: Sampling) -> Sampling:
-        """Return the sampling parameters, which now also stop at the ids that end a policy turn."""
+        """Return the sampling parameters with the ids that end a policy turn as stop ids too."""
         return replace(
             sampling, stop_ids=tuple(dict.fromkeys((*sampling.stop_ids, *self.renderer.stop_ids)))
         )
 
     async def close(self) -> None:
-        """Close the generator, if it holds processes or other resources."""
+        """Close the generator if it has processes or other resources."""
         if isinstance(self.generator, Closeable):
             await self.generator.close()
 
@@ -112,8 +112,8 @@ class EnvSetup:
         eval_reward: The evaluation rewards; None takes `reward`.
         agent: A program that plays the environment with the policy; None lets the policy itself
             play.
-        second: A second opinion for `ratchet.experience.checks.reward_hacking`: it judges attempts
-            again, and nothing trains on its rewards.
+        second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
+            again, and nothing trains on it.
         canaries: Tasks for the same check that must not earn a reward.
         evaluation: The setup for evaluation; None evaluates on this environment's held-out tasks.
     """
@@ -122,7 +122,7 @@ class EnvSetup:
     reward: Reward | None = None
     eval_reward: Reward | None = None
     agent: Agent | None = None
-    second: Reward | None = None
+    second_opinion: Reward | None = None
     canaries: Environment | None = None
     evaluation: EnvSetup | None = None
 
@@ -179,8 +179,8 @@ class StageSpec:
         directory: The directory in which weight syncs may leave files.
         colocated: True if learner and generator use the same accelerator in turns.
         adapter: The adapter that is trained in place of the weights; None trains the weights.
-        played: The spec with which generator workers play the groups; None plays them in this
-            process.
+        worker_rollouts: The spec with which rollout workers play the groups; None plays them in
+            this process.
     """
 
     name: str
@@ -202,4 +202,4 @@ class StageSpec:
     directory: Path = Path("runs")
     colocated: bool = False
     adapter: Adapter | None = None
-    played: WorkerRolloutSpec | None = None
+    worker_rollouts: WorkerRolloutSpec | None = None

@@ -40,13 +40,13 @@ def start_run(
         The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
             `ratchet.training.run`.
     """
-    written = load_config(recipe, overrides)
-    config = freeze(written)
-    launched = TorchrunRank.here()
-    if launched is not None and launched.rank:
-        return serve_rank(launched)
+    unfrozen = load_config(recipe, overrides)
+    config = freeze(unfrozen)
+    torchrun_rank = TorchrunRank.here()
+    if torchrun_rank is not None and torchrun_rank.rank:
+        return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(
-        run_dir or config.run_dir or _numbered(Path("runs") / config.name)
+        run_dir or config.run_dir or _find_free_path(Path("runs") / config.name)
     )
     path = directory.path
     place = path if mirror is None else mirror.address
@@ -56,15 +56,17 @@ def start_run(
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
-    allowed = (".", directory.plan.name)
-    if path.is_dir() and any(not entry.name.startswith(allowed) for entry in path.iterdir()):
+    allowed_prefixes = (".", directory.plan.name)
+    if path.is_dir() and any(
+        not entry.name.startswith(allowed_prefixes) for entry in path.iterdir()
+    ):
         raise RunDirectoryError(
             f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
         )
-    directory.check_recipe(plain(written))
+    directory.check_recipe(plain(unfrozen))
     with directory.locked():
         if mirror is not None:
-            # Before anything local is written, so that the command can be repeated if this fails.
+            # Do this before any local write, so that the command can be repeated if it fails.
             mirror.begin()
         directory.write_or_check_config(plain(config))
         if mirror is not None:
@@ -87,13 +89,13 @@ def resume_run(
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
     """
-    launched = TorchrunRank.here()
-    if launched is not None and launched.rank:
-        return serve_rank(launched)
+    torchrun_rank = TorchrunRank.here()
+    if torchrun_rank is not None and torchrun_rank.rank:
+        return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
     if mirror is None and not directory.used:
         raise RunDirectoryError(
-            f"{place} holds no run (no config.yaml). Give the directory that `ratchet train` "
+            f"{place} holds no run (no config.yaml). Pass the directory that `ratchet train` "
             "printed"
         )
     with directory.locked():
@@ -101,11 +103,10 @@ def resume_run(
             mirror.resume()
             mirror.begin()
         config = load_config(directory.config)
-        if (key := find_unfrozen_key(config)) is not None:
+        if (unresolved_key := find_unfrozen_key(config)) is not None:
             raise RunDirectoryError(
-                f"{directory.config}: {key}=auto, but a run writes down what the machine gave it. "
-                f"Set {key} as it was, or "
-                "start a new run by this recipe"
+                f"{directory.config}: {unresolved_key}=auto, but a run stores the value that it "
+                f"used. Set {unresolved_key} to that value, or start a new run with this recipe"
             )
         return _run(
             TrainingSession(
@@ -131,7 +132,7 @@ def _run(session: TrainingSession) -> int:
         ) from error
 
 
-def _numbered(path: Path) -> Path:
+def _find_free_path(path: Path) -> Path:
     """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
 
     A new run never writes into an old one.

@@ -1,1 +1,1 @@
-"""The weight sync from a learner to its generators: a version counts once it is verified."""
+"""The weight sync from a learner to its generators: push, verify and commit new weights."""

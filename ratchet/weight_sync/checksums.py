@@ -4,12 +4,12 @@ Bytes in host memory are hashed by XXH3 (128 bits). Bytes on an accelerator are 
 checksum begins with its kind, so that the receiver computes the same kind on any device.
 
 For sums, the bytes are laid out as rows of 1,024 words of 64 bits. The words of each row and of
-each column are added up modulo 2^64. The sums, less than a thousandth of the data, are hashed by
-XXH3 together with the length and the bytes after the last row. Sums always detect two exchanged
-words, missing or additional bytes, and changes that lie within one word, one row or one column.
+each column are added up modulo 2^64. The sums are about a thousandth of the data. XXH3 hashes them
+together with the length and the bytes after the last row. Sums always detect two exchanged words,
+missing or additional bytes, and changes that lie within one word, one row or one column.
 
-Both kinds miss a random change with a probability of at most 2^-64. Neither is a signature, because
-a deliberate change can keep the checksum.
+Both kinds miss a random change with a probability of at most 2^-64. Neither is a signature: a
+deliberate change can keep the checksum.
 """
 
 from __future__ import annotations
@@ -22,7 +22,8 @@ from torch import Tensor
 
 WORDS = 1024
 ROW = 8 * WORDS  # bytes
-# Bytes per chunk, few enough to be in a core's cache still when they are hashed after the copy.
+# Bytes per chunk. A chunk fits into a core's cache, so its bytes are still there when they are
+# hashed after the copy.
 CHUNK = 2**17
 XXH3 = "xxh3"
 SUMS = "sums"
@@ -49,8 +50,8 @@ def prepare_checksum_check(tensor: Tensor, expected: str) -> Callable[[], bool]:
     It releases the interpreter lock while it hashes, so that threads don't wait for one another.
     """
     kind = expected.partition(":")[0]
-    parts = _parts(as_bytes(tensor), kind)
-    return lambda: f"{kind}:{_digest(parts)}" == expected
+    buffers = _list_hashed_buffers(as_bytes(tensor), kind)
+    return lambda: f"{kind}:{_digest(buffers)}" == expected
 
 
 def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> str:
@@ -75,17 +76,19 @@ def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> 
     rows = max(1, CHUNK * len(target) // len(target_n))
     for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
         target_rows.copy_(source_rows)
-        digest.update(_memory(as_bytes(target_rows)))
+        digest.update(_view_memory(as_bytes(target_rows)))
     return f"{XXH3}:{digest.hexdigest()}"
 
 
 def _checksum(bytes_n: Tensor, kind: str) -> str:
-    return f"{kind}:{_digest(_parts(bytes_n, kind))}"
+    return f"{kind}:{_digest(_list_hashed_buffers(bytes_n, kind))}"
 
 
-def _parts(bytes_n: Tensor, kind: str) -> list[memoryview]:
+def _list_hashed_buffers(bytes_n: Tensor, kind: str) -> list[memoryview]:
     """Return the buffers that XXH3 hashes for this kind of checksum."""
-    return [_memory(part) for part in ((bytes_n,) if kind == XXH3 else _sums(bytes_n))]
+    return [
+        _view_memory(buffer) for buffer in ((bytes_n,) if kind == XXH3 else _compute_sums(bytes_n))
+    ]
 
 
 def _digest(parts: Sequence[memoryview]) -> str:
@@ -98,7 +101,7 @@ def _digest(parts: Sequence[memoryview]) -> str:
     return digest.hexdigest()
 
 
-def _sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
+def _compute_sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
     """Return (length, sums of columns, sums of rows, the remaining bytes)."""
     # A block may begin in the middle of a word of its parameter, but a view as int64 may not.
     if bytes_n.storage_offset() % 8:
@@ -108,5 +111,5 @@ def _sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
     return torch.tensor([len(bytes_n)]), words.sum(0), words.sum(1), bytes_n[rows * ROW :]
 
 
-def _memory(tensor: Tensor) -> memoryview:
+def _view_memory(tensor: Tensor) -> memoryview:
     return tensor.cpu().numpy().data

@@ -1,12 +1,12 @@
 """Weight sync by collectives: each rank broadcasts its own blocks, in buckets, to all receivers.
 
-Every rank has its own process group with the receivers, beside the default one: no rank gathers or
-gets another's blocks, and a rank that dies breaks only its group. Members join through a TCPStore
-of the driver, at the first push and again after a failed one.
+Every rank has its own process group with the receivers. So no rank gathers or receives the blocks
+of other ranks, and a rank that dies breaks only its own group. Members join through a TCPStore of
+the driver, at the first push and again after a failed one.
 
-Peak extra memory: one bucket and the largest block at a rank (the latter only if it is converted or
-not contiguous); a copy of the model (as sent) at a receiver, which verifies all blocks before it
-uses any.
+Peak extra memory:
+- learner rank: one bucket, and the largest block if it is converted or not contiguous;
+- receiver: a copy of the model (as sent), because all blocks are verified before any is used.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from ratchet.weight_sync.weight_blocks import (
     align_bytes,
 )
 
-# Seconds for all members to join a group. A dead member is noticed only after them.
-JOIN_S = 15.0
+# Seconds for all members to join a group. A dead member is noticed only after this time.
+JOIN_TIMEOUT_S = 15.0
 
 
 @dataclass(frozen=True)
@@ -61,30 +61,33 @@ class CollectiveGroupSpec:
         """The kind of device that the backend sends from."""
         return "cuda" if self.backend == "nccl" else "cpu"
 
-    def buckets(self, rank: int) -> int:
+    def count_buckets(self, rank: int) -> int:
         """Return the number of buckets of a rank."""
         return -(-self.sizes[rank] // self.bucket_bytes)
 
-    def bucket(self, rank: int, number: int) -> slice:
+    def get_bucket_bounds(self, rank: int, number: int) -> slice:
         """Return the byte range of a rank's bucket."""
         return slice(
             number * self.bucket_bytes, min((number + 1) * self.bucket_bytes, self.sizes[rank])
         )
 
-    def group(self, rank: int, place: int) -> Any:
+    def join_group(self, rank: int, group_rank: int) -> Any:
         """Join and return the group of a learner's rank with all receivers.
 
-        Waits until all members have joined. place: this process's rank in the group, 0 for the
-        learner's rank.
+        Waits until all members have joined.
+
+        group_rank: this process's rank in the group; 0 is the learner's rank.
         """
-        join = timedelta(seconds=min(JOIN_S, self.timeout_s))
-        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join)
+        join_timeout = timedelta(seconds=min(JOIN_TIMEOUT_S, self.timeout_s))
+        store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join_timeout)
         group_store = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
-            return dist.ProcessGroupNCCL(group_store, place, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
-        group = dist.ProcessGroupGloo(group_store, place, 1 + self.receivers, join)
-        group._set_default_timeout(timedelta(seconds=self.timeout_s))
-        return group
+            return dist.ProcessGroupNCCL(group_store, group_rank, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
+        join_group = dist.ProcessGroupGloo(
+            group_store, group_rank, 1 + self.receivers, join_timeout
+        )
+        join_group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return join_group
 
 
 # Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
@@ -92,16 +95,17 @@ _GROUPS: dict[tuple[str, str], tuple[str, list[Any]]] = {}
 
 
 class CollectiveWeightSync(PushWeightSync):
-    """Pushes weights by broadcasts from each rank to all receivers.
+    """A weight sync by broadcasts from each rank to all receivers.
 
     receivers_count: number of `receivers`.
     host: address at which other processes reach the driver.
-    backend: gloo sends from host memory, nccl from accelerators, on which all weights must be.
+    backend: gloo sends from host memory. nccl sends from accelerators, where all weights must be.
+    bucket_mib: size of a broadcast in MiB.
     """
 
     writer = "ratchet.weight_sync.collective:write"
     receiver = "ratchet.weight_sync.collective:read"
-    forgets = "ratchet.weight_sync.collective:forget"
+    release_function = "ratchet.weight_sync.collective:forget"
 
     def __init__(
         self,
@@ -123,10 +127,10 @@ class CollectiveWeightSync(PushWeightSync):
         self._store: dist.TCPStore | None = None
         self._attempt = 0
 
-    def _options(self, blocks: Sequence[Sequence[WeightBlock]]) -> Mapping[str, Any]:
+    def _get_transport_options(self, blocks: Sequence[Sequence[WeightBlock]]) -> Mapping[str, Any]:
         if self._store is None:
             self._store = dist.TCPStore(self.host, 0, is_master=True, wait_for_workers=False)
-        meeting = CollectiveGroupSpec(
+        spec = CollectiveGroupSpec(
             session=self.session,
             key=f"{self.session}/{self._attempt}",
             host=self.host,
@@ -135,34 +139,39 @@ class CollectiveWeightSync(PushWeightSync):
             receivers=self.receivers_count,
             bucket_bytes=self.bucket_mib * 2**20,
             timeout_s=self.timeout_s,
-            sizes=tuple(sum(align_bytes(block.n_bytes) for block in of_rank) for of_rank in blocks),
+            sizes=tuple(
+                sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks
+            ),
         )
-        return {"meeting": meeting}
+        return {"spec": spec}
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+        self,
+        blocks: Sequence[Sequence[WeightBlock]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         """Send and receive at the same time.
 
-        A side that fails still completes its broadcasts, so that the other does not wait for it.
+        A side that fails still completes its broadcasts, so that the other side does not hang.
         """
-        options = self._options(blocks)
-        sending = asyncio.ensure_future(self._send(options, since))
+        options = self._get_transport_options(blocks)
+        sending = asyncio.ensure_future(self._send(options, delta_args))
         receiving = asyncio.ensure_future(self.receivers.call("receive", self.receiver, options))
         try:
-            finished, others = await asyncio.wait(
+            finished, unfinished = await asyncio.wait(
                 {sending, receiving}, return_when=asyncio.FIRST_EXCEPTION
             )
-            first = next((error for task in finished if (error := task.exception())), None)
-            if others:
-                # Closing the store fails a side that still waits there for a dead one.
+            first_error = next((error for task in finished if (error := task.exception())), None)
+            if unfinished:
+                # Closing the store raises an error in a side that still waits for a dead one.
                 self._store = None
-                await asyncio.wait(others)
+                await asyncio.wait(unfinished)
         finally:
             sending.cancel()
             receiving.cancel()
-        if first is not None:
-            raise first
+        if first_error is not None:
+            raise first_error
         return sending.result(), None
 
     async def _rollback(self) -> None:
@@ -175,57 +184,57 @@ class CollectiveWeightSync(PushWeightSync):
 
 
 def write(
-    outgoing: Iterator[OutgoingPart], rank: int, *, meeting: CollectiveGroupSpec
+    outgoing: Iterator[OutgoingPart], rank: int, *, spec: CollectiveGroupSpec
 ) -> list[SentPart]:
     """Send a rank's blocks through its group, and return what was sent."""
-    (group,) = _join_groups(meeting, f"rank {rank}", lambda: [meeting.group(rank, 0)])
-    stream = _Stream(group, meeting, rank)
+    (group,) = _join_groups(spec, f"rank {rank}", lambda: [spec.join_group(rank, 0)])
+    stream = _BucketStream(group, spec, rank)
     parts = []
     try:
-        for item in outgoing:
-            tensor = item.tensor.to(meeting.device, item.dtype).contiguous()
-            parts.append(item.to_part(stream.sent, checksum(tensor)))
+        for part in outgoing:
+            tensor = part.tensor.to(spec.device, part.dtype).contiguous()
+            parts.append(part.to_part(stream.sent, checksum(tensor)))
             stream.send(as_bytes(tensor))
-        if stream.sent != meeting.sizes[rank]:
+        if stream.sent != spec.sizes[rank]:
             raise WeightSyncError(
-                f"rank {rank} sent {stream.sent} bytes, not the {meeting.sizes[rank]} that it "
+                f"rank {rank} sent {stream.sent} bytes, not the {spec.sizes[rank]} that it "
                 "announced",
                 rank=rank,
             )
     except BaseException:
-        _GROUPS.pop((meeting.session, f"rank {rank}"), None)
-        stream.end()
+        _GROUPS.pop((spec.session, f"rank {rank}"), None)
+        stream.finish_failed()
         raise
     return parts
 
 
-class _Stream:
-    """A rank's stream of bytes, which it cuts into buckets; each full bucket is broadcast."""
+class _BucketStream:
+    """A stream of a rank's bytes, which are cut into buckets; each full bucket is broadcast."""
 
-    def __init__(self, group: Any, meeting: CollectiveGroupSpec, rank: int) -> None:
+    def __init__(self, group: Any, spec: CollectiveGroupSpec, rank: int) -> None:
         self.group = group
-        self.meeting = meeting
+        self.spec = spec
         self.rank = rank
         self.sent = 0
-        self.lost = False
-        size = min(meeting.bucket_bytes, meeting.sizes[rank])
-        self._bucket = torch.empty(size, dtype=torch.uint8, device=meeting.device)
+        self.is_lost = False
+        size = min(spec.bucket_bytes, spec.sizes[rank])
+        self._bucket = torch.empty(size, dtype=torch.uint8, device=spec.device)
 
     def send(self, bytes_n: Tensor) -> None:
         """Add bytes to the stream. Raise WeightSyncError if they exceed the announced size."""
-        total = self.meeting.sizes[self.rank]
-        step = self.meeting.bucket_bytes
+        total = self.spec.sizes[self.rank]
+        bucket_bytes = self.spec.bucket_bytes
         if self.sent + len(bytes_n) > total:
             raise WeightSyncError(
                 f"rank {self.rank} has more to send than the {total} bytes that it announced",
                 rank=self.rank,
             )
-        taken = 0
-        while taken < len(bytes_n):
-            place = self.sent % step
-            count = min(len(bytes_n) - taken, len(self._bucket) - place)
-            self._bucket[place : place + count] = bytes_n[taken : taken + count]
-            taken += count
+        copied = 0
+        while copied < len(bytes_n):
+            position = self.sent % bucket_bytes
+            count = min(len(bytes_n) - copied, len(self._bucket) - position)
+            self._bucket[position : position + count] = bytes_n[copied : copied + count]
+            copied += count
             self._advance(count)
         # The padding stays within the bucket, whose size is a multiple of the alignment.
         self._advance(align_bytes(self.sent) - self.sent)
@@ -235,59 +244,70 @@ class _Stream:
         if not count:
             return
         self.sent += count
-        if self.sent % self.meeting.bucket_bytes == 0 or self.sent == self.meeting.sizes[self.rank]:
-            last = self.meeting.bucket(self.rank, -(-self.sent // self.meeting.bucket_bytes) - 1)
+        if self.sent % self.spec.bucket_bytes == 0 or self.sent == self.spec.sizes[self.rank]:
+            last_bucket = self.spec.get_bucket_bounds(
+                self.rank, -(-self.sent // self.spec.bucket_bytes) - 1
+            )
             try:
-                self.group.broadcast(self._bucket[: last.stop - last.start], 0).wait()
+                self.group.broadcast(self._bucket[: last_bucket.stop - last_bucket.start], 0).wait()
             except RuntimeError as error:
-                self.lost = True
+                self.is_lost = True
                 raise WeightSyncError(
                     f"rank {self.rank} lost the receivers: {error}", rank=self.rank
                 ) from error
 
-    def end(self) -> None:
+    def finish_failed(self) -> None:
         """Broadcast the remaining buckets of a failed push, so that no receiver waits for them.
 
         Their contents do not matter, since the push is rejected.
         """
         with contextlib.suppress(WeightSyncError):
-            while not self.lost and self.sent < self.meeting.sizes[self.rank]:
-                step = self.meeting.bucket_bytes
+            while not self.is_lost and self.sent < self.spec.sizes[self.rank]:
+                bucket_bytes = self.spec.bucket_bytes
                 self._advance(
-                    min(step - self.sent % step, self.meeting.sizes[self.rank] - self.sent)
+                    min(
+                        bucket_bytes - self.sent % bucket_bytes,
+                        self.spec.sizes[self.rank] - self.sent,
+                    )
                 )
 
 
 def read(
-    blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, meeting: CollectiveGroupSpec
+    blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, spec: CollectiveGroupSpec
 ) -> PartReader:
     """Receive the blocks of all ranks, and return a reader of their parts."""
-    end = f"receiver {receiver}"
-    ranks = range(len(meeting.sizes))
+    member = f"receiver {receiver}"
+    ranks = range(len(spec.sizes))
     groups = _join_groups(
-        meeting, end, lambda: [meeting.group(rank, 1 + receiver) for rank in ranks]
+        spec, member, lambda: [spec.join_group(rank, 1 + receiver) for rank in ranks]
     )
-    regions = [
-        torch.empty(size, dtype=torch.uint8, device=meeting.device) for size in meeting.sizes
+    received_bytes = [
+        torch.empty(size, dtype=torch.uint8, device=spec.device) for size in spec.sizes
     ]
-    lost: dict[int, RuntimeError] = {}
-    for number in range(max(meeting.buckets(rank) for rank in ranks)):
+    errors_by_rank: dict[int, RuntimeError] = {}
+    for bucket_index in range(max(spec.count_buckets(rank) for rank in ranks)):
         # All receivers use the same order, and all ranks send at the same time. If a rank fails,
-        # the others are still received to the end, so that none waits.
-        sending = [rank for rank in ranks if number < meeting.buckets(rank) and rank not in lost]
+        # the buckets of the others are still received, so that no rank hangs.
+        sending = [
+            rank
+            for rank in ranks
+            if bucket_index < spec.count_buckets(rank) and rank not in errors_by_rank
+        ]
         works = [
-            groups[rank].broadcast(regions[rank][meeting.bucket(rank, number)], 0)
+            groups[rank].broadcast(
+                received_bytes[rank][spec.get_bucket_bounds(rank, bucket_index)], 0
+            )
             for rank in sending
         ]
         for rank, work in zip(sending, works, strict=True):
             try:
                 work.wait()
             except RuntimeError as error:
-                lost[rank] = error
-    for rank, error in lost.items():
-        _GROUPS.pop((meeting.session, end), None)
+                errors_by_rank[rank] = error
+    for rank, error in errors_by_rank.items():
+        _GROUPS.pop((spec.session, member), None)
         raise WeightSyncError(f"rank {rank} stopped sending: {error}", rank=rank) from error
-    return lambda rank, part: part.read_from(regions[rank])
+    return lambda rank, part: part.read_from(received_bytes[rank])
 
 
 def forget(session: str) -> None:
@@ -296,12 +316,12 @@ def forget(session: str) -> None:
         del _GROUPS[key]
 
 
-def _join_groups(meeting: CollectiveGroupSpec, end: str, join: Any) -> list[Any]:
-    """Return the groups of a meeting, and close those of an earlier attempt."""
-    joined_key, groups = _GROUPS.pop((meeting.session, end), ("", []))
-    if joined_key != meeting.key:
+def _join_groups(spec: CollectiveGroupSpec, member: str, join: Any) -> list[Any]:
+    """Return the groups of a push, and close the groups of an earlier, failed attempt."""
+    joined_key, groups = _GROUPS.pop((spec.session, member), ("", []))
+    if joined_key != spec.key:
         # This closes their connections.
         del groups[:]
         groups = join()
-    _GROUPS[meeting.session, end] = (meeting.key, groups)
+    _GROUPS[spec.session, member] = (spec.key, groups)
     return groups

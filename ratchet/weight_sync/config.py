@@ -10,8 +10,8 @@ from ratchet.config.base import Section
 
 Sent = Literal["float32", "bfloat16", "float16"] | None
 SENT = (
-    "Floating-point weights are sent in it, converted by the learner; null: as the learner has "
-    "them."
+    "Floating-point weights are sent in this dtype, converted by the learner; null: in the "
+    "learner's dtype."
 )
 
 
@@ -22,8 +22,8 @@ class PushSection(Section):
     timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds for one push; then the generator goes on with the weights that it "
-        "has, and the run stops.",
+        description="Seconds for one push. After that the generator keeps its weights, and the run "
+        "stops.",
     )
 
 
@@ -73,12 +73,12 @@ class CollectiveWeightSyncConfig(PushSection):
 
     kind: Literal["collective"] = "collective"
     backend: Literal["gloo", "nccl"] = Field(
-        default="gloo", description="nccl: where all weights are on accelerators."
+        default="gloo", description="nccl needs all weights on accelerators."
     )
     host: str | None = Field(
         default=None,
-        description="The driver's address, as the others reach it; null: 127.0.0.1 on one host, "
-        "else its name.",
+        description="The address at which other processes reach the driver; null: 127.0.0.1 on one "
+        "host, else the driver's host name.",
     )
     bucket_mib: int = Field(
         default=16, ge=1, description="Weights that a rank broadcasts at a time, in MiB."
@@ -93,14 +93,14 @@ class FilesWeightSyncConfig(PushSection):
     kind: Literal["files"] = "files"
     directory: str | None = Field(
         default=None,
-        description="Directory of this run alone; null: weight_sync/ in the run's directory.",
+        description="Directory for this run only; null: weight_sync/ in the run's directory.",
     )
 
 
 class DeltaWeightSyncConfig(PushSection):
     """A weight sync that sends only the changes since the last version.
 
-    They go through files or shared memory.
+    The changes are sent through files or shared memory.
     """
 
     builds: ClassVar[str] = "ratchet.weight_sync.factory:delta"

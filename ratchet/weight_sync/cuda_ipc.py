@@ -41,48 +41,54 @@ class CudaIpcHandle:
     arguments: tuple[Any, ...]
 
 
-# By (session, rank): buffers that this process owns, and buffers of others that it has mapped.
-_LENT: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
-_MAPPED: dict[tuple[str, int], tuple[str, Tensor]] = {}
+# Buffers that this process owns, and buffers of other processes that it has mapped, by (session,
+# rank).
+_OWN_BUFFERS: dict[tuple[str, int], tuple[Tensor, CudaIpcHandle]] = {}
+_MAPPED_BUFFERS: dict[tuple[str, int], tuple[str, Tensor]] = {}
 
 
 class CudaIpcWeightSync(PushWeightSync):
-    """Pushes weights through buffers on a shared accelerator."""
+    """A weight sync through buffers on an accelerator that learner and generator share."""
 
     writer = "ratchet.weight_sync.cuda_ipc:write"
     receiver = "ratchet.weight_sync.cuda_ipc:read"
-    forgets = "ratchet.weight_sync.cuda_ipc:forget"
+    release_function = "ratchet.weight_sync.cuda_ipc:forget"
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+        self,
+        blocks: Sequence[Sequence[WeightBlock]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
-        sizes = [sum(align_bytes(block.n_bytes) for block in of_rank) for of_rank in blocks]
-        parts = await self._send({"session": self.session, "sizes": sizes}, since)
-        loans = await self.senders.call(
-            "send", "ratchet.weight_sync.cuda_ipc:lend", {"session": self.session}
+        sizes = [sum(align_bytes(block.n_bytes) for block in rank_blocks) for rank_blocks in blocks]
+        parts = await self._send({"session": self.session, "sizes": sizes}, delta_args)
+        handles = await self.senders.call(
+            "send", "ratchet.weight_sync.cuda_ipc:export_handle", {"session": self.session}
         )
-        return parts, (self.receiver, {"session": self.session, "loans": loans})
+        return parts, (self.receiver, {"session": self.session, "handles": handles})
 
 
 def write(
     outgoing: Iterator[OutgoingPart], rank: int, *, session: str, sizes: Sequence[int]
 ) -> list[SentPart]:
     """Copy a rank's blocks to its buffer, and return what was sent."""
-    buffer_n = _buffer(session, rank, sizes[rank])
-    place = 0
+    buffer_n = _get_buffer(session, rank, sizes[rank])
+    position = 0
     parts = []
-    for item in outgoing:
-        target_n = buffer_n[place : place + item.n_bytes]
-        parts.append(item.to_part(place, copy_with_checksum(target_n, item.tensor, item.dtype)))
-        place += align_bytes(item.n_bytes)
+    for part in outgoing:
+        target_n = buffer_n[position : position + part.n_bytes]
+        parts.append(part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype)))
+        position += align_bytes(part.n_bytes)
     # Wait for the copies, since receivers read on other streams.
     torch.cuda.synchronize()
     return parts
 
 
-def lend(weights: Iterator[Shard], rank: int, world: int, *, session: str) -> CudaIpcHandle:
+def export_handle(
+    weights: Iterator[Shard], rank: int, world: int, *, session: str
+) -> CudaIpcHandle:
     """Return the handle of a rank's buffer."""
-    return _LENT[session, rank][1]
+    return _OWN_BUFFERS[session, rank][1]
 
 
 def read(
@@ -90,27 +96,27 @@ def read(
     receiver: int,
     *,
     session: str,
-    loans: Sequence[CudaIpcHandle],
+    handles: Sequence[CudaIpcHandle],
 ) -> PartReader:
     """Map the buffers of all ranks, and return a reader of their parts."""
-    regions = []
-    for rank, loan in enumerate(loans):
-        mapped_token, bytes_n = _MAPPED.get((session, rank), ("", None))
-        if bytes_n is None or mapped_token != loan.token:
-            bytes_n = loan.rebuild(*loan.arguments)
-            _MAPPED[session, rank] = (loan.token, bytes_n)
-        regions.append(bytes_n)
-    return lambda rank, part: part.read_from(regions[rank])
+    buffers = []
+    for rank, handle in enumerate(handles):
+        mapped_token, bytes_n = _MAPPED_BUFFERS.get((session, rank), ("", None))
+        if bytes_n is None or mapped_token != handle.token:
+            bytes_n = handle.rebuild(*handle.arguments)
+            _MAPPED_BUFFERS[session, rank] = (handle.token, bytes_n)
+        buffers.append(bytes_n)
+    return lambda rank, part: part.read_from(buffers[rank])
 
 
 def forget(session: str) -> None:
     """Release the buffers of a session."""
-    for cache in (_LENT, _MAPPED):
+    for cache in (_OWN_BUFFERS, _MAPPED_BUFFERS):
         for key in [key for key in cache if key[0] == session]:
             del cache[key]
 
 
-def _buffer(session: str, rank: int, size: int) -> Tensor:
+def _get_buffer(session: str, rank: int, size: int) -> Tensor:
     """Return the buffer of a rank, with `size` bytes. Raises WeightSyncError without CUDA."""
     if not torch.cuda.is_available():
         raise WeightSyncError(
@@ -118,10 +124,13 @@ def _buffer(session: str, rank: int, size: int) -> Tensor:
             "weight_sync.kind=shared_memory.",
             rank=rank,
         )
-    if (session, rank) not in _LENT or len(_LENT[session, rank][0]) != size:
+    if (session, rank) not in _OWN_BUFFERS or len(_OWN_BUFFERS[session, rank][0]) != size:
         from torch.multiprocessing.reductions import reduce_tensor
 
         buffer_n = torch.empty(size, dtype=torch.uint8, device="cuda")
         rebuild, arguments = reduce_tensor(buffer_n)
-        _LENT[session, rank] = (buffer_n, CudaIpcHandle(uuid.uuid4().hex, rebuild, arguments))
-    return _LENT[session, rank][0]
+        _OWN_BUFFERS[session, rank] = (
+            buffer_n,
+            CudaIpcHandle(uuid.uuid4().hex, rebuild, arguments),
+        )
+    return _OWN_BUFFERS[session, rank][0]

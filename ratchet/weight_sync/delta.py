@@ -2,12 +2,13 @@
 
 Small steps leave most bytes of bfloat16 weights unchanged (about 99 % of them at a learning rate of
 3e-6). Both ends keep the weights of the last push: a rank keeps its blocks, a receiver keeps all.
-Changes apply to one version only. Once they are applied, each block must have the sender's
+Changes apply to one version only. After they are applied, each block must have the sender's
 checksum.
 
-Peak extra memory: between pushes, the model's bytes at the receiver and each rank's share of them
-at the ranks; while a block is compared, its bytes and 9 bytes for each of its elements; and the
-transport's memory, for at most the bytes of the blocks.
+Peak extra memory:
+- between pushes: the model's bytes at the receiver, and each rank's share of them at the rank;
+- while a block is compared: its bytes, and 9 bytes for each of its elements;
+- the transport's memory, for at most the bytes of the blocks.
 """
 
 from __future__ import annotations
@@ -62,66 +63,67 @@ def view_as_words(tensor: Tensor) -> Tensor:
 def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
     """Return (positions [c], new words [c]) of the changed words; positions are int32, ascending.
 
-    Return None if sending the whole block takes no more bytes, or if int32 can't count its words.
+    c = number of changed words. Return None if the whole block has no more bytes than the changes,
+    or if int32 can't count its words.
     """
     new_n = view_as_words(new)
     old_n = view_as_words(old)
-    at_c = (new_n != old_n).nonzero().squeeze(1)
+    positions_c = (new_n != old_n).nonzero().squeeze(1)
     change_bytes = POSITION.itemsize + new.dtype.itemsize
     if (
-        len(at_c) * change_bytes >= new_n.numel() * new.dtype.itemsize
+        len(positions_c) * change_bytes >= new_n.numel() * new.dtype.itemsize
         or new_n.numel() > torch.iinfo(POSITION).max
     ):
         return None
-    return at_c.to(POSITION), new_n[at_c]
+    return positions_c.to(POSITION), new_n[positions_c]
 
 
-def apply_changed_words(old: Tensor, at_c: Tensor, to_c: Tensor) -> None:
+def apply_changed_words(old: Tensor, positions_c: Tensor, values_c: Tensor) -> None:
     """Apply changes in place. Raises WeightSyncError for a position outside the block."""
     old_n = view_as_words(old)
-    if len(at_c) != len(to_c) or (
-        len(at_c) and not 0 <= int(at_c.min()) <= int(at_c.max()) < len(old_n)
+    if len(positions_c) != len(values_c) or (
+        len(positions_c) and not 0 <= int(positions_c.min()) <= int(positions_c.max()) < len(old_n)
     ):
         raise WeightSyncError("a change lies outside of its block")
-    old_n[at_c.long()] = to_c
+    old_n[positions_c.long()] = values_c
 
 
-def changes(
+def iterate_changes(
     weights: Iterator[Shard], dtype: str | None, *, session: str, base: int | None, version: int
 ) -> Iterator[OutgoingPart]:
     """Yield the changes from version `base` to `version`.
 
     Blocks are sent whole if the rank's last push was not version `base`.
     """
-    sent = _SENT.setdefault(session, _SentWeights())
-    send_whole = base is None or sent.version != base
-    # Until all blocks have been compared, the kept ones belong to no version.
-    sent.version = None
-    kept: list[Tensor] = []
+    last_push = _SENT.setdefault(session, _SentWeights())
+    send_whole = base is None or last_push.version != base
+    # Until all blocks have been compared, the kept blocks belong to no version.
+    last_push.version = None
+    kept_blocks: list[Tensor] = []
     for index, shard in enumerate(weights):
         new_dtype = resolve_sent_dtype(shard.tensor, dtype)
         new = shard.tensor.detach().to(new_dtype).contiguous()
         if (
             send_whole
-            or sent.blocks[index].shape != new.shape
-            or sent.blocks[index].dtype != new_dtype
+            or last_push.blocks[index].shape != new.shape
+            or last_push.blocks[index].dtype != new_dtype
         ):
-            kept.append(new.clone())
+            kept_blocks.append(new.clone())
             yield OutgoingPart(index, "whole", new, new_dtype)
             continue
-        old = sent.blocks[index]
-        kept.append(old)
+        old = last_push.blocks[index]
+        kept_blocks.append(old)
         changed = find_changed_words(new, old)
         if changed is None:
             old.copy_(new)
             yield OutgoingPart(index, "whole", new, new_dtype)
         elif len(changed[0]):
             apply_changed_words(old, *changed)
-            result = checksum(old)
+            block_checksum = checksum(old)
             yield OutgoingPart(index, "at", changed[0], POSITION)
-            yield OutgoingPart(index, "to", changed[1], changed[1].dtype, result)
-    sent.blocks = kept
-    sent.version = version
+            yield OutgoingPart(index, "to", changed[1], changed[1].dtype, block_checksum)
+    last_push.blocks = kept_blocks
+    last_push.version = version
 
 
 class ReceivedWeights:
@@ -135,7 +137,7 @@ class ReceivedWeights:
         # Keys are (rank, number of the block).
         self.blocks: dict[tuple[int, int], Tensor] = {}
 
-    def take(
+    def apply_push(
         self,
         by_rank: Sequence[Sequence[WeightBlock]],
         parts: Sequence[Sequence[SentPart]],
@@ -149,7 +151,7 @@ class ReceivedWeights:
         Raises DeltaRefused before anything is changed. Raises WeightSyncError if a changed block
         differs from the sender's; the next push must then be whole.
         """
-        self._check(by_rank, parts, base, version)
+        self._check_base(by_rank, parts, base, version)
         self.version = None
         for rank, rank_parts in enumerate(parts):
             positions: dict[int, Tensor] = {}
@@ -166,10 +168,10 @@ class ReceivedWeights:
                         positions.pop(part.block).to(self.blocks[key].device),
                         values,
                     )
-                    if not has_checksum(self.blocks[key], part.result):
+                    if not has_checksum(self.blocks[key], part.block_checksum):
                         name = by_rank[rank][part.block].name
                         raise WeightSyncError(
-                            f"weight '{name}' of rank {rank} is not what it should be after its "
+                            f"weight '{name}' of rank {rank} has the wrong checksum after its "
                             "changes",
                             tensor=name,
                             rank=rank,
@@ -186,7 +188,7 @@ class ReceivedWeights:
         else:
             self.blocks[key] = values.clone()
 
-    def _check(
+    def _check_base(
         self,
         by_rank: Sequence[Sequence[WeightBlock]],
         parts: Sequence[Sequence[SentPart]],

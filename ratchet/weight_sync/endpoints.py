@@ -45,7 +45,7 @@ class LocalRank:
 
 
 class WeightSender:
-    """The sending end of a learner in this process."""
+    """The sending end of a weight sync, beside a learner in this process."""
 
     def __init__(self, learner: Learner) -> None:
         self.learner = learner
@@ -70,9 +70,9 @@ class WeightReceiver:
         self.generator = generator
         self.rank = rank
         self._blocks: Sequence[Sequence[WeightBlock]] = ()
-        self._open: PartReader | None = None
+        self._part_reader: PartReader | None = None
         self._received: dict[str, ReceivedWeights] = {}  # by session
-        self._pending: ReceivedWeights | None = None
+        self._pending_weights: ReceivedWeights | None = None
         # A single thread, because torch starts helper threads for each new one, which takes as long
         # as the checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
@@ -85,15 +85,15 @@ class WeightReceiver:
         lasting: bool = False,
         adapter: Adapter | None = None,
     ) -> None:
-        """Announce a push to the generator, which may refuse its names or shapes.
+        """Announce a push to the generator, which may refuse the names or shapes of its weights.
 
         blocks: announced weight blocks, by rank of the learner.
-        lasting: the received memory stays unchanged after the commit, until the next one.
+        lasting: True if the received memory stays unchanged after the commit, until the next one.
         adapter: the adapter that some or all blocks belong to.
         """
         self._blocks = blocks
-        self._open = None
-        self._pending = None
+        self._part_reader = None
+        self._pending_weights = None
         weights = {
             block.name: {"shape": block.shape, "dtype": block.dtype}
             for rank_blocks in blocks
@@ -114,7 +114,7 @@ class WeightReceiver:
 
         receiver: "module:function" of the transport, called with (blocks, rank, **options).
         """
-        self._open = await self._run_in_thread(
+        self._part_reader = await self._run_in_thread(
             partial(imported(receiver), self._blocks, self.rank, **options)
         )
 
@@ -122,76 +122,77 @@ class WeightReceiver:
         self,
         parts: Sequence[Sequence[SentPart]],
         version: int,
-        since: Mapping[str, Any] | None,
-        waiting: tuple[str, Mapping[str, Any]] | None = None,
+        delta_args: Mapping[str, Any] | None,
+        pending_receive: tuple[str, Mapping[str, Any]] | None = None,
     ) -> None:
-        """Verify the parts and pass the weights to the generator.
+        """Verify the parts and load the weights into the generator (the built-in engine or vLLM).
 
         parts: description of what each rank sent.
         since: session, base and version of a weight sync that may send changes; None: it sends
           whole weights only.
-        waiting: arguments of `receive`, if the transfer has not been received yet.
+        pending_receive: arguments of `receive`, if the parts have not been received yet.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
         """
-        if waiting is not None:
-            await self.receive(*waiting)
-        shards = await self._run_in_thread(partial(self._check_parts, parts, version, since))
+        if pending_receive is not None:
+            await self.receive(*pending_receive)
+        shards = await self._run_in_thread(partial(self._check_parts, parts, version, delta_args))
         await self.generator.receive(iter(shards))
 
     async def _run_in_thread(self, work: Callable[[], T]) -> T:
-        """Run the work in this end's thread, so that generation in the event loop goes on."""
+        """Run the work in this receiver's thread, so that generation in the event loop goes on."""
         return await asyncio.get_running_loop().run_in_executor(self._thread, work)
 
     def _check_parts(
-        self, parts: Sequence[Sequence[SentPart]], version: int, since: Mapping[str, Any] | None
+        self,
+        parts: Sequence[Sequence[SentPart]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> list[Shard]:
         """Return the verified weights. Raises WeightSyncError or DeltaRefused."""
-        assert self._open is not None, "nothing was received"
+        assert self._part_reader is not None, "nothing was received"
         received = [
-            (rank, part, self._open(rank, part))
+            (rank, part, self._part_reader(rank, part))
             for rank, rank_parts in enumerate(parts)
             for part in rank_parts
         ]
-        checks = [prepare_checksum_check(numbers, part.checksum) for _, part, numbers in received]
+        checks = [prepare_checksum_check(values, part.checksum) for _, part, values in received]
         results = self._checksum_threads.each(
             lambda check: check(), checks, [part.n_bytes for _, part, _ in received]
         )
-        for (rank, part, _), is_right in zip(received, results, strict=True):
-            if not is_right:
+        for (rank, part, _), is_intact in zip(received, results, strict=True):
+            if not is_intact:
                 block = self._blocks[rank][part.block]
                 raise WeightSyncError(
-                    f"weight '{block.name}' did not arrive as rank {rank} sent it: its checksum "
-                    f"isn't {part.checksum}",
+                    f"weight '{block.name}' differs from the one that rank {rank} sent: its "
+                    f"checksum isn't {part.checksum}",
                     tensor=block.name,
                     rank=rank,
                 )
-        if since is None:
-            return [
-                self._blocks[rank][part.block].shard(numbers) for rank, part, numbers in received
-            ]
-        self._pending = self._received.setdefault(since["session"], ReceivedWeights())
-        opened = {(rank, part): numbers for rank, part, numbers in received}
-        taken = self._pending.take(
+        if delta_args is None:
+            return [self._blocks[rank][part.block].shard(values) for rank, part, values in received]
+        self._pending_weights = self._received.setdefault(delta_args["session"], ReceivedWeights())
+        values_by_part = {(rank, part): values for rank, part, values in received}
+        applied = self._pending_weights.apply_push(
             self._blocks,
             parts,
-            lambda rank, part: opened[rank, part],
-            base=since["base"],
+            lambda rank, part: values_by_part[rank, part],
+            base=delta_args["base"],
             version=version,
         )
-        return [block.shard(numbers) for _, block, numbers in taken]
+        return [block.shard(values) for _, block, values in applied]
 
     async def commit(self, version: int) -> bool:
         """Commit the version. Return True if the generator uses the received memory in place."""
         await self.generator.commit(version)
-        if self._pending is not None:
-            self._pending.version = version
-        self._open = self._pending = None
+        if self._pending_weights is not None:
+            self._pending_weights.version = version
+        self._part_reader = self._pending_weights = None
         return isinstance(self.generator, SupportsWeightAdoption) and self.generator.adopted
 
     async def rollback(self) -> None:
         """Discard the push."""
-        self._open = self._pending = None
+        self._part_reader = self._pending_weights = None
         await self.generator.rollback()
 
     def base(self, session: str) -> int | None:
@@ -208,22 +209,24 @@ class WeightReceiver:
         if function:
             imported(function)(session)
 
-    def differing(self, sums: Sequence[Sequence[tuple[WeightBlock, str]]]) -> list[str] | None:
-        """Return the names of weights that differ in the generator; None if it can't show them.
+    def list_differing(
+        self, checksums: Sequence[Sequence[tuple[WeightBlock, str]]]
+    ) -> list[str] | None:
+        """Return the names of weights that differ in the generator; None if they can't be read.
 
         sums: each rank's blocks with the expected checksums.
         """
-        shown: dict[str, Tensor] = {}
+        weights_by_name: dict[str, Tensor] = {}
         if isinstance(self.generator, HasReadableWeights):
-            shown = {shard.name: shard.tensor for shard in self.generator.weights()}
-        if not shown:
+            weights_by_name = {shard.name: shard.tensor for shard in self.generator.weights()}
+        if not weights_by_name:
             return None
-        differing: dict[str, None] = {}
-        for rank_sums in sums:
-            for block, expected in rank_sums:
-                view = shown.get(block.name)
+        differing_names: dict[str, None] = {}
+        for rank_checksums in checksums:
+            for block, expected in rank_checksums:
+                view = weights_by_name.get(block.name)
                 if view is None or not has_checksum(
-                    block.cut(view).to(torch_dtype(block.dtype)).contiguous(), expected
+                    block.select_from(view).to(torch_dtype(block.dtype)).contiguous(), expected
                 ):
-                    differing[block.name] = None
-        return list(differing)
+                    differing_names[block.name] = None
+        return list(differing_names)

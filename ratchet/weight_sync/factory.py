@@ -52,12 +52,12 @@ class SyncEndpoints:
     directory: Path = Path("runs/run")
     # True if both ends are on the driver's host.
     one_host: bool = True
-    # The adapter that the learner trains instead of the model's weights; None: it trains these.
+    # The adapter that the learner trains instead of the model's weights; None: the weights train.
     adapter: Adapter | None = None
 
     @property
-    def outlets(self) -> Ranks:
-        """Return the ranks that send weights. A learner in this process is the only one."""
+    def sender_ranks(self) -> Ranks:
+        """Return the ranks that send weights. A learner in this process is a single rank."""
         if isinstance(self.learner, Ranks):
             return self.learner
         from ratchet.weight_sync.endpoints import LocalRank, WeightSender
@@ -65,7 +65,7 @@ class SyncEndpoints:
         return LocalRank(WeightSender(self.learner))
 
     @property
-    def intakes(self) -> Ranks:
+    def receiver_ranks(self) -> Ranks:
         """Return the ranks that receive weights; without `receivers`, only the generator."""
         if self.receivers is not None:
             return self.receivers
@@ -121,10 +121,10 @@ def shared_memory(
     from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
     return SharedMemoryWeightSync(
-        endpoints.outlets,
-        endpoints.intakes,
+        endpoints.sender_ranks,
+        endpoints.receiver_ranks,
         run=endpoints.run,
-        **_options(config, endpoints),
+        **_get_transport_options(config, endpoints),
     )
 
 
@@ -132,7 +132,11 @@ def cuda_ipc(config: CudaIpcWeightSyncConfig, endpoints: SyncEndpoints) -> CudaI
     """Create the weight sync that uses CUDA IPC."""
     from ratchet.weight_sync.cuda_ipc import CudaIpcWeightSync
 
-    return CudaIpcWeightSync(endpoints.outlets, endpoints.intakes, **_options(config, endpoints))
+    return CudaIpcWeightSync(
+        endpoints.sender_ranks,
+        endpoints.receiver_ranks,
+        **_get_transport_options(config, endpoints),
+    )
 
 
 def collective(
@@ -142,13 +146,13 @@ def collective(
     from ratchet.weight_sync.collective import CollectiveWeightSync
 
     return CollectiveWeightSync(
-        endpoints.outlets,
-        endpoints.intakes,
+        endpoints.sender_ranks,
+        endpoints.receiver_ranks,
         receivers_count=endpoints.receivers_count,
         host=config.host or ("127.0.0.1" if endpoints.one_host else socket.gethostname()),
         backend=config.backend,
         bucket_mib=config.bucket_mib,
-        **_options(config, endpoints),
+        **_get_transport_options(config, endpoints),
     )
 
 
@@ -157,10 +161,10 @@ def files(config: FilesWeightSyncConfig, endpoints: SyncEndpoints) -> FilesWeigh
     from ratchet.weight_sync.files import FilesWeightSync
 
     return FilesWeightSync(
-        endpoints.outlets,
-        endpoints.intakes,
-        directory=_directory(config.directory, endpoints),
-        **_options(config, endpoints),
+        endpoints.sender_ranks,
+        endpoints.receiver_ranks,
+        directory=_get_directory(config.directory, endpoints),
+        **_get_transport_options(config, endpoints),
     )
 
 
@@ -168,26 +172,32 @@ def delta(
     config: DeltaWeightSyncConfig, endpoints: SyncEndpoints
 ) -> FilesWeightSync | SharedMemoryWeightSync:
     """Create the weight sync that sends only changes to receivers of the last version."""
-    ends = (endpoints.outlets, endpoints.intakes)
+    both_ends = (endpoints.sender_ranks, endpoints.receiver_ranks)
     if config.through == "shared_memory":
         from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
         return SharedMemoryWeightSync(
-            *ends, run=endpoints.run, changes_only=True, **_options(config, endpoints)
+            *both_ends,
+            run=endpoints.run,
+            changes_only=True,
+            **_get_transport_options(config, endpoints),
         )
     from ratchet.weight_sync.files import FilesWeightSync
 
-    directory = _directory(config.directory, endpoints)
+    directory = _get_directory(config.directory, endpoints)
     return FilesWeightSync(
-        *ends, directory=directory, changes_only=True, **_options(config, endpoints)
+        *both_ends,
+        directory=directory,
+        changes_only=True,
+        **_get_transport_options(config, endpoints),
     )
 
 
-def _options(config: PushSection, endpoints: SyncEndpoints) -> dict[str, Any]:
+def _get_transport_options(config: PushSection, endpoints: SyncEndpoints) -> dict[str, Any]:
     """Return the arguments that all transports take."""
     return {"dtype": config.dtype, "timeout_s": config.timeout_s, "adapter": endpoints.adapter}
 
 
-def _directory(chosen: str | None, endpoints: SyncEndpoints) -> Path:
-    """Return the chosen directory for weight files; by default one inside the run's directory."""
-    return Path(chosen) if chosen is not None else endpoints.directory / "weight_sync"
+def _get_directory(directory: str | None, endpoints: SyncEndpoints) -> Path:
+    """Return the directory for weight files; None: one inside the run's directory."""
+    return Path(directory) if directory is not None else endpoints.directory / "weight_sync"

@@ -1,8 +1,8 @@
 """Sync weights through files in a directory that learner ranks and receivers share.
 
 Each rank writes its blocks as a safetensors file, in one directory per version. A directory gets
-its final name once it is complete. The previous version is removed after the commit; what a failed
-push left is removed before the next one.
+its final name once it is complete. The previous version's directory is removed after the commit.
+The files of a failed push are removed before the next push.
 
 Peak extra memory:
 - learner rank: its share of the model bytes, while blocks are converted and written;
@@ -51,25 +51,29 @@ class FilesWeightSync(PushWeightSync):
     ) -> None:
         super().__init__(senders, receivers, **options)
         self.directory = directory.absolute()
-        # Remembered here, because modification times mislead if the clock was set back.
+        # The directories of the committed push and of the latest complete one. They are not found
+        # by modification times, which are wrong if the clock was set back.
         self._committed: Path | None = None
-        self._complete: Path | None = None
+        self._latest: Path | None = None
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+        self,
+        blocks: Sequence[Sequence[WeightBlock]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         draft = self.directory / f".draft-{uuid.uuid4().hex[:8]}"
         complete = self.directory / f"push-{version}-{draft.name[-8:]}"
         self._remove_others(self._committed)
         draft.mkdir(parents=True)
-        parts = await self._send({"directory": str(draft)}, since)
+        parts = await self._send({"directory": str(draft)}, delta_args)
         draft.rename(complete)
-        self._complete = complete
+        self._latest = complete
         return parts, (self.receiver, {"directory": str(complete)})
 
     async def _push(self, version: int) -> None:
         await super()._push(version)
-        self._committed = self._complete
+        self._committed = self._latest
         self._remove_others(self._committed)
 
     async def close(self) -> None:
@@ -93,9 +97,9 @@ def write(outgoing: Iterator[OutgoingPart], rank: int, *, directory: str) -> lis
         parts.append(
             part.to_part(offset, copy_with_checksum(as_bytes(converted), part.tensor, part.dtype))
         )
-        tensors[_key(parts[-1])] = converted
+        tensors[_make_key(parts[-1])] = converted
         offset += align_bytes(part.n_bytes)
-    path = _file(directory, rank)
+    path = _get_path(directory, rank)
     try:
         save_file(tensors, path.with_suffix(".tmp"))
         os.replace(path.with_suffix(".tmp"), path)
@@ -113,11 +117,11 @@ def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: s
     files: dict[int, Any] = {}
 
     def read_part(rank: int, part: SentPart) -> Tensor:
-        path = _file(directory, rank)
+        path = _get_path(directory, rank)
         try:
             if rank not in files:
                 files[rank] = safe_open(path, framework="pt", device="cpu")
-            return files[rank].get_tensor(_key(part))
+            return files[rank].get_tensor(_make_key(part))
         except (OSError, SafetensorError) as error:
             name = blocks[rank][part.block].name
             raise WeightSyncError(
@@ -129,9 +133,9 @@ def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, *, directory: s
     return read_part
 
 
-def _file(directory: str, rank: int) -> Path:
+def _get_path(directory: str, rank: int) -> Path:
     return Path(directory) / f"rank-{rank}.safetensors"
 
 
-def _key(part: SentPart) -> str:
+def _make_key(part: SentPart) -> str:
     return f"{part.block}.{part.kind}"

@@ -18,7 +18,7 @@ class SharedWeightSync:
 
     async def push(self, version: int) -> None:
         await self.generator.commit(version)
-        # The generator may be paused since the step got its groups, as the update changes weights.
+        # The generator may have been paused before the update, which changes its weights.
         await self.generator.resume()
 
     async def audit(self) -> Sequence[str] | None:

@@ -1,6 +1,7 @@
 """The functions that each rank of a learner runs for a weight sync.
 
-Each takes the rank's weights, its rank and the number of ranks. The weight sync calls it by name.
+Their first arguments are the rank's weights, its rank and the number of ranks. The weight sync
+calls them by name, on all ranks.
 """
 
 from __future__ import annotations
@@ -22,49 +23,49 @@ from ratchet.weight_sync.weight_blocks import (
 
 
 def describe(
-    weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None, moving: bool
+    weights: Iterator[Shard], rank: int, world_size: int, *, dtype: str | None, skip_frozen: bool
 ) -> list[WeightBlock]:
-    """Return the rank's blocks, as they would be sent.
+    """Return the descriptions of the blocks that the rank would send.
 
-    moving: True leaves out frozen weights.
+    skip_frozen: True leaves out frozen weights.
     """
-    return [describe_block(shard, dtype) for shard in _select(weights, moving)]
+    return [describe_block(shard, dtype) for shard in _drop_frozen(weights, skip_frozen)]
 
 
-def _select(weights: Iterator[Shard], moving: bool) -> Iterator[Shard]:
-    return (shard for shard in weights if not (moving and shard.rests))
+def _drop_frozen(weights: Iterator[Shard], skip_frozen: bool) -> Iterator[Shard]:
+    return (shard for shard in weights if not (skip_frozen and shard.is_frozen))
 
 
 def send(
     weights: Iterator[Shard],
     rank: int,
-    world: int,
+    world_size: int,
     *,
     dtype: str | None,
     writer: str,
     options: Mapping[str, Any],
-    since: Mapping[str, Any] | None = None,
-    moving: bool,
+    delta_args: Mapping[str, Any] | None = None,
+    skip_frozen: bool,
 ) -> list[SentPart]:
     """Send the rank's blocks.
 
-    writer: the transport's function, called with the outgoing blocks, the rank and the options.
-    since: arguments of `delta.changes`, to send only changes; None sends whole weights.
-    moving: see `describe`.
+    writer: the transport's function, called with the outgoing parts, the rank and the options.
+    delta_args: arguments of `delta.iterate_changes`; None sends whole weights.
+    skip_frozen: see `describe`.
     """
-    weights = _select(weights, moving)
+    weights = _drop_frozen(weights, skip_frozen)
     outgoing = (
         list_whole_blocks(weights, dtype)
-        if since is None
-        else delta.changes(weights, dtype, **since)
+        if delta_args is None
+        else delta.iterate_changes(weights, dtype, **delta_args)
     )
     return imported(writer)(outgoing, rank, **options)
 
 
-def sums(
-    weights: Iterator[Shard], rank: int, world: int, *, dtype: str | None
+def compute_checksums(
+    weights: Iterator[Shard], rank: int, world_size: int, *, dtype: str | None
 ) -> list[tuple[WeightBlock, str]]:
-    """Return the rank's blocks, as they would be sent, each with its checksum."""
+    """Return the descriptions of the rank's blocks, each with the checksum of the bytes to send."""
     blocks = []
     for shard in weights:
         block = describe_block(shard, dtype)
@@ -73,7 +74,9 @@ def sums(
     return blocks
 
 
-def forget(weights: Iterator[Shard], rank: int, world: int, *, function: str, session: str) -> None:
+def forget(
+    weights: Iterator[Shard], rank: int, world_size: int, *, function: str, session: str
+) -> None:
     """Release everything that the rank keeps for a session.
 
     function: the transport's release function, called with the session; "" for none.

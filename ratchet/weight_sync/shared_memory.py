@@ -1,13 +1,13 @@
 """Weight sync by shared memory on one host: ranks write their blocks, receivers read in place.
 
 A segment is an anonymous file in the driver's memory (memfd), which other processes open by the
-driver's process id. So nothing needs clean-up: the kernel frees it when the last process that maps
-it has ended, however it ended. It is created once and mapped by each process once: the first push
-pays for its pages, later ones only copy.
+driver's process id. It needs no clean-up: the kernel frees it when the last process that maps it
+has ended, even by a kill. It is created once, and each process maps it once. The first push
+allocates its pages, and later pushes only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
-received memory in place (`SupportsWeightAdoption`) and copies nothing. A second segment then takes
-the next push: a segment in use is never written.
+received memory in place (`SupportsWeightAdoption`) without a copy. The next push then goes to a
+second segment, because a segment in use is never written.
 
 Peak extra memory: one segment of the model's bytes (as sent), which all processes share. Generators
 that use it in place need a second segment, but hold no weights of their own.
@@ -73,14 +73,14 @@ class SharedMemorySegment:
 
 
 class SharedMemoryWeightSync(PushWeightSync):
-    """Pushes weights through shared memory.
+    """A weight sync through shared memory.
 
     run: name of the run, see `SharedMemorySegment`.
     """
 
     writer = "ratchet.weight_sync.shared_memory:write"
     receiver = "ratchet.weight_sync.shared_memory:read"
-    forgets = "ratchet.weight_sync.shared_memory:forget"
+    release_function = "ratchet.weight_sync.shared_memory:forget"
 
     def __init__(self, senders: Ranks, receivers: Ranks, *, run: str = "", **options: Any) -> None:
         super().__init__(senders, receivers, **options)
@@ -91,15 +91,18 @@ class SharedMemoryWeightSync(PushWeightSync):
         self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockPlaces, int] | None = None
         # The segment of the next push, and the one that receivers use in place.
         self._free: SharedMemorySegment | None = None
-        self._serving: SharedMemorySegment | None = None
+        self._in_use: SharedMemorySegment | None = None
 
     @property
     def shared_bytes(self) -> int:
         """Return the total bytes of the segments."""
-        return sum(segment.size for segment in (self._free, self._serving) if segment is not None)
+        return sum(segment.size for segment in (self._free, self._in_use) if segment is not None)
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+        self,
+        blocks: Sequence[Sequence[WeightBlock]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         if self._layout is None or self._layout[0] is not blocks:
             self._layout = (
@@ -116,29 +119,29 @@ class SharedMemoryWeightSync(PushWeightSync):
             "token": self._free.token,
             "size": size,
         }
-        return await self._send({"places": places, **segment}, since), (self.receiver, segment)
+        return await self._send({"places": places, **segment}, delta_args), (self.receiver, segment)
 
     async def _commit(self, version: int) -> bool:
-        # If the commit fails, some receiver may use the segment already: it is never written again.
-        written = self._free
+        # If the commit fails, a receiver may already use the segment. So it is never written again.
+        segment = self._free
         self._free = None
         try:
             adopted = await super()._commit(version)
         except BaseException:
-            _close(written)
+            _close(segment)
             raise
         if adopted:
-            self._free = self._serving
-            self._serving = written
+            self._free = self._in_use
+            self._in_use = segment
         else:
-            self._free = written
+            self._free = segment
         return adopted
 
     async def close(self) -> None:
         await super().close()
-        for segment in (self._free, self._serving):
+        for segment in (self._free, self._in_use):
             _close(segment)
-        self._free = self._serving = None
+        self._free = self._in_use = None
 
 
 def _close(segment: SharedMemorySegment | None) -> None:
@@ -153,49 +156,50 @@ def lay_out_blocks(
 
     Weights follow one another, each with its blocks in the order of their offsets.
 
-    slack: additional bytes for each block. A change is two parts, together smaller than the block.
+    slack: additional bytes for the alignment of each block. A change is sent as two parts, which
+      together are smaller than the block.
     """
     blocks_by_name: dict[str, list[tuple[WeightBlock, int, int]]] = {}
     for rank, blocks in enumerate(by_rank):
         for index, block in enumerate(blocks):
             blocks_by_name.setdefault(block.name, []).append((block, rank, index))
     places: BlockPlaces = [[(0, 0)] * len(blocks) for blocks in by_rank]
-    place = 0
+    position = 0
     for weight_blocks in blocks_by_name.values():
         for block, rank, index in sorted(weight_blocks, key=lambda entry: entry[0].offsets):
-            end = place + (align_bytes(block.n_bytes) + slack if slack else block.n_bytes)
-            places[rank][index] = (place, end)
-            place = end
-        place = align_bytes(place)
-    return places, place
+            end = position + (align_bytes(block.n_bytes) + slack if slack else block.n_bytes)
+            places[rank][index] = (position, end)
+            position = end
+        position = align_bytes(position)
+    return places, position
 
 
 def write(
     outgoing: Iterator[OutgoingPart], rank: int, *, places: BlockPlaces, **segment: Any
 ) -> list[SentPart]:
     """Copy a rank's blocks to their places, and return what was sent."""
-    bytes_n = _bytes(**segment)
+    bytes_n = _get_bytes(**segment)
     parts = []
     # block -> first byte of its next part.
-    written: dict[int, int] = {}
-    for item in outgoing:
-        start, end = places[rank][item.block]
-        place = written.get(item.block, start)
-        if place + item.n_bytes > end:
+    next_position: dict[int, int] = {}
+    for part in outgoing:
+        start, end = places[rank][part.block]
+        position = next_position.get(part.block, start)
+        if position + part.n_bytes > end:
             raise WeightSyncError(
-                f"rank {rank} has more to send than it announced: {place + item.n_bytes - start} "
-                "bytes",
+                f"rank {rank} has more to send than it announced: "
+                f"{position + part.n_bytes - start} bytes",
                 rank=rank,
             )
-        target_n = bytes_n[place : place + item.n_bytes]
-        parts.append(item.to_part(place, copy_with_checksum(target_n, item.tensor, item.dtype)))
-        written[item.block] = place + align_bytes(item.n_bytes)
+        target_n = bytes_n[position : position + part.n_bytes]
+        parts.append(part.to_part(position, copy_with_checksum(target_n, part.tensor, part.dtype)))
+        next_position[part.block] = position + align_bytes(part.n_bytes)
     return parts
 
 
 def read(blocks: Sequence[Sequence[WeightBlock]], receiver: int, **segment: Any) -> PartReader:
     """Map the segment, and return a reader of its parts."""
-    bytes_n = _bytes(**segment)
+    bytes_n = _get_bytes(**segment)
     return lambda rank, part: part.read_from(bytes_n)
 
 
@@ -204,25 +208,25 @@ def forget(session: str) -> None:
     _MAPPED.pop(session, None)
 
 
-def _bytes(*, session: str, path: str, token: str, size: int) -> Tensor:
+def _get_bytes(*, session: str, path: str, token: str, size: int) -> Tensor:
     """Return the bytes of a segment, without its header."""
     segments = _MAPPED.setdefault(session, {})
     if token not in segments:
-        mapped = _map(path, token, HEADER + size)
-        # Two stay mapped: the one in use and the one that is written.
+        mapped = _map_segment(path, token, HEADER + size)
+        # Two segments stay mapped: the one in use and the one that is written.
         while len(segments) > 1:
             segments.pop(next(iter(segments)))
         segments[token] = mapped
     return segments[token][HEADER:]
 
 
-def _map(path: str, token: str, size: int) -> Tensor:
+def _map_segment(path: str, token: str, size: int) -> Tensor:
     """Map the segment. Raises WeightSyncError if this process can't open it."""
     try:
         with Path(path).open("r+b", buffering=0) as file:
             if file.read(len(token)) == token.encode():
                 return torch.frombuffer(mmap.mmap(file.fileno(), size), dtype=torch.uint8)
-        reason = "it is another process's"
+        reason = "it belongs to another process"
     except (OSError, ValueError) as error:
         reason = str(error)
     raise WeightSyncError(

@@ -16,15 +16,15 @@ from typing import Any
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Ranks
-from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_cover
+from ratchet.weight_sync.weight_blocks import SentPart, WeightBlock, check_coverage
 
 # "module:function" of the transport, and its options: see `WeightReceiver.receive`.
 PendingReceive = tuple[str, Mapping[str, Any]]
 
 log = logging.getLogger(__name__)
 
-SEND, DESCRIBE, SUMS = (
-    f"ratchet.weight_sync.sender:{name}" for name in ("send", "describe", "sums")
+SEND_BLOCKS, DESCRIBE_BLOCKS, COMPUTE_CHECKSUMS = (
+    f"ratchet.weight_sync.sender:{name}" for name in ("send", "describe", "compute_checksums")
 )
 
 
@@ -37,18 +37,18 @@ class PushWeightSync:
     dtype: the sender converts floating-point weights to it; None: they keep the learner's.
     changes_only: send only changes since the last version, if all receivers have it.
     timeout_s: limit of one push.
-    adapter: the adapter that the learner trains in place of its weights. The first push also
-      sends the weights; all later ones send the adapter alone.
+    adapter: the adapter that the learner trains in place of its weights. The first push sends the
+      weights too. All later pushes send only the adapter.
     """
 
     # "module:function" that sends blocks, see `ratchet.weight_sync.sender.send`.
     writer: str
-    # "module:function" that receives them, see `WeightReceiver.receive`.
+    # "module:function" that receives blocks, see `WeightReceiver.receive`.
     receiver: str
     # True if received memory stays unchanged after the commit, until the next one.
     lasting = False
-    # "module:function" that releases what this transport keeps in a process for a session.
-    forgets: str = ""
+    # "module:function" that releases the resources of a session in a process; "" for none.
+    release_function: str = ""
 
     def __init__(
         self,
@@ -66,14 +66,14 @@ class PushWeightSync:
         self.dtype = dtype
         self.changes_only = changes_only
         self.timeout_s = timeout_s
-        # Names the state that both ends keep between pushes.
+        # The key of the state that both ends keep between pushes.
         self.session = uuid.uuid4().hex
         # Size of the latest push.
         self.sent_bytes = 0
         self._blocks: list[list[WeightBlock]] | None = None
         # True once the receivers have the frozen weights.
         self._has_frozen = False
-        # What the push is doing, for error messages.
+        # The current phase of the push, for error messages.
         self._phase = ""
 
     async def push(self, version: int) -> None:
@@ -96,7 +96,7 @@ class PushWeightSync:
                 else f"{type(error).__name__}: {error}"
             )
             raise WeightSyncError(
-                f"version {version} was not pushed, the generator goes on with the one before "
+                f"version {version} was not pushed, and the generator keeps the previous version "
                 f"({self._phase}: {reason})",
                 rank=getattr(error, "rank", None),
             ) from error
@@ -106,12 +106,12 @@ class PushWeightSync:
         blocks = self._blocks = self._blocks or await self._describe()
         self._phase = "a receiver prepares"
         await self.receivers.call("prepare", blocks, version, self.lasting, self.adapter)
-        since = await self._since(version) if self.changes_only else None
+        delta_args = await self._get_delta_args(version) if self.changes_only else None
         self._phase = "weights are sent"
-        parts, waiting = await self._transfer(blocks, version, since)
+        parts, pending_receive = await self._transfer(blocks, version, delta_args)
         self.sent_bytes = sum(part.n_bytes for rank_parts in parts for part in rank_parts)
         self._phase = "a receiver compares checksums"
-        await self.receivers.call("verify", parts, version, since, waiting)
+        await self.receivers.call("verify", parts, version, delta_args, pending_receive)
         self._phase = "a receiver commits"
         await self._commit(version)
         # The receivers now have the frozen weights: later pushes send the adapter alone.
@@ -132,12 +132,12 @@ class PushWeightSync:
         """Return the blocks of the ranks, which stay the same for all pushes."""
         self._phase = "the learner describes its weights"
         blocks = await self.senders.call(
-            "send", DESCRIBE, {"dtype": self.dtype, "moving": self._has_frozen}
+            "send", DESCRIBE_BLOCKS, {"dtype": self.dtype, "skip_frozen": self._has_frozen}
         )
-        check_cover(blocks)
+        check_coverage(blocks)
         return blocks
 
-    async def _since(self, version: int) -> Mapping[str, Any]:
+    async def _get_delta_args(self, version: int) -> Mapping[str, Any]:
         """Return the session and the versions between which changes are sent.
 
         `base` is an earlier version that all receivers have; None: there is none, and blocks are
@@ -152,27 +152,30 @@ class PushWeightSync:
         return {"session": self.session, "base": base, "version": version}
 
     async def _transfer(
-        self, blocks: Sequence[Sequence[WeightBlock]], version: int, since: Mapping[str, Any] | None
+        self,
+        blocks: Sequence[Sequence[WeightBlock]],
+        version: int,
+        delta_args: Mapping[str, Any] | None,
     ) -> tuple[list[list[SentPart]], PendingReceive | None]:
         """Send the blocks.
 
-        Return (the sent parts of each rank, the call by which receivers still have to receive
-        them, if any).
+        Return (the sent parts of each rank, the arguments of the receivers' later `receive`; None
+        if they have received the parts already).
         """
         raise NotImplementedError
 
     async def _send(
-        self, options: Mapping[str, Any], since: Mapping[str, Any] | None
+        self, options: Mapping[str, Any], delta_args: Mapping[str, Any] | None
     ) -> list[list[SentPart]]:
         """Send from all ranks, and return the parts that each sent."""
-        options_of_send = {
+        send_options = {
             "dtype": self.dtype,
             "writer": self.writer,
             "options": options,
-            "since": since,
-            "moving": self._has_frozen,
+            "delta_args": delta_args,
+            "skip_frozen": self._has_frozen,
         }
-        return await self.senders.call("send", SEND, options_of_send)
+        return await self.senders.call("send", SEND_BLOCKS, send_options)
 
     async def _rollback(self) -> None:
         # The next push may have other ranks.
@@ -184,31 +187,37 @@ class PushWeightSync:
             log.warning("a receiver could not roll back: %s", error)
 
     async def audit(self) -> Sequence[str] | None:
-        """Return the weights that differ between the learner and any receiver.
+        """Return the names of weights that differ between the learner and any receiver.
 
-        None if no receiver can show its weights.
+        Return None if no receiver's weights can be read.
         """
-        sums = await self.senders.call("send", SUMS, {"dtype": self.dtype})
-        answers = [
-            names for names in await self.receivers.call("differing", sums) if names is not None
+        checksums = await self.senders.call("send", COMPUTE_CHECKSUMS, {"dtype": self.dtype})
+        names_by_receiver = [
+            names
+            for names in await self.receivers.call("list_differing", checksums)
+            if names is not None
         ]
-        return list(dict.fromkeys(name for names in answers for name in names)) if answers else None
+        return (
+            list(dict.fromkeys(name for names in names_by_receiver for name in names))
+            if names_by_receiver
+            else None
+        )
 
     async def close(self) -> None:
         await self._forget()
 
     async def _forget(self) -> None:
-        """Release what both ends keep between pushes; an end that is gone is skipped."""
+        """Release the state that both ends keep between pushes. Errors of dead ends are ignored."""
         for ranks, method, arguments in (
             (
                 self.senders,
                 "send",
                 (
                     "ratchet.weight_sync.sender:forget",
-                    {"function": self.forgets, "session": self.session},
+                    {"function": self.release_function, "session": self.session},
                 ),
             ),
-            (self.receivers, "forget", (self.forgets, self.session)),
+            (self.receivers, "forget", (self.release_function, self.session)),
         ):
             with contextlib.suppress(Exception):
                 await ranks.call(method, *arguments)

@@ -29,7 +29,7 @@ class WeightBlock(NamedTuple):
         shape: Shape of the whole weight.
         offsets: First index of the block along each axis.
         sizes: Shape of the block.
-        dtype: Torch's name of the dtype that is sent.
+        dtype: Torch's name of the dtype in which the block is sent.
     """
 
     name: str
@@ -52,7 +52,7 @@ class WeightBlock(NamedTuple):
         """Return a shard of this block with the values of `tensor`."""
         return Shard(self.name, self.shape, self.offsets, tensor.view(self.sizes))
 
-    def cut(self, whole: Tensor) -> Tensor:
+    def select_from(self, whole: Tensor) -> Tensor:
         """Return a view of this block in the whole weight."""
         for axis, (offset, size) in enumerate(zip(self.offsets, self.sizes, strict=True)):
             whole = whole.narrow(axis, offset, size)
@@ -68,29 +68,29 @@ class OutgoingPart:
         kind: "whole" is the whole block. A change is sent as two parts: "at", the changed positions
             in the flattened block, and "to", their new values.
         dtype: The dtype to which the tensor is converted for sending.
-        result: Checksum of the whole block after a change, on its "to" part.
+        block_checksum: Checksum of the whole block after a change, on its "to" part.
     """
 
     block: int
     kind: str
     tensor: Tensor
     dtype: torch.dtype
-    result: str = ""
+    block_checksum: str = ""
 
     @property
     def n_bytes(self) -> int:
         return self.tensor.numel() * self.dtype.itemsize
 
-    def to_part(self, place: int, checksum: str) -> SentPart:
-        """Return the `SentPart` of this part, which begins at byte `place`."""
+    def to_part(self, start: int, checksum: str) -> SentPart:
+        """Return the `SentPart` of this part, which begins at byte `start`."""
         return SentPart(
             self.block,
             self.kind,
             dtype_name(self.dtype),
             self.tensor.numel(),
-            place,
+            start,
             checksum,
-            self.result,
+            self.block_checksum,
         )
 
 
@@ -98,7 +98,7 @@ class SentPart(NamedTuple):
     """A part that a rank has sent.
 
     Attributes:
-        place: Offset of its first byte in the bytes that the rank sent.
+        start: Offset of its first byte in the bytes that the rank sent.
         checksum: Checksum of its bytes.
         block, kind, result: As in `OutgoingPart`.
     """
@@ -107,9 +107,9 @@ class SentPart(NamedTuple):
     kind: str
     dtype: str
     numel: int
-    place: int
+    start: int
     checksum: str
-    result: str = ""
+    block_checksum: str = ""
 
     @property
     def n_bytes(self) -> int:
@@ -117,7 +117,7 @@ class SentPart(NamedTuple):
 
     def read_from(self, bytes_n: Tensor) -> Tensor:
         """Return the part's values, flat; `bytes_n` are all bytes that the rank sent."""
-        return bytes_n.narrow(0, self.place, self.n_bytes).view(torch_dtype(self.dtype))
+        return bytes_n.narrow(0, self.start, self.n_bytes).view(torch_dtype(self.dtype))
 
 
 # Sends parts of a rank: (outgoing, rank, **options) -> sent parts.
@@ -149,39 +149,39 @@ def align_bytes(n_bytes: int) -> int:
 
 
 def describe_block(shard: Shard, dtype: str | None) -> WeightBlock:
-    """Return the block of a shard, as it would be sent."""
+    """Return the description of a shard's block, with the dtype in which it is sent."""
     name = dtype_name(resolve_sent_dtype(shard.tensor, dtype))
     return WeightBlock(
         shard.name, tuple(shard.shape), tuple(shard.offsets), tuple(shard.tensor.shape), name
     )
 
 
-def check_cover(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
+def check_coverage(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
     """Raise WeightSyncError unless the ranks together send every element of every weight once."""
     blocks_by_name: dict[str, list[tuple[int, WeightBlock]]] = {}
     for rank, blocks in enumerate(by_rank):
         for block in blocks:
             blocks_by_name.setdefault(block.name, []).append((rank, block))
     for name, weight_blocks in blocks_by_name.items():
-        first = weight_blocks[0][1]
+        expected = weight_blocks[0][1]
         for rank, block in weight_blocks:
-            if (block.shape, block.dtype) != (first.shape, first.dtype):
+            if (block.shape, block.dtype) != (expected.shape, expected.dtype):
                 raise WeightSyncError(
                     f"weight '{name}' is {block.dtype} {block.shape} on rank {rank}, and "
-                    f"{first.dtype} {first.shape} on rank "
+                    f"{expected.dtype} {expected.shape} on rank "
                     f"{weight_blocks[0][0]}: the ranks run different models",
                     tensor=name,
                     rank=rank,
                 )
-        for (_, a), (rank, b) in itertools.combinations(weight_blocks, 2):
-            if _overlap(a, b):
+        for (_, first_block), (rank, second_block) in itertools.combinations(weight_blocks, 2):
+            if _overlap(first_block, second_block):
                 raise WeightSyncError(
-                    f"two ranks send the same numbers of weight '{name}'", tensor=name, rank=rank
+                    f"two ranks send the same elements of weight '{name}'", tensor=name, rank=rank
                 )
-        missing = math.prod(first.shape) - sum(block.numel for _, block in weight_blocks)
+        missing = math.prod(expected.shape) - sum(block.numel for _, block in weight_blocks)
         if missing:
             raise WeightSyncError(
-                f"no rank sends {missing} of the numbers of weight '{name}' {first.shape}",
+                f"no rank sends {missing} of the elements of weight '{name}' {expected.shape}",
                 tensor=name,
             )
 

@@ -129,7 +129,7 @@ def test_a_recipe_that_was_edited_under_a_run_is_told(tiny, tmp_path):
     config.write_text(edited)
     assert tiny.start(run, "") == 0
     assert (
-        "the recipe was edited since step 2, and holds from here on: stages.0.optimizer.lr: 0.01 "
+        "the recipe was edited since step 2; the new values apply from here on: stages.0.optimizer.lr: 0.01 "
         "-> 0.02" in (run / "run.log").read_text()
     )
 

@@ -45,7 +45,7 @@ from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.observe.trackers import Tracked
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
-from ratchet.training.generator_workers import get_generator_resources, worker_factory
+from ratchet.training.generator_workers import get_generator_resources, get_worker_factory
 from ratchet.types import Message, Scored, Task, ToolCall
 from ratchet.weight_sync.endpoints import LocalRank
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
@@ -206,7 +206,7 @@ def in_processes() -> None:
     )
     executor.plan([ResourceRequest("learner", 1), *get_generator_resources(workers, on_cpu=True)])
     executor.group("learner")
-    worker_factory(workers)
+    get_worker_factory(workers)
     GeneratorPool(workers)
     executor.close()
 

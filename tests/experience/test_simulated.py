@@ -87,12 +87,14 @@ async def run(
     )
     bounds = {"per_step": BATCH, "max_staleness": max_staleness, "last_step": steps}
     if tails:
-        ahead = TailBatching(source, asked, more=tails, last_step=steps)
+        ahead = TailBatching(source, asked, extra_groups=tails, last_step=steps)
     elif redundant_groups:
         ahead = source
     else:
         scheduler = StalenessScheduler(**bounds, order=order, concurrency=concurrency)
-        ahead = PrefetchingSource(source, scheduler, asked, rests=False, replayable=True, **filters)
+        ahead = PrefetchingSource(
+            source, scheduler, asked, pause_during_update=False, replayable=True, **filters
+        )
     clock, seconds, groups = asyncio.get_running_loop().time, [], []
     for step in range(steps):
         begun = clock()
@@ -351,7 +353,7 @@ def test_no_more_groups_are_replaced_than_max_replaced_says(tmp_path):
     """Where none teaches anything a step takes what there is, after so many tries."""
     for tries in (1, 3):
         path = tmp_path / f"{tries}.jsonl"
-        simulate(run(5, 0.2, path=path, teaches=lambda group: False, tries=tries))
+        simulate(run(5, 0.2, path=path, has_signal=lambda group: False, max_replaced=tries))
         events = Counter(line["event"] for line in read_ledger(path))
         assert events["trained"] == 5 * BATCH
         assert events["filtered"] == 5 * BATCH * tries

@@ -9,7 +9,7 @@ import pytest
 from generators.workers_play import Here, columns, config, engine
 
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.async_rollouts.resumable_generator import CURRENT, ResumableGenerator
+from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP, ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup
 from ratchet.experience.nemo_rl.generation import UnbatchedGenerator, WithSampling
 from ratchet.generators.request import RequestValidator, make_prompt_key
@@ -90,7 +90,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         {n: (tokens, make_prompt_key(tokens, media), SAMPLING, media) for n, media in own.items()}
     )
     assert [medium.key for medium in asked.media] == ["cat", "dog"]
-    assert (len(asked.prompts), asked.prompt_of) == (12, [0, 0, 1, 2])
+    assert (len(asked.prompts), asked.prompt_indices) == (12, [0, 0, 1, 2])
     there = pickle.loads(pickle.dumps(asked, protocol=5)).each()
     assert [number for number, *_ in there] == [1, 2, 3, 4]
     for number, prompt, sampling, media in there:
@@ -101,7 +101,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
         for (_, got), (_, sent) in zip(media, own[number], strict=True):
             np.testing.assert_array_equal(got.inputs["pixel_values"], sent.inputs["pixel_values"])
     text = RequestBatch.from_requests({1: (tokens, make_prompt_key(tokens, []), SAMPLING, ())})
-    assert (text.media, text.placed) == ([], ())
+    assert (text.media, text.media_places) == ([], ())
 
 
 def test_a_router_brings_them_to_its_workers_and_sends_equal_prompts_together():
@@ -143,7 +143,7 @@ def test_what_goes_on_after_an_interruption_has_the_images_again():
     issue = ScheduledGroup(0, 0, "g/0", Task("t", ()), journal={SAMPLING.seed: half})
 
     async def play():
-        CURRENT.set(issue)
+        CURRENT_GROUP.set(issue)
         return await ResumableGenerator(inner).generate(TOKENS, SAMPLING, (Placed(1, CAT),))
 
     assert asyncio.run(play()).tokens.tolist() == [1, 2, 3]

@@ -22,10 +22,10 @@ from ratchet.errors import DataError, RatchetError, WeightSyncError, WorkerDied,
 from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.workers.batch_protocol import CompletionBatch
-from ratchet.generators.workers.pool import TOGETHER, GeneratorPool
+from ratchet.generators.workers.pool import MAX_SAME_PROMPT, GeneratorPool
 from ratchet.protocols import Generator, HasReadableWeights, Placeable
 from ratchet.testing.conformance import check_generator
-from ratchet.training.generator_workers import RecoveringWeightSync, worker_factory
+from ratchet.training.generator_workers import RecoveringWeightSync, get_worker_factory
 from ratchet.types import Completion, Message, Sampling, StopReason, Task
 from ratchet.weight_sync.endpoints import LocalRank, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
@@ -58,10 +58,10 @@ def test_equal_prompts_go_together_and_others_where_least_is_to_do():
     assert sorted(asked[0] + asked[1]) == sorted(prompt for prompt in PROMPTS for _ in range(5))
     assert not any(prompt in asked[1] for prompt in asked[0])
     assert [len(own) for own in asked] == [10, 10]
-    drawn(router, [([1], Sampling(max_new_tokens=2, seed=i)) for i in range(TOGETHER + 6)])
+    drawn(router, [([1], Sampling(max_new_tokens=2, seed=i)) for i in range(MAX_SAME_PROMPT + 6)])
     assert [sum(new.count([1]) for new in worker.asked) for worker in workers] in (
-        [TOGETHER, 6],
-        [6, TOGETHER],
+        [MAX_SAME_PROMPT, 6],
+        [6, MAX_SAME_PROMPT],
     )
 
 
@@ -380,7 +380,7 @@ def test_the_section():
 
 @pytest.mark.parametrize("worker_runs", ["completions", "groups"])
 def test_the_rank_factory_exists(worker_runs):
-    assert callable(imported(worker_factory(config(worker_runs=worker_runs))))
+    assert callable(imported(get_worker_factory(config(worker_runs=worker_runs))))
 
 
 @pytest.mark.parametrize(

@@ -249,7 +249,7 @@ def running(generator):
     return (
         list(core._requests.values())
         if hasattr(core, "_requests")
-        else [a.request for a in core._answers.values()]
+        else [a.request for a in core._partials.values()]
     )
 
 
@@ -438,15 +438,15 @@ def sampled(prompt, completion):
 
 async def refused_pushes(generator, learner):
     async def corrupt():
-        with generator._outbox.path.open("r+b") as file:
+        with generator._weight_writer.path.open("r+b") as file:
             file.seek(1000)
             file.write(b"\xff\x00\xff\x00")
 
     async def cut_off():
-        os.truncate(generator._outbox.path, 1000)
+        os.truncate(generator._weight_writer.path, 1000)
 
     async def gone():
-        generator._outbox.path.unlink()
+        generator._weight_writer.path.unlink()
 
     for damage in (corrupt, cut_off, gone):
         await generator.prepare({})

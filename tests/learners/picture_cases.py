@@ -76,5 +76,7 @@ def ranked(rank, shards, directory, train_encoders, pickled, saved=None):
     if saved is not None:
         learner.save(saved)
         learner.load(saved)
-    blocks = [(b.name, b.shape, b.offsets, b.tensor.clone(), b.rests) for b in learner.weights()]
+    blocks = [
+        (b.name, b.shape, b.offsets, b.tensor.clone(), b.is_frozen) for b in learner.weights()
+    ]
     return metrics, blocks, pictures

@@ -129,7 +129,7 @@ def test_a_checkpoint_leaves_towers_at_rest_out_and_knows_them(tmp_path):
     learner.__dict__.pop("_base_fingerprint")
     with pytest.raises(CheckpointError, match="other frozen weights"):
         learner.load(tmp_path / "saved")
-    rests = {shard.name for shard in learner.weights() if shard.rests}
+    rests = {shard.name for shard in learner.weights() if shard.is_frozen}
     assert rests == {name for name, _ in learner.model.tower_parameters()}
 
 

@@ -126,7 +126,7 @@ def prepares_otherwise(directory: Path) -> Path:
         (
             prepares_otherwise,
             {"kind": "distill_on_policy"},
-            "has another processor than the policy",
+            "has another media processor than the policy",
         ),
         (
             reads_text,

@@ -15,6 +15,6 @@ def test_a_tokenizer_with_more_tokens_than_the_model_is_refused_with_both_sizes(
     model = init_policy(get_preset("tiny", vocab_size=tokenizer.vocab_size - 1), seed=0)
     with pytest.raises(
         ModelError,
-        match=f"has {tokenizer.vocab_size} tokens, the model's embedding {model.vocab_size}",
+        match=f"has {tokenizer.vocab_size} tokens, but the model's embedding has {model.vocab_size}",
     ):
         Policy.create(model, tokenizer)

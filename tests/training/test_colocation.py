@@ -13,7 +13,11 @@ from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.async_rollouts.tail_batching import CURRENT, AbortableGenerator, DrawnTokens
+from ratchet.experience.async_rollouts.tail_batching import (
+    CURRENT_COUNTER,
+    AbortableGenerator,
+    TokenCounter,
+)
 from ratchet.learners.config import LocalConfig
 from ratchet.learners.local import LocalLearner
 from ratchet.models.load import init_policy
@@ -129,7 +133,7 @@ def test_attempts_that_were_cut_off_hold_up_no_learner(device, parts):
     asked = AbortableGenerator(generator)
 
     async def ask():
-        CURRENT.set(DrawnTokens())
+        CURRENT_COUNTER.set(TokenCounter())
         late = asyncio.create_task(asked.generate([1], Sampling(max_new_tokens=1)))
         while not device.events:
             await asyncio.sleep(0)

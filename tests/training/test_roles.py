@@ -54,7 +54,7 @@ def roles_of(net, algo):
 
 
 def test_a_learner_of_several_processes_without_any_is_refused():
-    with pytest.raises(ConfigError, match=r"there are none. Give Policy"):
+    with pytest.raises(ConfigError, match=r"there are none. Pass the ranks"):
         make_roles(
             model(),
             TOKENIZER,
@@ -197,7 +197,7 @@ def test_a_teacher_of_other_tokens_is_refused(saved):
 def test_a_teacher_whose_embedding_lacks_tokens_is_refused(saved):
     refused(
         algorithm("distill_on_policy", teacher=saved(model(V - 4))),
-        f"has {V} tokens, the model's embedding {V - 4}",
+        f"has {V} tokens, but the model's embedding has {V - 4}",
     )
 
 

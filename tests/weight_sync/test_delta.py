@@ -140,7 +140,7 @@ def test_what_comes_out_wrong_is_refused_and_nothing_applies_to_it_any_more(hist
     received, shards, sent = history
     received.blocks[0, 0][50] = 5.0
     with pytest.raises(
-        WeightSyncError, match="weight 'w' of rank 0 is not what it should be after its changes"
+        WeightSyncError, match="weight 'w' of rank 0 has the wrong checksum after its changes"
     ):
         deliver(received, shards[2], "", 1, 2, sent=sent[2])
     with pytest.raises(DeltaRefused, match="the receiver has none"):

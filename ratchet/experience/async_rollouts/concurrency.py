@@ -1,5 +1,8 @@
-"""Adapt the number of groups in flight: enough that the learner does not wait, within staleness
-bounds."""
+"""Adapt the concurrency of asynchronous rollouts.
+
+Enough groups are in flight that the learner does not wait, and few enough that staleness stays
+below its target.
+"""
 
 from __future__ import annotations
 
@@ -18,25 +21,26 @@ class ConcurrencyController:
 
     Args:
         per_step: Groups of a step; at least as many are in flight.
-        most: The maximum number in flight that the staleness bound allows.
-        staleness: Target for the mean staleness, in versions, of a step's new tokens; None ignores
-            it.
-        mismatch: Target for the KL from sampler to learner, in nats per token; None ignores it.
+        max_groups: The maximum number in flight that the staleness bound allows.
+        staleness: Target for the mean staleness, in versions, of a step's new tokens. None sets no
+            target.
+        mismatch: Target for the KL from sampler to learner, in nats per token. None sets no target.
     """
 
     def __init__(
         self,
         *,
         per_step: int,
-        most: int,
+        max_groups: int,
         staleness: float | None = None,
         mismatch: float | None = None,
     ) -> None:
         self.per_step = per_step
-        self.most = most
+        self.max_groups = max_groups
         self.staleness = staleness
         self.mismatch = mismatch
-        self.level = float(per_step)  # between per_step and most
+        # The unrounded number of groups, between per_step and max_groups.
+        self.level = float(per_step)
 
     @property
     def groups(self) -> int:
@@ -49,20 +53,23 @@ class ConcurrencyController:
         Nothing changes if a measure that has a target was not measured.
 
         Args:
-            waited: The learner had to wait for groups.
+            waited: True if the learner had to wait for groups.
             staleness: The mean staleness of the step's tokens.
             mismatch: The KL of the step.
         """
-        rooms = [_room(self.staleness, staleness), _room(self.mismatch, mismatch)]
-        if any(room is not None and math.isnan(room) for room in rooms):
+        headrooms = [
+            _get_headroom(self.staleness, staleness),
+            _get_headroom(self.mismatch, mismatch),
+        ]
+        if any(headroom is not None and math.isnan(headroom) for headroom in headrooms):
             return
-        room = min(room for room in rooms if room is not None)
-        if room < 0 or waited:
-            level = self.level + RATE * self.per_step * max(-1.0, room)
-            self.level = min(max(level, float(self.per_step)), float(self.most))
+        headroom = min(headroom for headroom in headrooms if headroom is not None)
+        if headroom < 0 or waited:
+            level = self.level + RATE * self.per_step * max(-1.0, headroom)
+            self.level = min(max(level, float(self.per_step)), float(self.max_groups))
 
 
-def _room(target: float | None, measured: float | None) -> float | None:
+def _get_headroom(target: float | None, measured: float | None) -> float | None:
     """Return the remaining share of the target; it is negative if the target is exceeded."""
     if target is None:
         return None

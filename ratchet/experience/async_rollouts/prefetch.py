@@ -1,6 +1,7 @@
-"""A source wrapper for asynchronous rollouts: groups begin before the step that trains on them.
+"""A source wrapper for asynchronous (off-policy) rollouts with bounded staleness.
 
-Their staleness is bounded. Groups without a training signal can be replaced by others.
+Groups begin before the step that trains on them. Groups without a training signal can be replaced
+by others (dynamic sampling).
 
 Attempts continue while the learner works and across weight syncs; each token keeps the version of
 the weights that drew it. If the generator reads the learner's own tensors, it is paused from the
@@ -14,7 +15,7 @@ import logging
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from ratchet.experience.async_rollouts.resumable_generator import CURRENT, ResumableGenerator
+from ratchet.experience.async_rollouts.resumable_generator import CURRENT_GROUP, ResumableGenerator
 from ratchet.experience.async_rollouts.staleness_scheduler import ScheduledGroup, StalenessScheduler
 from ratchet.experience.rollout.metrics import measure_staleness
 from ratchet.experience.rollout.plain_values import from_plain, to_plain
@@ -49,13 +50,14 @@ class PrefetchingSource:
         source: The source of rollouts.
         scheduler: Decides which groups begin and which are trained on.
         generator: The generator that the source's attempts call.
-        rests: The generator reads the learner's tensors, so it must not run during an update.
-        replayable: Attempts can be replayed (`Environment.replayable`). Otherwise those in flight
-            start again when the run resumes.
-        teaches: Returns True for a group with a training signal; other groups are replaced. None
+        pause_during_update: True if the generator reads the learner's tensors, so it must not run
+            during an update.
+        replayable: True if attempts can be replayed (`Environment.replayable`). Otherwise attempts
+            in flight start again when the run resumes.
+        has_signal: Returns True for a group with a training signal; other groups are replaced. None
             replaces no group.
-        tries: Maximum number of replacements in a step, per group of the step; after that any group
-            is taken.
+        max_replaced: Maximum number of replacements in a step, per group of the step. After that
+            groups without a signal are kept.
     """
 
     def __init__(
@@ -64,18 +66,18 @@ class PrefetchingSource:
         scheduler: StalenessScheduler,
         generator: ResumableGenerator,
         *,
-        rests: bool,
+        pause_during_update: bool,
         replayable: bool,
-        teaches: Callable[[Group], bool] | None = None,
-        tries: int = 1,
+        has_signal: Callable[[Group], bool] | None = None,
+        max_replaced: int = 1,
     ) -> None:
         self.source = source
         self.scheduler = scheduler
         self.generator = generator
-        self.rests = rests
+        self.pause_during_update = pause_during_update
         self.replayable = replayable
-        self.teaches = teaches
-        self.tries = tries
+        self.has_signal = has_signal
+        self.max_replaced = max_replaced
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
         # groups whose attempts begin with the next draw
         self._to_restart: list[ScheduledGroup] = []
@@ -87,27 +89,27 @@ class PrefetchingSource:
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return the groups of a step, and begin new ones.
 
-        Raises the first failure that belongs to no single attempt.
+        An exception that is no single attempt's failure, such as a generator error, is raised here.
         """
         assert n == self.scheduler.per_step, "the scheduler plans steps of another size"
         self._version = version
         self._replaced = 0
         self._waited = False
-        if self.rests:
+        if self.pause_during_update:
             await self.generator.inner.resume()
         self.generator.open()
-        for issue in self._to_restart:
-            self._play(issue)
+        for scheduled in self._to_restart:
+            self._play(scheduled)
         self._to_restart = []
-        self._begin(self.scheduler.room(version))
-        while (chosen := self.scheduler.choose(version)) is None:
+        self._begin(self.scheduler.count_startable(version))
+        while (chosen_groups := self.scheduler.choose(version)) is None:
             self._waited = True
             self._changed.clear()
             await self._changed.wait()
             self._raise_failures()
-        if self.rests:
+        if self.pause_during_update:
             await self.generator.inner.pause()
-        return [issue.group for issue in chosen if issue.group is not None]
+        return [scheduled.group for scheduled in chosen_groups if scheduled.group is not None]
 
     def ack(self, ids: Sequence[str], step: int) -> None:
         self.source.ack(ids, step)
@@ -116,11 +118,11 @@ class PrefetchingSource:
         self.source.nack(ids, reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        numbers, concurrency = self.source.measure(groups), self.scheduler.concurrency
+        metrics, concurrency = self.source.measure(groups), self.scheduler.concurrency
         if concurrency is None:
-            return numbers
+            return metrics
         return {
-            **numbers,
+            **metrics,
             "adaptive/groups": float(concurrency.groups),
             "adaptive/waited": float(self._waited),
         }
@@ -142,21 +144,26 @@ class PrefetchingSource:
             await self.generator.close(lambda: self.source.manager.playing)
         return {
             "source": await self.source.snapshot(),
-            "issues": [self._stored(issue) for issue in self.scheduler.issues],
-            "arrived": [issue.id for issue in self.scheduler.arrived],
+            "issues": [self._to_state(scheduled) for scheduled in self.scheduler.unfinished],
+            "arrived": [scheduled.id for scheduled in self.scheduler.ready_groups],
             "level": None
             if self.scheduler.concurrency is None
             else self.scheduler.concurrency.level,
         }
 
-    def _stored(self, issue: ScheduledGroup) -> dict[str, Any]:
-        ready = None if issue.group is None else to_plain(issue.group.trajectories)
+    def _to_state(self, scheduled: ScheduledGroup) -> dict[str, Any]:
+        trajectories = None if scheduled.group is None else to_plain(scheduled.group.trajectories)
         journal = (
             {}
-            if issue.group is not None
-            else {str(seed): to_plain(drawn) for seed, drawn in issue.journal.items()}
+            if scheduled.group is not None
+            else {str(seed): to_plain(completion) for seed, completion in scheduled.journal.items()}
         )
-        return {"id": issue.id, "version": issue.version, "ready": ready, "journal": journal}
+        return {
+            "id": scheduled.id,
+            "version": scheduled.version,
+            "ready": trajectories,
+            "journal": journal,
+        }
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         """Restore the state of a checkpoint.
@@ -166,30 +173,30 @@ class PrefetchingSource:
         """
         await self.source.restore(state["source"])
         await self.generator.close(lambda: 0)
-        under_way = []
+        in_flight = []
         for entry in state["issues"]:
-            issue = self.scheduler.begin(entry["version"], *self.source.claim(entry["id"]))
-            issue.journal = {
-                int(seed): from_plain(drawn) for seed, drawn in entry["journal"].items()
+            scheduled = self.scheduler.begin(entry["version"], *self.source.claim(entry["id"]))
+            scheduled.journal = {
+                int(seed): from_plain(completion) for seed, completion in entry["journal"].items()
             }
             if entry["ready"] is None:
-                under_way.append(issue)
+                in_flight.append(scheduled)
             else:
-                issue.group = Group(issue.id, issue.task, from_plain(entry["ready"]))
-        issue_by_id = {issue.id: issue for issue in self.scheduler.issues}
-        self.scheduler.arrived = [issue_by_id[name] for name in state["arrived"]]
+                scheduled.group = Group(scheduled.id, scheduled.task, from_plain(entry["ready"]))
+        scheduled_by_id = {scheduled.id: scheduled for scheduled in self.scheduler.unfinished}
+        self.scheduler.ready_groups = [scheduled_by_id[name] for name in state["arrived"]]
         if self.scheduler.concurrency is not None and state["level"] is not None:
             self.scheduler.concurrency.level = state["level"]
         if not self.replayable:
-            if under_way:
+            if in_flight:
                 log.warning(
                     "%d groups start again because their environment can't be replayed",
-                    len(under_way),
+                    len(in_flight),
                 )
-            self._to_restart = under_way
+            self._to_restart = in_flight
             return
-        for issue in under_way:
-            self._play(issue)
+        for scheduled in in_flight:
+            self._play(scheduled)
         await self.generator.close(lambda: self.source.manager.playing)
 
     async def close(self) -> None:
@@ -198,36 +205,36 @@ class PrefetchingSource:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
         self._tasks = {}
-        if self.rests:
+        if self.pause_during_update:
             await self.generator.inner.resume()
 
-    # --- groups under way
+    # --- groups in flight
 
     def _begin(self, count: int) -> None:
         for name, task in self.source.take(count, version=self._version):
             self._play(self.scheduler.begin(self._version, name, task))
 
-    def _play(self, issue: ScheduledGroup) -> None:
-        self._tasks[issue] = asyncio.create_task(self._group(issue))
-        self._tasks[issue].add_done_callback(lambda _: self._changed.set())
+    def _play(self, scheduled: ScheduledGroup) -> None:
+        self._tasks[scheduled] = asyncio.create_task(self._run_group(scheduled))
+        self._tasks[scheduled].add_done_callback(lambda _: self._changed.set())
 
-    async def _group(self, issue: ScheduledGroup) -> None:
-        CURRENT.set(issue if self.replayable else None)
-        (group,) = await self.source.make([(issue.id, issue.task)], issue.version)
+    async def _run_group(self, scheduled: ScheduledGroup) -> None:
+        CURRENT_GROUP.set(scheduled if self.replayable else None)
+        (group,) = await self.source.make([(scheduled.id, scheduled.task)], scheduled.version)
         if (
-            self.teaches is not None
-            and not self.teaches(group)
-            and self._replaced < self.tries * self.scheduler.per_step
+            self.has_signal is not None
+            and not self.has_signal(group)
+            and self._replaced < self.max_replaced * self.scheduler.per_step
         ):
             self._replaced += 1
-            self.scheduler.drop(issue)
-            self.source.discard([issue.id], "filtered", reason="it teaches nothing")
+            self.scheduler.drop(scheduled)
+            self.source.discard([scheduled.id], "filtered", reason="it teaches nothing")
             self._begin(1)
         else:
-            self.scheduler.ready(issue, group)
-            self.source.ledger.note("ready", [issue.id])
-        issue.journal.clear()
-        del self._tasks[issue]
+            self.scheduler.mark_ready(scheduled, group)
+            self.source.ledger.note("ready", [scheduled.id])
+        scheduled.journal.clear()
+        del self._tasks[scheduled]
 
     def _raise_failures(self) -> None:
         for task in self._tasks.values():

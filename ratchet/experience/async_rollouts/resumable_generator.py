@@ -1,9 +1,9 @@
-"""Generate so that requests can be interrupted at any token and resumed, here or in a new process.
+"""Interrupt generation requests at any token, and resume them in this process or in a new one.
 
 A group's completions go into its journal under the request's seed, which identifies attempt and
-turn. An attempt that is replayed from the start gets the same completions from the journal, turn by
-turn, and then continues. So a checkpoint needs no state of a `replayable` environment, and a
-run that saves takes the same path as one that resumes.
+turn. A resumed run replays an attempt from its start: each turn gets its completion from the
+journal, until the journal ends and sampling continues. So a checkpoint needs no state of a
+`replayable` environment. A run that saves a checkpoint takes the same path as a run that resumes.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from ratchet.types import Completion, Placed, Sampling, StopReason
 log = logging.getLogger(__name__)
 
 # The group whose attempts the current asyncio task plays.
-CURRENT: ContextVar[ScheduledGroup | None] = ContextVar("issue", default=None)
-POLL_S = 0.001
-QUIET_S = 30.0
-HOPS = 32  # event-loop iterations; exceeds the longest chain of tasks that wait for one another
+CURRENT_GROUP: ContextVar[ScheduledGroup | None] = ContextVar("group", default=None)
+POLL_S = 0.001  # seconds between two looks at the attempts that are still busy
+INTERRUPT_TIMEOUT_S = 30.0
+EVENT_LOOP_ITERATIONS = 32  # more than the longest chain of tasks that wait for one another
 
 
 class ResumableGenerator:
@@ -52,25 +52,25 @@ class ResumableGenerator:
         sampling: Sampling,
         media: Sequence[Placed] = (),
     ) -> Completion:
-        issue = CURRENT.get()
-        if issue is None:
+        group = CURRENT_GROUP.get()
+        if group is None:
             return await self.inner.generate(tokens, sampling, media)
-        drawn = issue.journal.get(sampling.seed)
-        while drawn is None or drawn.stop is StopReason.ABORTED:
-            await self._opened(issue, sampling.seed)
+        completion = group.journal.get(sampling.seed)
+        while completion is None or completion.stop is StopReason.ABORTED:
+            await self._wait_until_open(group, sampling.seed)
             continuation = await self.inner.generate(
-                *_remaining_request(tokens, sampling, drawn), media
+                *_remaining_request(tokens, sampling, completion), media
             )
-            drawn = issue.journal[sampling.seed] = join_completions(drawn, continuation)
-            if drawn.stop is StopReason.ABORTED and not self._closed:
+            completion = group.journal[sampling.seed] = join_completions(completion, continuation)
+            if completion.stop is StopReason.ABORTED and not self._closed:
                 break  # the request was aborted for another reason
-        return drawn
+        return completion
 
     async def close(self, playing: Callable[[], int]) -> None:
         """Interrupt all requests, and wait until every attempt waits in `generate`.
 
-        Attempts that spend more than QUIET_S in an environment or a reward are left there; the
-        resumed run repeats their turn.
+        Attempts that are still busy in an environment or a reward after INTERRUPT_TIMEOUT_S are not
+        waited for. The resumed run repeats their turn.
 
         Args:
             playing: Returns the number of attempts in flight.
@@ -78,7 +78,7 @@ class ResumableGenerator:
         self._closed = True
         self.inner.abort()
         try:
-            async with asyncio.timeout(QUIET_S):
+            async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
                 await _run_event_loop()
                 while len(self._waiting) < playing():
                     await asyncio.sleep(POLL_S)
@@ -87,7 +87,7 @@ class ResumableGenerator:
             log.warning(
                 "%d attempts are still busy in an environment or a reward after %g s",
                 playing() - len(self._waiting),
-                QUIET_S,
+                INTERRUPT_TIMEOUT_S,
             )
 
     def open(self) -> None:
@@ -97,10 +97,10 @@ class ResumableGenerator:
             if not self._waiting[key].done():
                 self._waiting[key].set_result(None)
 
-    async def _opened(self, issue: ScheduledGroup, seed: int) -> None:
+    async def _wait_until_open(self, group: ScheduledGroup, seed: int) -> None:
         if not self._closed:
             return
-        key = issue.number, seed
+        key = group.number, seed
         self._waiting[key] = asyncio.get_running_loop().create_future()
         try:
             await self._waiting[key]
@@ -110,39 +110,43 @@ class ResumableGenerator:
 
 async def _run_event_loop() -> None:
     """Let the event loop run until finished attempts have reached all tasks that wait for them."""
-    for _ in range(HOPS):
+    for _ in range(EVENT_LOOP_ITERATIONS):
         await asyncio.sleep(0)
 
 
 def _remaining_request(
-    tokens: Sequence[int] | NDArray[np.int64], sampling: Sampling, drawn: Completion | None
+    tokens: Sequence[int] | NDArray[np.int64],
+    sampling: Sampling,
+    partial_completion: Completion | None,
 ) -> tuple[Sequence[int] | NDArray[np.int64], Sampling]:
-    if drawn is None or not len(drawn.tokens):
+    if partial_completion is None or not len(partial_completion.tokens):
         return tokens, sampling
-    count = len(drawn.tokens)
-    remaining = replace(
+    count = len(partial_completion.tokens)
+    remaining_sampling = replace(
         sampling, max_new_tokens=sampling.max_new_tokens - count, drawn=sampling.drawn + count
     )
-    return np.concatenate([np.asarray(tokens, dtype=np.int64), drawn.tokens]), remaining
+    return np.concatenate(
+        [np.asarray(tokens, dtype=np.int64), partial_completion.tokens]
+    ), remaining_sampling
 
 
-def join_completions(drawn: Completion | None, continuation: Completion) -> Completion:
+def join_completions(first: Completion | None, continuation: Completion) -> Completion:
     """Return a completion with its continuation appended.
 
     If both parts have recorded the experts of a token, those of the first part are kept.
     """
-    if drawn is None:
+    if first is None:
         return continuation
     routes = continuation.routes
-    if routes is not None and drawn.routes is not None:
+    if routes is not None and first.routes is not None:
         routes = routes.copy()
-        is_routed = drawn.routes[:, 0, 0] >= 0
-        routes[: len(is_routed)][is_routed] = drawn.routes[is_routed]
+        is_routed = first.routes[:, 0, 0] >= 0
+        routes[: len(is_routed)][is_routed] = first.routes[is_routed]
     return Completion(
-        tokens=np.concatenate([drawn.tokens, continuation.tokens]),
-        logprobs=np.concatenate([drawn.logprobs, continuation.logprobs]),
-        log_kept_mass=np.concatenate([drawn.log_kept_mass, continuation.log_kept_mass]),
-        versions=np.concatenate([drawn.versions, continuation.versions]),
+        tokens=np.concatenate([first.tokens, continuation.tokens]),
+        logprobs=np.concatenate([first.logprobs, continuation.logprobs]),
+        log_kept_mass=np.concatenate([first.log_kept_mass, continuation.log_kept_mass]),
+        versions=np.concatenate([first.versions, continuation.versions]),
         stop=continuation.stop,
         routes=routes,
         extras=continuation.extras,

@@ -46,10 +46,10 @@ class StalenessScheduler:
         per_step: Number of groups that a step trains on.
         max_staleness: The bound k.
         last_step: The first step after the stage.
-        order: "issued" takes the oldest groups and waits for them. "ready" takes those that
+        order: "issued" takes the oldest groups and waits for them. "ready" takes the groups that
             were ready first, if all others can still meet the bound. Long groups are not dropped,
-            only taken later.
-        concurrency: Limits the groups in flight or ready; None: the bound alone limits them.
+            only trained on later.
+        concurrency: Limits the groups in flight or ready. None: only the bound limits them.
     """
 
     def __init__(
@@ -65,76 +65,90 @@ class StalenessScheduler:
         self.max_staleness = math.ceil(max_staleness)
         self.last_step = last_step
         self.order = order
-        self.at_once = get_max_in_flight(per_step, max_staleness)
+        self.max_in_flight = get_max_in_flight(per_step, max_staleness)
         self.concurrency = concurrency
-        self.issues: list[ScheduledGroup] = []  # in flight or ready, in the order of starts
-        self.arrived: list[ScheduledGroup] = []  # ready, in the order in which they became ready
-        self.count = 0
+        self.unfinished: list[ScheduledGroup] = []  # in flight or ready, in the order of starts
+        self.ready_groups: list[ScheduledGroup] = []  # in the order in which they became ready
+        self.started = 0
 
-    def room(self, step: int) -> int:
+    def count_startable(self, step: int) -> int:
         """Return the number of groups that may begin before `step` trains."""
-        allowed = (
-            self.at_once if self.concurrency is None else min(self.at_once, self.concurrency.groups)
+        max_unfinished = (
+            self.max_in_flight
+            if self.concurrency is None
+            else min(self.max_in_flight, self.concurrency.groups)
         )
-        return max(0, min(allowed, (self.last_step - step) * self.per_step) - len(self.issues))
+        return max(
+            0, min(max_unfinished, (self.last_step - step) * self.per_step) - len(self.unfinished)
+        )
 
     def begin(self, version: int, name: str, task: Task) -> ScheduledGroup:
         """Start a group."""
-        issue = ScheduledGroup(self.count, version, name, task)
-        self.count += 1
-        self.issues.append(issue)
-        return issue
+        scheduled = ScheduledGroup(self.started, version, name, task)
+        self.started += 1
+        self.unfinished.append(scheduled)
+        return scheduled
 
-    def ready(self, issue: ScheduledGroup, group: Group) -> None:
+    def mark_ready(self, scheduled: ScheduledGroup, group: Group) -> None:
         """Record that a group is ready."""
-        issue.group = group
-        self.arrived.append(issue)
+        scheduled.group = group
+        self.ready_groups.append(scheduled)
 
-    def drop(self, issue: ScheduledGroup) -> None:
+    def drop(self, scheduled: ScheduledGroup) -> None:
         """Remove a group that will not be trained on."""
-        self.issues.remove(issue)
+        self.unfinished.remove(scheduled)
 
     def choose(self, step: int) -> list[ScheduledGroup] | None:
         """Remove the groups of a step from the schedule, and return them in the order of starts.
 
         Return None if the step must wait for groups.
         """
-        chosen = self._oldest() if self.order == "issued" else self._earliest(step)
+        chosen = self._choose_oldest() if self.order == "issued" else self._choose_earliest(step)
         if chosen is None:
             return None
-        for issue in chosen:
-            self.issues.remove(issue)
-            self.arrived.remove(issue)
-        return sorted(chosen, key=lambda issue: issue.number)
+        for scheduled in chosen:
+            self.unfinished.remove(scheduled)
+            self.ready_groups.remove(scheduled)
+        return sorted(chosen, key=lambda scheduled: scheduled.number)
 
-    def _oldest(self) -> list[ScheduledGroup] | None:
+    def _choose_oldest(self) -> list[ScheduledGroup] | None:
         """Return the oldest groups of a step if all are ready, else None."""
-        first = self.issues[: self.per_step]
+        oldest = self.unfinished[: self.per_step]
         return (
-            first
-            if len(first) == self.per_step and all(issue.group is not None for issue in first)
+            oldest
+            if len(oldest) == self.per_step
+            and all(scheduled.group is not None for scheduled in oldest)
             else None
         )
 
-    def _earliest(self, step: int) -> list[ScheduledGroup] | None:
-        """Return the first ready groups that let all others meet the bound; None to wait.
+    def _choose_earliest(self, step: int) -> list[ScheduledGroup] | None:
+        """Return the groups that became ready first, if all others can still meet the bound.
 
-        Of the groups that are due by step d, at most (d - step) steps' worth may stay for later.
+        A group of version v must be trained on by step v + k, its deadline. From `step` to before
+        a deadline d there are (d - step) further steps. So of all groups with a deadline up to d,
+        only as many may be left out now as those steps can train on. Return None to wait.
         """
         chosen: list[ScheduledGroup] = []
-        for due in range(step, step + self.max_staleness + 1):
-            owed = (
-                sum(issue.version + self.max_staleness <= due for issue in self.issues)
-                - (due - step) * self.per_step
+        for deadline in range(step, step + self.max_staleness + 1):
+            required = (
+                sum(
+                    scheduled.version + self.max_staleness <= deadline
+                    for scheduled in self.unfinished
+                )
+                - (deadline - step) * self.per_step
             )
-            _fill(
+            _append_until(
                 chosen,
-                [one for one in self.arrived if one.version + self.max_staleness <= due],
-                owed,
+                [
+                    scheduled
+                    for scheduled in self.ready_groups
+                    if scheduled.version + self.max_staleness <= deadline
+                ],
+                required,
             )
-            if len(chosen) < owed:
+            if len(chosen) < required:
                 return None
-        _fill(chosen, self.arrived, self.per_step)
+        _append_until(chosen, self.ready_groups, self.per_step)
         return chosen if len(chosen) == self.per_step else None
 
 
@@ -143,10 +157,12 @@ def get_max_in_flight(per_step: int, max_staleness: float) -> int:
     return per_step + round(max_staleness * per_step)
 
 
-def _fill(chosen: list[ScheduledGroup], candidates: Sequence[ScheduledGroup], count: int) -> None:
+def _append_until(
+    chosen: list[ScheduledGroup], candidates: Sequence[ScheduledGroup], count: int
+) -> None:
     """Append candidates in order until `chosen` has `count` entries."""
-    for issue in candidates:
+    for scheduled in candidates:
         if len(chosen) >= count:
             return
-        if issue not in chosen:
-            chosen.append(issue)
+        if scheduled not in chosen:
+            chosen.append(scheduled)

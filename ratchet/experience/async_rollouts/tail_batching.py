@@ -1,8 +1,9 @@
 """A source wrapper for tail batching (RollPacker, arXiv:2509.21009).
 
-A step starts more groups than it trains on, and takes those that finish first. The others are
-deferred. Later steps play only deferred groups, and wait for all of them. So few steps wait for the
-longest attempts, yet each prompt is trained on once, with attempts of the newest weights.
+A step starts more groups than it trains on, and takes the groups that finish first. The others are
+deferred. Once enough groups are deferred, a step plays only these and waits for all of them. So few
+steps wait for the longest attempts. Each prompt is still trained on once, with attempts that the
+newest weights sampled.
 
 A deferred group is played again from its start, with the same seeds. With other seeds a long
 attempt could become short, and training would see too few long ones.
@@ -28,18 +29,18 @@ from ratchet.types import Completion, Group, Placed, Sampling, Task
 log = logging.getLogger(__name__)
 
 Job = tuple[str, Task]  # a group's id, and its task
-QUIET_S = 30.0  # seconds that `cut` waits for aborted requests
+ABORT_TIMEOUT_S = 30.0  # seconds that `cut` waits for aborted requests
 
 
 @dataclass(eq=False)
-class DrawnTokens:
+class TokenCounter:
     """A counter of the tokens that the attempts of a group have generated."""
 
     tokens: int = 0
 
 
 # The counter of the group whose attempts the current asyncio task plays.
-CURRENT: ContextVar[DrawnTokens | None] = ContextVar("drawn", default=None)
+CURRENT_COUNTER: ContextVar[TokenCounter | None] = ContextVar("counter", default=None)
 
 
 class AbortableGenerator:
@@ -52,8 +53,8 @@ class AbortableGenerator:
         self.inner = inner
         self._cut = False
         self._requests = 0  # requests in flight
-        self._quiet = asyncio.Event()
-        self._never = asyncio.Event()
+        self._all_returned = asyncio.Event()
+        self._forever = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -64,37 +65,39 @@ class AbortableGenerator:
         sampling: Sampling,
         media: Sequence[Placed] = (),
     ) -> Completion:
-        drawn = CURRENT.get()
-        if drawn is None:
+        counter = CURRENT_COUNTER.get()
+        if counter is None:
             return await self.inner.generate(tokens, sampling, media)
         await self._wait_if_cut()
         self._requests += 1
         try:
             completion = await self.inner.generate(tokens, sampling, media)
-            drawn.tokens += len(completion.tokens)
+            counter.tokens += len(completion.tokens)
         finally:
             self._requests -= 1
             if not self._requests:
-                self._quiet.set()
+                self._all_returned.set()
         await self._wait_if_cut()
         return completion
 
     async def cut(self) -> None:
         """Abort the requests in flight, and wait until their tokens are counted.
 
-        Until `open` is called, further requests of groups wait forever: their tasks are to be
-        cancelled.
+        Until `open` is called, further requests of groups wait forever, because the caller cancels
+        their tasks.
         """
         self._cut = True
         if not self._requests:
             return
-        self._quiet.clear()
+        self._all_returned.clear()
         self.inner.abort()
         try:
-            async with asyncio.timeout(QUIET_S):
-                await self._quiet.wait()
+            async with asyncio.timeout(ABORT_TIMEOUT_S):
+                await self._all_returned.wait()
         except TimeoutError:
-            log.warning("%d aborted requests have not returned after %g s", self._requests, QUIET_S)
+            log.warning(
+                "%d aborted requests have not returned after %g s", self._requests, ABORT_TIMEOUT_S
+            )
 
     def open(self) -> None:
         """Let requests pass again."""
@@ -102,7 +105,7 @@ class AbortableGenerator:
 
     async def _wait_if_cut(self) -> None:
         if self._cut:
-            await self._never.wait()
+            await self._forever.wait()
 
 
 class TailBatching:
@@ -114,16 +117,21 @@ class TailBatching:
     Args:
         source: The source of rollouts.
         generator: The generator that the source's attempts call.
-        more: Number of groups that a step starts beyond those it trains on.
+        extra_groups: Number of groups that a step starts beyond those it trains on.
         last_step: The first step after the stage.
     """
 
     def __init__(
-        self, source: RolloutSource, generator: AbortableGenerator, *, more: int, last_step: int
+        self,
+        source: RolloutSource,
+        generator: AbortableGenerator,
+        *,
+        extra_groups: int,
+        last_step: int,
     ) -> None:
         self.source = source
         self.generator = generator
-        self.more = more
+        self.extra_groups = extra_groups
         self.last_step = last_step
         self._deferred: list[Job] = []  # oldest first
         self._metrics: dict[str, float] = {}  # of the latest draw
@@ -135,9 +143,9 @@ class TailBatching:
         if len(self._deferred) >= n or max_new < n:
             groups = await self._play_deferred(n, version)
         else:
-            jobs = self.source.take(min(n + self.more, max_new), version)
+            jobs = self.source.take(min(n + self.extra_groups, max_new), version)
             groups = await self._race(jobs, n, version)
-        return self.source.observed(groups)
+        return self.source.observe_groups(groups)
 
     def ack(self, ids: Sequence[str], step: int) -> None:
         self.source.ack(ids, step)
@@ -172,23 +180,23 @@ class TailBatching:
 
     async def _race(self, jobs: Sequence[Job], n: int, version: int) -> list[Group]:
         """Return the first n groups that finish, and defer the others."""
-        drawn = {name: DrawnTokens() for name, _ in jobs}
+        counters = {name: TokenCounter() for name, _ in jobs}
         groups = await gather_first(
-            [self._play(job, drawn[job[0]]) for job in jobs], n, parting=self.generator.cut
+            [self._play(job, counters[job[0]]) for job in jobs], n, before_cancel=self.generator.cut
         )
         self.generator.open()
-        ready = {group.id for group in groups}
-        late = [job for job in jobs if job[0] not in ready]
-        self._deferred += late
-        names = [name for name, _ in late]
+        finished_ids = {group.id for group in groups}
+        unfinished = [job for job in jobs if job[0] not in finished_ids]
+        self._deferred += unfinished
+        names = [name for name, _ in unfinished]
         self._metrics = {
-            "deferred": float(len(late)),
-            "wasted_tokens": float(sum(drawn[name].tokens for name in names)),
+            "deferred": float(len(unfinished)),
+            "wasted_tokens": float(sum(counters[name].tokens for name in names)),
         }
         self.source.ledger.note("deferred", names, step=version)
         return groups
 
-    async def _play(self, job: Job, drawn: DrawnTokens) -> Group:
-        CURRENT.set(drawn)
+    async def _play(self, job: Job, counter: TokenCounter) -> Group:
+        CURRENT_COUNTER.set(counter)
         (group,) = await self.source.play([job], 1)
         return group

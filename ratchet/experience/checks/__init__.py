@@ -1,1 +1,1 @@
-"""Checks of experience: log-probability parity with the learner, reward hacking."""
+"""Checks of rollouts: log-probability parity with the learner, and reward hacking."""

@@ -1,10 +1,10 @@
 """The parity gate: compare the sampler's log-probabilities with the learner's.
 
-Both compute the same policy from copied weights, but with different code and often in different
+Both compute the same policy from the same weights, but with different code and often in different
 precision. If they disagree, the run optimizes another policy than it samples from, and often looks
-healthy. So before an update the learner scores some of the tokens just sampled, while both have the
-same weights. If the difference is too large, a report compares the two part by part to find the
-cause.
+healthy (the training-inference mismatch). So before an update, while both have the same weights,
+the learner scores some of the tokens just sampled. If the difference is too large, a report
+compares weights, tokenizer, temperature, dtype and kernels to find the cause.
 
 T = tokens of the rows that are compared.
 """
@@ -62,11 +62,11 @@ class ParityPair:
 
 @dataclass(frozen=True)
 class ParityFinding:
-    """The result of one comparison; `guilty` is True if it explains the difference."""
+    """The result of one comparison; `is_cause` is True if it explains the difference."""
 
     cause: str
     text: str
-    guilty: bool = False
+    is_cause: bool = False
 
 
 class ParityGate:
@@ -76,15 +76,15 @@ class ParityGate:
     syncs again.
     """
 
-    def __init__(self, ends: ParityPair, config: ParityConfig) -> None:
-        self.ends = ends
+    def __init__(self, pair: ParityPair, config: ParityConfig) -> None:
+        self.pair = pair
         self.threshold = config.threshold
         self.action = config.action
         self.first_steps = config.first_steps
         self.every = config.every
         self.sample = config.sample
 
-    def due(self, step: int) -> bool:
+    def is_due(self, step: int) -> bool:
         """True if this step must be checked."""
         return step < self.first_steps or (self.every > 0 and step % self.every == 0)
 
@@ -118,22 +118,22 @@ class ParityGate:
 
     async def _difference(self, part: Batch) -> Tensor:
         """Return |learner - sampler| of each predicted token, float64."""
-        logprobs_T = (await self.ends.learner.score(part, ["logprobs"]))["logprobs"]
+        logprobs_T = (await self.pair.learner.score(part, ["logprobs"]))["logprobs"]
         return (logprobs_T.double() - part.rollout_logprobs_T.double()).abs()[part.predicted_T]
 
     async def report(self, part: Batch, difference_T: Tensor) -> str:
         """Return all findings as text, after the first one that explains the difference."""
         findings = [
-            await self._weights(),
-            self._tokenizer(),
-            await self._temperature(part),
-            self._dtype(),
-            *await self._kernel(part, difference_T),
+            await self._compare_weights(),
+            self._compare_tokenizers(),
+            await self._check_temperature(part),
+            self._compare_dtypes(),
+            *await self._check_kernels(part, difference_T),
         ]
-        guilty = next((finding for finding in findings if finding.guilty), None)
+        is_cause = next((finding for finding in findings if finding.is_cause), None)
         verdict = (
-            f"the cause is: {guilty.cause} ({guilty.text})"
-            if guilty
+            f"the cause is: {is_cause.cause} ({is_cause.text})"
+            if is_cause
             else "weights and inputs agree: a kernel differs"
         )
         lines = [f"  {finding.cause:<12} {finding.text}" for finding in findings]
@@ -151,19 +151,20 @@ class ParityGate:
     # --- possible causes
 
     @property
-    def _rounded_to(self) -> str | None:
-        """The format to which the generator rounds the weights it receives."""
-        return getattr(self.ends.generator, "precision", None)
+    def _generator_precision(self) -> str | None:
+        """The format to which the generator rounds the weights it receives; None: it doesn't."""
+        return getattr(self.pair.generator, "precision", None)
 
-    async def _weights(self) -> ParityFinding:
-        if self._rounded_to in QUANTISED:
+    async def _compare_weights(self) -> ParityFinding:
+        if self._generator_precision in QUANTISED:
             return ParityFinding(
                 "weights",
-                f"not compared: the generator rounds received weights to {self._rounded_to}",
+                "not compared: the generator rounds received weights to "
+                f"{self._generator_precision}",
             )
         differing = (
-            await self.ends.weight_sync.audit()
-            if isinstance(self.ends.weight_sync, WeightAudit)
+            await self.pair.weight_sync.audit()
+            if isinstance(self.pair.weight_sync, WeightAudit)
             else None
         )
         if differing is None:
@@ -171,76 +172,83 @@ class ParityGate:
         if not differing:
             return ParityFinding("weights", "equal, by the checksum of every tensor")
         return ParityFinding(
-            "weights", f"{len(differing)} tensors differ, the first is {differing[0]}", guilty=True
+            "weights",
+            f"{len(differing)} tensors differ, the first is {differing[0]}",
+            is_cause=True,
         )
 
-    def _tokenizer(self) -> ParityFinding:
-        prints = self.ends.fingerprints
-        if len(set(prints.values())) > 1:
+    def _compare_tokenizers(self) -> ParityFinding:
+        fingerprints = self.pair.fingerprints
+        if len(set(fingerprints.values())) > 1:
             return ParityFinding(
                 "tokenizer",
-                "different: " + ", ".join(f"{name} {value}" for name, value in prints.items()),
-                guilty=True,
+                "different: "
+                + ", ".join(f"{name} {value}" for name, value in fingerprints.items()),
+                is_cause=True,
             )
         return ParityFinding(
-            "tokenizer", "the same" if len(prints) > 1 else "not compared: only one is known"
+            "tokenizer", "the same" if len(fingerprints) > 1 else "not compared: only one is known"
         )
 
-    async def _temperature(self, part: Batch) -> ParityFinding:
+    async def _check_temperature(self, part: Batch) -> ParityFinding:
         """Test whether the sampler ignored the temperature, or applied it twice."""
         temperature_S = part.temperature_S
         if bool((temperature_S == 1).all()):
             return ParityFinding("temperature", "1: nothing to get wrong")
-        for what, other_S in (
+        for fault, used_S in (
             ("ignores", torch.ones_like(temperature_S)),
             ("applies twice", temperature_S.square()),
         ):
-            mean = float((await self._difference(replace(part, temperature_S=other_S))).mean())
+            mean = float((await self._difference(replace(part, temperature_S=used_S))).mean())
             if mean <= self.threshold:
                 return ParityFinding(
                     "temperature",
-                    f"the sampler {what} it: {mean:.3g} nats differ then",
-                    guilty=True,
+                    f"the sampler {fault} it: {mean:.3g} nats differ then",
+                    is_cause=True,
                 )
         return ParityFinding("temperature", "explains nothing")
 
-    def _dtype(self) -> ParityFinding:
-        learner = {
+    def _compare_dtypes(self) -> ParityFinding:
+        learner_dtypes = {
             shard.tensor.dtype
-            for shard in self.ends.learner.weights()
+            for shard in self.pair.learner.weights()
             if shard.tensor.is_floating_point()
         }
-        generator = (
-            {s.tensor.dtype for s in self.ends.generator.weights()}
-            if isinstance(self.ends.generator, HasReadableWeights)
+        generator_dtypes = (
+            {s.tensor.dtype for s in self.pair.generator.weights()}
+            if isinstance(self.pair.generator, HasReadableWeights)
             else set()
         )
-        held = self._rounded_to or _names(generator)
-        if not learner or not held:
+        generator_format = self._generator_precision or _join_dtype_names(generator_dtypes)
+        if not learner_dtypes or not generator_format:
             return ParityFinding("dtype", "not compared: one of the two doesn't show its weights")
         return ParityFinding(
-            "dtype", f"learner {_names(learner)}, generator {held}", guilty=_names(learner) != held
+            "dtype",
+            f"learner {_join_dtype_names(learner_dtypes)}, generator {generator_format}",
+            is_cause=_join_dtype_names(learner_dtypes) != generator_format,
         )
 
-    async def _kernel(self, part: Batch, difference_T: Tensor) -> list[ParityFinding]:
+    async def _check_kernels(self, part: Batch, difference_T: Tensor) -> list[ParityFinding]:
         """Return findings on the positions of the difference, and on batch invariance."""
-        alone = [await self._difference(part.take([row])) for row in range(part.n_sequences)]
-        learner = float((torch.cat(alone) - difference_T).abs().max())
+        differences_alone = [
+            await self._difference(part.take([row])) for row in range(part.n_sequences)
+        ]
+        learner_change = float((torch.cat(differences_alone) - difference_T).abs().max())
         return [
-            ParityFinding("positions", _by_position(part, difference_T)),
+            ParityFinding("positions", _describe_by_position(part, difference_T)),
             ParityFinding(
                 "batches",
-                f"alone or together: learner {learner:.3g}, sampler "
-                f"{await self._asked_again(part):.3g} at most",
+                f"alone or together: learner {learner_change:.3g}, sampler "
+                f"{await self._compare_batched_with_alone(part):.3g} at most",
             ),
         ]
 
-    async def _asked_again(self, part: Batch) -> float:
-        """Return the largest difference in the sampler's logprobs between alone and batched.
+    async def _compare_batched_with_alone(self, part: Batch) -> float:
+        """Generate some prompts batched and alone, and return the largest logprob difference.
 
-        Tokens are compared up to the first that differs.
+        Tokens are compared up to the first one that differs.
         """
-        generator = self.ends.generator
+        generator = self.pair.generator
         starts = part.starts_S.tolist()
         requests = []
         for row in range(min(REPEATED, part.n_sequences)):
@@ -255,45 +263,50 @@ class ParityGate:
                 else []
             )
             requests.append((part.tokens_T[row_slice][:first].tolist(), sampling, media))
-        together = await asyncio.gather(*(generator.generate(*request) for request in requests))
+        batched_completions = await asyncio.gather(
+            *(generator.generate(*request) for request in requests)
+        )
         largest = 0.0
-        for request, with_others in zip(requests, together, strict=True):
+        for request, batched in zip(requests, batched_completions, strict=True):
             alone = await generator.generate(*request)
-            for a, b, x, y in zip(
-                alone.tokens, with_others.tokens, alone.logprobs, with_others.logprobs, strict=False
+            for token_alone, token_batched, logprob_alone, logprob_batched in zip(
+                alone.tokens, batched.tokens, alone.logprobs, batched.logprobs, strict=False
             ):
-                if a != b:
+                if token_alone != token_batched:
                     break
-                largest = max(largest, abs(float(x) - float(y)))
+                largest = max(largest, abs(float(logprob_alone) - float(logprob_batched)))
         return largest
 
 
 def select_comparable_rows(batch: Batch, version: int) -> list[int]:
-    """Return the rows with predicted tokens whose tokens were all sampled from this version."""
+    """Return the indices of rows whose predicted tokens were all sampled by this version."""
     predicted_S = batch.sequence_sum(batch.predicted_T.double())
     current_S = batch.sequence_sum((batch.predicted_T & (batch.versions_T == version)).double())
     return ((predicted_S > 0) & (predicted_S == current_S)).nonzero().squeeze(1).tolist()
 
 
 def _sample_evenly(rows: Sequence[int], count: int) -> list[int]:
-    """Return at most `count` rows, evenly spaced, from the first on."""
+    """Return at most `count` of the rows, evenly spaced and beginning with the first."""
     if len(rows) <= count:
         return list(rows)
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def _by_position(part: Batch, difference_T: Tensor) -> str:
-    """Return mean differences by ranges of position among each row's predicted tokens."""
+def _describe_by_position(part: Batch, difference_T: Tensor) -> str:
+    """Return the mean difference for each range of positions, as text.
+
+    Positions count the predicted tokens of each row.
+    """
     predicted_T = part.predicted_T.long()
-    before_T = predicted_T.cumsum(0) - predicted_T
-    place_T = (before_T - before_T[part.starts_S][part.sequence_T])[part.predicted_T]
+    preceding_T = predicted_T.cumsum(0) - predicted_T
+    position_T = (preceding_T - preceding_T[part.starts_S][part.sequence_T])[part.predicted_T]
     texts = []
-    for first, after in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
-        chosen = (place_T >= first) & (place_T < (after if after is not None else torch.inf))
-        if chosen.any():
-            texts.append(f"from {first}: {float(difference_T[chosen].mean()):.3g}")
+    for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
+        is_in_range = (position_T >= first) & (position_T < (end if end is not None else torch.inf))
+        if is_in_range.any():
+            texts.append(f"from {first}: {float(difference_T[is_in_range].mean()):.3g}")
     return ", ".join(texts)
 
 
-def _names(dtypes: set[torch.dtype]) -> str:
+def _join_dtype_names(dtypes: set[torch.dtype]) -> str:
     return " and ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))

@@ -1,4 +1,8 @@
-"""Detect reward hacking by a second reward on attempts, and by tasks that can't be solved."""
+"""Detect reward hacking.
+
+A second reward judges some attempts again. Canaries are tasks that can't be solved: an attempt that
+earns a reward there has exploited the reward.
+"""
 
 from __future__ import annotations
 
@@ -12,7 +16,7 @@ from ratchet.observe.sentinels import Exhibit
 from ratchet.protocols import Reward
 from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, finite
 
-OPINION, CANARY = "second_opinion/disagreement", "canary/reward"
+DISAGREEMENT, CANARY_REWARD = "second_opinion/disagreement", "canary/reward"
 
 
 @dataclass(frozen=True)
@@ -21,11 +25,11 @@ class ProbeFindings:
 
     Attributes:
         metrics: Metrics by prefix and key.
-        shown: Example attempts, by the metric that they explain.
+        exhibits: Example attempts, by the metric that they explain.
     """
 
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
-    shown: dict[str, list[Exhibit]] = field(default_factory=dict)
+    exhibits: dict[str, list[Exhibit]] = field(default_factory=dict)
 
 
 @dataclass
@@ -35,7 +39,7 @@ class RewardHackingProbes:
     Attributes:
         every: Steps between two checks.
         sample: Number of attempts that are judged again at each check.
-        second: The reward that judges attempts again; nothing trains on it.
+        second_reward: The reward that judges attempts again; nothing trains on it.
         manager: Plays the canaries and judges them by the training reward.
         canaries: Tasks that must not earn a reward.
         sampling: Sampling of the canaries, apart from the temperature, which is 0.
@@ -43,7 +47,7 @@ class RewardHackingProbes:
 
     every: int
     sample: int
-    second: Reward | None = None
+    second_reward: Reward | None = None
     manager: RolloutManager | None = None
     canaries: Sequence[Task] = ()
     sampling: Sampling = field(default_factory=Sampling)
@@ -52,62 +56,68 @@ class RewardHackingProbes:
     def managers(self) -> tuple[RolloutManager, ...]:
         return () if self.manager is None else (self.manager,)
 
-    def due(self, done: int) -> bool:
-        return done % self.every == 0
+    def is_due(self, steps_done: int) -> bool:
+        return steps_done % self.every == 0
 
     async def check(self, groups: Sequence[Group]) -> ProbeFindings:
         """Run both checks. The canaries are played greedily with the generator's weights."""
         findings = ProbeFindings()
-        if self.second is not None:
-            await self._ask(self.second, groups, findings)
+        if self.second_reward is not None:
+            await self._compare_rewards(self.second_reward, groups, findings)
         if self.manager is not None and self.canaries:
-            await self._play(self.manager, findings)
+            await self._play_canaries(self.manager, findings)
         return findings
 
-    async def _ask(self, second: Reward, groups: Sequence[Group], findings: ProbeFindings) -> None:
+    async def _compare_rewards(
+        self, second_reward: Reward, groups: Sequence[Group], findings: ProbeFindings
+    ) -> None:
         """Judge whole groups again until `sample` attempts are judged.
 
         Groups stay whole because some rewards compare their attempts.
         """
-        compared: list[tuple[float, float]] = []
+        reward_pairs: list[tuple[float, float]] = []
         for group in groups:
-            if len(compared) >= self.sample:
+            if len(reward_pairs) >= self.sample:
                 break
             rows = [
                 attempt[-1]
                 for attempt in group.attempts
                 if attempt[-1].use == "train" and attempt[-1].reward is not None
             ]
-            for row, reward in zip(rows, await _judge_again(second, rows, group.task), strict=True):
+            for row, reward in zip(
+                rows, await _judge_again(second_reward, rows, group.task), strict=True
+            ):
                 if reward is not None and row.reward is not None:
-                    compared.append((row.reward, reward))
+                    reward_pairs.append((row.reward, reward))
                     exhibit = Exhibit(abs(row.reward - reward), group, row)
-                    findings.shown.setdefault(OPINION, []).append(exhibit)
-        if compared:
+                    findings.exhibits.setdefault(DISAGREEMENT, []).append(exhibit)
+        if reward_pairs:
             findings.metrics["second_opinion"] = {
-                "reward": fmean(reward for _, reward in compared),
-                "disagreement": fmean(abs(first - reward) for first, reward in compared),
+                "reward": fmean(reward for _, reward in reward_pairs),
+                "disagreement": fmean(abs(first - reward) for first, reward in reward_pairs),
             }
 
-    async def _play(self, manager: RolloutManager, findings: ProbeFindings) -> None:
+    async def _play_canaries(self, manager: RolloutManager, findings: ProbeFindings) -> None:
         jobs = [(f"canary/{task.id}", task) for task in self.canaries]
-        played = await manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
-        judged = [(group, rows[-1], rows[-1].reward) for group in played for rows in group.attempts]
+        groups = await manager.groups(jobs, replace(self.sampling, temperature=0.0), attempts=1)
+        judged = [(group, rows[-1], rows[-1].reward) for group in groups for rows in group.attempts]
         rewards = [reward for _, _, reward in judged if reward is not None]
         if rewards:
             findings.metrics["canary"] = {"reward": fmean(rewards)}
-            findings.shown[CANARY] = [
+            findings.exhibits[CANARY_REWARD] = [
                 Exhibit(reward, group, row) for group, row, reward in judged if reward is not None
             ]
 
 
 async def _judge_again(
-    second: Reward, rows: Sequence[Trajectory], task: Task
+    second_reward: Reward, rows: Sequence[Trajectory], task: Task
 ) -> list[float | None]:
-    """Return the second reward of each attempt; None where it fails, as it may."""
+    """Return the second reward of each attempt; None if that reward fails, which is allowed."""
     unjudged = [replace(row, outcome=Truncated() if row.truncated else None) for row in rows]
     try:
-        outcomes = list(await run_guarded(lambda: second.score(unjudged, task))) if rows else []
+        outcomes = (
+            list(await run_guarded(lambda: second_reward.score(unjudged, task))) if rows else []
+        )
     except UserCodeFailed:
         return [None] * len(rows)
     rewards = [

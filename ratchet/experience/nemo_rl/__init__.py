@@ -1,11 +1,11 @@
 """Compatibility with NeMo RL: batches as dictionaries of columns, message logs, batched
 environments.
 
-The protocol is that of nemo_rl/environments/interfaces.py. Message logs hold their tokens, and an
-environment steps many conversations at once.
+The environment protocol is that of nemo_rl/environments/interfaces.py. Message logs hold their
+tokens, and an environment steps many conversations at once.
 
-`ratchet.experience.nemo_rl.rollouts` plays over it; `environment: {kind: message_log}` trains with
-it.
+`ratchet.experience.nemo_rl.rollouts` plays such environments, and the recipe section
+`environment: {kind: message_log}` trains with them.
 """
 
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict

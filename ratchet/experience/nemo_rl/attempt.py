@@ -1,6 +1,6 @@
 """Adapt a batched environment to single attempts.
 
-An attempt calls the environment alone, or together with all waiting rows.
+An attempt calls the environment for its own row alone, or for all waiting rows at once.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
 
-Question = tuple[MessageLog, Any]  # a conversation and its metadata
-Ask = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
+Conversation = tuple[MessageLog, Any]  # a conversation and its metadata
+StepFunction = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
 T = TypeVar("T")
 
 
@@ -33,7 +33,7 @@ class MessageLogDialogue:
     """The environment of one attempt, which calls a batched environment.
 
     Attributes:
-        ask: Calls the batched environment with a log and its metadata.
+        step_function: Calls the batched environment with a log and its metadata.
         log: The conversation, in the roles that the environment uses.
         metadata: The metadata after the latest reply.
         stop_strings: The stop strings after the latest reply.
@@ -42,8 +42,8 @@ class MessageLogDialogue:
 
     replayable = True
 
-    def __init__(self, ask: Ask) -> None:
-        self.ask = ask
+    def __init__(self, step_function: StepFunction) -> None:
+        self.step_function = step_function
         self.begin([], None, None)
 
     def begin(
@@ -69,7 +69,7 @@ class MessageLogDialogue:
 
     async def step(self, message: Message) -> Step:
         self.log.append({"role": "assistant", "content": message.text})
-        reply = await self.ask(self.log, self.metadata)
+        reply = await self.step_function(self.log, self.metadata)
         self.log.append(reply.observation)
         if reply.metadata is not None:
             self.metadata = reply.metadata
@@ -81,14 +81,14 @@ class MessageLogDialogue:
             messages=(as_message(reply.observation),),
             reward=reply.reward,
             done=reply.terminated,
-            metrics={_metric(name): value for name, value in parts.items()},
+            metrics={_name_metric(name): value for name, value in parts.items()},
         )
 
     async def close(self) -> None:
         return None
 
 
-def _metric(part: str) -> str:
+def _name_metric(part: str) -> str:
     return part if part.startswith(f"{SCALAR}/") else f"{SCALAR}/{part}"
 
 
@@ -113,17 +113,17 @@ async def run_in_thread(call: Callable[[], T]) -> T:
         else:
             deliver(partial(_set_result, future, result))
 
-    def deliver(answer: Callable[[], None]) -> None:
+    def deliver(set_outcome: Callable[[], None]) -> None:
         # The call may outlive the run that awaited it.
         if not loop.is_closed():
-            loop.call_soon_threadsafe(answer)
+            loop.call_soon_threadsafe(set_outcome)
 
     threading.Thread(target=work, name="environment step", daemon=True).start()
     return await future
 
 
 def step_each(
-    environment: EnvironmentInterface[Any], questions: Sequence[Question]
+    environment: EnvironmentInterface[Any], conversations: Sequence[Conversation]
 ) -> list[EnvironmentReply | BaseException]:
     """Step all rows in one call, and return a reply or an exception for each.
 
@@ -132,60 +132,64 @@ def step_each(
     try:
         return list(
             step_rows(
-                environment, [log for log, _ in questions], [metadata for _, metadata in questions]
+                environment,
+                [log for log, _ in conversations],
+                [metadata for _, metadata in conversations],
             )
         )
     except (Exception, SystemExit) as error:  # the episode boundary: this is user code
-        if len(questions) == 1:
+        if len(conversations) == 1:
             return [error]
-    return [reply for question in questions for reply in step_each(environment, [question])]
+    return [
+        reply for conversation in conversations for reply in step_each(environment, [conversation])
+    ]
 
 
 class RowBarrier(Generic[T]):
-    """A barrier of rows that run in step and share their calls.
+    """A barrier of rows that run in lockstep and share their calls.
 
-    A question waits until every remaining row has one. Then each `handle` is called once with all
-    of its questions, in the order of the rows. It returns an answer, or an exception to raise, for
-    each.
+    A request waits until every remaining row has submitted one. Then each `handle` is called once
+    with all of its requests, in the order of the rows. It returns a result for each request, or an
+    exception to raise there.
     """
 
     def __init__(self, rows: int) -> None:
-        self.present = rows
+        self.remaining = rows
         self._waiting: list[tuple[int, Hashable, Any, asyncio.Future[Any]]] = []
 
-    async def ask(
-        self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], question: Any
+    async def submit(
+        self, row: int, handle: Callable[[Sequence[Any]], Sequence[Any]], request: Any
     ) -> Any:
-        """Wait for the other rows, and return the answer of `handle` to a row's question."""
-        answer = asyncio.get_running_loop().create_future()
-        self._waiting.append((row, handle, question, answer))
+        """Wait for the other rows, and return the result of `handle` for a row's request."""
+        future = asyncio.get_running_loop().create_future()
+        self._waiting.append((row, handle, request, future))
         self._answer_if_all_wait()
-        return await answer
+        return await future
 
     def leave(self) -> None:
         """Remove a row that has ended."""
-        self.present -= 1
+        self.remaining -= 1
         self._answer_if_all_wait()
 
     def _answer_if_all_wait(self) -> None:
         # Rows that were cancelled no longer wait.
         self._waiting = [entry for entry in self._waiting if not entry[3].done()]
-        if not self._waiting or len(self._waiting) < self.present:
+        if not self._waiting or len(self._waiting) < self.remaining:
             return
-        waiting, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
-        by_handle: dict[Any, list[tuple[Any, asyncio.Future[Any]]]] = {}
-        for _, handle, question, answer in waiting:
-            by_handle.setdefault(handle, []).append((question, answer))
-        for handle, entries in by_handle.items():
+        entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
+        requests_by_handle: dict[Any, list[tuple[Any, asyncio.Future[Any]]]] = {}
+        for _, handle, request, future in entries:
+            requests_by_handle.setdefault(handle, []).append((request, future))
+        for handle, entries in requests_by_handle.items():
             try:
-                results = handle([question for question, _ in entries])
+                results = handle([request for request, _ in entries])
             except Exception as error:  # raised again in each row that waits for it
                 results = [error] * len(entries)
-            for (_, answer), result in zip(entries, results, strict=True):
+            for (_, future), result in zip(entries, results, strict=True):
                 if isinstance(result, BaseException):
-                    _set_exception(answer, result)
+                    _set_exception(future, result)
                 else:
-                    _set_result(answer, result)
+                    _set_result(future, result)
 
 
 def _set_result(future: asyncio.Future[Any], result: Any) -> None:

@@ -34,25 +34,27 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     ) -> Self:
         """Concatenate batches.
 
-        Tensors of two or more dimensions are padded at the end of the second one to the widest
-        batch, with the column's value in `pad_value_dict`, or 0. Batches without rows may lack
-        columns; all others must have the same columns.
+        Tensors of two or more dimensions are padded at the end of the second dimension to the
+        widest batch. The padding is the column's value in `pad_value_dict`, or 0. Batches without
+        rows may lack columns. All others must have the same columns.
         """
-        full = [batch for batch in batches if _row_count(batch)]
-        if not full:
+        nonempty = [batch for batch in batches if _row_count(batch)]
+        if not nonempty:
             return cls(batches[0]) if batches else cls()
-        fill = pad_value_dict or {}
-        names = dict.fromkeys(name for batch in full for name in batch)
+        fill_values = pad_value_dict or {}
+        names = dict.fromkeys(name for batch in nonempty for name in batch)
         for name in names:
-            without = [i for i, batch in enumerate(full) if name not in batch]
-            if without:
+            lacking = [i for i, batch in enumerate(nonempty) if name not in batch]
+            if lacking:
                 raise DataError(
-                    f"column '{name}' is missing from batch {without[0]}. Give it to every batch, "
-                    "or to none"
+                    f"column '{name}' is missing from batch {lacking[0]}. Add it to every batch, "
+                    "or remove it from all"
                 )
         return cls(
             {
-                name: _joined(name, [batch[name] for batch in full], fill.get(name, 0))
+                name: _concatenate(
+                    name, [batch[name] for batch in nonempty], fill_values.get(name, 0)
+                )
                 for name in names
             }
         )
@@ -73,8 +75,8 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         A row may be selected several times; its items in list columns are then shared.
         """
-        rows = _checked(indices, self.size)
-        return type(self)({name: _picked(column, rows) for name, column in self.data.items()})
+        rows = _normalise_indices(indices, self.size)
+        return type(self)({name: _select_rows(column, rows) for name, column in self.data.items()})
 
     def repeat_interleave(self, num_repeats: int) -> Self:
         """Return a batch with `num_repeats` consecutive copies of each row.
@@ -82,7 +84,7 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
         Items of list columns are deep copies, so that each repetition extends its own log.
         """
         return type(self)(
-            {name: _repeated(column, num_repeats) for name, column in self.data.items()}
+            {name: _repeat_rows(column, num_repeats) for name, column in self.data.items()}
         )
 
     def reorder(self, places: Rows) -> Self:
@@ -90,11 +92,11 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
 
         This undoes `select(places)`.
         """
-        targets = _checked(places, self.size)
+        targets = _normalise_indices(places, self.size)
         if sorted(targets) != list(range(self.size)):
             raise DataError(f"places {targets} must name each of the {self.size} rows once")
-        back = sorted(range(len(targets)), key=targets.__getitem__)
-        self.data = {name: _picked(column, back) for name, column in self.data.items()}
+        inverse = sorted(range(len(targets)), key=targets.__getitem__)
+        self.data = {name: _select_rows(column, inverse) for name, column in self.data.items()}
         return self
 
     def shard_by_batch_size(
@@ -102,9 +104,9 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
     ) -> list[Self]:
         """Split the batch into shards.
 
-        The batch is cut into chunks of `batch_size` rows (None: one chunk), each chunk into
-        `shards` slices, and shard s joins slice s of every chunk: with shards=2 and
-        batch_size=4, [A A B B C C D D] becomes [A A C C] and [B B D D].
+        The batch is cut into chunks of `batch_size` rows (None: one chunk), and each chunk into
+        `shards` slices. Shard s consists of slice s of every chunk. With shards=2 and batch_size=4,
+        [A A B B C C D D] becomes [A A C C] and [B B D D].
 
         With `allow_uneven_shards`, which requires batch_size=None, the last shards may be smaller
         or empty.
@@ -128,16 +130,19 @@ class BatchedDataDict(UserDict[str, Any], Generic[Row]):
                 [
                     row
                     for start in starts
-                    for row in range(start + s * width, min(start + (s + 1) * width, start + chunk))
+                    for row in range(
+                        start + shard * width, min(start + (shard + 1) * width, start + chunk)
+                    )
                 ]
             )
-            for s in range(shards)
+            for shard in range(shards)
         ]
 
     def to(self, device: str | torch.device) -> Self:
         """Move the tensor columns of this batch to a device, and return the batch."""
         self.data = {
-            name: c.to(device) if isinstance(c, Tensor) else c for name, c in self.data.items()
+            name: column.to(device) if isinstance(column, Tensor) else column
+            for name, column in self.data.items()
         }
         return self
 
@@ -149,28 +154,28 @@ def _row_count(batch: Mapping[str, Any]) -> int:
     return next(iter(counts.values()), 0)
 
 
-def _checked(indices: Rows, size: int) -> list[int]:
+def _normalise_indices(indices: Rows, size: int) -> list[int]:
     """Return row numbers as a list of non-negative ints, or raise DataError."""
     rows = [int(i) for i in (indices.tolist() if isinstance(indices, Tensor) else indices)]
-    wrong = next((i for i in rows if not -size <= i < size), None)
-    if wrong is not None:
-        raise DataError(f"row {wrong} is not in a batch of {size}")
+    outside = next((i for i in rows if not -size <= i < size), None)
+    if outside is not None:
+        raise DataError(f"row {outside} is not in a batch of {size}")
     return [i % size for i in rows]
 
 
-def _picked(column: Any, rows: list[int]) -> Any:
+def _select_rows(column: Any, rows: list[int]) -> Any:
     if isinstance(column, Tensor):
         return column[torch.tensor(rows, dtype=torch.int64, device=column.device)]
     return [column[i] for i in rows]
 
 
-def _repeated(column: Any, times: int) -> Any:
+def _repeat_rows(column: Any, times: int) -> Any:
     if isinstance(column, Tensor):
         return column.repeat_interleave(times, dim=0)
     return [copy.deepcopy(item) for item in column for _ in range(times)]
 
 
-def _joined(name: str, columns: Sequence[Any], fill: float) -> Any:
+def _concatenate(name: str, columns: Sequence[Any], fill: float) -> Any:
     if not all(isinstance(column, Tensor) for column in columns):
         if any(isinstance(column, Tensor) for column in columns):
             raise DataError(
@@ -181,5 +186,8 @@ def _joined(name: str, columns: Sequence[Any], fill: float) -> Any:
         return torch.cat(list(columns))
     width = max(column.shape[1] for column in columns)
     return torch.cat(
-        [pad(c, (0, 0) * (c.ndim - 2) + (0, width - c.shape[1]), value=fill) for c in columns]
+        [
+            pad(column, (0, 0) * (column.ndim - 2) + (0, width - column.shape[1]), value=fill)
+            for column in columns
+        ]
     )

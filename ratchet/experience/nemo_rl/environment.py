@@ -21,7 +21,7 @@ from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 
 Metadata = TypeVar("Metadata")
 
-# Part name of a reward without parts, if other rewards of the batch have parts.
+# Name of the single part of a reward without parts, used if other rewards of the batch have parts.
 SCALAR = "reward"
 
 
@@ -98,24 +98,24 @@ def step_rows(
     Raises:
         DataError: The return has the wrong shape. Exceptions of `step` are raised unchanged.
     """
-    logs_copy = [
+    log_copies = [
         [{"role": entry["role"], "content": entry["content"]} for entry in log] for log in logs
     ]
-    returned = environment.step(logs_copy, copy.deepcopy(list(metadata)))
+    returned = environment.step(log_copies, copy.deepcopy(list(metadata)))
     name, rows = type(environment).__name__, len(logs)
     if not isinstance(returned, tuple) or len(returned) != len(EnvironmentReturn._fields):
         raise DataError(f"{name}.step returned {returned!r:.80}, it must be an EnvironmentReturn")
-    answer = EnvironmentReturn(*returned)
-    _check_lengths(answer, rows, name)
-    stops = answer.next_stop_strings or [None] * rows
-    answers = answer.answers or [None] * rows
+    result = EnvironmentReturn(*returned)
+    _check_lengths(result, rows, name)
+    stop_strings = result.next_stop_strings or [None] * rows
+    answers = result.answers or [None] * rows
     return [
         EnvironmentReply(
-            _observation(answer.observations[i], name),
-            answer.metadata[i],
-            _stops(stops[i], name),
-            *_reward(answer.rewards, i),
-            bool(answer.terminateds[i]),
+            _check_observation(result.observations[i], name),
+            result.metadata[i],
+            _check_stop_strings(stop_strings[i], name),
+            *_get_reward(result.rewards, i),
+            bool(result.terminateds[i]),
             answers[i],
         )
         for i in range(rows)
@@ -128,7 +128,7 @@ def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
     If only some rewards have parts, the others become the part "reward". A part that a row lacks
     is 0 in that row.
     """
-    named = any(reply.parts is not None for reply in replies)
+    has_parts = any(reply.parts is not None for reply in replies)
     parts = [{SCALAR: reply.reward} if reply.parts is None else reply.parts for reply in replies]
     names = dict.fromkeys(name for row in parts for name in row)
     return EnvironmentReturn(
@@ -136,7 +136,7 @@ def join_replies(replies: Sequence[EnvironmentReply]) -> EnvironmentReturn[Any]:
         metadata=[reply.metadata for reply in replies],
         next_stop_strings=[reply.stop_strings for reply in replies],
         rewards={name: torch.tensor([row.get(name, 0.0) for row in parts]) for name in names}
-        if named
+        if has_parts
         else torch.tensor([reply.reward for reply in replies]),
         terminateds=torch.tensor([reply.terminated for reply in replies], dtype=torch.bool),
         answers=[reply.answer for reply in replies],
@@ -176,34 +176,34 @@ def post_process(
     metrics: dict[str, Any] = {}
     for name, rows in rows_by_environment.values():
         environment = task_to_env[name]
-        part, numbers = environment.global_post_process_and_metrics(batch.select(rows))
+        part, environment_metrics = environment.global_post_process_and_metrics(batch.select(rows))
         if part.size != len(rows):
-            where = f"{type(environment).__name__}.global_post_process_and_metrics"
+            method = f"{type(environment).__name__}.global_post_process_and_metrics"
             raise DataError(
-                f"{where} got {len(rows)} rows and gave back {part.size}: it may change rows, not "
-                "their number"
+                f"{method} got {len(rows)} rows and returned {part.size}. Return as many rows as "
+                "it gets"
             )
         parts.append(part)
-        metrics |= {f"{name}/{key}": value for key, value in numbers.items()}
+        metrics |= {f"{name}/{key}": value for key, value in environment_metrics.items()}
     if not parts:
         return batch, {}
     order = [row for _, rows in rows_by_environment.values() for row in rows]
     return BatchedDataDict[Any].from_batches(parts).reorder(order), metrics
 
 
-def _check_lengths(answer: EnvironmentReturn[Any], rows: int, name: str) -> None:
-    rewards = answer.rewards if isinstance(answer.rewards, Mapping) else {"": answer.rewards}
+def _check_lengths(result: EnvironmentReturn[Any], rows: int, name: str) -> None:
+    rewards = result.rewards if isinstance(result.rewards, Mapping) else {"": result.rewards}
     columns = {
-        "observations": answer.observations,
-        "metadata": answer.metadata,
-        "terminateds": answer.terminateds,
+        "observations": result.observations,
+        "metadata": result.metadata,
+        "terminateds": result.terminateds,
         **{f"rewards {part}".strip(): values for part, values in rewards.items()},
         **(
             {}
-            if answer.next_stop_strings is None
-            else {"next_stop_strings": answer.next_stop_strings}
+            if result.next_stop_strings is None
+            else {"next_stop_strings": result.next_stop_strings}
         ),
-        **({} if answer.answers is None else {"answers": answer.answers}),
+        **({} if result.answers is None else {"answers": result.answers}),
     }
     for column, values in columns.items():
         shape = tuple(values.shape) if isinstance(values, Tensor) else (len(values),)
@@ -214,7 +214,7 @@ def _check_lengths(answer: EnvironmentReturn[Any], rows: int, name: str) -> None
             )
 
 
-def _observation(observation: Any, name: str) -> dict[str, str]:
+def _check_observation(observation: Any, name: str) -> dict[str, str]:
     if not isinstance(observation, Mapping):
         raise DataError(
             f"{name}.step gave the observation {observation!r:.80}, it must have a role and content"
@@ -226,7 +226,7 @@ def _observation(observation: Any, name: str) -> dict[str, str]:
     return {"role": observation["role"], "content": observation["content"]}
 
 
-def _stops(stop_strings: Any, name: str) -> list[str] | None:
+def _check_stop_strings(stop_strings: Any, name: str) -> list[str] | None:
     if stop_strings is not None and (
         isinstance(stop_strings, str)
         or not all(isinstance(text, str) and text for text in stop_strings)
@@ -238,10 +238,10 @@ def _stops(stop_strings: Any, name: str) -> list[str] | None:
     return None if stop_strings is None else list(stop_strings)
 
 
-def _reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
+def _get_reward(rewards: Any, row: int) -> tuple[float, dict[str, float] | None]:
     """Return the reward of a row and its parts.
 
-    A reward that is not finite is no error here: later it fails its own row alone.
+    A non-finite reward raises no error here. It makes only its own row fail later.
     """
     if not isinstance(rewards, Mapping):
         return float(rewards[row]), None

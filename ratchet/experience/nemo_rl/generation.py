@@ -1,7 +1,7 @@
-"""Call generators of tokens and generators of batches the same way.
+"""Call token generators and batch generators through the same functions.
 
-The first take tokens and a `Sampling` (`ratchet.protocols.Generator`), the second a batch
-(`GenerationInterface`).
+A token generator (`ratchet.protocols.Generator`) takes the tokens of one prompt and a `Sampling`. A
+batch generator (`GenerationInterface`) takes a whole batch of prompts.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Request = tuple[Sequence[int] | NDArray[np.int64], Sampling]
 
 @dataclass(frozen=True)
 class WithSampling:
-    """A generator with sampling parameters, for functions that take none.
+    """A generator with sampling parameters, for rollout functions that have no such argument.
 
     generator: any object with the `generate` of `ratchet.protocols.Generator`.
     """
@@ -50,11 +50,11 @@ class WithSampling:
 
 
 def refuse_media(media: Sequence[Placed]) -> None:
-    """Raise ConfigError for media, because generators of batches take tokens alone."""
+    """Raise ConfigError for media, because batch generators take only tokens."""
     if media:
         raise ConfigError(
-            f"the prompt has {len(media)} media, and a generator of batches (GenerationInterface) "
-            "takes tokens alone. Use one with the `generate` of ratchet.protocols.Generator"
+            f"the prompt has {len(media)} media, but a batch generator (GenerationInterface) takes "
+            "only tokens. Use a generator with the `generate` of ratchet.protocols.Generator"
         )
 
 
@@ -68,8 +68,10 @@ def get_sampling(
 ) -> Sampling:
     """Return the generator's sampling parameters with these stop ids.
 
-    A generator without any (see `WithSampling`) samples at temperature 1 up to `max_new_tokens`.
-    greedy: sets the temperature to 0.
+    A generator without sampling parameters (see `WithSampling`) gets temperature 1 and
+    `max_new_tokens`.
+
+    greedy: True sets the temperature to 0.
     """
     sampling = getattr(policy_generation, "sampling", None)
     if not sampling:
@@ -82,8 +84,8 @@ def get_sampling(
 
 
 def takes_batches(policy_generation: Any) -> bool:
-    """True if the generator takes batches (`GenerationInterface`, or its `generate_async` alone),
-    not tokens.
+    """True if the generator takes batches: it has the methods of `GenerationInterface`, or only
+    `generate_async`.
 
     Raises ConfigError for an object that has neither `generate` nor `generate_async`.
     """
@@ -92,7 +94,7 @@ def takes_batches(policy_generation: Any) -> bool:
         raise ConfigError(
             f"policy_generation={type(policy_generation).__name__} has neither `generate` nor "
             "`generate_async`. "
-            "Give a generator of Ratchet's, or one with the methods of GenerationInterface"
+            "Pass a generator of Ratchet, or one with the methods of GenerationInterface"
         )
     return generate is None or not inspect.iscoroutinefunction(generate)
 
@@ -103,8 +105,7 @@ def is_synchronous_batch_generator(policy_generation: Any) -> bool:
 
 
 class UnbatchedGenerator:
-    """An adapter of a generator of batches to the `Generator` protocol: each request is its own
-    batch."""
+    """An adapter of a batch generator to the `Generator` protocol: a request becomes a batch."""
 
     def __init__(self, policy_generation: Any, *, pad_id: int) -> None:
         self.policy_generation = policy_generation
@@ -120,7 +121,7 @@ class UnbatchedGenerator:
         requests = [(tokens, sampling)]
         if not hasattr(self.policy_generation, "generate_async"):
             return complete_batch(self.policy_generation, requests, pad_id=self.pad_id)[0]
-        data = _data(requests, self.pad_id)
+        data = _make_generation_data(requests, self.pad_id)
         rows = self.policy_generation.generate_async(data, greedy=sampling.greedy)
         (completion,) = [
             completion
@@ -134,11 +135,11 @@ class UnbatchedGenerator:
 def complete_batch(
     policy_generation: Any, requests: Sequence[Request], *, pad_id: int
 ) -> list[Completion]:
-    """Complete all requests in one call of a generator of batches."""
+    """Complete all requests in one call of a batch generator."""
     greedy = requests[0][1].greedy
-    output = policy_generation.generate(_data(requests, pad_id), greedy=greedy)
+    output = policy_generation.generate(_make_generation_data(requests, pad_id), greedy=greedy)
     version = get_weights_version(policy_generation)
-    return [_completion(output, i, request, version) for i, request in enumerate(requests)]
+    return [_make_completion(output, i, request, version) for i, request in enumerate(requests)]
 
 
 async def complete(
@@ -151,7 +152,9 @@ async def complete(
         )
     if not hasattr(policy_generation, "generate_async"):
         return complete_batch(policy_generation, requests, pad_id=pad_id)
-    rows = policy_generation.generate_async(_data(requests, pad_id), greedy=requests[0][1].greedy)
+    rows = policy_generation.generate_async(
+        _make_generation_data(requests, pad_id), greedy=requests[0][1].greedy
+    )
     completions = {
         i: completion
         async for i, completion in _iterate_completions(
@@ -165,10 +168,12 @@ async def _iterate_completions(
     rows: AsyncIterator[tuple[int, Any]], requests: Sequence[Request], version: int
 ) -> AsyncIterator[tuple[int, Completion]]:
     async for i, output in rows:
-        yield i, _completion(output, 0, requests[i], version)
+        yield i, _make_completion(output, 0, requests[i], version)
 
 
-def _data(requests: Sequence[Request], pad_id: int) -> BatchedDataDict[GenerationDatumSpec]:
+def _make_generation_data(
+    requests: Sequence[Request], pad_id: int
+) -> BatchedDataDict[GenerationDatumSpec]:
     prompts = [torch.as_tensor(np.asarray(tokens, dtype=np.int64)) for tokens, _ in requests]
     return BatchedDataDict[GenerationDatumSpec](
         {
@@ -179,36 +184,36 @@ def _data(requests: Sequence[Request], pad_id: int) -> BatchedDataDict[Generatio
     )
 
 
-def _completion(output: Any, row: int, request: Request, version: int) -> Completion:
+def _make_completion(output: Any, row: int, request: Request, version: int) -> Completion:
     """Return row `row` of a GenerationOutputSpec as a completion.
 
-    Logprobs are NaN if the generator gave none. The stop reason follows from `truncated` and the
-    last token.
+    Logprobs are NaN if the generator returned none. The stop reason is derived from `truncated` and
+    the last token.
     """
     tokens, sampling = request
-    kept = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
-    new = _array(output["output_ids"][row, kept], np.int64)
+    new_slice = slice(len(tokens), int(output["unpadded_sequence_lengths"][row]))
+    new_tokens = _to_numpy(output["output_ids"][row, new_slice], np.int64)
     logprobs = (
-        output["logprobs"][row, kept]
+        output["logprobs"][row, new_slice]
         if "logprobs" in output
-        else torch.full((len(new),), torch.nan)
+        else torch.full((len(new_tokens),), torch.nan)
     )
-    cut = bool(output["truncated"][row]) if "truncated" in output else False
-    last = int(new[-1]) if len(new) else None
+    is_truncated = bool(output["truncated"][row]) if "truncated" in output else False
+    last_token = int(new_tokens[-1]) if len(new_tokens) else None
     # A stop token at the length limit ends the row too, though some generators report truncation.
-    ended = last in sampling.stop_ids
+    has_stop_token = last_token in sampling.stop_ids
     return Completion(
-        tokens=new,
-        logprobs=_array(logprobs, np.float32),
-        log_kept_mass=np.zeros(len(new), np.float32),
-        versions=np.full(len(new), version, np.int32),
+        tokens=new_tokens,
+        logprobs=_to_numpy(logprobs, np.float32),
+        log_kept_mass=np.zeros(len(new_tokens), np.float32),
+        versions=np.full(len(new_tokens), version, np.int32),
         stop=StopReason.STOP_TOKEN
-        if ended
+        if has_stop_token
         else StopReason.LENGTH
-        if cut
+        if is_truncated
         else StopReason.STOP_STRING,
     )
 
 
-def _array(values: Tensor, dtype: Any) -> NDArray[Any]:
+def _to_numpy(values: Tensor, dtype: Any) -> NDArray[Any]:
     return values.detach().cpu().numpy().astype(dtype)

@@ -1,8 +1,8 @@
 """Rollouts as functions over batches of message logs: single turns, rewards and whole episodes.
 
-`ratchet.experience.rollout.episode` plays the episodes. The synchronous functions keep the rows in
-step and send all rows of a turn to an environment at once; in the asynchronous ones each row runs
-on its own. The results are the same. docs/rollouts.md says more.
+`ratchet.experience.rollout.episode` plays the episodes. In the synchronous functions all rows run
+in lockstep, and an environment gets all rows of a turn in one call. In the asynchronous functions
+each row runs on its own. The results are the same. docs/rollouts.md describes both.
 
 B = rows of a batch, S = tokens of its longest prompt.
 """
@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import Ask, RowBarrier, step_alone, step_each
+from ratchet.experience.nemo_rl.attempt import RowBarrier, StepFunction, step_alone, step_each
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import (
     EnvironmentInterface,
@@ -99,18 +99,20 @@ def generate_responses(
     Returns:
         The batch with `truncated` bool [B], the generated tokens of each row (int64), and metrics.
     """
-    requests = _requests(
+    requests = _make_requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
     )
     if is_synchronous_batch_generator(policy_generation):
         completions = (
-            complete_batch(policy_generation, requests, pad_id=_pad_id(tokenizer))
+            complete_batch(policy_generation, requests, pad_id=_get_pad_id(tokenizer))
             if requests
             else []
         )
     else:
-        completions = _run(complete(policy_generation, requests, pad_id=_pad_id(tokenizer)))
-    return _with_answers(batch, completions, tokenizer, include_logprobs)
+        completions = _run_blocking(
+            complete(policy_generation, requests, pad_id=_get_pad_id(tokenizer))
+        )
+    return _append_answers(batch, completions, tokenizer, include_logprobs)
 
 
 async def generate_responses_async(
@@ -122,14 +124,19 @@ async def generate_responses_async(
     include_logprobs: bool = True,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], list[Tensor], dict[str, float]]:
-    """Append answers like `generate_responses`, by `generate_async` if a batch generator has it."""
-    requests = _requests(
+    """Append answers like `generate_responses`.
+
+    A batch generator's `generate_async` is used if it has one.
+    """
+    requests = _make_requests(
         policy_generation, generation_input_data, batch, tokenizer, input_lengths, greedy=greedy
     )
     completions = (
-        await complete(policy_generation, requests, pad_id=_pad_id(tokenizer)) if requests else []
+        await complete(policy_generation, requests, pad_id=_get_pad_id(tokenizer))
+        if requests
+        else []
     )
-    return _with_answers(batch, completions, tokenizer, include_logprobs)
+    return _append_answers(batch, completions, tokenizer, include_logprobs)
 
 
 async def async_generate_response_for_sample_turn(
@@ -165,11 +172,11 @@ async def async_generate_response_for_sample_turn(
     data = BatchedDataDict[GenerationDatumSpec](
         {"input_ids": prompt[None], "input_lengths": lengths}
     )
-    requests = _requests(
+    requests = _make_requests(
         policy_generation, data, batch, tokenizer, lengths, greedy=greedy, room=room
     )
-    completions = await complete(policy_generation, requests, pad_id=_pad_id(tokenizer))
-    batch, (generated,), metrics = _with_answers(
+    completions = await complete(policy_generation, requests, pad_id=_get_pad_id(tokenizer))
+    batch, (generated,), metrics = _append_answers(
         batch, completions, tokenizer, include_logprobs=True
     )
     return batch["message_log"][0], generated, lengths, metrics
@@ -180,9 +187,9 @@ def calculate_rewards(
 ) -> EnvironmentReturn[Any]:
     """Return the environments' replies to the logs of `batch`.
 
-    Each environment is called once for each of its task names, with all rows of that name, and sees
-    roles and contents. `rewards` are named parts if any reward has parts; a
-    reward without parts is then the part "reward".
+    Each environment is called once for each of its task names, with the roles and contents of all
+    rows of that name. `rewards` are named parts if any reward has parts. A reward without parts is
+    then the part "reward".
 
     Raises:
         DataError: A task has no environment, or a return has the wrong shape. Exceptions of
@@ -213,7 +220,7 @@ def run_multi_turn_rollout(
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
     """Play every row until its environment ends it, or it reaches a limit of turns or tokens.
 
-    The rows run in step: an environment is called once a turn, for all remaining rows.
+    The rows run in lockstep: an environment is called once a turn, for all remaining rows.
 
     Returns:
         A new batch and metrics. The batch has the input's rows with the whole `message_log`, the
@@ -225,7 +232,9 @@ def run_multi_turn_rollout(
     player = RowPlayer(
         policy_generation, get_log_renderer(tokenizer), max_seq_len, max_rollout_turns, greedy
     )
-    return _run(_in_step(player, input_batch, task_to_env, _pad_id(tokenizer)))
+    return _run_blocking(
+        _play_in_lockstep(player, input_batch, task_to_env, _get_pad_id(tokenizer))
+    )
 
 
 def run_async_multi_turn_rollout(
@@ -237,11 +246,11 @@ def run_async_multi_turn_rollout(
     max_rollout_turns: int = NO_TURN_LIMIT,
     greedy: bool = False,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play rows like `run_multi_turn_rollout`, but each calls its environment alone, in its own
-    thread."""
+    """Play rows like `run_multi_turn_rollout`, but each row calls its environment alone, in a
+    thread of its own."""
 
     async def play() -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-        rows = _rows(input_batch)
+        rows = _split_rows(input_batch)
         options = (
             policy_generation,
             tokenizer,
@@ -255,7 +264,7 @@ def run_async_multi_turn_rollout(
         )
         return _make_batch(input_batch, results, task_to_env)
 
-    return _run(play())
+    return _run_blocking(play())
 
 
 async def run_sample_multi_turn_rollout(
@@ -280,7 +289,7 @@ async def run_sample_multi_turn_rollout(
     )
     generator = policy_generation
     if takes_batches(policy_generation):
-        generator = UnbatchedGenerator(policy_generation, pad_id=_pad_id(tokenizer))
+        generator = UnbatchedGenerator(policy_generation, pad_id=_get_pad_id(tokenizer))
     return await player.play(
         sample_idx, initial_sample_state, generator, partial(step_alone, environment)
     )
@@ -289,43 +298,43 @@ async def run_sample_multi_turn_rollout(
 # --- helpers
 
 
-async def _in_step(
+async def _play_in_lockstep(
     player: RowPlayer,
     input_batch: BatchedDataDict[DatumSpec],
     task_to_env: Environments,
     pad_id: int,
 ) -> tuple[BatchedDataDict[DatumSpec], dict[str, Any]]:
-    """Play all rows in step."""
-    rows = _rows(input_batch)
-    meeting = RowBarrier[Any](len(rows))
+    """Play all rows in lockstep."""
+    rows = _split_rows(input_batch)
+    barrier = RowBarrier[Any](len(rows))
     names = dict.fromkeys(row["task_name"] for row in rows)
-    step = {name: partial(step_each, get_environment(task_to_env, name)) for name in names}
-    draw = partial(complete_batch, player.policy_generation, pad_id=pad_id)
+    handles = {name: partial(step_each, get_environment(task_to_env, name)) for name in names}
+    complete_rows = partial(complete_batch, player.policy_generation, pad_id=pad_id)
 
     async def play(i: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
         generator = player.policy_generation
         if is_synchronous_batch_generator(generator):
-            generator = _Drawing(meeting, i, draw)
+            generator = _LockstepGenerator(barrier, i, complete_rows)
         elif takes_batches(generator):
             generator = UnbatchedGenerator(generator, pad_id=pad_id)
-        handle = step[row["task_name"]]
-        ask: Ask = lambda log, metadata: meeting.ask(i, handle, (log, metadata))  # noqa: E731
+        handle = handles[row["task_name"]]
+        step_row: StepFunction = lambda log, metadata: barrier.submit(i, handle, (log, metadata))  # noqa: E731
         try:
-            return await player.play(i, row, generator, ask)
+            return await player.play(i, row, generator, step_row)
         finally:
-            meeting.leave()
+            barrier.leave()
 
     results = await asyncio.gather(*(play(i, row) for i, row in enumerate(rows)))
     return _make_batch(input_batch, results, task_to_env)
 
 
 @dataclass(frozen=True)
-class _Drawing:
-    """The generator of one row: its draws are batched with those of the rows in step with it."""
+class _LockstepGenerator:
+    """The generator of one row. Its requests are batched with those of the rows in lockstep."""
 
-    meeting: RowBarrier[Any]
+    barrier: RowBarrier[Any]
     row: int
-    draw: Any
+    complete_rows: Any
 
     async def generate(
         self,
@@ -334,10 +343,10 @@ class _Drawing:
         media: Sequence[Placed] = (),
     ) -> Completion:
         refuse_media(media)
-        return await self.meeting.ask(self.row, self.draw, (tokens, sampling))
+        return await self.barrier.submit(self.row, self.complete_rows, (tokens, sampling))
 
 
-def _rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
+def _split_rows(batch: BatchedDataDict[DatumSpec]) -> list[dict[str, Any]]:
     for column in ("message_log", "task_name"):
         if column not in batch:
             raise DataError(
@@ -376,11 +385,11 @@ def _make_batch(
             for state, sample in results
         ]
         batch[part] = torch.tensor(values, dtype=torch.float32)
-    batch, measured = post_process(batch, task_to_env)
-    return batch, measure_samples(samples) | measured
+    batch, environment_metrics = post_process(batch, task_to_env)
+    return batch, measure_samples(samples) | environment_metrics
 
 
-def _requests(
+def _make_requests(
     policy_generation: Any,
     data: BatchedDataDict[GenerationDatumSpec],
     batch: BatchedDataDict[DatumSpec],
@@ -390,26 +399,33 @@ def _requests(
     greedy: bool,
     room: int | None = None,
 ) -> list[Request]:
-    """Return a request for each row. `room` limits the answer's tokens, as the sampling does."""
-    stops = batch.get("stop_strings") or [None] * len(input_lengths)
-    data["stop_strings"] = stops
+    """Return a request for each row. `room` is another limit on the number of new tokens."""
+    stop_strings = batch.get("stop_strings") or [None] * len(input_lengths)
+    data["stop_strings"] = stop_strings
     budget = room or Sampling().max_new_tokens
-    base = get_sampling(
+    base_sampling = get_sampling(
         policy_generation,
         get_log_renderer(tokenizer).stop_ids,
         max_new_tokens=budget,
         greedy=greedy,
     )
-    base = replace(base, max_new_tokens=min(base.max_new_tokens, room or base.max_new_tokens))
+    base_sampling = replace(
+        base_sampling,
+        max_new_tokens=min(base_sampling.max_new_tokens, room or base_sampling.max_new_tokens),
+    )
     requests: list[Request] = []
-    for row, (length, stop) in enumerate(zip(input_lengths.tolist(), stops, strict=True)):
-        seed = derive_seed(base.seed, get_weights_version(policy_generation), row, length)
-        sampling = replace(base, seed=seed, stop=(*base.stop, *(stop or ())))
+    for row, (length, row_stop_strings) in enumerate(
+        zip(input_lengths.tolist(), stop_strings, strict=True)
+    ):
+        seed = derive_seed(base_sampling.seed, get_weights_version(policy_generation), row, length)
+        sampling = replace(
+            base_sampling, seed=seed, stop=(*base_sampling.stop, *(row_stop_strings or ()))
+        )
         requests.append((data["input_ids"][row, :length].cpu().numpy(), sampling))
     return requests
 
 
-def _with_answers(
+def _append_answers(
     batch: BatchedDataDict[DatumSpec],
     completions: Sequence[Completion],
     tokenizer: TokenizerType,
@@ -424,8 +440,8 @@ def _with_answers(
             if include_logprobs
             else {name: entry[name] for name in ("role", "content", "token_ids")}
         )
-    cut = [not completion.stop.finished for completion in completions]
-    batch["truncated"] = torch.tensor(cut, dtype=torch.bool)
+    is_truncated = [not completion.stop.finished for completion in completions]
+    batch["truncated"] = torch.tensor(is_truncated, dtype=torch.bool)
     generated = [torch.from_numpy(completion.tokens.copy()) for completion in completions]
     lengths = [len(tokens) for tokens in generated] or [0]
     return (
@@ -434,31 +450,31 @@ def _with_answers(
         {
             "mean_generation_length": fmean(lengths),
             "total_generated_tokens": float(sum(lengths)),
-            "truncation_rate": fmean(cut or [False]),
+            "truncation_rate": fmean(is_truncated or [False]),
         },
     )
 
 
-def _pad_id(tokenizer: TokenizerType) -> int:
+def _get_pad_id(tokenizer: TokenizerType) -> int:
     return get_log_renderer(tokenizer).tokenizer.pad_id or 0
 
 
-def _run(work: Coroutine[Any, Any, T]) -> T:
+def _run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
     """Run a coroutine to its end.
 
     Raises:
-        RuntimeError: It is called inside a running event loop, which it would block.
+        RuntimeError: The caller is inside a running event loop, which this call would block.
     """
-    if _in_a_loop():
-        work.close()
+    if _is_in_event_loop():
+        coroutine.close()
         raise RuntimeError(
-            "this function blocks and can't run inside an event loop. Call it by `await "
+            "this function blocks, so it can't run inside an event loop. Call it with `await "
             "asyncio.to_thread(...)`"
         )
-    return asyncio.run(work)
+    return asyncio.run(coroutine)
 
 
-def _in_a_loop() -> bool:
+def _is_in_event_loop() -> bool:
     try:
         asyncio.get_running_loop()
     except RuntimeError:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import Ask, MessageLogDialogue
+from ratchet.experience.nemo_rl.attempt import MessageLogDialogue, StepFunction
 from ratchet.experience.nemo_rl.generation import get_sampling, get_weights_version
 from ratchet.experience.nemo_rl.metrics import measure_sample
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
@@ -29,8 +29,8 @@ from ratchet.types import Cancelled, Failed, Owner, Sampling, Task, Trajectory
 class RowPlayer:
     """A player of a NeMo RL batch's rows.
 
-    policy_generation: has the sampling parameters and the version of the weights. `play` generates
-      with its own argument `generator`.
+    policy_generation: provides the sampling parameters and the version of the weights. The
+      completions come from the `generator` that `play` gets.
     """
 
     policy_generation: Any
@@ -40,7 +40,7 @@ class RowPlayer:
     greedy: bool
 
     async def play(
-        self, row: int, state: Mapping[str, Any], generator: Any, ask: Ask
+        self, row: int, state: Mapping[str, Any], generator: Any, step_function: StepFunction
     ) -> tuple[dict[str, Any], dict[str, Any]]:
         """Play row `row` from the DatumSpec `state`, and return its final state and metrics.
 
@@ -52,16 +52,18 @@ class RowPlayer:
         memo = PromptMemo()
         memo.key = (list(messages), None)
         memo.tokens = concatenate_tokens(log).numpy()
-        dialogue = MessageLogDialogue(ask)
+        dialogue = MessageLogDialogue(step_function)
         dialogue.begin(log, state.get("extra_env_info"), state.get("stop_strings"))
         player = EpisodePlayer(
             generator, self.renderer, max_context=self.max_seq_len, max_turns=self.max_rollout_turns
         )
         task = Task(f"row/{row}", messages, tag=state["task_name"])
-        (played,) = await player.play(task, dialogue, self._sampling(row), attempt=row, memo=memo)
-        trajectory = _truncate(played, self.max_seq_len)
+        (whole_trajectory,) = await player.play(
+            task, dialogue, self._get_sampling(row), attempt=row, memo=memo
+        )
+        trajectory = _truncate(whole_trajectory, self.max_seq_len)
         metrics = measure_sample(trajectory)
-        final = {
+        final_state = {
             **state,
             "message_log": [
                 *copy.deepcopy(log),
@@ -71,16 +73,16 @@ class RowPlayer:
             "stop_strings": list(dialogue.stop_strings) or None,
             "total_reward": torch.tensor(metrics["total_reward"], dtype=torch.float32),
             "truncated": metrics["truncated"],
-            "failed": _failure(trajectory),
+            "failed": _describe_failure(trajectory),
             "parts": {} if metrics["failed"] else dict(dialogue.parts),
         }
-        return final, metrics
+        return final_state, metrics
 
-    def _sampling(self, row: int) -> Sampling:
+    def _get_sampling(self, row: int) -> Sampling:
         """Return the sampling parameters of a row.
 
-        Its seed depends on the row and the version of the weights, so repetitions of a prompt
-        differ, and so do two training steps.
+        Their seed depends on the row and the version of the weights. So the repetitions of a prompt
+        in a batch get different answers, and so do the same rows of two training steps.
         """
         sampling = get_sampling(
             self.policy_generation,
@@ -98,12 +100,12 @@ def concatenate_tokens(log: MessageLog) -> Tensor:
     Raises:
         DataError: A message has no tokens.
     """
-    without = next(
+    missing = next(
         (i for i, entry in enumerate(log) if not isinstance(entry.get("token_ids"), Tensor)), None
     )
-    if without is not None:
+    if missing is not None:
         raise DataError(
-            f"message_log[{without}] has no tensor `token_ids`. Tokenise the prompt, as "
+            f"message_log[{missing}] has no tensor `token_ids`. Tokenise the prompt, as "
             "`make_datum` does"
         )
     return (
@@ -131,29 +133,31 @@ def make_answer_entry(content: str, tokens: np.ndarray, logprobs: np.ndarray) ->
 def _truncate(trajectory: Trajectory, length: int) -> Trajectory:
     """Return the first `length` tokens of the trajectory.
 
-    Only tokens of the environment are cut, because the policy's turns end before.
+    Only tokens of the environment are cut, because the policy's turns end within `length`.
     """
     columns = ("tokens", "owner", "trainable", "rollout_logprobs", "versions")
-    shorter = {name: getattr(trajectory, name)[:length] for name in columns}
-    return replace(trajectory, log_kept_mass=None, routes=None, **shorter)
+    cut_columns = {name: getattr(trajectory, name)[:length] for name in columns}
+    return replace(trajectory, log_kept_mass=None, routes=None, **cut_columns)
 
 
 def _list_new_entries(
-    trajectory: Trajectory, dialogue: MessageLogDialogue, prompt: int
+    trajectory: Trajectory, dialogue: MessageLogDialogue, prompt_messages: int
 ) -> MessageLog:
-    """Return the log's entries after the first `prompt` ones.
+    """Return the log's entries after the first `prompt_messages` ones.
 
     The message that ended the episode has no tokens, because the policy did not read it.
     """
     answers = [
-        message.text for message in trajectory.messages[prompt:] if message.role == "assistant"
+        message.text
+        for message in trajectory.messages[prompt_messages:]
+        if message.role == "assistant"
     ]
-    observations = dialogue.log[prompt + 1 :: 2]
+    observations = dialogue.log[prompt_messages + 1 :: 2]
     spans = [(turn.start, turn.end) for turn in trajectory.turns]
     # If the environment failed at the last answer, that answer has no turn.
     if len(spans) < len(answers):
-        after = spans[-1][1] if spans else 0
-        positions = np.flatnonzero(trajectory.owner[after:] == Owner.POLICY) + after
+        last_end = spans[-1][1] if spans else 0
+        positions = np.flatnonzero(trajectory.owner[last_end:] == Owner.POLICY) + last_end
         start = int(positions[0]) if len(positions) else len(trajectory)
         spans.append((start, len(trajectory)))
     entries: MessageLog = []
@@ -164,13 +168,13 @@ def _list_new_entries(
             )
         )
         if turn < len(observations):
-            until = spans[turn + 1][0] if turn + 1 < len(spans) else len(trajectory)
-            tokens = torch.from_numpy(trajectory.tokens[end:until].copy())
+            observation_end = spans[turn + 1][0] if turn + 1 < len(spans) else len(trajectory)
+            tokens = torch.from_numpy(trajectory.tokens[end:observation_end].copy())
             entries.append({**observations[turn], "token_ids": tokens})
     return entries
 
 
-def _failure(trajectory: Trajectory) -> str | None:
+def _describe_failure(trajectory: Trajectory) -> str | None:
     """Return the description of a failure, or None."""
     outcome = trajectory.outcome
     if isinstance(outcome, Failed):

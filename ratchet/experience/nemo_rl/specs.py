@@ -80,8 +80,8 @@ class GenerationInterface(ABC):
     """A generator that takes a whole batch.
 
     It may also have `generate_async(data, greedy)`, an async iterator of (row, batch of that one
-    row) in the order of completion. It samples with its own parameters; a `Sampling` only gives
-    it the stop strings.
+    row) in the order of completion. It samples with its own parameters. Of a `Sampling` it gets
+    only the stop strings and whether to be greedy.
     """
 
     @abstractmethod

@@ -33,7 +33,7 @@ class LogRenderer(Renderer):
     """A renderer that only appends, because a log is one sequence of tokens.
 
     Sampled tokens stay as they are, and replies are appended. If the template rewrites earlier
-    turns, the training loop begins a new trajectory; a log can't.
+    turns, `EpisodePlayer` begins a new trajectory with other renderers, which a log can't hold.
     """
 
     def keeps(self, sampled: Sequence[int], messages: Sequence[Message], **context: Any) -> bool:
@@ -56,8 +56,8 @@ def _convert(tokenizer: HubTokenizer) -> Tokenizer:
     if not isinstance(backend, tokenizers.Tokenizer):
         name = type(tokenizer).__name__
         raise ConfigError(
-            f"{name} is no supported tokenizer. Give one of ratchet.data.chat.tokenizer, or a fast "
-            "one of transformers"
+            f"{name} is not a supported tokenizer. Pass a ratchet.data.chat.tokenizer.Tokenizer or "
+            "a fast tokenizer of transformers"
         )
     template = getattr(tokenizer, "chat_template", None)
     return Tokenizer(

@@ -28,8 +28,8 @@ log = logging.getLogger(__name__)
 class MessageLogEnvironment(Rows):
     """An environment that calls an EnvironmentInterface, each step in a thread of its own.
 
-    The policy's chat template renders the prompts, so of a sample's message log only roles and
-    contents are used.
+    The policy's chat template renders the prompts. So only the roles and contents of a sample's
+    message log are used, and not its tokens.
     """
 
     name = "message_log"
@@ -39,19 +39,21 @@ class MessageLogEnvironment(Rows):
         self.interface: EnvironmentInterface[Any] = imported(config.interface)(**config.arguments)
         self.data = imported(config.data)
         self.path = config.data
-        self.title = type(self.interface).__name__
+        self.interface_name = type(self.interface).__name__
         self._rows: dict[Split, list[Task]] = {}
         self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
 
     def rows(self, split: Split) -> Sequence[Task]:
         if split not in self._rows:
             self._rows[split] = [
-                self._task(split, i, datum) for i, datum in enumerate(self.data(split))
+                self._make_task(split, i, datum) for i, datum in enumerate(self.data(split))
             ]
         return self._rows[split]
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        raise DataError(f"{self.title} has no demonstrations, so it can't train by supervision")
+        raise DataError(
+            f"{self.interface_name} has no demonstrations, so it can't train by supervision"
+        )
 
     async def reset(self, task: Task) -> Sequence[Message]:
         self.dialogue = MessageLogDialogue(partial(step_alone, self.interface))
@@ -74,19 +76,21 @@ class MessageLogEnvironment(Rows):
         because the training data are fixed by then. If it raises, the error is logged and there are
         no metrics.
         """
-        batch = _batch(groups)
+        batch = _make_batch(groups)
         if not batch.size:
             return {}
         try:
             _, metrics = post_process(batch, dict.fromkeys(batch["task_name"], self.interface))
         except Exception:  # This is user code; its metrics must not end the run.
             log.warning(
-                "%s.global_post_process_and_metrics failed:\n%s", self.title, traceback.format_exc()
+                "%s.global_post_process_and_metrics failed:\n%s",
+                self.interface_name,
+                traceback.format_exc(),
             )
             return {}
         return {name: float(value) for name, value in metrics.items() if isinstance(value, Real)}
 
-    def _task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
+    def _make_task(self, split: Split, index: int, datum: Mapping[str, Any]) -> Task:
         messages = datum.get("message_log")
         if not isinstance(messages, Sequence) or not messages:
             raise DataError(
@@ -97,7 +101,7 @@ class MessageLogEnvironment(Rows):
             id=f"{self.name}/{split}/{index}",
             messages=tuple(as_message(entry) for entry in messages),
             environment=self.name,
-            tag=datum.get("task_name") or self.title,
+            tag=datum.get("task_name") or self.interface_name,
             meta={
                 "message_log": [
                     {"role": entry["role"], "content": entry["content"]} for entry in messages
@@ -108,7 +112,7 @@ class MessageLogEnvironment(Rows):
         )
 
 
-def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
+def _make_batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
     """Return the judged training attempts as a batch without tokens.
 
     An attempt whose history forked has several rows; the last has the whole conversation.
@@ -118,17 +122,22 @@ def _batch(groups: Sequence[Group]) -> BatchedDataDict[DatumSpec]:
         for row in group.trajectories:
             if row.use == "train" and row.reward is not None:
                 attempts[group.id, row.attempt] = group.task, row
-    played = list(attempts.values())
+    judged_attempts = list(attempts.values())
     return BatchedDataDict[DatumSpec](
         {
             "message_log": [
-                [{"role": m.role, "content": m.text} for m in row.messages] for _, row in played
+                [{"role": m.role, "content": m.text} for m in row.messages]
+                for _, row in judged_attempts
             ],
-            "extra_env_info": [task.meta["extra_env_info"] for task, _ in played],
-            "loss_multiplier": torch.ones(len(played)),
-            "idx": [task.id for task, _ in played],
-            "task_name": [task.tag for task, _ in played],
-            "total_reward": torch.tensor([row.reward for _, row in played], dtype=torch.float32),
-            "truncated": torch.tensor([row.truncated for _, row in played], dtype=torch.bool),
+            "extra_env_info": [task.meta["extra_env_info"] for task, _ in judged_attempts],
+            "loss_multiplier": torch.ones(len(judged_attempts)),
+            "idx": [task.id for task, _ in judged_attempts],
+            "task_name": [task.tag for task, _ in judged_attempts],
+            "total_reward": torch.tensor(
+                [row.reward for _, row in judged_attempts], dtype=torch.float32
+            ),
+            "truncated": torch.tensor(
+                [row.truncated for _, row in judged_attempts], dtype=torch.bool
+            ),
         }
     )

@@ -18,7 +18,7 @@ from ratchet.types import Task
 
 MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
 GRACE_S = 1.0  # longest wait for outputs that a process outside the group still holds open
-TAIL = 2000  # last characters of stderr in an error message
+TAIL = 2000  # number of characters of stderr's end in an error message
 
 
 # (task, base URL, API key) -> any result; rewards read it in `Trajectory.extras["result"]`.
@@ -33,10 +33,10 @@ async def run_agent(agent: Agent, task: Task, base_url: str, api_key: str) -> An
     call = getattr(agent, "__call__", None)  # noqa: B004 -- an object's async __call__ counts too
     if inspect.iscoroutinefunction(agent) or inspect.iscoroutinefunction(call):
         return await agent(task, base_url, api_key)
-    return await _in_thread(lambda: agent(task, base_url, api_key))
+    return await _run_in_thread(lambda: agent(task, base_url, api_key))
 
 
-def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
+def _run_in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     """Run a call in a daemon thread.
 
     A thread can't be stopped: after a cancellation it goes on until its next request is refused. It
@@ -45,11 +45,11 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
     loop = asyncio.get_running_loop()
     future: asyncio.Future[Any] = loop.create_future()
 
-    def settle(setter: Callable[[Any], None], value: Any) -> None:
+    def set_if_pending(setter: Callable[[Any], None], value: Any) -> None:
         if not future.done():
             setter(value)
 
-    def run() -> None:
+    def work() -> None:
         try:
             result, setter = call(), future.set_result
         # Every exception goes to the awaiting code, where the episode boundary handles it.
@@ -60,9 +60,9 @@ def _in_thread(call: Callable[[], Any]) -> Awaitable[Any]:
                 future.set_exception,
             )
         with suppress(RuntimeError):  # the event loop is closed
-            loop.call_soon_threadsafe(settle, setter, result)
+            loop.call_soon_threadsafe(set_if_pending, setter, result)
 
-    threading.Thread(target=run, daemon=True, name="agent").start()
+    threading.Thread(target=work, daemon=True, name="agent").start()
     return future
 
 
@@ -90,31 +90,33 @@ class CommandAgent:
             start_new_session=True,
         )
         try:
-            _feed(transport, _describe_task(task))
+            _write_input(transport, _describe_task(task))
             await program.exited
             # Child processes that still run would hold the outputs open.
             _kill_group(transport.get_pid())
-            await asyncio.wait({program.read}, timeout=GRACE_S)
+            await asyncio.wait({program.outputs_closed}, timeout=GRACE_S)
         finally:
             _kill_group(transport.get_pid())
             transport.close()
         if status := transport.get_returncode():
-            complaint = program.tails[2].decode("utf-8", "replace")
-            raise RuntimeError(f"{self.command[0]} ended with status {status}: {complaint[-TAIL:]}")
+            error_output = program.tails[2].decode("utf-8", "replace")
+            raise RuntimeError(
+                f"{self.command[0]} ended with status {status}: {error_output[-TAIL:]}"
+            )
         return program.tails[1].decode("utf-8", "replace")
 
 
 class _Program(asyncio.SubprocessProtocol):
     """The protocol of a program's process.
 
-    `exited` is done when the program has ended, even if its children run on. `read` is done when no
-    process holds its outputs open.
+    `exited` is done when the program has ended, even if its children still run. `outputs_closed` is
+    done when no process holds its outputs open.
     """
 
     def __init__(self) -> None:
         loop = asyncio.get_running_loop()
         self.exited: asyncio.Future[None] = loop.create_future()
-        self.read: asyncio.Future[None] = loop.create_future()
+        self.outputs_closed: asyncio.Future[None] = loop.create_future()
         self.tails = {1: bytearray(), 2: bytearray()}
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
@@ -127,13 +129,13 @@ class _Program(asyncio.SubprocessProtocol):
             self.exited.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if not self.read.done():
-            self.read.set_result(None)
+        if not self.outputs_closed.done():
+            self.outputs_closed.set_result(None)
 
 
-def _kill_group(leader: int) -> None:
+def _kill_group(process_group: int) -> None:
     with suppress(ProcessLookupError):
-        os.killpg(leader, signal.SIGKILL)
+        os.killpg(process_group, signal.SIGKILL)
 
 
 def _describe_task(task: Task) -> bytes:
@@ -144,8 +146,8 @@ def _describe_task(task: Task) -> bytes:
     ).encode()
 
 
-def _feed(transport: asyncio.SubprocessTransport, data: bytes) -> None:
-    """Write to the program's standard input, which it need not read."""
+def _write_input(transport: asyncio.SubprocessTransport, data: bytes) -> None:
+    """Write to the program's standard input. A program that does not read it is no error."""
     pipe = cast(asyncio.WriteTransport, transport.get_pipe_transport(0))
     pipe.write(data)
     pipe.close()

@@ -1,4 +1,4 @@
-"""A player whose attempts are played by an external agent that calls the policy."""
+"""A player that lets an external agent play each attempt; the agent calls the policy."""
 
 from __future__ import annotations
 
@@ -48,10 +48,12 @@ class AgentPlayer:
     ) -> list[Trajectory]:
         """Play an attempt and return its trajectories, the one with the last answer last.
 
-        Their extras hold the agent's result as "result". The outcome is `Failed("agent")` if the
-        agent raised or requested no answer, `Failed("timeout")` if it took too long, and
-        `Failed("prompt_too_long")` if its first prompt did not fit. It is Truncated if the context
-        or the turns were used up, or if a limit of the run cut the last answer.
+        Their extras hold the agent's result as "result". The outcome is
+        - `Failed("agent")` if the agent raised or requested no answer,
+        - `Failed("timeout")` if the agent took too long,
+        - `Failed("prompt_too_long")` if its first prompt did not fit the context,
+        - Truncated if the context or the turns were used up, or if a limit of the run cut the last
+          answer.
         """
         session = AgentSession(
             self.generator,
@@ -61,21 +63,21 @@ class AgentPlayer:
             max_turns=self.max_turns,
         )
         async with self.proxy.open(session) as (base_url, api_key):
-            playing = asyncio.ensure_future(self._run_agent(task, base_url, api_key))
+            agent_task = asyncio.ensure_future(self._run_agent(task, base_url, api_key))
             try:
                 await asyncio.wait(
-                    {playing, session.ended},
+                    {agent_task, session.ended},
                     timeout=self.timeout_s,
                     return_when=asyncio.FIRST_COMPLETED,
                 )
-                late = not playing.done()
+                timed_out = not agent_task.done()
             finally:
-                playing.cancel()
-                await asyncio.wait({playing})
-            result, error = (None, "") if playing.cancelled() else playing.result()
+                agent_task.cancel()
+                await asyncio.wait({agent_task})
+            result, error = (None, "") if agent_task.cancelled() else agent_task.result()
             if session.ended.done():
                 outcome = session.ended.result()
-            elif late:
+            elif timed_out:
                 outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
             else:
                 outcome = _get_outcome(session, error)
@@ -89,8 +91,10 @@ class AgentPlayer:
         except (Exception, SystemExit):
             return None, traceback.format_exc()
         except asyncio.CancelledError:
-            playing = asyncio.current_task()
-            if playing is not None and playing.cancelling():  # by `play`, not by the agent
+            current_task = asyncio.current_task()
+            if (
+                current_task is not None and current_task.cancelling()
+            ):  # by `play`, not by the agent
                 raise
             return None, traceback.format_exc()
 
@@ -101,7 +105,7 @@ def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
         return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")
     if last is None and not error:
         return Failed(
-            "agent", "it ended without an answer of the policy: nothing can be learned from it"
+            "agent", "it ended without requesting an answer, so there is nothing to learn from"
         )
     if session.exhausted:
         return Truncated()

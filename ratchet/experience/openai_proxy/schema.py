@@ -1,9 +1,9 @@
 """Read and write the JSON of the OpenAI chat API: requests, answers, chunks and errors.
 
-No parameter that could change tokens is ignored silently. One that can't be honoured, or would make
-the recorded tokens useless for training, is refused by name.
+A parameter that could change tokens is never ignored silently. It is refused by name if the policy
+can't follow it, or if it would make the recorded tokens useless for training.
 
-Source: the API reference of OpenAI's chat completions, and what its Python client sends and reads.
+Sources: the API reference of OpenAI's chat completions, and the fields of its Python client.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ MOST_TOOLS = 128  # per request, as in OpenAI's API
 MOST_STOP = 1024  # characters of a stop string
 MOST_METADATA = 16  # entries
 MOST_PLACE = 200  # characters of an invalid field's path, which holds keys of the request
-# Maximum number of JSON values in a request, arguments of calls included. Each takes a microsecond,
-# during which no other request is answered, and about a hundred bytes. A body of 8 MiB could hold
-# four million.
+# Maximum number of JSON values in a request, arguments of calls included. Each value takes about a
+# hundred bytes, and a microsecond in which no other request is answered. Without this limit a body
+# of 8 MiB could hold four million.
 MOST_VALUES = 2**16
 
 
@@ -60,37 +60,38 @@ class JsonValueBudget:
     """The budget of JSON values of one request."""
 
     def __init__(self, values: int = MOST_VALUES) -> None:
-        self.values = self.left = values
+        self.values = self.remaining = values
 
     def take(self, text: bytes) -> None:
-        """Take the number of values in a JSON text from the budget, without parsing the text.
+        """Subtract the number of values in a JSON text from the budget, without parsing the text.
 
         Raises:
             ValueError: The text has more values than are left.
         """
-        # Backslashes occur only in strings. Without escapes each quote begins or ends a string.
+        # Backslashes occur only in strings. Once escapes are removed, each quote begins or ends a
+        # string.
         text = text.replace(rb"\\", b"").replace(rb"\"", b"")
-        # A value is at most one string, and its key another: four quotes.
-        if text.count(b'"') <= 4 * self.left:
+        # A value has at most four quotes: two if it is a string, and two of its key.
+        if text.count(b'"') <= 4 * self.remaining:
             outside = b"".join(text.split(b'"')[::2])
-            self.left -= sum(outside.count(mark) for mark in (b",", b"[", b"{"))
-            if self.left >= 0:
+            self.remaining -= sum(outside.count(mark) for mark in (b",", b"[", b"{"))
+            if self.remaining >= 0:
                 return
-        self.left = 0
+        self.remaining = 0
         raise ValueError(f"the request holds more than {self.values} values of JSON")
 
 
-class _Body(BaseModel):
+class _StrictModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class _Function(_Body):
+class _Function(_StrictModel):
     name: str
     arguments: dict[str, Any]
 
     @field_validator("arguments", mode="before")
     @classmethod
-    def _parsed(cls, text: Any, info: ValidationInfo) -> Any:
+    def _parse_arguments(cls, text: Any, info: ValidationInfo) -> Any:
         """Parse the arguments, which are JSON text inside JSON."""
         if isinstance(text, str) and isinstance(info.context, JsonValueBudget):
             info.context.take(text.encode())
@@ -104,13 +105,13 @@ class _Function(_Body):
         return arguments
 
 
-class _Call(_Body):
+class _Call(_StrictModel):
     id: str
     type: Literal["function"] = "function"
     function: _Function
 
 
-class _Message(_Body):
+class _Message(_StrictModel):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
@@ -124,7 +125,7 @@ class _Message(_Body):
 
     @field_validator("content", mode="before")
     @classmethod
-    def _text(cls, content: Any) -> Any:
+    def _join_text_parts(cls, content: Any) -> Any:
         if content is None or isinstance(content, str):
             return content or ""
         if not isinstance(content, list):
@@ -137,7 +138,7 @@ class _Message(_Body):
                 )
         return "".join(part["text"] for part in content)
 
-    def message(self) -> Message:
+    def to_message(self) -> Message:
         calls = tuple(
             ToolCall(call.id, call.function.name, call.function.arguments)
             for call in self.tool_calls or ()
@@ -150,23 +151,23 @@ class _Message(_Body):
         )
 
 
-class _Described(_Body):
+class _FunctionSchema(_StrictModel):
     name: str
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: Literal[False] | None = None  # sampling is never constrained
 
 
-class _Tool(_Body):
+class _Tool(_StrictModel):
     type: Literal["function"]
-    function: _Described
+    function: _FunctionSchema
 
 
-class _StreamOptions(_Body):
+class _StreamOptions(_StrictModel):
     include_usage: bool = False
 
 
-class _Format(_Body):
+class _ResponseFormat(_StrictModel):
     type: Literal["text"]
 
 
@@ -174,7 +175,7 @@ Zero = Annotated[float, Field(ge=0, le=0)]
 Stop = Annotated[str, Field(max_length=MOST_STOP)]
 
 
-class ChatRequest(_Body):
+class ChatRequest(_StrictModel):
     """A validated request for a chat completion."""
 
     model: str
@@ -195,10 +196,10 @@ class ChatRequest(_Body):
     top_logprobs: Literal[0] | None = None
     stream: bool | None = None
     stream_options: _StreamOptions | None = None
-    response_format: _Format | None = None
+    response_format: _ResponseFormat | None = None
     presence_penalty: Zero | None = None
     frequency_penalty: Zero | None = None
-    # Accepted without effect, since these change no token.
+    # These are accepted without effect, because they change no token.
     user: str | None = None
     metadata: dict[str, str] | None = None
     store: bool | None = None
@@ -208,13 +209,13 @@ class ChatRequest(_Body):
 
     @field_validator("stop", mode="before")
     @classmethod
-    def _several(cls, stop: Any) -> Any:
+    def _wrap_single(cls, stop: Any) -> Any:
         return [stop] if isinstance(stop, str) else stop
 
     @field_validator("metadata", mode="before")
     @classmethod
-    def _few(cls, metadata: Any) -> Any:
-        """Refuse too many entries with one error; one for each would take more time."""
+    def _check_entry_count(cls, metadata: Any) -> Any:
+        """Refuse too many entries with a single error, which takes less time than one per entry."""
         if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
             raise ValueError(f"has {len(metadata)} entries: give {MOST_METADATA} at most")
         return metadata
@@ -250,20 +251,22 @@ class ChatRequest(_Body):
 
     @property
     def conversation(self) -> tuple[Message, ...]:
-        return tuple(message.message() for message in self.messages)
+        return tuple(message.to_message() for message in self.messages)
 
     @property
-    def offered(self) -> tuple[Mapping[str, Any], ...] | None:
+    def offered_tools(self) -> tuple[Mapping[str, Any], ...] | None:
         """The tools as chat templates read them; None if none may be called."""
         if not self.tools or self.tool_choice == "none":
             return None
         return tuple(tool.model_dump(exclude_none=True) for tool in self.tools)
 
     @property
-    def limit(self) -> int | None:
+    def max_new_tokens(self) -> int | None:
         """The maximum number of tokens of the answer, if the request sets one."""
         limits = [
-            limit for limit in (self.max_tokens, self.max_completion_tokens) if limit is not None
+            max_new_tokens
+            for max_new_tokens in (self.max_tokens, self.max_completion_tokens)
+            if max_new_tokens is not None
         ]
         return min(limits) if limits else None
 
@@ -312,43 +315,51 @@ class ChatReply:
         """Return the response body."""
         choice = {
             "index": 0,
-            "message": self._message(),
-            "finish_reason": self._reason(),
-            "logprobs": self._logprobs(),
+            "message": self._to_json_message(),
+            "finish_reason": self._get_finish_reason(),
+            "logprobs": self._to_json_logprobs(),
         }
-        return {**_head(name, "chat.completion"), "choices": [choice], "usage": self._usage()}
+        return {
+            **_make_header(name, "chat.completion"),
+            "choices": [choice],
+            "usage": self._to_json_usage(),
+        }
 
     def chunks(self, name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
         """Yield the chunks after the opening one: the whole answer, its end, and usage if
         requested."""
-        message = self._message()
+        message = self._to_json_message()
         delta: dict[str, Any] = {"content": message["content"] or ""}
         if calls := message.get("tool_calls"):
             delta["tool_calls"] = [{"index": index, **call} for index, call in enumerate(calls)]
-        yield make_chunk(name, delta, logprobs=self._logprobs())
-        yield make_chunk(name, {}, reason=self._reason())
+        yield make_chunk(name, delta, logprobs=self._to_json_logprobs())
+        yield make_chunk(name, {}, reason=self._get_finish_reason())
         if include_usage:
-            yield {**_head(name, "chat.completion.chunk"), "choices": [], "usage": self._usage()}
+            yield {
+                **_make_header(name, "chat.completion.chunk"),
+                "choices": [],
+                "usage": self._to_json_usage(),
+            }
 
-    def _message(self) -> dict[str, Any]:
+    def _to_json_message(self) -> dict[str, Any]:
         calls = [
             {
-                "id": c.id,
+                "id": call.id,
                 "type": "function",
-                "function": {"name": c.name, "arguments": json.dumps(dict(c.arguments))},
+                "function": {"name": call.name, "arguments": json.dumps(dict(call.arguments))},
             }
-            for c in self.message.tool_calls
+            for call in self.message.tool_calls
         ]
         text = self.message.text
         fields = {"role": "assistant", "content": text or (None if calls else ""), "refusal": None}
         return {**fields, "tool_calls": calls} if calls else fields
 
-    def _reason(self) -> str:
+    def _get_finish_reason(self) -> str:
         if not self.completion.stop.finished:
             return "length"
         return "tool_calls" if self.message.tool_calls else "stop"
 
-    def _logprobs(self) -> dict[str, Any] | None:
+    def _to_json_logprobs(self) -> dict[str, Any] | None:
         """Return the logprobs of every sampled token, including end-of-turn tokens that the text
         omits."""
         if self.pieces is None:
@@ -365,7 +376,7 @@ class ChatReply:
         ]
         return {"content": tokens, "refusal": None}
 
-    def _usage(self) -> dict[str, int]:
+    def _to_json_usage(self) -> dict[str, int]:
         sampled = len(self.completion.tokens)
         return {
             "prompt_tokens": self.prompt_tokens,
@@ -379,10 +390,10 @@ def make_chunk(
 ) -> dict[str, Any]:
     """Return a chunk of a streamed answer."""
     choice = {"index": 0, "delta": delta, "finish_reason": reason, "logprobs": logprobs}
-    return {**_head(name, "chat.completion.chunk"), "choices": [choice]}
+    return {**_make_header(name, "chat.completion.chunk"), "choices": [choice]}
 
 
-def _head(name: str, kind: str) -> dict[str, Any]:
+def _make_header(name: str, kind: str) -> dict[str, Any]:
     return {"id": name, "object": kind, "created": int(time.time()), "model": MODEL}
 
 
@@ -403,5 +414,5 @@ def cut_at_stop_string(text: str, completion: Completion, stop: tuple[str, ...])
     """Return the text before the requested stop string, as the API does."""
     if completion.stop is not StopReason.STOP_STRING:
         return text
-    ends = [place for string in stop if (place := text.find(string)) >= 0]
-    return text[: min(ends)] if ends else text
+    positions = [position for string in stop if (position := text.find(string)) >= 0]
+    return text[: min(positions)] if positions else text

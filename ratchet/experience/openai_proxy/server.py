@@ -86,7 +86,7 @@ class ChatHandler(Protocol):
 
 
 def make_chat_app(
-    find: Callable[[str], ChatHandler | None],
+    find_handler: Callable[[str], ChatHandler | None],
     *,
     names: Collection[str] | None = None,
     limits: ServerLimits = ServerLimits(),
@@ -94,7 +94,7 @@ def make_chat_app(
     """Return the API as an HTTP application.
 
     Args:
-        find: Returns the handler for a key ("" for requests without one), or None.
+        find_handler: Returns the handler for a key ("" for requests without one), or None.
         names: Hosts that requests may name (see `Guard`); None allows any, for servers that require
             a key.
         limits: Limits of connections and bodies.
@@ -102,20 +102,20 @@ def make_chat_app(
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, hosts=names, format_error=_error_body, limits=limits)
 
-    def find_session(request: Request) -> ChatHandler:
-        session = find(get_bearer_key(request.headers.raw).decode(errors="replace"))
-        if session is None:
+    def find_request_handler(request: Request) -> ChatHandler:
+        handler = find_handler(get_bearer_key(request.headers.raw).decode(errors="replace"))
+        if handler is None:
             raise ApiError(
                 401, "the API key is wrong, or its attempt is over", code="invalid_api_key"
             )
-        return session
+        return handler
 
     @app.exception_handler(ApiError)
-    async def refused(request: Request, error: ApiError) -> Response:
+    async def handle_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.json(), error.status, NO_RETRY)
 
     @app.exception_handler(HTTPException)
-    async def unknown(request: Request, error: HTTPException) -> Response:
+    async def handle_http_error(request: Request, error: HTTPException) -> Response:
         fault = ApiError(
             error.status_code,
             f"{request.method} {request.url.path}: {error.detail}",
@@ -124,24 +124,24 @@ def make_chat_app(
         return JSONResponse(fault.json(), error.status_code, NO_RETRY)
 
     @app.exception_handler(ClientDisconnect)
-    async def gone(request: Request, error: ClientDisconnect) -> Response:
+    async def handle_disconnect(request: Request, error: ClientDisconnect) -> Response:
         return Response(status_code=499)  # no client reads it
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        find_session(request)
+        find_request_handler(request)
         return JSONResponse(schema.list_models())
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
-        session = find_session(request)  # the key is checked before the body is read
+        handler = find_request_handler(request)  # the key is checked before the body is read
         chat_request = schema.ChatRequest.read(b"".join([part async for part in request.stream()]))
         if chat_request.stream:
             return StreamingResponse(
-                _stream_events(session, chat_request), media_type="text/event-stream"
+                _stream_events(handler, chat_request), media_type="text/event-stream"
             )
-        answer = await _cancel_on_disconnect(request, session.answer(chat_request))
-        session.deliver(answer)
+        answer = await _cancel_on_disconnect(request, handler.answer(chat_request))
+        handler.deliver(answer)
         return JSONResponse(answer.reply.json(_new_completion_id()))
 
     return app
@@ -151,7 +151,7 @@ def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
     return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
 
 
-async def _stream_events(session: ChatHandler, request: schema.ChatRequest) -> AsyncIterator[str]:
+async def _stream_events(handler: ChatHandler, request: schema.ChatRequest) -> AsyncIterator[str]:
     """Yield the events of a streamed answer.
 
     The first event is sent at once, so that the answer is cancelled if the client disconnects while
@@ -160,7 +160,7 @@ async def _stream_events(session: ChatHandler, request: schema.ChatRequest) -> A
     name = _new_completion_id()
     yield schema.format_event(schema.make_chunk(name, {"role": "assistant", "content": ""}))
     try:
-        answer = await session.answer(request)
+        answer = await handler.answer(request)
     except ApiError as error:  # the status has been sent
         yield schema.format_event(error.json())
         return
@@ -172,7 +172,7 @@ async def _stream_events(session: ChatHandler, request: schema.ChatRequest) -> A
         yield schema.format_event(chunk)
     # The client may send its next request as soon as it has the last chunk, so the answer becomes
     # part of the attempt before that.
-    session.deliver(answer)
+    handler.deliver(answer)
     yield schema.format_event(chunks[-1])
     yield schema.format_event("[DONE]")
 
@@ -188,15 +188,15 @@ async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) 
         ClientDisconnect: The client has disconnected.
     """
     task = asyncio.ensure_future(work)
-    gone = asyncio.ensure_future(_wait_for_disconnect(request))
+    handle_disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, handle_disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
-        gone.cancel()
+        handle_disconnect.cancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -1,12 +1,13 @@
 """Answer the requests of one attempt of an agent, in any order, and build its trajectories.
 
-An answer becomes part of a trajectory only once it is delivered. A request whose messages extend a
-conversation of the session, with its answers unchanged, continues from the exact tokens of that
-conversation. The first such request also extends the conversation's trajectory.
+An answer becomes part of a trajectory only once it is delivered. A request may extend a
+conversation of the session: its messages begin with that conversation, its answers unchanged. Its
+prompt then continues from the exact tokens of that conversation. The first such request also
+extends the conversation's trajectory.
 
-Any other request begins its own trajectory: a second try from the same point, an edited or
-shortened history, or one that the chat template rewrites. Everything before its answer is then
-prompt, so that no token trains twice.
+Any other request begins a trajectory of its own: a second try from the same point, an edited or
+shortened history, or a history that the chat template rewrites. All tokens before its answer are
+then its prompt, so that no token is trained on twice.
 """
 
 from __future__ import annotations
@@ -50,12 +51,13 @@ from ratchet.types import (
     Turn,
 )
 
-# Threads that render prompts off the event loop. They run in parallel: tokenizing releases the GIL.
+# Threads that render prompts outside the event loop. They run in parallel, because tokenizing
+# releases the GIL.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
-# Maximum number of characters that normalisation may merge into one.
+# Maximum number of characters that a tokenizer's normalisation may merge into one.
 SHRINKAGE = 4
-# Maximum number of messages times number of assistant turns, of a conversation that extends no
-# answer. A template renders all messages before each turn: two seconds at this size.
+# Maximum of messages times assistant turns in a conversation that extends no answer. A template
+# renders all messages before each turn, which takes two seconds at this size.
 MOST_RENDERED = 2**19
 
 
@@ -135,7 +137,7 @@ class AgentSession:
         self.turn_limit = False
         self.strands: list[AgentStrand] = []  # the one with the latest answer is last
         self._answers: defaultdict[bytes, list[AgentAnswer]] = defaultdict(list)
-        self._asked: Counter[bytes] = Counter()
+        self._request_counts: Counter[bytes] = Counter()
         self._running: set[asyncio.Task[Completion]] = set()
         self._malformed = 0
         self._context = copy_context()
@@ -143,34 +145,36 @@ class AgentSession:
         self._rendering = asyncio.Lock()
 
     async def answer(self, request: ChatRequest) -> AgentAnswer:
-        """Sample an answer, which counts only after `deliver`. Cancelling this aborts the request.
+        """Sample an answer, which counts only after `deliver`.
+
+        Cancelling this coroutine aborts the generation.
 
         Raises:
             ApiError: The request is refused.
         """
         messages = request.conversation
-        tools = request.offered
+        tools = request.offered_tools
         # Seeds and turns are counted by arrival, so requests are rendered in the order of arrival.
         async with self._rendering:
             self._check(request)
-            keys = _keys(messages, tools)
-            parent, prompt = await self._prompt(messages, tools, keys)
+            keys = _compute_keys(messages, tools)
+            parent, prompt = await self._make_prompt(messages, tools, keys)
             room = self.max_context - len(prompt)
             if room <= 0:
-                raise self._too_long(
+                raise self._make_too_long_error(
                     f"the conversation has {len(prompt)} tokens, the context {self.max_context}"
                 )
-            allowed = min(self.sampling.max_new_tokens, room)
+            max_new_tokens = min(self.sampling.max_new_tokens, room)
             sampling = apply_sampling(
                 self.sampling,
-                seed=self._seed(keys[-1], request.seed),
-                max_new_tokens=min(allowed, request.limit or allowed),
+                seed=self._derive_seed(keys[-1], request.seed),
+                max_new_tokens=min(max_new_tokens, request.max_new_tokens or max_new_tokens),
                 stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
             )
-        completion = await self._sampled(prompt, sampling)
-        message, malformed = self._read(completion, messages, tools, tuple(request.stop or ()))
+        completion = await self._sample(prompt, sampling)
+        message, malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
         pieces = (
-            tuple(self._text(token) for token in completion.tokens.tolist())
+            tuple(self._decode_token(token) for token in completion.tokens.tolist())
             if request.logprobs
             else None
         )
@@ -178,11 +182,11 @@ class AgentSession:
             prompt,
             completion,
             (*messages, message),
-            _extended(keys[-1], message),
+            _extend_key(keys[-1], message),
             parent,
             ChatReply(message, completion, len(prompt), pieces),
             malformed,
-            cut=not completion.stop.finished and sampling.max_new_tokens == allowed,
+            cut=not completion.stop.finished and sampling.max_new_tokens == max_new_tokens,
         )
 
     def deliver(self, answer: AgentAnswer) -> None:
@@ -265,7 +269,7 @@ class AgentSession:
                     param=name,
                     code="unsupported_value",
                 )
-        if sum(self._asked.values()) >= self.max_turns:
+        if sum(self._request_counts.values()) >= self.max_turns:
             self.turn_limit = True
             self.exhausted = f"the attempt has had its {self.max_turns} turns"
             raise ApiError(429, self.exhausted, code="turn_limit")
@@ -275,25 +279,25 @@ class AgentSession:
 
         Rendering it would take much time and memory.
         """
-        shown = (
+        counted = (
             messages
             if self.renderer.extends_history
-            else [one for one in messages if one.role != "assistant"]
+            else [message for message in messages if message.role != "assistant"]
         )
-        characters = sum(len(message.text) for message in shown)
+        characters = sum(len(message.text) for message in counted)
         # Normalisation such as NFKC may merge several characters into one.
         limit = SHRINKAGE * self.renderer.tokenizer.max_token_chars * self.max_context
         if characters > limit:
-            raise self._too_long(
+            raise self._make_too_long_error(
                 f"the messages have {characters} characters, and a context of {self.max_context} "
                 f"tokens takes at most {limit}"
             )
 
-    def _too_long(self, what: str) -> ApiError:
-        self.exhausted = what
-        return ApiError(400, what, param="messages", code="context_length_exceeded")
+    def _make_too_long_error(self, reason: str) -> ApiError:
+        self.exhausted = reason
+        return ApiError(400, reason, param="messages", code="context_length_exceeded")
 
-    async def _prompt(
+    async def _make_prompt(
         self, messages: tuple[Message, ...], tools: Tools | None, keys: Sequence[bytes]
     ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
         """Return the answer that the conversation continues from, if any, and the tokens of the
@@ -302,8 +306,8 @@ class AgentSession:
         Raises:
             ApiError: The conversation is too long or can't be rendered.
         """
-        parent = self._parent(messages, keys)
-        render = partial(self._rendered, messages, tools, parent)
+        parent = self._find_parent(messages, keys)
+        render = partial(self._render, messages, tools, parent)
         try:
             self._check_size(messages)
             # Rendering a long conversation takes seconds, so a thread does it without delaying the
@@ -313,10 +317,13 @@ class AgentSession:
             param = "tools" if isinstance(error, ConfigError) else "messages"
             raise ApiError(400, str(error), param=param, code="invalid_value") from error
 
-    def _parent(self, messages: Sequence[Message], keys: Sequence[bytes]) -> AgentAnswer | None:
+    def _find_parent(
+        self, messages: Sequence[Message], keys: Sequence[bytes]
+    ) -> AgentAnswer | None:
         """Return the delivered answer that these messages continue, or None.
 
-        Of several with the same conversation, one that still ends its strand is preferred.
+        If several answers have this conversation, an answer that is still the last one of its
+        strand is preferred.
         """
         for count in range(len(messages) - 1, 0, -1):
             if messages[count].role == "assistant":
@@ -328,10 +335,10 @@ class AgentSession:
                 return next(tips, answers[0])
         return None
 
-    def _rendered(
+    def _render(
         self, messages: tuple[Message, ...], tools: Tools | None, parent: AgentAnswer | None
     ) -> tuple[AgentAnswer | None, NDArray[np.int64]]:
-        """Return the result of `_prompt`. This runs in a thread and changes no state.
+        """Return the result of `_make_prompt`. This runs in a thread and changes no state.
 
         Raises:
             DataError: The conversation can't be rendered.
@@ -341,34 +348,34 @@ class AgentSession:
             self.renderer.tool_format  # noqa: B018  (it raises)
         if parent is not None:
             *history, reply = parent.messages
-            added = messages[len(parent.messages) :]
+            new_messages = messages[len(parent.messages) :]
             sampled = parent.completion.tokens.tolist()
-            if self.renderer.keeps_turn(sampled, added, history=history, reply=reply, tools=tools):
-                suffix = self.renderer.extend(sampled, added, history=history, tools=tools)
+            if self.renderer.keeps_turn(sampled, new_messages, history=history, reply=reply, tools=tools):
+                suffix = self.renderer.extend(sampled, new_messages, history=history, tools=tools)
                 return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
         turns = sum(message.role == "assistant" for message in messages)
         if turns * len(messages) > MOST_RENDERED:
             raise DataError(
-                f"{len(messages)} messages, {turns} of them the assistant's, are too many for a "
-                "conversation that extends no answer of this attempt: their product is "
-                f"{MOST_RENDERED} at most. Send fewer"
+                f"{len(messages)} messages, {turns} of them from the assistant, are too many for a "
+                "conversation that extends no answer of this attempt: the product of the two "
+                f"numbers may be at most {MOST_RENDERED}. Send fewer messages"
             )
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
-    def _seed(self, key: bytes, requested: int | None) -> int:
+    def _derive_seed(self, key: bytes, requested: int | None) -> int:
         """Return the seed of a request, from the attempt, the conversation and its repetition.
 
         It does not depend on the order of different requests. If a request sets `seed`, its
         repetitions in the attempt get equal answers; other attempts still differ.
         """
-        self._asked[key] += 1
+        self._request_counts[key] += 1
         return derive_seed(
             self.sampling.seed,
             key.hex(),
-            *(("asked", requested) if requested is not None else (self._asked[key],)),
+            *(("asked", requested) if requested is not None else (self._request_counts[key],)),
         )
 
-    async def _sampled(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
+    async def _sample(self, prompt: NDArray[np.int64], sampling: Sampling) -> Completion:
         if self.ended.done():
             raise ApiError(401, "the session has ended", code="session_ended")
         # Generators identify the attempt by context variables, so the request runs in the attempt's
@@ -389,7 +396,7 @@ class AgentSession:
         # run.
         if isinstance(error, DataError | ConfigError):
             raise ApiError(400, str(error), code="invalid_value")
-        # No attempt caused any other error, so it ends the run through `ended`.
+        # Any other error is not the attempt's fault, so `ended` passes it on and ends the run.
         if error is not None:
             if not self.ended.done():
                 self.ended.set_exception(error)
@@ -401,7 +408,7 @@ class AgentSession:
             raise ApiError(503, "the answer was aborted", code="aborted")
         return completion
 
-    def _read(
+    def _parse(
         self,
         completion: Completion,
         messages: Sequence[Message],
@@ -421,22 +428,22 @@ class AgentSession:
             message, content=cut_at_stop_string(message.text, completion, stop)
         ), malformed
 
-    def _text(self, token: int) -> str:
+    def _decode_token(self, token: int) -> str:
         return self.renderer.tokenizer.decode([token], skip_special=False)
 
 
 # --- digests identify conversations by the fields that a client sees
 
 
-def _keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
+def _compute_keys(messages: Sequence[Message], tools: Tools | None) -> list[bytes]:
     """Return the keys of a conversation's prefixes: key i covers tools and the first i messages."""
     keys = [_digest(b"", tools)]
     for message in messages:
-        keys.append(_extended(keys[-1], message))
+        keys.append(_extend_key(keys[-1], message))
     return keys
 
 
-def _extended(key: bytes, message: Message) -> bytes:
+def _extend_key(key: bytes, message: Message) -> bytes:
     calls = [[call.id, call.name, call.arguments] for call in message.tool_calls]
     return _digest(key, [message.role, message.text, calls, message.tool_call_id])
 

@@ -1,6 +1,6 @@
 """Pack groups for transfer between processes: token columns end to end, other fields beside them.
 
-Sending thousands of small arrays and objects unpacked would take longer than making them.
+Sending thousands of small arrays and objects one by one would take longer than creating them.
 
 S = trajectories, n = trajectories that have a column.
 """
@@ -27,8 +27,10 @@ COLUMNS = (
     "log_kept_mass",
     "routes",
 )
-FIELDS = tuple(each.name for each in fields(Trajectory))
-get_turn_fields = attrgetter(*(each.name for each in fields(Turn)))  # packs a turn as a plain tuple
+FIELDS = tuple(field.name for field in fields(Trajectory))
+get_turn_fields = attrgetter(
+    *(field.name for field in fields(Turn))
+)  # packs a turn as a plain tuple
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,9 +1,9 @@
-"""Play one attempt at one task: generate, act, observe, until the environment or a budget ends it.
+"""Play one attempt (a multi-turn rollout): generate, step the environment, observe, repeat.
 
-What the policy reads next normally extends what it read and wrote before, token by token. If the
-chat template rewrites the history (it drops the reasoning of earlier turns, say), the history
-forks: a new strand begins, whose prompt is the conversation as rendered now. An attempt has one
-trajectory for each strand.
+The environment ends an attempt, or a budget of turns or tokens does. The prompt of a turn normally
+extends the tokens of the turns before it. If the chat template rewrites the history (for example,
+drops the reasoning of earlier turns), the history forks: a new strand begins, whose prompt is the
+conversation as it is rendered now. An attempt has one trajectory for each strand.
 
 L = tokens of the trajectory so far.
 """
@@ -63,7 +63,10 @@ class PromptMemo:
 
 @dataclass(slots=True)
 class TokenRecord:
-    """The token columns of a trajectory, which grow piece by piece; each piece has one owner."""
+    """The token columns of a trajectory while it is played.
+
+    They grow by pieces, and each piece has one owner.
+    """
 
     pieces: list[tuple[Owner, np.ndarray, Completion | None]] = field(default_factory=list)
     length: int = 0
@@ -88,11 +91,11 @@ class TokenRecord:
         all_tokens = np.empty(self.length, np.int64)
         owner = np.empty(self.length, np.int8)
         trainable = np.empty(self.length, np.bool_)
-        logprobs = np.zeros(self.length, np.float32)
+        rollout_logprobs = np.zeros(self.length, np.float32)
         versions = np.empty(self.length, np.int32)
         versions.fill(-1)
-        kept_mass = np.zeros(self.length, np.float32)
-        routes = self._routes()
+        log_kept_mass = np.zeros(self.length, np.float32)
+        routes = self._collect_routes()
         start = 0
         for piece_owner, tokens, completion in self.pieces:
             end = start + len(tokens)
@@ -101,27 +104,28 @@ class TokenRecord:
             owner[start:end] = int(piece_owner)
             trainable[start:end] = piece_owner == Owner.POLICY
             if completion is not None:
-                logprobs[start:end] = completion.logprobs
+                rollout_logprobs[start:end] = completion.logprobs
                 versions[start:end] = completion.versions
-                kept_mass[start:end] = completion.log_kept_mass
+                log_kept_mass[start:end] = completion.log_kept_mass
             start = end
         return Trajectory(
             tokens=all_tokens,
             owner=owner,
             trainable=trainable,
-            rollout_logprobs=logprobs,
+            rollout_logprobs=rollout_logprobs,
             versions=versions,
-            log_kept_mass=kept_mass,
+            log_kept_mass=log_kept_mass,
             routes=routes,
             **fields,
         )
 
-    def _routes(self) -> np.ndarray | None:
-        """Return the experts of all tokens, -1 where unknown, or None if no completion has them.
+    def _collect_routes(self) -> np.ndarray | None:
+        """Return the MoE experts of all tokens, -1 where unknown; None if no completion has them.
 
-        Each completion has the experts of all tokens so far. The first forward that computed a
-        token counts, because the turn's tokens were sampled from it. Only a turn's last token and
-        the environment's tokens take their experts from the prefill of the next turn.
+        Each completion has the experts of all tokens so far. Of a token that several completions
+        have computed, the first computation counts, because the turn's tokens were sampled from it.
+        Only a turn's last token and the environment's tokens take their experts from the prefill of
+        the next turn.
         """
         known_routes = [
             completion.routes
@@ -200,14 +204,14 @@ class EpisodeState:
         ]
 
 
-def check_messages(messages: Any, where: str, environment: Environment) -> Sequence[Message]:
+def check_messages(messages: Any, method: str, environment: Environment) -> Sequence[Message]:
     """Return messages from user code, or raise UserCodeFailed if they are not Messages."""
     if not isinstance(messages, tuple | list | Sequence) or not all(
         isinstance(message, Message) for message in messages
     ):
         raise UserCodeFailed(
-            f"{type(environment).__name__}.{where} gave {messages!r:.80}, it must be a sequence of "
-            "Messages"
+            f"{type(environment).__name__}.{method} gave {messages!r:.80}, it must be a sequence "
+            "of Messages"
         )
     return messages
 
@@ -240,10 +244,10 @@ class EpisodePlayer:
     """A player of attempts. All attempts share one player.
 
     Attributes:
-        max_context: Tokens that the model can hold; the last turn is cut to it.
+        max_context: Maximum number of tokens in the model's context; the last turn is cut to it.
         max_turns: Number of turns after which an attempt is truncated.
         timeout_s: Seconds for a whole attempt, including waits for the generator; None: no limit.
-            Only code that awaits is interrupted: code that blocks the process blocks the clock too.
+            Only code that awaits can be interrupted, not code that blocks the event loop.
     """
 
     generator: Generator
@@ -251,20 +255,20 @@ class EpisodePlayer:
     max_context: int
     max_turns: int = 64
     timeout_s: float | None = None
-    _follows: dict[tuple[type, type], bool] = field(
+    _implemented: dict[tuple[type, type], bool] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
 
-    def offers(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
+    def implements(self, environment: object, protocol: type[P]) -> TypeGuard[P]:
         """True if environments of this class implement the protocol.
 
         The answer is cached, because `isinstance` with a protocol takes as long as a turn in Python
         3.11.
         """
         key = type(environment), protocol
-        if key not in self._follows:
-            self._follows[key] = isinstance(environment, protocol)
-        return self._follows[key]
+        if key not in self._implemented:
+            self._implemented[key] = isinstance(environment, protocol)
+        return self._implemented[key]
 
     async def play(
         self,
@@ -293,7 +297,7 @@ class EpisodePlayer:
         limit = limit_time(self.timeout_s)
         try:
             async with limit:
-                outcome = await self._episode(state, memo or PromptMemo())
+                outcome = await self._play_turns(state, memo or PromptMemo())
         except TimeoutError:
             # Without an expired limit, the generator raised it.
             if not limit.expired():
@@ -311,12 +315,12 @@ class EpisodePlayer:
             outcome = Failed("data", str(error))
         return state.trajectories(attempt, outcome)
 
-    async def _episode(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
+    async def _play_turns(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
         environment = state.environment
         with self._waiting("reset", environment):
             first_messages = await run_guarded(lambda: environment.reset(state.task))
         state.messages = list(check_messages(first_messages, "reset", environment))
-        if self.offers(environment, HasTools):
+        if self.implements(environment, HasTools):
             # A mixture of environments may offer no tools for this task.
             state.tools = await get_offered_tools(environment, state.task) or None
             state.metrics["malformed_tool_calls"] = 0
@@ -334,20 +338,20 @@ class EpisodePlayer:
                     "shorten it or drop the task"
                 )
                 return Failed("prompt_too_long", detail)
-            ended, outcome = await self._turn(state, number, room)
+            ended, outcome = await self._play_turn(state, number, room)
             if ended:
                 return outcome
         state.metrics["turn_limit"] = 1
         return Truncated()
 
-    async def _turn(
+    async def _play_turn(
         self, state: EpisodeState, number: int, room: int
     ) -> tuple[bool, Outcome | None]:
-        """Play a turn; return whether the attempt ended with it, and the outcome if known."""
+        """Play a turn, and return (True if the attempt ended with it, the outcome if known)."""
         sampling = state.sampling
         strand = state.strand
         environment = state.environment
-        if self.offers(environment, HasStopStrings):
+        if self.implements(environment, HasStopStrings):
             sampling = replace(
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             )
@@ -364,7 +368,7 @@ class EpisodePlayer:
         state.waits_for = "the environment"
         start = strand.record.length
         strand.record.add(Owner.POLICY, completion.tokens, completion)
-        message = self._read(state, completion)
+        message = self._parse_answer(state, completion)
         history = tuple(state.messages)
         state.messages.append(message)
         state.metrics["turns"] += 1
@@ -378,15 +382,15 @@ class EpisodePlayer:
             strand.turns.append(Turn(start, strand.record.length, cut=True))
             return True, Truncated()
         with self._waiting("step", state.environment):
-            returned = await run_guarded(lambda: state.environment.step(message))
-        step = check_step(returned, state.environment)
+            step_result = await run_guarded(lambda: state.environment.step(message))
+        step = check_step(step_result, state.environment)
         strand.turns.append(
             Turn(start, strand.record.length, step.reward, step.state_key, step.done, cut=False)
         )
         for name, value in (step.metrics or {}).items():
             state.metrics[name] = state.metrics.get(name, 0.0) + float(value)
         if not step.done:
-            self._observe(state, completion, history, step.messages)
+            self._append_observation(state, completion, history, step.messages)
         return step.done, None
 
     def _waiting(self, name: str, environment: Environment) -> Wait:
@@ -394,7 +398,7 @@ class EpisodePlayer:
             "attempts", name, f"environment {type(environment).__name__}", self.timeout_s
         )
 
-    def _read(self, state: EpisodeState, completion: Completion) -> Message:
+    def _parse_answer(self, state: EpisodeState, completion: Completion) -> Message:
         tokens = completion.tokens.tolist()
         if state.tools is None:
             return self.renderer.parse(tokens, completion.stop)
@@ -405,25 +409,25 @@ class EpisodePlayer:
         state.metrics["malformed_tool_calls"] += malformed
         return message
 
-    def _observe(
+    def _append_observation(
         self,
         state: EpisodeState,
         completion: Completion,
         history: Sequence[Message],
-        answers: Sequence[Message],
+        observation: Sequence[Message],
     ) -> None:
         """Append the environment's messages, in a new strand if the template rewrites history."""
         reply = state.messages[-1]
         state.strand.message_count = len(state.messages)
-        state.messages.extend(answers)
+        state.messages.extend(observation)
         sampled = completion.tokens.tolist()
         if self.renderer.keeps_turn(
-            sampled, answers, history=history, reply=reply, tools=state.tools
+            sampled, observation, history=history, reply=reply, tools=state.tools
         ):
-            new_tokens = self.renderer.extend(sampled, answers, history=history, tools=state.tools)
+            new_tokens = self.renderer.extend(sampled, observation, history=history, tools=state.tools)
             start = state.strand.record.length
             state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
-            media = self.renderer.media(new_tokens, answers)
+            media = self.renderer.media(new_tokens, observation)
             state.strand.media += tuple(
                 placed._replace(start=start + placed.start) for placed in media
             )

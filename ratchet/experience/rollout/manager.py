@@ -38,11 +38,11 @@ log = logging.getLogger(__name__)
 T = TypeVar("T")
 AttemptRows = list[Trajectory]  # the trajectories of one attempt: one, unless its history forked
 
-# Outcomes that a reward still judges: None (the attempt ended normally), or cut off.
+# Outcomes that a reward still judges: None (the attempt ended normally) and Truncated.
 JUDGEABLE = Truncated | None
 
 IMMUTABLE_TYPES = frozenset({str, int, float, bool, bytes, type(None)})  # need no copy
-CLOSE_TIMEOUT_S = 30.0  # an environment that can't even close must not hold up the run
+CLOSE_TIMEOUT_S = 30.0  # an environment that hangs in `close` must not delay the run for longer
 
 
 class AttemptPlayer(Protocol):
@@ -76,7 +76,7 @@ class GroupPlayer(Protocol):
         attempts: int,
         greedy: bool = False,
         redundant: int = 0,
-        wanted: int | None = None,
+        keep_first: int | None = None,
     ) -> list[Group]: ...
 
     async def close(self) -> None: ...
@@ -87,12 +87,12 @@ class RolloutManager:
 
     Args:
         player: Plays single attempts.
-        new_environment: Makes an environment. It plays one attempt at a time and is reused.
+        new_environment: Creates an environment. It plays one attempt at a time and is reused.
         reward: Judges attempts; None takes the sum of the environment's turn rewards.
-        needs_reward: True: an attempt without a reward fails. False: it becomes Unjudged.
+        needs_reward: If True, an attempt without a reward fails. If False, it becomes Unjudged.
         judge_timeout_s: Seconds for one call of the reward; None sets no limit.
-        retries: Maximum number of retries of an attempt that infrastructure made fail, and likewise
-            of its judging. A retried attempt has the same seeds and a new environment.
+        retries: Maximum number of retries of an attempt that infrastructure made fail. Its judging
+            is retried as often. A retried attempt has the same seeds and a new environment.
     """
 
     def __init__(
@@ -132,24 +132,28 @@ class RolloutManager:
 
         Args:
             greedy: Add an attempt at temperature 0, the group's baseline.
-            redundant: Begin this many more attempts. The first `attempts` that end well are kept,
-                and the others are cancelled.
+            redundant: Begin this many more attempts. The first `attempts` that do not fail are
+                kept, and the others are cancelled.
         """
         memo = PromptMemo()
-        tries = [
+        coroutines = [
             self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
         ]
-        playing = gather_first(tries, attempts, well=_ended_well)
+        playing = gather_first(coroutines, attempts, is_good=_has_not_failed)
         if greedy:
-            extra = self._attempt(
-                task, replace(sampling, temperature=0.0), group_id, len(tries), memo
+            greedy_coroutine = self._attempt(
+                task, replace(sampling, temperature=0.0), group_id, len(coroutines), memo
             )
-            played, (baseline,) = await asyncio.gather(playing, gather_first([extra], 1))
-            played.append([replace(row, use="baseline") for row in baseline])
+            attempt_rows, (baseline,) = await asyncio.gather(
+                playing, gather_first([greedy_coroutine], 1)
+            )
+            attempt_rows.append([replace(row, use="baseline") for row in baseline])
         else:
-            played = await playing
-        judged = played if self._judges_alone else await self._judge_together(task, played)
-        return Group(group_id, task, tuple([row for rows in judged for row in rows]))
+            attempt_rows = await playing
+        judged_rows = (
+            attempt_rows if self._judges_alone else await self._judge_together(task, attempt_rows)
+        )
+        return Group(group_id, task, tuple([row for rows in judged_rows for row in rows]))
 
     async def groups(
         self,
@@ -159,11 +163,11 @@ class RolloutManager:
         attempts: int,
         greedy: bool = False,
         redundant: int = 0,
-        wanted: int | None = None,
+        keep_first: int | None = None,
     ) -> list[Group]:
         """Play one group for each (id, task), all concurrently, and return them in this order.
 
-        With `wanted`, only the first `wanted` groups that end are returned, and the others are
+        With `keep_first`, only so many groups are returned: those that end first. The others are
         cancelled.
         """
         coroutines = [
@@ -172,7 +176,7 @@ class RolloutManager:
             )
             for name, task in jobs
         ]
-        return await gather_first(coroutines, len(coroutines) if wanted is None else wanted)
+        return await gather_first(coroutines, len(coroutines) if keep_first is None else keep_first)
 
     async def close(self) -> None:
         idle, self._idle = self._idle, []
@@ -189,7 +193,7 @@ class RolloutManager:
                 rows = await self._play(task, seeded, attempt, memo)
                 while retries < self.retries and is_retryable(rows[-1].outcome):
                     retries += 1
-                    rows = await self._play(task, seeded, attempt, memo, fresh=True)
+                    rows = await self._play(task, seeded, attempt, memo, in_new_environment=True)
             if retries:
                 rows = [
                     replace(row, metrics={**row.metrics, "retries": float(retries)}) for row in rows
@@ -199,51 +203,68 @@ class RolloutManager:
             self.playing -= 1
 
     async def _play(
-        self, task: Task, sampling: Sampling, attempt: int, memo: PromptMemo, *, fresh: bool = False
+        self,
+        task: Task,
+        sampling: Sampling,
+        attempt: int,
+        memo: PromptMemo,
+        *,
+        in_new_environment: bool = False,
     ) -> AttemptRows:
-        environment = self._idle.pop() if self._idle and not fresh else self.new_environment()
-        ended = False
+        environment = (
+            self._idle.pop() if self._idle and not in_new_environment else self.new_environment()
+        )
+        is_reusable = False
         try:
             rows = await self.player.play(
                 _copy_task(task), environment, sampling, attempt=attempt, memo=memo
             )
-            ended = not isinstance(rows[-1].outcome, Failed)
+            is_reusable = not isinstance(rows[-1].outcome, Failed)
             return rows
         finally:
-            if ended:
+            if is_reusable:
                 self._idle.append(environment)
             else:  # its state is unreliable after a failure
                 await _close(environment)
 
-    async def _judge_together(self, task: Task, played: Sequence[AttemptRows]) -> list[AttemptRows]:
-        # A snapshot waits until no attempt is in flight, so judging counts as one.
+    async def _judge_together(
+        self, task: Task, attempt_rows: Sequence[AttemptRows]
+    ) -> list[AttemptRows]:
+        # Judging counts as an attempt in flight, so that a snapshot waits for it.
         self.playing += 1
         try:
-            return await self._judge(task, played)
+            return await self._judge(task, attempt_rows)
         finally:
             self.playing -= 1
 
-    async def _judge(self, task: Task, played: Sequence[AttemptRows]) -> list[AttemptRows]:
+    async def _judge(self, task: Task, attempt_rows: Sequence[AttemptRows]) -> list[AttemptRows]:
         """Judge the attempts that ended normally or were cut off; the others keep their outcome."""
-        judged = list(played)
-        chosen = [i for i, rows in enumerate(played) if isinstance(rows[-1].outcome, JUDGEABLE)]
-        if not chosen:
-            return judged
-        outcomes = await self._outcomes([played[i] for i in chosen], task)
-        for i, outcome in zip(chosen, outcomes, strict=True):
+        judged_rows = list(attempt_rows)
+        judgeable = [
+            i for i, rows in enumerate(attempt_rows) if isinstance(rows[-1].outcome, JUDGEABLE)
+        ]
+        if not judgeable:
+            return judged_rows
+        outcomes = await self._compute_outcomes([attempt_rows[i] for i in judgeable], task)
+        for i, outcome in zip(judgeable, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
                 outcome = Unjudged(truncated=True)
-            judged[i] = [row.judged(outcome) for row in judged[i]]
-        return judged
+            judged_rows[i] = [row.judged(outcome) for row in judged_rows[i]]
+        return judged_rows
 
-    async def _outcomes(self, candidates: Sequence[AttemptRows], task: Task) -> list[Outcome]:
+    async def _compute_outcomes(
+        self, candidates: Sequence[AttemptRows], task: Task
+    ) -> list[Outcome]:
         """Return an outcome for each attempt; the reward judges its last row, which has all
         messages.
 
         A retry keeps the outcomes that did not fail.
         """
         if self.reward is None:
-            return [_environment_outcome(rows, needed=self.needs_reward) for rows in candidates]
+            return [
+                _get_environment_outcome(rows, needs_reward=self.needs_reward)
+                for rows in candidates
+            ]
         outcomes = await self._score(self.reward, candidates, task)
         for _ in range(self.retries):
             failed = [i for i, outcome in enumerate(outcomes) if is_retryable(outcome)]
@@ -252,7 +273,7 @@ class RolloutManager:
             retried = await self._score(self.reward, candidates, task)
             for i in failed:
                 outcomes[i] = retried[i]
-        return list(map(_with_turn_rewards, candidates, outcomes))
+        return list(map(_add_turn_rewards, candidates, outcomes))
 
     async def _score(
         self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
@@ -266,7 +287,8 @@ class RolloutManager:
                         lambda: reward.score([rows[-1] for rows in candidates], task)
                     )
             return [
-                _checked(outcome, reward) for outcome in _one_each(outcomes, candidates, reward)
+                _check_outcome(outcome, reward)
+                for outcome in _check_outcome_count(outcomes, candidates, reward)
             ]
         except TimeoutError:
             detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
@@ -279,18 +301,19 @@ async def gather_first(
     coroutines: Sequence[Coroutine[Any, Any, T]],
     n: int,
     *,
-    well: Callable[[T], bool] = lambda _: True,
-    parting: Callable[[], Coroutine[Any, Any, None]] | None = None,
+    is_good: Callable[[T], bool] = lambda _: True,
+    before_cancel: Callable[[], Coroutine[Any, Any, None]] | None = None,
 ) -> list[T]:
     """Return the first `n` good results, in the order of the coroutines.
 
-    Bad results that came by then are included; unfinished coroutines are cancelled.
+    Bad results that came before the n-th good one are included. Unfinished coroutines are
+    cancelled.
 
     Args:
         coroutines: They run concurrently.
         n: The number of good results to wait for.
-        well: Returns True for a good result.
-        parting: Called and awaited before the cancellation, unless all results are wanted.
+        is_good: Returns True for a good result.
+        before_cancel: Called and awaited before the cancellation, if only some results are needed.
     """
     loop = asyncio.get_running_loop()
     tasks = [loop.create_task(coroutine) for coroutine in coroutines]
@@ -301,19 +324,21 @@ async def gather_first(
         good: list[asyncio.Task[T]] = []
         while pending and len(good) < n:
             _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
-            good = [task for task in tasks if task.done() and well(task.result())]
-        surplus = good[n:]
-        chosen = [task.result() for task in tasks if task.done() and task not in surplus]
-        if parting is not None:
-            await parting()
-        return chosen
+            good = [task for task in tasks if task.done() and is_good(task.result())]
+        surplus_tasks = good[n:]
+        results = [task.result() for task in tasks if task.done() and task not in surplus_tasks]
+        if before_cancel is not None:
+            await before_cancel()
+        return results
     finally:
         # Reading a task's exception also keeps asyncio from logging it as never retrieved.
-        rest = [task for task in tasks if not task.done() or task.cancelled() or task.exception()]
-        for task in rest:
+        unfinished = [
+            task for task in tasks if not task.done() or task.cancelled() or task.exception()
+        ]
+        for task in unfinished:
             task.cancel()
-        if rest:
-            await asyncio.gather(*rest, return_exceptions=True)
+        if unfinished:
+            await asyncio.gather(*unfinished, return_exceptions=True)
 
 
 def _copy_task(task: Task) -> Task:
@@ -323,12 +348,12 @@ def _copy_task(task: Task) -> Task:
     This takes a third of the time of `replace` with deep copies.
     """
     answer = task.answer if type(task.answer) in IMMUTABLE_TYPES else copy.deepcopy(task.answer)
-    flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))
-    meta = dict(task.meta) if flat else copy.deepcopy(task.meta)
+    is_flat = type(task.meta) is dict and IMMUTABLE_TYPES.issuperset(map(type, task.meta.values()))
+    meta = dict(task.meta) if is_flat else copy.deepcopy(task.meta)
     return Task(task.id, task.messages, answer, task.environment, task.seed, task.tag, meta)
 
 
-def _ended_well(rows: AttemptRows) -> bool:
+def _has_not_failed(rows: AttemptRows) -> bool:
     return not isinstance(rows[-1].outcome, Failed)
 
 
@@ -343,7 +368,9 @@ async def _close(environment: Environment) -> None:
         )
 
 
-def _one_each(outcomes: Any, candidates: Sequence[AttemptRows], reward: Reward) -> list[Any]:
+def _check_outcome_count(
+    outcomes: Any, candidates: Sequence[AttemptRows], reward: Reward
+) -> list[Any]:
     """Return the outcomes, or raise UserCodeFailed unless there is one for each attempt."""
     name = type(reward).__name__
     # `list` comes first because `isinstance` is fast for it and slow for `Sequence`.
@@ -358,7 +385,7 @@ def _one_each(outcomes: Any, candidates: Sequence[AttemptRows], reward: Reward) 
     return list(outcomes)
 
 
-def _checked(outcome: Any, reward: Reward) -> Outcome:
+def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     """Return the outcome, or a failure if it is malformed."""
     name = type(reward).__name__
     if not isinstance(outcome, Outcome):
@@ -368,9 +395,9 @@ def _checked(outcome: Any, reward: Reward) -> Outcome:
             "Scored(1.0)",
         )
     if isinstance(outcome, Scored | Truncated):
-        unknown = isinstance(outcome, Truncated) and outcome.reward is None
+        is_unjudged = isinstance(outcome, Truncated) and outcome.reward is None
         parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
-        if not all(map(finite, parts)) or not (unknown or finite(outcome.reward)):
+        if not all(map(finite, parts)) or not (is_unjudged or finite(outcome.reward)):
             return Failed(
                 "reward",
                 f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite "
@@ -385,10 +412,10 @@ def _sum_turn_rewards(rows: AttemptRows) -> float | None:
     return sum(turn_rewards) if turn_rewards else None
 
 
-def _environment_outcome(rows: AttemptRows, *, needed: bool) -> Outcome:
+def _get_environment_outcome(rows: AttemptRows, *, needs_reward: bool) -> Outcome:
     total = _sum_turn_rewards(rows)
     truncated = rows[-1].truncated
-    if total is None and not needed:
+    if total is None and not needs_reward:
         return Unjudged(truncated=truncated)
     if truncated:
         return Truncated(total or 0.0)
@@ -399,7 +426,7 @@ def _environment_outcome(rows: AttemptRows, *, needed: bool) -> Outcome:
     )
 
 
-def _with_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
+def _add_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
     """Return the outcome with the environment's turn rewards added."""
     total = _sum_turn_rewards(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:

@@ -1,4 +1,4 @@
-"""Compute the metrics of a step's groups, each in one place (listed in docs/metrics.md)."""
+"""Compute the metrics of a step's groups (docs/metrics.md lists them)."""
 
 from __future__ import annotations
 
@@ -32,14 +32,15 @@ Labels = Mapping[str, str]
 def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
     """Return token counts of all rows, and lengths and rewards of the sampled attempts.
 
-    Only rows that train count as attempts: a greedy baseline has metrics of its own. Lengths and
-    rewards leave out supervised text, and replayed groups, which were measured when they were new.
+    Only rows that train count as attempts; a greedy baseline has metrics of its own. Lengths and
+    rewards leave out supervised text and replayed groups. Replayed groups were measured when they
+    were new.
     """
     rows = [t for group in groups for t in group.trajectories]
-    trains = _joined([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
-    numbers = {
+    trainable = _concatenate([t.trainable for t in rows if t.counts and t.use == "train"], np.bool_)
+    metrics = {
         "tokens": float(sum(map(len, rows))),
-        "trained_tokens": float(np.count_nonzero(trains)),
+        "trained_tokens": float(np.count_nonzero(trainable)),
     }
     groups = [group for group in groups if not group.uses]
     sampled = [
@@ -49,12 +50,12 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
         for t in group.trajectories
     ]
     attempts = [t for t in sampled if t.use == "train"]
-    greedy = [t for t in sampled if t.use == "baseline"]
+    baselines = [t for t in sampled if t.use == "baseline"]
     if sampled:
-        numbers["generated_tokens"] = float(sum(t.completion_length for t in sampled))
+        metrics["generated_tokens"] = float(sum(t.completion_length for t in sampled))
     if attempts:
-        numbers |= _measure_play(groups)
-        numbers |= _measure_attempts(attempts) | _measure_rewards(
+        metrics |= _measure_attempt_metrics(groups)
+        metrics |= _measure_attempts(attempts) | _measure_rewards(
             [t for t in attempts if t.reward is not None]
         )
         scored = [
@@ -62,12 +63,12 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
             for group in groups
         ]
         if any(scored):
-            numbers["equal_rewards_share"] = fmean(max(row) == min(row) for row in scored if row)
-    if greedy:
-        numbers["greedy_unscored_share"] = fmean(t.reward is None for t in greedy)
-        if rewards := [reward for t in greedy if (reward := t.reward) is not None]:
-            numbers["greedy_reward"] = fmean(rewards)
-    return numbers
+            metrics["equal_rewards_share"] = fmean(max(row) == min(row) for row in scored if row)
+    if baselines:
+        metrics["greedy_unscored_share"] = fmean(t.reward is None for t in baselines)
+        if rewards := [reward for t in baselines if (reward := t.reward) is not None]:
+            metrics["greedy_reward"] = fmean(rewards)
+    return metrics
 
 
 def iterate_attempt_samples(
@@ -78,7 +79,7 @@ def iterate_attempt_samples(
     A domain has the label `tag`, and an environment the label `env`; an environment with the name
     of its domain is left out. All rows of an attempt whose history forked count as one attempt.
     """
-    samples_by_group = [(group, _samples(group)) for group in groups if not group.uses]
+    samples_by_group = [(group, _collect_samples(group)) for group in groups if not group.uses]
     collected_by_label: dict[tuple[str, str], dict[str, list[float]]] = {}
     for group, samples in samples_by_group:
         tag, environment = group.task.tag, group.task.environment
@@ -87,19 +88,23 @@ def iterate_attempt_samples(
                 collected = collected_by_label.setdefault(label, {name: [] for name in samples})
                 for name, values in samples.items():
                     collected[name] += values
-    if everything := collected_by_label.pop(("", ""), None):
+    if all_samples := collected_by_label.pop(("", ""), None):
         lengths = dict.fromkeys(
-            ("length_p50", "length_p95", "length_histogram"), everything["length_mean"]
+            ("length_p50", "length_p95", "length_histogram"), all_samples["length_mean"]
         )
         yield (
             {},
-            {**lengths, "reward_histogram": everything["reward"], "turns_p95": everything["turns"]},
+            {
+                **lengths,
+                "reward_histogram": all_samples["reward"],
+                "turns_p95": all_samples["turns"],
+            },
         )
     for (label, name), samples in collected_by_label.items():
         yield {label: name}, samples
 
 
-def _samples(group: Group) -> dict[str, list[float]]:
+def _collect_samples(group: Group) -> dict[str, list[float]]:
     """Return the values of the attempts that train, if the group was sampled."""
     samples: dict[str, list[float]] = {
         "reward": [],
@@ -125,43 +130,46 @@ def _samples(group: Group) -> dict[str, list[float]]:
 def measure_staleness(groups: Sequence[Group], step: int) -> dict[str, float]:
     """Return mean and maximum staleness, in versions, of trained tokens; {} if none is stale."""
     rows = [t for group in groups for t in group.trajectories if t.counts and t.use == "train"]
-    versions = _joined([t.versions for t in rows], np.int32)
-    trains = _joined([t.trainable for t in rows], np.bool_)
-    staleness = step - versions[trains & (versions >= 0)]
+    versions = _concatenate([t.versions for t in rows], np.int32)
+    trainable = _concatenate([t.trainable for t in rows], np.bool_)
+    staleness = step - versions[trainable & (versions >= 0)]
     if not staleness.any():
         return {}
     return {"staleness_mean": float(staleness.mean()), "staleness_max": float(staleness.max())}
 
 
-def _joined(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
+def _concatenate(columns: Sequence[NDArray[Any]], dtype: type[np.generic]) -> NDArray[Any]:
     """Return the columns end to end; an empty array of `dtype` for none."""
     return np.concatenate([np.zeros(0, dtype), *columns])
 
 
-def measure_redundancy(groups: Sequence[Group], begun: int) -> dict[str, float]:
-    """Return the cancelled share, and how short the attempts that ended first are.
+def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str, float]:
+    """Return the share of cancelled attempts, and the length bias of keeping the first to end.
 
-    length_mean is an estimate over all attempts, cancelled ones included. length_share is the mean
-    length of the attempts that ended, relative to it.
+    `length_mean` is the estimated mean length of all attempts, cancelled ones included.
+    `length_share` is the mean length of the kept attempts, divided by that estimate.
 
     Args:
-        begun: number of attempts begun for each group.
+        groups: The groups of a step.
+        attempts_begun: Number of attempts begun for each group.
     """
-    ended = [[rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups]
-    kept = [
-        [row.completion_length for row in rows if not isinstance(row.outcome, Failed)]
-        for rows in ended
+    finished_attempts = [
+        [rows[-1] for rows in group.attempts if rows[-1].use == "train"] for group in groups
     ]
-    cancelled = [begun - len(rows) for rows in ended]
-    if not any(kept):
+    lengths_by_group = [
+        [row.completion_length for row in rows if not isinstance(row.outcome, Failed)]
+        for rows in finished_attempts
+    ]
+    cancelled = [attempts_begun - len(rows) for rows in finished_attempts]
+    if not any(lengths_by_group):
         return {}
-    length = estimate_mean_length(kept, cancelled)
-    mean = fmean(length for lengths in kept for length in lengths)
-    share = sum(cancelled) / (begun * len(groups))
+    estimated_mean = estimate_mean_length(lengths_by_group, cancelled)
+    kept_mean = fmean(estimated_mean for lengths in lengths_by_group for estimated_mean in lengths)
+    share = sum(cancelled) / (attempts_begun * len(groups))
     return {
         "redundancy/cancelled_share": share,
-        "redundancy/length_mean": length,
-        "redundancy/length_share": mean / length,
+        "redundancy/length_mean": estimated_mean,
+        "redundancy/length_share": kept_mean / estimated_mean,
     }
 
 
@@ -173,21 +181,21 @@ def estimate_mean_length(kept: Sequence[Sequence[float]], cancelled: Sequence[in
     is shared by all longer ones, and the longest gets what remains. With a heavy tail the estimate
     tends to be too small.
     """
-    ends = [(length, False) for lengths in kept for length in lengths]
-    ends += [
+    observations = [(length, False) for lengths in kept for length in lengths]
+    observations += [
         (max(lengths), True)
         for lengths, count in zip(kept, cancelled, strict=True)
         if lengths
         for _ in range(count)
     ]
     mean = 0.0
-    longer = 1.0  # the share of attempts that are longer than the lengths seen so far
-    for seen, (length, cut) in enumerate(sorted(ends)):
-        if not cut:
-            share = longer / (len(ends) - seen)
+    remaining_share = 1.0  # the share of attempts that are longer than the lengths seen so far
+    for index, (length, is_cancelled) in enumerate(sorted(observations)):
+        if not is_cancelled:
+            share = remaining_share / (len(observations) - index)
             mean += share * length
-            longer -= share
-    return mean + longer * max(ends)[0]
+            remaining_share -= share
+    return mean + remaining_share * max(observations)[0]
 
 
 def _is_sampled(row: Trajectory) -> bool:
@@ -208,14 +216,14 @@ def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
     }
 
 
-def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
+def _measure_attempt_metrics(groups: Sequence[Group]) -> dict[str, float]:
     """Return the mean of each of `Trajectory.metrics`, over the attempts that have it."""
-    played = [
+    attempt_metrics = [
         rows[-1].metrics for group in groups for rows in group.attempts if rows[-1].use == "train"
     ]
-    names = dict.fromkeys(chain.from_iterable(played))
+    names = dict.fromkeys(chain.from_iterable(attempt_metrics))
     return {
-        f"attempt/{name}": fmean([metrics[name] for metrics in played if name in metrics])
+        f"attempt/{name}": fmean([metrics[name] for metrics in attempt_metrics if name in metrics])
         for name in names
     }
 
@@ -223,7 +231,7 @@ def _measure_play(groups: Sequence[Group]) -> dict[str, float]:
 def _measure_rewards(scored: Sequence[Trajectory]) -> dict[str, float]:
     """Return mean and standard deviation of the reward and of its named parts.
 
-    Those of a part are over the attempts that have it.
+    The statistics of a part are over the attempts that have it.
     """
     values = {"": [reward for t in scored if (reward := t.reward) is not None]} if scored else {}
     parts = [t.reward_parts for t in scored]

@@ -1,6 +1,6 @@
 """Convert groups and completions to plain values and arrays for checkpoints, and back.
 
-Reading runs no stored code: it creates only the classes of `ratchet.types` listed here.
+Reading runs no stored code. It creates only the classes of `ratchet.types` listed here.
 """
 
 from __future__ import annotations

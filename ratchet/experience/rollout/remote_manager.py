@@ -1,6 +1,7 @@
-"""Play whole groups in the generator workers, which run environments and rewards too.
+"""Play whole groups in rollout workers: generator workers that run environments and rewards too.
 
-Environments and rewards use as many cores as there are workers; only finished groups come back.
+So environments and rewards use as many cores as there are workers, and only finished groups are
+sent to the driver.
 """
 
 from __future__ import annotations
@@ -14,9 +15,9 @@ from ratchet.experience.rollout.columns import PackedGroups
 from ratchet.observe.stall_report import GENERATE, waiting
 from ratchet.types import Group, Sampling, Task
 
-# Timeout of a step's groups; attempts have their own in `rollouts.attempt_timeout_s`.
-LONGEST_S = 7 * 86_400.0
-CLOSE_S = 60.0
+# Timeout of a step's groups. An attempt's timeout is `rollouts.attempt_timeout_s`.
+STEP_TIMEOUT_S = 7 * 86_400.0
+CLOSE_TIMEOUT_S = 60.0
 
 
 class RolloutWorkers(Protocol):
@@ -44,11 +45,11 @@ class RemoteRolloutManager:
         stage: the arguments of `GroupRank.begin`.
     """
 
-    def __init__(self, players: RolloutWorkers, stage: Sequence[Any]) -> None:
-        self.players = players
+    def __init__(self, workers: RolloutWorkers, stage: Sequence[Any]) -> None:
+        self.workers = workers
         self.stage = stage
         self.playing = 0
-        self._begun = False
+        self._has_begun = False
 
     async def groups(
         self,
@@ -58,7 +59,7 @@ class RemoteRolloutManager:
         attempts: int,
         greedy: bool = False,
         redundant: int = 0,
-        wanted: int | None = None,
+        keep_first: int | None = None,
     ) -> list[Group]:
         """Play groups like `RolloutManager.groups`.
 
@@ -67,22 +68,22 @@ class RemoteRolloutManager:
         Raises:
             WorkerError: A worker is lost.
         """
-        assert not redundant, "the configuration refuses them here"
-        assert wanted in (None, len(jobs)), "nothing is redundant"
-        size = self.players.size
+        assert not redundant, "the configuration refuses redundant attempts in rollout workers"
+        assert keep_first in (None, len(jobs)), "there are no redundant groups"
+        size = self.workers.size
         shares = [jobs[i::size] for i in range(size)]
         self.playing += len(jobs)
         try:
             with waiting("groups", GENERATE, "workers", None):
-                if not self._begun:
-                    await self.players.call_each("begin", [self.stage] * size)
-                    self._begun = True
+                if not self._has_begun:
+                    await self.workers.call_each("begin", [self.stage] * size)
+                    self._has_begun = True
                 arguments = [(share, sampling, attempts, greedy) for share in shares]
-                answers: list[PackedGroups] = await self.players.call_each(
-                    "play", arguments, timeout_s=LONGEST_S
+                packed_shares: list[PackedGroups] = await self.workers.call_each(
+                    "play", arguments, timeout_s=STEP_TIMEOUT_S
                 )
         except BaseException as error:
-            self.players.give_up(
+            self.workers.give_up(
                 error
                 if isinstance(error, Exception)
                 else WorkerError("a step's groups were given up")
@@ -90,15 +91,17 @@ class RemoteRolloutManager:
             raise
         finally:
             self.playing -= len(jobs)
-        parts = [
-            list(answer.groups([task for _, task in share]))
-            for answer, share in zip(answers, shares, strict=True)
+        groups_by_worker = [
+            list(packed.groups([task for _, task in share]))
+            for packed, share in zip(packed_shares, shares, strict=True)
         ]
-        return [parts[i % size][i // size] for i in range(len(jobs))]
+        return [groups_by_worker[i % size][i // size] for i in range(len(jobs))]
 
     async def close(self) -> None:
         """Close the stage's environments. Errors are ignored: lost workers have none to close."""
-        if self._begun:
-            self._begun = False
+        if self._has_begun:
+            self._has_begun = False
             with suppress(Exception):
-                await self.players.call_each("leave", [()] * self.players.size, timeout_s=CLOSE_S)
+                await self.workers.call_each(
+                    "leave", [()] * self.workers.size, timeout_s=CLOSE_TIMEOUT_S
+                )

@@ -33,7 +33,7 @@ class NoLimit:
     async def __aenter__(self) -> NoLimit:
         return self
 
-    async def __aexit__(self, *raised: object) -> None:
+    async def __aexit__(self, *exception_info: object) -> None:
         return None
 
     def expired(self) -> bool:

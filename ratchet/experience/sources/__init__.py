@@ -1,1 +1,1 @@
-"""Sources of a step's groups: rows, rollouts, a curriculum, a replay buffer."""
+"""The sources of a step's groups: rows, rollouts, a curriculum, a replay buffer."""

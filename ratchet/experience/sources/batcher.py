@@ -65,19 +65,20 @@ class Batcher:
 
     def _report(self, step: int, failures: Sequence[Failed], attempts: int) -> None:
         recent = [failure for failed, _ in self._recent for failure in failed]
-        total = sum(of for _, of in self._recent)
+        total = sum(attempts_of_step for _, attempts_of_step in self._recent)
         if len(recent) > self.max_failed_share * total:
-            since = (
+            period = (
                 f"steps {step + 2 - len(self._recent)} to {step + 1}"
                 if len(self._recent) > 1
                 else f"step {step + 1}"
             )
             raise TrainingError(
-                f"{since}: {len(recent)} of {total} attempts failed "
-                f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); {_worst(recent)}"
+                f"{period}: {len(recent)} of {total} attempts failed "
+                f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); "
+                f"{_describe_most_frequent(recent)}"
             )
-        # The terminal shows one warning. The metrics have the counts of every step, and the log has
-        # its most frequent traceback.
+        # The terminal shows one warning. For later steps, the metrics have the counts, and the log
+        # has the most frequent traceback.
         level = logging.INFO if self._warned else logging.WARNING
         log.log(
             level,
@@ -85,12 +86,12 @@ class Batcher:
             step + 1,
             len(failures),
             attempts,
-            _worst(failures),
+            _describe_most_frequent(failures),
         )
         self._warned = True
 
 
-def _worst(failures: Sequence[Failed]) -> str:
+def _describe_most_frequent(failures: Sequence[Failed]) -> str:
     """Describe the most frequent failure, with counts of all kinds.
 
     It is of the most frequent kind, and its traceback has the most frequent last line of that kind.
@@ -98,12 +99,12 @@ def _worst(failures: Sequence[Failed]) -> str:
     kinds = Counter(failure.kind for failure in failures)
     kind, _ = kinds.most_common(1)[0]
     details = [failure.detail.strip() for failure in failures if failure.kind == kind]
-    endings = Counter(_ending(detail) for detail in details)
+    endings = Counter(_get_last_line(detail) for detail in details)
     ending, count = endings.most_common(1)[0]
-    shown = next(detail for detail in details if _ending(detail) == ending)
+    example = next(detail for detail in details if _get_last_line(detail) == ending)
     counts = ", ".join(f"{name} {n}" for name, n in kinds.most_common())
-    return f"by kind: {counts}; the most frequent ({count}), {kind}:\n{shown}"
+    return f"by kind: {counts}; the most frequent ({count}), {kind}:\n{example}"
 
 
-def _ending(detail: str) -> str:
+def _get_last_line(detail: str) -> str:
     return detail.rpartition("\n")[2]

@@ -24,7 +24,7 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
-UNTRIED = 0.5  # initial success rate, which prefer=learnable weighs most
+UNTRIED = 0.5  # initial success rate; prefer=learnable gives it the highest weight
 
 
 class Curriculum(TaskStream):
@@ -52,13 +52,13 @@ class Curriculum(TaskStream):
         super().__init__(environment, seed=seed, examples=examples, pool_seed=pool_seed)
         self.config = config
         self.per_step = per_step
-        self._places = {task.messages: place for place, task in enumerate(self._pool)}
+        self._index_by_prompt = {task.messages: index for index, task in enumerate(self._pool)}
         self._rates_N = np.full(len(self._pool), UNTRIED)
         self._tried_N = np.zeros(len(self._pool), dtype=np.bool_)
         ranks = (
             range(len(self._pool))
             if config.difficulty is None
-            else _easiest_first(self._pool, config.difficulty)
+            else _sort_by_difficulty(self._pool, config.difficulty)
         )
         self._ranked_N = np.array(ranks)
 
@@ -71,28 +71,30 @@ class Curriculum(TaskStream):
         ]
         if not rewards:
             return
-        place = self._places[group.task.messages]
+        index = self._index_by_prompt[group.task.messages]
         memory = self.config.memory
         successes = fmean(reward >= self.config.success for reward in rewards)
-        self._rates_N[place] = memory * self._rates_N[place] + (1 - memory) * successes
-        self._tried_N[place] = True
+        self._rates_N[index] = memory * self._rates_N[index] + (1 - memory) * successes
+        self._tried_N[index] = True
 
     def measure(self) -> Mapping[str, float]:
-        numbers = {"open_share": len(self._open(self.position)) / len(self._pool)}
+        metrics = {"open_share": len(self._get_open(self.position)) / len(self._pool)}
         if self._tried_N.any():
-            numbers |= {
+            metrics |= {
                 "tried_share": self._tried_N.mean(),
                 "success_rate": self._rates_N[self._tried_N].mean(),
             }
-        return {f"curriculum/{name}": float(value) for name, value in numbers.items()}
+        return {f"curriculum/{name}": float(value) for name, value in metrics.items()}
 
-    def snapshot(self, waiting: Sequence[tuple[int, Task]]) -> dict[str, Any]:
-        by_position = dict(waiting)
-        state = super().snapshot(waiting)
-        places = [self._places[by_position[position].messages] for position in state["pending"]]
+    def snapshot(self, unfinished: Sequence[tuple[int, Task]]) -> dict[str, Any]:
+        by_position = dict(unfinished)
+        state = super().snapshot(unfinished)
+        indices = [
+            self._index_by_prompt[by_position[position].messages] for position in state["pending"]
+        ]
         return {
             **state,
-            "places": places,
+            "places": indices,
             "rates": self._rates_N.copy(),
             "tried": self._tried_N.copy(),
         }
@@ -101,13 +103,13 @@ class Curriculum(TaskStream):
         self.seek(state["position"])
         self._rates_N, self._tried_N = state["rates"].copy(), state["tried"].copy()
         return [
-            (position, self._pool[place])
-            for position, place in zip(state["pending"], state["places"], strict=True)
+            (position, self._pool[index])
+            for position, index in zip(state["pending"], state["places"], strict=True)
         ]
 
-    def _at(self, position: int) -> Task:
-        open_O = self._open(position)
-        bounds_O = np.cumsum(self._weights(open_O))
+    def _get_task(self, position: int) -> Task:
+        open_O = self._get_open(position)
+        bounds_O = np.cumsum(self._compute_weights(open_O))
         point = (
             random.Random(derive_seed(self.seed, "curriculum", position)).random() * bounds_O[-1]
         )
@@ -115,36 +117,40 @@ class Curriculum(TaskStream):
             open_O[min(int(np.searchsorted(bounds_O, point, side="right")), len(open_O) - 1)]
         ]
 
-    def _open(self, position: int) -> NDArray[np.int64]:
-        """Return the places in the pool of the tasks that may be drawn."""
+    def _get_open(self, position: int) -> NDArray[np.int64]:
+        """Return the indices in the pool of the tasks that may be drawn at a position."""
         if self.config.difficulty is None:
             return self._ranked_N
         start = self.config.start_share
-        passed = position // self.per_step / self.config.full_by_step
-        return self._ranked_N[: math.ceil(min(1.0, start + (1 - start) * passed) * len(self._pool))]
+        progress = position // self.per_step / self.config.full_by_step
+        return self._ranked_N[
+            : math.ceil(min(1.0, start + (1 - start) * progress) * len(self._pool))
+        ]
 
-    def _weights(self, open_O: NDArray[np.int64]) -> NDArray[np.float64]:
+    def _compute_weights(self, open_O: NDArray[np.int64]) -> NDArray[np.float64]:
         rates_O = self._rates_N[open_O]
-        worth_O = {
+        usefulness_O = {
             "even": np.ones_like(rates_O),
             "learnable": rates_O * (1 - rates_O),
             "hard": 1 - rates_O,
         }[self.config.prefer]
-        total = worth_O.sum()
-        share = self.config.explore
+        total = usefulness_O.sum()
+        explore_share = self.config.explore
         return (
-            share / len(open_O) + (1 - share) * worth_O / total if total else np.ones_like(rates_O)
+            explore_share / len(open_O) + (1 - explore_share) * usefulness_O / total
+            if total
+            else np.ones_like(rates_O)
         )
 
 
-def _easiest_first(pool: Sequence[Task], name: str) -> list[int]:
-    """Return the places in the pool of all tasks, by increasing difficulty."""
+def _sort_by_difficulty(pool: Sequence[Task], name: str) -> list[int]:
+    """Return the indices in the pool of all tasks, sorted by increasing difficulty."""
     for task in pool:
         value = task.meta.get(name)
         if not isinstance(value, int | float) or not math.isfinite(value):
             present = ", ".join(task.meta) or "nothing"
             raise DataError(
-                f"curriculum.difficulty={name} is no number in the meta of task {task.id} (it has "
-                f"{present}). Name another one, or remove it"
+                f"curriculum.difficulty={name} is not a number in the meta of task {task.id} (it "
+                f"has {present}). Name another key, or remove curriculum.difficulty"
             )
-    return sorted(range(len(pool)), key=lambda place: pool[place].meta[name])
+    return sorted(range(len(pool)), key=lambda index: pool[index].meta[name])

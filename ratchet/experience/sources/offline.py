@@ -1,4 +1,4 @@
-"""Provide existing text: supervised rows, preference pairs, labelled answers, labelled steps."""
+"""Sources of existing text: supervised rows, preference pairs, labelled answers, labelled steps."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 class TextRenderer:
     """A renderer that turns existing text into trajectories.
 
-    It raises DataError for text longer than `max_context` tokens. Trajectories record `temperature`
-    as their sampling temperature, since the real one is unknown.
+    Raises DataError for text longer than `max_context` tokens. Trajectories record `temperature` as
+    their sampling temperature, because the real one is unknown.
     """
 
     def __init__(self, renderer: Renderer, *, max_context: int, temperature: float = 1.0) -> None:
@@ -42,23 +42,23 @@ class TextRenderer:
             task: The task.
             answer: The messages that follow the task's.
             reward: The reward of the answer, if it has one.
-            train: Train on every assistant turn, or on the last.
+            train: Train on all assistant turns, or only on the last one.
             tools: The tools that were offered.
         """
         messages = (*task.messages, *answer)
-        with _naming_task(task):
+        with _prefix_errors_with_task(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)
-        return self._checked(
+        return self._finish(
             task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward
         )
 
-    def stepped(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
+    def row_from_steps(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:
         """Return a trajectory of an answer in labelled steps.
 
         Each step is tokenized separately and becomes a turn, with its label as the turn's reward.
         """
-        with _naming_task(task):
+        with _prefix_errors_with_task(task):
             tokens = list(self.renderer.prompt(task.messages))
             media = self.renderer.media(tokens, task.messages)
         first = len(tokens)
@@ -70,9 +70,9 @@ class TextRenderer:
         trajectory = Trajectory.supervised(
             tokens, [i >= first for i in range(len(tokens))], media=media
         )
-        return replace(self._checked(task, trajectory, None), turns=tuple(turns))
+        return replace(self._finish(task, trajectory, None), turns=tuple(turns))
 
-    def _checked(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:
+    def _finish(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:
         if len(trajectory) > self.max_context:
             size = f"{len(trajectory)} tokens, but the model holds {self.max_context}"
             raise DataError(f"{task.where}: {size}: shorten or drop it")
@@ -81,7 +81,7 @@ class TextRenderer:
 
 
 @contextmanager
-def _naming_task(task: Task) -> Iterator[None]:
+def _prefix_errors_with_task(task: Task) -> Iterator[None]:
     """Prefix DataErrors inside the block with the task's location."""
     try:
         yield
@@ -112,16 +112,16 @@ class AnswerSource(StreamSource):
     """A source of answers that the environment supplies.
 
     The constructor raises ConfigError if the stream's environment does not implement the protocol
-    `wants`.
+    `protocol`.
     """
 
-    wants: type
+    protocol: type
 
     def __init__(self, stream: TaskStream, name: str, writer: TextRenderer) -> None:
         super().__init__(stream, name)
         self.writer = writer
-        if not isinstance(stream.environment, self.wants):
-            method = next(name for name in vars(self.wants) if not name.startswith("_"))
+        if not isinstance(stream.environment, self.protocol):
+            method = next(name for name in vars(self.protocol) if not name.startswith("_"))
             raise ConfigError(
                 f"environment {type(stream.environment).__name__} has no {method}(task), which "
                 "this algorithm learns from. Add it, or use an environment that has it (such as "
@@ -132,7 +132,7 @@ class AnswerSource(StreamSource):
 class PairSource(AnswerSource):
     """A source of a better and a worse answer to each task, the better one first."""
 
-    wants = HasPreferencePairs
+    protocol = HasPreferencePairs
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(name, task, self.pair(task)) for name, task in jobs]
@@ -154,7 +154,7 @@ class LabelledSource(AnswerSource):
     draw, for KTO's reference point. A draw with only one prompt then raises DataError.
     """
 
-    wants = HasLabelledAnswers
+    protocol = HasLabelledAnswers
 
     def __init__(
         self, stream: TaskStream, name: str, writer: TextRenderer, *, reference_rows: bool
@@ -170,7 +170,7 @@ class LabelledSource(AnswerSource):
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.writer.row(task, answer.messages, answer.reward)]
             if self.reference_rows:
-                other = answers[_another(index, [task.messages for _, task in jobs])]
+                other = answers[_find_other_prompt(index, [task.messages for _, task in jobs])]
                 rows.append(
                     replace(self.writer.row(task, other.messages), attempt=1, use="reference")
                 )
@@ -178,7 +178,7 @@ class LabelledSource(AnswerSource):
         return groups
 
 
-def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
+def _find_other_prompt(index: int, prompts: Sequence[Sequence[Message]]) -> int:
     """Return the index of the next different prompt, cyclically.
 
     Raises DataError if all prompts are the same.
@@ -196,12 +196,12 @@ def _another(index: int, prompts: Sequence[Sequence[Message]]) -> int:
 class SteppedSource(AnswerSource):
     """A source of one answer in labelled steps for each task."""
 
-    wants = HasStepLabels
+    protocol = HasStepLabels
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
         assert isinstance(environment, HasStepLabels)
         return [
-            Group(name, task, (self.writer.stepped(task, environment.steps(task)),))
+            Group(name, task, (self.writer.row_from_steps(task, environment.steps(task)),))
             for name, task in jobs
         ]

@@ -87,8 +87,9 @@ def find_ledger_faults(
 ) -> list[str]:
     """Return the violations in a ledger, as text.
 
-    A prompt must be issued before it is trained on or filtered (again if it was deferred), and this
-    may happen only once. A replay must come after it.
+    A prompt must be issued before it is trained on or filtered, and a deferred prompt must be
+    issued again. It may be trained on or filtered only once. It may be replayed only after it was
+    trained on.
 
     Args:
         lines: The entries, in order.

@@ -23,10 +23,10 @@ from ratchet.types import Group
 class ReplayBuffer:
     """A source that adds replayed groups to those of another source.
 
-    Groups are drawn without replacement, weighted by their worth (the standard deviation of their
-    rewards, or 1): those with the greatest keys u^(1 / worth), u uniform (Efraimidis and Spirakis,
-    2006). u depends on the seed, the step and the group's id, so a resumed run draws the same
-    groups.
+    Groups are drawn without replacement, weighted by a priority (the standard deviation of their
+    rewards, or 1). The drawn groups are those with the greatest keys u^(1 / priority) for uniform u
+    (Efraimidis and Spirakis, 2006). u depends on the seed, the step and the group's id, so a
+    resumed run draws the same groups.
     """
 
     def __init__(
@@ -36,26 +36,30 @@ class ReplayBuffer:
         self.config = config
         self.ledger = ledger
         self.seed = seed
-        self._drawn: dict[str, Group] = {}  # drawn and not yet acknowledged
-        self._kept: dict[str, Group] = {}  # the buffer, oldest first
+        self._unacknowledged: dict[str, Group] = {}  # drawn and not yet acknowledged
+        self._buffer: dict[str, Group] = {}  # the buffer, oldest first
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return n groups of the source, followed by the replayed ones."""
-        new = await self.source.draw(n, version)
-        first = version - self.config.max_age
-        self._kept = {name: one for name, one in self._kept.items() if _oldest(one) >= first}
-        groups = [*new, *self._chosen(version)]
-        self._drawn |= {group.id: group for group in groups}
+        new_groups = await self.source.draw(n, version)
+        oldest_allowed = version - self.config.max_age
+        self._buffer = {
+            name: group
+            for name, group in self._buffer.items()
+            if _get_oldest_version(group) >= oldest_allowed
+        }
+        groups = [*new_groups, *self._sample_replayed(version)]
+        self._unacknowledged |= {group.id: group for group in groups}
         return groups
 
-    def _chosen(self, step: int) -> list[Group]:
+    def _sample_replayed(self, step: int) -> list[Group]:
         def key(group: Group) -> float:
             u = 1 - random.Random(derive_seed(self.seed, step, group.id)).random()
-            return math.log(u) / self._worth(group)
+            return math.log(u) / self._compute_priority(group)
 
-        return sorted(self._kept.values(), key=key, reverse=True)[: self.config.groups]
+        return sorted(self._buffer.values(), key=key, reverse=True)[: self.config.groups]
 
-    def _worth(self, group: Group) -> float:
+    def _compute_priority(self, group: Group) -> float:
         rewards = [
             row.reward
             for row in (rows[-1] for rows in group.attempts)
@@ -66,31 +70,33 @@ class ReplayBuffer:
         return pstdev(rewards) if rewards else 0.0
 
     def ack(self, ids: Sequence[str], step: int) -> None:
-        groups = [self._drawn.pop(name) for name in ids]
+        groups = [self._unacknowledged.pop(name) for name in ids]
         self.source.ack([group.id for group in groups if not group.uses], step)
         for group in groups:
             if group.uses:
-                self.ledger.note("replayed", [group.id], step=step, version=_oldest(group))
-            if self._worth(group):
+                self.ledger.note(
+                    "replayed", [group.id], step=step, version=_get_oldest_version(group)
+                )
+            if self._compute_priority(group):
                 # Drop the answer and meta: the group is not judged again, and they may be of types
                 # that a checkpoint can't hold.
                 task = replace(group.task, answer=None, meta={})
-                self._kept[group.id] = replace(group, task=task, uses=group.uses + 1)
-        self._kept = dict(list(self._kept.items())[-self.config.capacity :])
+                self._buffer[group.id] = replace(group, task=task, uses=group.uses + 1)
+        self._buffer = dict(list(self._buffer.items())[-self.config.capacity :])
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Return new groups to the source; replayed ones stay in the buffer."""
-        self.source.nack([name for name in ids if not self._drawn.pop(name).uses], reason)
+        self.source.nack([name for name in ids if not self._unacknowledged.pop(name).uses], reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        new = [group for group in groups if not group.uses]
-        numbers = self.source.measure(new) if isinstance(self.source, HasMetrics) else {}
+        new_groups = [group for group in groups if not group.uses]
+        metrics = self.source.measure(new_groups) if isinstance(self.source, HasMetrics) else {}
         uses = [group.uses for group in groups if group.uses]
-        replay_numbers = {
+        replay_metrics = {
             "replay/share": len(uses) / len(groups),
-            "replay/kept": float(len(self._kept)),
+            "replay/kept": float(len(self._buffer)),
         }
-        return {**numbers, **replay_numbers, **({"replay/uses_mean": fmean(uses)} if uses else {})}
+        return {**metrics, **replay_metrics, **({"replay/uses_mean": fmean(uses)} if uses else {})}
 
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass only new groups to the source, because replayed ones are always stale."""
@@ -98,31 +104,36 @@ class ReplayBuffer:
             self.source.adapt([group for group in groups if not group.uses], step, measured)
 
     async def snapshot(self) -> Mapping[str, Any]:
-        kept = [
+        buffer = [
             {
-                "id": one.id,
-                "task": to_plain(one.task),
-                "trajectories": to_plain(one.trajectories),
-                "uses": one.uses,
+                "id": group.id,
+                "task": to_plain(group.task),
+                "trajectories": to_plain(group.trajectories),
+                "uses": group.uses,
             }
-            for one in self._kept.values()
+            for group in self._buffer.values()
         ]
-        return {"source": await self.source.snapshot(), "kept": kept}
+        return {"source": await self.source.snapshot(), "kept": buffer}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         await self.source.restore(state["source"])
         groups = [
-            Group(one["id"], from_plain(one["task"]), from_plain(one["trajectories"]), one["uses"])
-            for one in state["kept"]
+            Group(
+                entry["id"],
+                from_plain(entry["task"]),
+                from_plain(entry["trajectories"]),
+                entry["uses"],
+            )
+            for entry in state["kept"]
         ]
-        self._drawn, self._kept = {}, {group.id: group for group in groups}
+        self._unacknowledged, self._buffer = {}, {group.id: group for group in groups}
 
     async def close(self) -> None:
         if isinstance(self.source, Closeable):
             await self.source.close()
 
 
-def _oldest(group: Group) -> int:
+def _get_oldest_version(group: Group) -> int:
     """Return the oldest weight version that sampled a token of the group; 0 without such tokens."""
-    drawn = [row.versions[row.versions >= 0] for row in group.trajectories]
-    return min((int(versions.min()) for versions in drawn if len(versions)), default=0)
+    versions_by_row = [row.versions[row.versions >= 0] for row in group.trajectories]
+    return min((int(versions.min()) for versions in versions_by_row if len(versions)), default=0)

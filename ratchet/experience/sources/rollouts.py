@@ -31,7 +31,7 @@ class StreamSource(ABC):
         self.name = name
         self.ledger = PromptLedger()
         self._pending: dict[str, tuple[int, Task]] = {}
-        self._again: list[tuple[int, Task]] = []
+        self._to_redraw: list[tuple[int, Task]] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return the next n groups."""
@@ -42,10 +42,10 @@ class StreamSource(ABC):
 
         `version` is the weight version that their rollouts start with.
         """
-        repeated, self._again = self._again[:n], self._again[n:]
-        picked = repeated + self.stream.take(n - len(repeated))
-        jobs = [(self._id(position), task) for position, task in picked]
-        self._pending |= {name: entry for (name, _), entry in zip(jobs, picked, strict=True)}
+        repeated, self._to_redraw = self._to_redraw[:n], self._to_redraw[n:]
+        entries = repeated + self.stream.take(n - len(repeated))
+        jobs = [(self._make_id(position), task) for position, task in entries]
+        self._pending |= {name: entry for (name, _), entry in zip(jobs, entries, strict=True)}
         self.ledger.note("issued", [name for name, _ in jobs], version=version)
         return jobs
 
@@ -54,12 +54,12 @@ class StreamSource(ABC):
 
         Return its (group id, task).
         """
-        position, task = next(entry for entry in self._again if self._id(entry[0]) == name)
-        self._again.remove((position, task))
+        position, task = next(entry for entry in self._to_redraw if self._make_id(entry[0]) == name)
+        self._to_redraw.remove((position, task))
         self._pending[name] = position, task
         return name, task
 
-    def _id(self, position: int) -> str:
+    def _make_id(self, position: int) -> str:
         return f"{self.name}/{position}"
 
     @abstractmethod
@@ -77,7 +77,7 @@ class StreamSource(ABC):
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Draw these groups again before new ones."""
-        self._again.extend(self._pending.pop(name) for name in ids)
+        self._to_redraw.extend(self._pending.pop(name) for name in ids)
         self.ledger.note("again", ids, reason=reason)
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
@@ -85,13 +85,13 @@ class StreamSource(ABC):
         return self.stream.measure()
 
     async def snapshot(self) -> Mapping[str, Any]:
-        waiting = [*self._pending.values(), *self._again]
-        return {**self.stream.snapshot(waiting), "ledger": self.ledger.offset()}
+        unfinished = [*self._pending.values(), *self._to_redraw]
+        return {**self.stream.snapshot(unfinished), "ledger": self.ledger.offset()}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
         self.ledger.cut(state["ledger"])
         self._pending = {}
-        self._again = self.stream.restore(state)
+        self._to_redraw = self.stream.restore(state)
 
 
 class RolloutSource(StreamSource):
@@ -99,8 +99,8 @@ class RolloutSource(StreamSource):
 
     Args:
         greedy_baseline: Add one greedy attempt to each group.
-        redundant_attempts: Begin this many more attempts for each group; keep those that end first.
-        redundant_groups: Begin this many more groups; keep those that end first, which depends on
+        redundant_attempts: Begin this many more attempts for each group, and keep the first to end.
+        redundant_groups: Begin this many more groups, and keep the first to end, which depends on
             timing. The others are drawn again before new ones.
     """
 
@@ -127,33 +127,33 @@ class RolloutSource(StreamSource):
 
     async def draw(self, n: int, version: int) -> list[Group]:
         jobs = self.take(n + self.redundant_groups, version)
-        groups = self.observed(await self.play(jobs, n))
-        ready = {group.id for group in groups}
-        self.nack([name for name, _ in jobs if name not in ready], "redundant")
+        groups = self.observe_groups(await self.play(jobs, n))
+        finished_ids = {group.id for group in groups}
+        self.nack([name for name, _ in jobs if name not in finished_ids], "redundant")
         return groups
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
-        return self.observed(await self.play(jobs, len(jobs)))
+        return self.observe_groups(await self.play(jobs, len(jobs)))
 
-    async def play(self, jobs: Sequence[tuple[str, Task]], wanted: int) -> list[Group]:
-        """Return the first `wanted` groups that end. The stream does not observe them yet."""
+    async def play(self, jobs: Sequence[tuple[str, Task]], keep_first: int) -> list[Group]:
+        """Return the first `keep_first` groups that end. The stream does not observe them yet."""
         return await self.manager.groups(
             jobs,
             self.sampling,
             attempts=self.group_size,
             greedy=self.greedy_baseline,
             redundant=self.redundant_attempts,
-            wanted=wanted,
+            keep_first=keep_first,
         )
 
-    def observed(self, groups: list[Group]) -> list[Group]:
+    def observe_groups(self, groups: list[Group]) -> list[Group]:
         """Let the stream observe the groups, and return them."""
         for group in groups:
             self.stream.observe(group)
         return groups
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        numbers = super().measure(groups)
+        metrics = super().measure(groups)
         if not self.redundant_attempts:
-            return numbers
-        return {**numbers, **measure_redundancy(groups, self.group_size + self.redundant_attempts)}
+            return metrics
+        return {**metrics, **measure_redundancy(groups, self.group_size + self.redundant_attempts)}

@@ -14,7 +14,8 @@ from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment
 from ratchet.types import Group, Message, Task
 
-MAX_REPEATS = 10_000  # tasks in a row without a new prompt, after which the pool is complete
+# After this many tasks in a row without a new prompt, the pool is taken to be complete.
+MAX_REPEATS = 10_000
 
 
 class TaskStream:
@@ -36,24 +37,26 @@ class TaskStream:
         self.environment = environment
         self.seed = seed
         self.position = 0
-        self._upcoming: Iterator[Task] | None = None
+        self._iterator: Iterator[Task] | None = None
         self._epoch = -1
-        self._shuffled: list[int] = []
+        self._epoch_order: list[int] = []
         self._pool = (
-            self._distinct(seed if pool_seed is None else pool_seed, examples) if examples else []
+            self._collect_distinct(seed if pool_seed is None else pool_seed, examples)
+            if examples
+            else []
         )
 
     def seek(self, position: int) -> None:
         self.position = position
-        self._upcoming = None
+        self._iterator = None
 
     def take(self, n: int) -> list[tuple[int, Task]]:
         """Return the next n pairs (position, task)."""
-        taken = []
+        tasks = []
         for _ in range(n):
-            taken.append((self.position, self._at(self.position)))
+            tasks.append((self.position, self._get_task(self.position)))
             self.position += 1
-        return taken
+        return tasks
 
     def observe(self, group: Group) -> None:
         """Note the results of a group that has ended. Only subclasses use them."""
@@ -61,34 +64,37 @@ class TaskStream:
     def measure(self) -> Mapping[str, float]:
         return {}
 
-    def snapshot(self, waiting: Sequence[tuple[int, Task]]) -> dict[str, Any]:
-        """Return the state; `waiting` has the tasks that were taken and are not finished."""
-        return {"position": self.position, "pending": sorted(position for position, _ in waiting)}
+    def snapshot(self, unfinished: Sequence[tuple[int, Task]]) -> dict[str, Any]:
+        """Return the state; `unfinished` has the tasks that were taken and are not finished."""
+        return {
+            "position": self.position,
+            "pending": sorted(position for position, _ in unfinished),
+        }
 
     def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
         """Restore the state, and return the waiting pairs (position, task)."""
-        waiting = []
+        unfinished = []
         for position in state["pending"]:
             self.seek(position)
-            waiting += self.take(1)
+            unfinished += self.take(1)
         self.seek(state["position"])
-        return waiting
+        return unfinished
 
-    def _at(self, position: int) -> Task:
+    def _get_task(self, position: int) -> Task:
         if self._pool:
             epoch, offset = divmod(position, len(self._pool))
-            return self._pool[self._order(epoch)[offset]]
-        if self._upcoming is None:
-            self._upcoming = iter(self.environment.tasks("train", seed=self.seed, start=position))
-        task = next(self._upcoming, None)
+            return self._pool[self._get_order(epoch)[offset]]
+        if self._iterator is None:
+            self._iterator = iter(self.environment.tasks("train", seed=self.seed, start=position))
+        task = next(self._iterator, None)
         if task is None:
             raise DataError(
-                f"{type(self.environment).__name__}.tasks('train') ended after {position}: it must "
-                "pass over its data"
+                f"{type(self.environment).__name__}.tasks('train') ended after {position}. It must "
+                "repeat its data without end"
             )
         return task
 
-    def _distinct(self, seed: int, count: int) -> list[Task]:
+    def _collect_distinct(self, seed: int, count: int) -> list[Task]:
         """Return the first `count` tasks with distinct prompts, or all if there are fewer."""
         pool: dict[tuple[Message, ...], Task] = {}
         repeats = 0  # in a row
@@ -99,10 +105,10 @@ class TaskStream:
                 break
         return list(pool.values())
 
-    def _order(self, epoch: int) -> list[int]:
+    def _get_order(self, epoch: int) -> list[int]:
         if epoch != self._epoch:
             self._epoch = epoch
-            self._shuffled = random.Random(derive_seed(self.seed, "epoch", epoch)).sample(
+            self._epoch_order = random.Random(derive_seed(self.seed, "epoch", epoch)).sample(
                 range(len(self._pool)), len(self._pool)
             )
-        return self._shuffled
+        return self._epoch_order

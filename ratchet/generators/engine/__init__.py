@@ -1,1 +1,1 @@
-"""The embedded generation engine has continuous batching, a KV cache of slots, and sampling."""
+"""The embedded inference engine: continuous batching, a KV cache of slots, and sampling."""

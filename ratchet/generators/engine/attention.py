@@ -1,10 +1,10 @@
 """Attention over the KV cache: prefill of whole prompts, and decoding of one token per request.
 
 Both classes are passed to `Decoder.forward` as `attend`. They are batch-invariant (measured on CPUs
-with AVX2 and AVX-512): a request gets the same bits whatever else is in the call. A prompt is
-padded to a length that depends on it alone, and a decoding step sums values in tiles that do not
-depend on the longest request. With compiled kernels each request is computed by itself
-(`compiled_decode` does so for a whole step).
+with AVX2 and AVX-512): a request's bits do not depend on the other requests in the call. A prompt
+is padded to a length that depends only on its own length. A decoding step sums values in tiles that
+do not depend on the longest request. With compiled kernels each request is computed by itself
+(`compiled_decode` does this for a whole step).
 
 T = tokens, N = requests, H = query heads, K = key/value heads, M = N * K, G = H / K, D = head_dim,
 L = attended length (a multiple of `KVCache.stride`), B = prompts of one call.
@@ -36,7 +36,7 @@ class DecodeAttention:
 
     Args:
         positions_N: positions of the new tokens, int64.
-        longest: tokens of the longest request, the new one included.
+        longest: number of tokens of the longest request, the new token included.
     """
 
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
@@ -44,10 +44,10 @@ class DecodeAttention:
         self.rows = len(positions_N)
         self.positions_N = positions_N
         self.slots_N = torch.arange(self.rows, device=positions_N.device)
-        inside = self.rows <= cache.rows and longest <= cache.capacity
+        fits_cache = self.rows <= cache.rows and longest <= cache.capacity
         is_plain = positions_N.dtype is torch.int64 and cpu.has_layout(positions_N, self.rows)
         self.compiled = (
-            inside
+            fits_cache
             and is_plain
             and cache.config.head_dim <= cpu.MAX_HEAD_DIM
             and cpu.is_supported(cache.keys[0])
@@ -60,8 +60,8 @@ class DecodeAttention:
         bias_NL.masked_fill_(unseen_NL, float("-inf"))
         self.bias_M1L = bias_NL.repeat_interleave(cache.config.n_kv_heads, dim=0)[:, None]
         self.window = cache.window(self.rows, length)
-        exact = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
-        self.kernel = _tiled if exact else _fused
+        needs_tiles = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
+        self.kernel = _attend_tiled if needs_tiles else _attend_fused
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
         if self.compiled:
@@ -79,7 +79,7 @@ class DecodeAttention:
         return self.kernel(q_MGD, k_MLD, v_MLD, self.bias_M1L).view(q_NHD.shape)
 
 
-def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
+def _attend_tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
     """Compute attention by matrix products in tiles: batch-invariant on a CPU (see TILE)."""
     # baddbmm would not be batch-invariant here.
     scores_MGL = torch.bmm(q_MGD * q_MGD.shape[2] ** -0.5, k_MLD.transpose(1, 2))
@@ -92,7 +92,7 @@ def _tiled(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Ten
     return out
 
 
-def _fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
+def _attend_fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor) -> Tensor:
     """Compute attention by PyTorch's fused kernel, which keeps scores in float32.
 
     It serves accelerators and narrow dtypes, whose scores must not be rounded.
@@ -109,7 +109,7 @@ class _Bucket:
 
     prompts: int
     # int64 [B * width]: index of each cell's token among the T tokens. Padding repeats the prompt's
-    # last token; causal attention keeps real tokens from seeing it.
+    # last token, which real tokens can't attend to, because attention is causal.
     gather: Tensor
     cells: Tensor  # cell of each real token
     tokens: Tensor  # index of each real token among the T tokens
@@ -118,9 +118,9 @@ class _Bucket:
 class PrefillAttention:
     """The causal attention within each of several prompts that are packed end to end.
 
-    Tokens behind the last prompt are padding; their output is 0. Keys and values of token
+    Tokens after the last prompt are padding; their output is 0. Keys and values of token
     `sources[i]` are written to `positions[i]` of slot `slots[i]` (each int64 [n]). A prompt that
-    several requests share is written to a slot of each.
+    several requests share is written to the slot of each request.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class PrefillAttention:
         positions: Tensor,
     ) -> None:
         self.cache, self.sources, self.slots, self.positions = cache, sources, slots, positions
-        self.buckets = _buckets(lengths, sources.device)
+        self.buckets = _make_buckets(lengths, sources.device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         k_nKD = k_TKD.index_select(0, self.sources)
@@ -140,32 +140,32 @@ class PrefillAttention:
         self.cache.write(layer, self.slots, self.positions, k_nKD, v_nKD)
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:
-            out_THD.index_copy_(0, bucket.tokens, _causal(bucket, q_THD, k_TKD, v_TKD))
+            out_THD.index_copy_(0, bucket.tokens, _attend_causal(bucket, q_THD, k_TKD, v_TKD))
         return out_THD
 
 
-def _causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-    def rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, width, D]
+def _attend_causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+    def to_padded_rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, width, D]
         return x.index_select(0, bucket.gather).unflatten(0, (bucket.prompts, -1)).transpose(1, 2)
 
-    q, k, v = rows(q_THD), rows(k_TKD), rows(v_TKD)
+    q, k, v = to_padded_rows(q_THD), to_padded_rows(k_TKD), to_padded_rows(v_TKD)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
     return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
 
 
-def _buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
+def _make_buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
     starts = np.cumsum(lengths) - lengths
     widths = -(-lengths // PROMPT_STRIDE) * PROMPT_STRIDE
     buckets = []
     for width in np.unique(widths):
-        picked = widths == width
+        has_width = widths == width
         offsets = np.arange(width)
-        gather = starts[picked, None] + np.minimum(offsets, lengths[picked, None] - 1)
-        cells = np.flatnonzero(offsets < lengths[picked, None])
+        gather = starts[has_width, None] + np.minimum(offsets, lengths[has_width, None] - 1)
+        cells = np.flatnonzero(offsets < lengths[has_width, None])
         index = (
             torch.from_numpy(x).to(device) for x in (gather.ravel(), cells, gather.ravel()[cells])
         )
-        buckets.append(_Bucket(int(picked.sum()), *index))
+        buckets.append(_Bucket(int(has_width.sum()), *index))
     return buckets

@@ -1,7 +1,7 @@
 """Run a whole decoding step as one call of a compiled kernel, for plain decoders on a CPU.
 
-PyTorch needs some twenty calls a layer, and its threads synchronise at each. In the kernel, each
-thread computes its rows through all layers.
+PyTorch needs about twenty calls a layer, and its threads synchronise at each call. In the kernel,
+each thread computes its rows through all layers.
 """
 
 from __future__ import annotations
@@ -26,30 +26,32 @@ class CompiledDecoder:
     def __init__(self, decoder: Decoder) -> None:
         self.decoder = decoder
         blocks = list(decoder.layers.values())
-        dense = [
+        dense_blocks = [
             block
             for block in blocks
             if isinstance(block, DecoderLayer) and isinstance(block.mlp, GatedMLP)
         ]
-        self._modules = [_modules(block) for block in dense]
+        self._modules = [_list_modules(block) for block in dense_blocks]
         self._maps = [linear for _, linear in decoder.inner_maps]
-        small = (
+        is_small = (
             sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
         )
-        self._possible = (
-            len(dense) == len(blocks) and small and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
+        self._is_supported = (
+            len(dense_blocks) == len(blocks) and is_small and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
         )
 
     def layers(self) -> Layers | None:
-        """Return the current weights by layer; None if the kernel can't compute with them.
-
-        `_parameters` and `_modules` are read directly, because attribute lookups of `nn.Module`
-        would take a noticeable part of a small model's step.
-        """
+        """Return the current weights by layer; None if the kernel can't compute with them."""
         decoder = self.decoder
-        if not self._possible or not cpu.is_enabled() or not isinstance(decoder.tp_comm, NoTPComm):
+        if (
+            not self._is_supported
+            or not cpu.is_enabled()
+            or not isinstance(decoder.tp_comm, NoTPComm)
+        ):
             return None
-        # A linear map's submodule is an adapter or a quantised matrix, which the kernel can't read.
+        # `_modules` and `_parameters` are read directly, because attribute lookups of `nn.Module`
+        # would take a noticeable part of a small model's step. A linear map's submodule is an
+        # adapter or a quantised matrix, which the kernel can't read.
         if any(child is not None for linear in self._maps for child in linear._modules.values()):
             return None
         layers: Layers = []
@@ -60,8 +62,11 @@ class CompiledDecoder:
         assert decoder.norm is not None
         assert decoder.embed_tokens is not None
         # The KV cache has the dtype of the head's weight.
-        ends = decoder.norm.weight, decoder.embed_tokens.weight, decoder.head_weight
-        weights = [*ends, *(weight for layer in layers for weight in layer if weight is not None)]
+        outer_weights = decoder.norm.weight, decoder.embed_tokens.weight, decoder.head_weight
+        weights = [
+            *outer_weights,
+            *(weight for layer in layers for weight in layer if weight is not None),
+        ]
         return (
             layers
             if cpu.is_supported(*weights) and all(weight.is_contiguous() for weight in weights)
@@ -79,37 +84,44 @@ class CompiledDecoder:
         layers: the result of `layers()`.
         """
         decoder = self.decoder
-        c = decoder.config
+        config = decoder.config
         assert decoder.norm is not None
         assert int(positions_N.max()) < cache.capacity
         assert int(slots_N.max()) < cache.rows
         x_Nd = decoder.embed(tokens_N)
-        whole = [
-            [*layer, *store] for layer, *store in zip(layers, cache.keys, cache.values, strict=True)
+        layers_with_cache = [
+            [*layer, *key_value_store]
+            for layer, *key_value_store in zip(layers, cache.keys, cache.values, strict=True)
         ]
         sizes = (
-            c.hidden_size,
-            c.n_heads,
-            c.n_kv_heads,
+            config.hidden_size,
+            config.n_heads,
+            config.n_kv_heads,
             cache.capacity,
-            c.head_dim,
-            c.intermediate_size,
+            config.head_dim,
+            config.intermediate_size,
         )
         tables = decoder.rotary(positions_N, x_Nd.dtype)
         cpu.step(
-            whole, x_Nd, decoder.norm.weight, tables, (positions_N, slots_N), sizes, c.norm_eps
+            layers_with_cache,
+            x_Nd,
+            decoder.norm.weight,
+            tables,
+            (positions_N, slots_N),
+            sizes,
+            config.norm_eps,
         )
         return x_Nd
 
 
-def _modules(block: DecoderLayer) -> list[nn.Module | None]:
+def _list_modules(block: DecoderLayer) -> list[nn.Module | None]:
     attention, mlp = block.self_attn, block.mlp
     assert isinstance(mlp, GatedMLP)
-    before = [
+    first_modules = [
         block.input_layernorm,
         attention.qkv_proj,
         attention.q_norm,
         attention.k_norm,
         attention.o_proj,
     ]
-    return [*before, block.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj]
+    return [*first_modules, block.post_attention_layernorm, mlp.gate_up_proj, mlp.down_proj]

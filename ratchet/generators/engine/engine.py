@@ -1,8 +1,8 @@
-"""The embedded engine generates with continuous batching in this process, on the learner's weights.
+"""The embedded engine: continuous batching in this process, from the learner's own weights.
 
-It holds no copy of any weight: after an in-place optimizer step the next token comes from the new
+It has no copy of the weights. After an in-place optimizer step the next token comes from the new
 weights, and `commit` only sets their version. Equal (prompt, sampling, weights) give equal
-completions, whatever else is running.
+completions, independently of other requests.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class EmbeddedEngine(AsyncEngine):
 
     Args:
         model: The built-in decoder, or a policy around it. Any other model raises ModelError.
-        tokenizer: Needed for requests with stop strings only.
+        tokenizer: Needed only for requests with stop strings.
     """
 
     core: Scheduler

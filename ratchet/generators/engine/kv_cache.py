@@ -1,4 +1,4 @@
-"""Store keys and values of running requests: one slot per request, with its tokens in order.
+"""The KV cache: keys and values of running requests, one slot per request, tokens in order.
 
 R = slots, K = key/value heads, C = capacity of a slot in tokens, D = head_dim, N = tokens that are
 written at once.
@@ -25,9 +25,9 @@ class KVCache:
     """The keys and values of all layers, in slots.
 
     Slots and their capacity grow by doubling, so growth copies less than twice the stored size in
-    total. Attention reads multiples of `stride` tokens, a power of two, and no slot is smaller.
-    The memory must always hold finite numbers: attention reads beyond a request's end with weight
-    0, and 0 * NaN is NaN.
+    total. Attention reads multiples of `stride` tokens (a power of two), and no slot is smaller.
+    The memory must always hold finite numbers, because attention reads beyond a request's end with
+    weight 0, and 0 * NaN is NaN.
     """
 
     def __init__(
@@ -37,7 +37,9 @@ class KVCache:
         self.max_rows = max_rows
         self.dtype = dtype
         self.device = device
-        self.stride = max(STRIDE, _power_of_two(-(-SMALLEST_PRODUCT // config.head_dim)))
+        self.stride = max(
+            STRIDE, _round_up_to_power_of_two(-(-SMALLEST_PRODUCT // config.head_dim))
+        )
         self.bytes_per_token = (
             2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
         )
@@ -52,10 +54,10 @@ class KVCache:
 
     def plan(self, rows: int, length: int) -> tuple[int, int]:
         """Return (slots, capacity) after `reserve(rows, length)`."""
-        rows = max(self.rows, min(_power_of_two(rows), self.max_rows), rows)
-        return rows, max(self.capacity, self.stride, _power_of_two(length))
+        rows = max(self.rows, min(_round_up_to_power_of_two(rows), self.max_rows), rows)
+        return rows, max(self.capacity, self.stride, _round_up_to_power_of_two(length))
 
-    def bytes_for(self, rows: int, length: int) -> int:
+    def get_bytes(self, rows: int, length: int) -> int:
         """Return the cache's size in bytes after `reserve(rows, length)`."""
         rows, capacity = self.plan(rows, length)
         return rows * capacity * self.bytes_per_token
@@ -68,12 +70,12 @@ class KVCache:
         shape = (rows, self.config.n_kv_heads, capacity, self.config.head_dim)
         for store in (self.keys, self.values):
             for layer in range(self.config.n_layers):
-                grown = torch.zeros(shape, dtype=self.dtype, device=self.device)
+                grown_store = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 if layer < len(store):
-                    grown[: self.rows, :, : self.capacity] = store[layer]
-                    store[layer] = grown
+                    grown_store[: self.rows, :, : self.capacity] = store[layer]
+                    store[layer] = grown_store
                 else:
-                    store.append(grown)
+                    store.append(grown_store)
         self.rows, self.capacity = rows, capacity
         self._windows.clear()
 
@@ -84,10 +86,10 @@ class KVCache:
         building the views takes a noticeable part of a small model's decoding step.
         """
         if (rows, length) not in self._windows:
-            both = zip(self.keys, self.values, strict=True)
+            stores = zip(self.keys, self.values, strict=True)
             views = [
-                (k[:rows, :, :length].flatten(0, 1), v[:rows, :, :length].flatten(0, 1))
-                for k, v in both
+                (keys[:rows, :, :length].flatten(0, 1), values[:rows, :, :length].flatten(0, 1))
+                for keys, values in stores
             ]
             self._windows = {(rows, length): views}
         return self._windows[rows, length]
@@ -98,8 +100,8 @@ class KVCache:
         `sources` and `targets` are int64 [n], and disjoint.
         """
         for store in (*self.keys, *self.values):
-            used = store[:, :, :length]
-            used.index_copy_(0, targets, used.index_select(0, sources))
+            used_part = store[:, :, :length]
+            used_part.index_copy_(0, targets, used_part.index_select(0, sources))
 
     def erase(self, rows: list[int]) -> None:
         """Fill slots with zeros, so that they hold finite numbers again."""
@@ -114,7 +116,7 @@ class KVCache:
         self.values[layer].transpose(1, 2).index_put_((rows_N, positions_N), v_NKD)
 
 
-def _power_of_two(n: int) -> int:
+def _round_up_to_power_of_two(n: int) -> int:
     """Return the smallest power of two that is at least n."""
     return 1 << (n - 1).bit_length()
 

@@ -1,4 +1,4 @@
-"""Helpers for packed sequences: one forward, end to end, padded to a multiple of rows."""
+"""Helpers for packed sequences: laid end to end for one forward, padded to a multiple of rows."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ def split_spans(lengths: NDArray[np.int64], budget: int) -> Iterator[slice]:
 
     An entry longer than `budget` is a range by itself.
     """
-    start, used = 0, 0
+    start, tokens_used = 0, 0
     for row, length in enumerate(lengths.tolist()):
-        if row > start and used + length > budget:
+        if row > start and tokens_used + length > budget:
             yield slice(start, row)
-            start, used = row, 0
-        used += length
+            start, tokens_used = row, 0
+        tokens_used += length
     if start < len(lengths):
         yield slice(start, len(lengths))

@@ -1,4 +1,4 @@
-"""Bounds of the embedded engine."""
+"""The limits of the embedded engine."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class SchedulerLimits:
-    """The bounds of a scheduler."""
+    """The limits of a scheduler: running requests, KV cache, and tokens of a forward."""
 
     max_running: int  # requests with a slot
     kv_bytes: int  # size of the KV cache

@@ -1,10 +1,10 @@
-"""Multi-LoRA serving: several adapters over one base model, one of which each request selects.
+"""Multi-LoRA serving: several adapters over one base model; each request selects an adapter.
 
-Rows of a forward with the same adapter share its matrix products. A request's bits depend on its
-own adapter alone: the rows of each adapter are padded to the multiple at which products are
+Rows of a forward with the same adapter share its matrix products. A request's bits depend only on
+its own adapter: the rows of each adapter are padded to the multiple at which products are
 batch-invariant.
 
-T = rows of a forward, n = those of one adapter.
+T = rows of a forward, n = rows of one adapter.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ratchet.models.lora.layers import FusedLoRA
 BASE = "base"  # adapter name that selects the base model without an adapter
 
 Name = str | None  # None: the decoder's own adapter, if it has one
-# (int64 row indices with padding, their number without padding). None: all rows
+# (int64 row indices with padding, number of rows without padding). None: all rows.
 Rows = tuple[Tensor, int] | None
 
 
@@ -45,16 +45,16 @@ class MultiAdapter(FusedLoRA):
     """
 
     def __init__(
-        self, choice: AdapterRows, default: FusedLoRA | None, named: Mapping[str, FusedLoRA]
+        self, adapter_rows: AdapterRows, default: FusedLoRA | None, named: Mapping[str, FusedLoRA]
     ) -> None:
         nn.Module.__init__(self)
-        self.choice = choice
+        self.adapter_rows = adapter_rows
         self.by_name: dict[Name, FusedLoRA] = {**named}
         if default is not None:
             self.by_name[None] = default
 
     def forward(self, x_Ti: Tensor, out_To: Tensor) -> Tensor:
-        for name, rows in self.choice.rows.items():
+        for name, rows in self.adapter_rows.rows.items():
             adapter = self.by_name.get(name)
             if adapter is None:
                 continue
@@ -73,8 +73,10 @@ class MultiLoRA:
     def __init__(self, decoder: Decoder, row_multiple: int) -> None:
         self.source = decoder
         self.row_multiple = row_multiple
-        self._choice = AdapterRows()
-        self._added: dict[str, dict[str, FusedLoRA]] = {}  # by name, then by path of the linear map
+        self._adapter_rows = AdapterRows()
+        self._adapters_by_name: dict[
+            str, dict[str, FusedLoRA]
+        ] = {}  # by name, then by path of the linear map
         self._view: Decoder | None = None
         # Identities of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
@@ -82,15 +84,15 @@ class MultiLoRA:
     @property
     def names(self) -> list[str]:
         """Return the adapter names that requests may use."""
-        return [BASE, *self._added]
+        return [BASE, *self._adapters_by_name]
 
     def add(self, name: str, stored: StoredAdapter) -> None:
-        """Add an adapter. Raises ModelError for a name in use, or an adapter that doesn't fit."""
+        """Add an adapter. Raises ModelError for a name in use or an adapter that doesn't fit."""
         if name in self.names:
-            raise ModelError(f"an adapter '{name}' is served already: give this one another name")
-        adapted = self._copy()
-        add_adapters(adapted, stored.adapter)
-        target_weights = dict(adapter_weights(adapted))
+            raise ModelError(f"the name '{name}' is taken by another adapter: choose another name")
+        adapted_decoder = self._copy_decoder()
+        add_adapters(adapted_decoder, stored.adapter)
+        target_weights = dict(adapter_weights(adapted_decoder))
         for key, weight in stored.weights.items():
             if key not in target_weights or target_weights[key].shape != weight.shape:
                 raise ModelError(
@@ -102,9 +104,9 @@ class MultiLoRA:
                     f"adapter '{name}': its weight '{key}' isn't finite. Export the adapter again."
                 )
             target_weights[key].copy_(weight)
-        self._added[name] = {
+        self._adapters_by_name[name] = {
             path: linear.adapter
-            for path, linear in _linear_maps(adapted).items()
+            for path, linear in _linear_maps(adapted_decoder).items()
             if linear.adapter is not None
         }
         self._view = None
@@ -118,16 +120,16 @@ class MultiLoRA:
         if self._view is None or adapters != self._view_adapters:
             self._view = self._build_view()
             self._view_adapters = adapters
-        self._choice.rows = self._group_rows(names)
+        self._adapter_rows.rows = self._group_rows(names)
         return self._view
 
     def _group_rows(self, names: Sequence[Name]) -> dict[Name, Rows]:
-        distinct = list(dict.fromkeys(names))
-        if len(distinct) == 1:
-            return {distinct[0]: None}
+        distinct_names = list(dict.fromkeys(names))
+        if len(distinct_names) == 1:
+            return {distinct_names[0]: None}
         device = self.source.head_weight.device
         rows_by_name: dict[Name, Rows] = {}
-        for name in distinct:
+        for name in distinct_names:
             rows = [row for row, row_name in enumerate(names) if row_name == name]
             rows_n = torch.tensor(rows, device=device)
             padded_n = F.pad(rows_n, (0, -len(rows_n) % self.row_multiple))
@@ -135,16 +137,18 @@ class MultiLoRA:
         return rows_by_name
 
     def _build_view(self) -> Decoder:
-        view = self._copy()
+        view = self._copy_decoder()
         source_maps = _linear_maps(self.source)
         for path, linear in _linear_maps(view).items():
             named = {
-                name: adapters[path] for name, adapters in self._added.items() if path in adapters
+                name: adapters[path]
+                for name, adapters in self._adapters_by_name.items()
+                if path in adapters
             }
-            linear.adapter = MultiAdapter(self._choice, source_maps[path].adapter, named)
+            linear.adapter = MultiAdapter(self._adapter_rows, source_maps[path].adapter, named)
         return view
 
-    def _copy(self) -> Decoder:
+    def _copy_decoder(self) -> Decoder:
         """Return a copy of the decoder that shares its tensors and has no adapter."""
         shared = {
             id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())

@@ -1,10 +1,8 @@
-"""Hold the state of the engine's running requests in arrays.
+"""The state of the engine's running requests, in arrays.
 
-Settings and lengths are on the host, tokens on the device.
-
-Running requests fill the slots 0 .. n-1, in any order. Each gets one token per step, so the host
-knows every length without a transfer. A step waits for the device only if a stop id or a stop
-string may end a request.
+Settings and lengths are on the host, tokens are on the device. Running requests fill the slots
+0 .. n-1, in any order. Each gets one token per step, so the host knows every length without a
+transfer. A step waits for the device only if a stop id or a stop string may end a request.
 
 R = slots, C = capacity in tokens, N = slots of a range, S = stop ids, F = filtered rows of a chunk,
 L = sparse layers, K = experts per token.
@@ -100,10 +98,12 @@ class RequestSlots:
         for name in ("settings", "prompts", "lengths", "limits", "stops"):
             setattr(self, name, _grow(getattr(self, name), rows))
         for name in ("tokens_RC", "logprobs_RC", "log_kept_RC", "routes_RCLK"):
-            old = getattr(self, name)
-            new = torch.zeros(rows, capacity, *old.shape[2:], dtype=old.dtype, device=self.device)
-            new[: self.rows, : self.capacity] = old
-            setattr(self, name, new)
+            old_array = getattr(self, name)
+            new_array = torch.zeros(
+                rows, capacity, *old_array.shape[2:], dtype=old_array.dtype, device=self.device
+            )
+            new_array[: self.rows, : self.capacity] = old_array
+            setattr(self, name, new_array)
         self.rows, self.capacity = rows, capacity
 
     def enter(self, requests: Sequence[GenerationRequest], first: int) -> None:
@@ -113,11 +113,12 @@ class RequestSlots:
         """
         rows = slice(first, first + len(requests))
         self.settings[rows] = np.array(
-            [make_setting_row(r.sampling, self.vocab_size) for r in requests], dtype=SETTING
+            [make_setting_row(request.sampling, self.vocab_size) for request in requests],
+            dtype=SETTING,
         )
-        self.prompts[rows] = self.lengths[rows] = [len(r.prompt) for r in requests]
-        self.limits[rows] = [r.limit for r in requests]
-        width = max(len(r.sampling.stop_ids) for r in requests)
+        self.prompts[rows] = self.lengths[rows] = [len(request.prompt) for request in requests]
+        self.limits[rows] = [request.limit for request in requests]
+        width = max(len(request.sampling.stop_ids) for request in requests)
         if width > self.stops.shape[1]:
             self.stops = np.pad(
                 self.stops, ((0, 0), (0, width - self.stops.shape[1])), constant_values=NO_STOP
@@ -136,15 +137,15 @@ class RequestSlots:
             table[targets] = table[sources]
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for history in (self.tokens_RC, self.logprobs_RC, self.log_kept_RC, self.routes_RCLK):
-            used = history[:, :length]
-            used.index_copy_(0, target, used.index_select(0, source))
+            used_part = history[:, :length]
+            used_part.index_copy_(0, target, used_part.index_select(0, source))
 
-    def read(
+    def read_completions(
         self, rows: list[int]
     ) -> list[tuple[NDArray[np.int64], NDArray[np.float32], NDArray[np.float32] | None]]:
         """Return (tokens, logprobs, log of the kept mass) of each slot's completion.
 
-        The last is None for a slot without filters.
+        The log of the kept mass is None for a slot without filters.
         """
         rows_n = torch.tensor(rows, device=self.device)
         longest = int(self.lengths[rows].max())
@@ -154,7 +155,7 @@ class RequestSlots:
             *([self.log_kept_RC] if self.settings["filtered"][rows].any() else []),
         ]
         tokens, logprobs, *log_kept_if_filtered = (
-            h[:, :longest].index_select(0, rows_n).cpu().numpy() for h in histories
+            history[:, :longest].index_select(0, rows_n).cpu().numpy() for history in histories
         )
         results = []
         for i, row in enumerate(rows):
@@ -165,8 +166,8 @@ class RequestSlots:
             results.append((tokens[i, completion].copy(), logprobs[i, completion].copy(), log_kept))
         return results
 
-    def broken(self, rows: list[int]) -> list[int]:
-        """Return the slots among `rows` whose newest logprob isn't finite."""
+    def find_nonfinite(self, rows: list[int]) -> list[int]:
+        """Return those of the slots `rows` whose newest logprob isn't finite."""
         newest = self.lengths[rows] - 1
         # NumPy indexes in a tenth of PyTorch's time.
         if self.device.type == "cpu":
@@ -177,10 +178,10 @@ class RequestSlots:
                 .cpu()
                 .numpy()
             )
-        finite = np.isfinite(logprobs)
-        if finite.all():
+        is_finite_row = np.isfinite(logprobs)
+        if is_finite_row.all():
             return []
-        return [row for row, is_finite in zip(rows, finite, strict=True) if not is_finite]
+        return [row for row, is_finite in zip(rows, is_finite_row, strict=True) if not is_finite]
 
     def read_routes(self, row: int) -> NDArray[np.int16]:
         """Return the expert choices of prompt and completion; the last token's are UNKNOWN.
@@ -191,12 +192,12 @@ class RequestSlots:
         routes[-1] = UNKNOWN
         return routes
 
-    def active(self, first: int, end: int) -> ActiveSlots:
-        """Upload the state of slots first .. end-1 for a step."""
+    def upload_active(self, first: int, end: int) -> ActiveSlots:
+        """Upload the state of the slots [first, end) for a step."""
         padding = -(end - first) % self.row_multiple
-        rows = torch.arange(first, end, device=self.device)
+        slot_indices = torch.arange(first, end, device=self.device)
         positions_N = self._upload(self.lengths[first:end]) - 1
-        feed_N = self.tokens_RC[rows, positions_N]
+        feed_N = self.tokens_RC[slot_indices, positions_N]
         stops_NS = self.stops[first:end]
         has_stops = bool((stops_NS != NO_STOP).any())
         return ActiveSlots(
@@ -205,15 +206,18 @@ class RequestSlots:
             feed=torch.cat([feed_N, feed_N.new_zeros(padding)]),
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
             prompts_N=self._upload(self.prompts[first:end]),
-            base_N=rows * self.capacity,
+            base_N=slot_indices * self.capacity,
             stops_NS=self._upload(stops_NS) if has_stops else None,
-            chunks=tuple(self._chunks(first, end)),
+            chunks=tuple(self._make_chunks(first, end)),
         )
 
-    def _chunks(self, first: int, end: int) -> list[LogitsChunk]:
-        step = max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
+    def _make_chunks(self, first: int, end: int) -> list[LogitsChunk]:
+        chunk_rows = (
+            max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
+        )
         row_ranges = [
-            slice(start, min(start + step, end - first)) for start in range(0, end - first, step)
+            slice(start, min(start + chunk_rows, end - first))
+            for start in range(0, end - first, chunk_rows)
         ]
         return [
             LogitsChunk(
@@ -229,13 +233,15 @@ class RequestSlots:
         """Append the sampled tokens to the slots of the range and return them, int64 [N]."""
         count = active.count
         index_N = active.base_N + active.positions[:count] + 1
-        tokens_N = torch.cat([d.tokens_N for d in draws])
+        tokens_N = torch.cat([draw.tokens_N for draw in draws])
         self.tokens_RC.view(-1).index_copy_(0, index_N, tokens_N)
-        self.logprobs_RC.view(-1).index_copy_(0, index_N, torch.cat([d.logprobs_N for d in draws]))
-        for chunk, drawn in zip(active.chunks, draws, strict=True):
+        self.logprobs_RC.view(-1).index_copy_(
+            0, index_N, torch.cat([draw.logprobs_N for draw in draws])
+        )
+        for chunk, sampled in zip(active.chunks, draws, strict=True):
             filters = chunk.settings.filters
-            if filters is not None and drawn.log_kept_F is not None:
-                kept_F = drawn.log_kept_F.to(torch.float32)
+            if filters is not None and sampled.log_kept_F is not None:
+                kept_F = sampled.log_kept_F.to(torch.float32)
                 self.log_kept_RC.view(-1).index_copy_(
                     0, index_N[chunk.rows][filters.rows_F], kept_F
                 )
@@ -246,6 +252,6 @@ class RequestSlots:
 
 
 def _grow(table: NDArray, rows: int) -> NDArray:
-    grown = np.zeros((rows, *table.shape[1:]), dtype=table.dtype)
-    grown[: len(table)] = table
-    return grown
+    larger = np.zeros((rows, *table.shape[1:]), dtype=table.dtype)
+    larger[: len(table)] = table
+    return larger

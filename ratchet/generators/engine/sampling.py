@@ -32,7 +32,7 @@ def derive_stream(seed: int, drawn: int = 0) -> int:
     x = (seed + GOLDEN) & (2**64 - 1)
     x = ((x ^ (x >> 30)) * MIX_1) & (2**64 - 1)
     x = ((x ^ (x >> 27)) * MIX_2) & (2**64 - 1)
-    return _signed(((x ^ (x >> 31)) + drawn * GOLDEN) & (2**64 - 1))
+    return _to_signed(((x ^ (x >> 31)) + drawn * GOLDEN) & (2**64 - 1))
 
 
 def draw_uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
@@ -41,17 +41,17 @@ def draw_uniforms(streams_N: Tensor, index_N: Tensor) -> Tensor:
     They are float32 in [0, 1) and multiples of 2^-24: SplitMix64 (Steele, Lea, Flood: Fast
     splittable pseudorandom number generators, 2014) at position `index`.
     """
-    x = streams_N + (index_N + 1) * _signed(GOLDEN)
-    x = (x ^ _shift(x, 30)) * _signed(MIX_1)
-    x = (x ^ _shift(x, 27)) * _signed(MIX_2)
-    return _shift(x ^ _shift(x, 31), 64 - BITS).to(torch.float32) * 2.0**-BITS
+    x = streams_N + (index_N + 1) * _to_signed(GOLDEN)
+    x = (x ^ _shift_right(x, 30)) * _to_signed(MIX_1)
+    x = (x ^ _shift_right(x, 27)) * _to_signed(MIX_2)
+    return _shift_right(x ^ _shift_right(x, 31), 64 - BITS).to(torch.float32) * 2.0**-BITS
 
 
-def _signed(x: int) -> int:
+def _to_signed(x: int) -> int:
     return x - 2**64 if x >= 2**63 else x
 
 
-def _shift(x: Tensor, bits: int) -> Tensor:
+def _shift_right(x: Tensor, bits: int) -> Tensor:
     """Return the logical right shift; `>>` of torch repeats the sign bit."""
     return (x >> bits) & (2 ** (64 - bits) - 1)
 
@@ -114,7 +114,7 @@ class SamplingSettings:
             return torch.from_numpy(table_N[name][rows].copy()).to(device)
 
         rows = np.flatnonzero(table_N["filtered"])
-        picked = [
+        filter_columns = [
             torch.from_numpy(rows).to(device),
             *(column(name, rows) for name in ("top_k", "top_p", "min_p")),
         ]
@@ -122,7 +122,7 @@ class SamplingSettings:
             streams_N=column("stream"),
             temperature_N=column("temperature"),
             greedy_N=column("greedy") if table_N["greedy"].any() else None,
-            filters=SamplingFilters(*picked) if len(rows) else None,
+            filters=SamplingFilters(*filter_columns) if len(rows) else None,
         )
 
     @classmethod
@@ -131,7 +131,10 @@ class SamplingSettings:
     ) -> SamplingSettings:
         """Return the settings of N samplings, on a device."""
         return cls.from_table(
-            np.array([make_setting_row(s, vocab_size) for s in samplings], dtype=SETTING), device
+            np.array(
+                [make_setting_row(sampling, vocab_size) for sampling in samplings], dtype=SETTING
+            ),
+            device,
         )
 
 
@@ -154,53 +157,54 @@ def draw_tokens(logits_NV: Tensor, uniforms_N: Tensor, settings: SamplingSetting
     with logprob NaN.
     """
     scaled_NV = logits_NV.div_(settings.temperature_N[:, None])
-    p_NV = scaled_NV.softmax(-1)
-    cdf_NV = p_NV.cumsum(-1)
+    probs_NV = scaled_NV.softmax(-1)
+    cdf_NV = probs_NV.cumsum(-1)
     tokens_N = invert_cdf(cdf_NV, uniforms_N, cdf_NV[:, -1])
     # On an accelerator, rounding in the parallel cumsum may select a token of probability 0.
     if cdf_NV.device.type != "cpu":
-        drawn_N = p_NV.gather(1, tokens_N[:, None])[:, 0]
-        tokens_N = torch.where(drawn_N > 0, tokens_N, p_NV.argmax(-1))
+        drawn_p_N = probs_NV.gather(1, tokens_N[:, None])[:, 0]
+        tokens_N = torch.where(drawn_p_N > 0, tokens_N, probs_NV.argmax(-1))
     log_kept_F = None
     if settings.filters is not None:
         rows_F = settings.filters.rows_F
-        tokens_F, log_kept_F = draw_filtered(p_NV[rows_F], uniforms_N[rows_F], settings.filters)
+        tokens_F, log_kept_F = draw_filtered(probs_NV[rows_F], uniforms_N[rows_F], settings.filters)
         tokens_N = tokens_N.index_copy(0, rows_F, tokens_F)
     if settings.greedy_N is not None:
         tokens_N = torch.where(settings.greedy_N, scaled_NV.argmax(-1), tokens_N)
-    chosen_N = scaled_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
-    return SampledTokens(tokens_N, chosen_N.to(torch.float32), log_kept_F)
+    token_logprobs_N = scaled_NV.log_softmax(-1).gather(1, tokens_N[:, None])[:, 0]
+    return SampledTokens(tokens_N, token_logprobs_N.to(torch.float32), log_kept_F)
 
 
 def invert_cdf(cdf_NV: Tensor, uniforms_N: Tensor, total_N: Tensor) -> Tensor:
     """Return the first token whose cumulative mass exceeds `u * total`, int64 [N].
 
-    The threshold stays below the total, so the sum rises at that token: its probability is above 0,
-    and it is not behind the entry that holds `total`.
+    The threshold is below the total. So the cumulative mass rises at the returned token, whose
+    probability is therefore above 0, and the token is not beyond the entry that holds `total`.
     """
-    below_N = torch.nextafter(total_N, torch.zeros_like(total_N))
-    threshold_N = torch.minimum(uniforms_N * total_N, below_N)
+    below_total_N = torch.nextafter(total_N, torch.zeros_like(total_N))
+    threshold_N = torch.minimum(uniforms_N * total_N, below_total_N)
     return torch.searchsorted(cdf_NV, threshold_N[:, None], right=True)[:, 0].clamp_(
         max=cdf_NV.shape[1] - 1
     )
 
 
 def draw_filtered(
-    p_FV: Tensor, uniforms_F: Tensor, filters: SamplingFilters
+    probs_FV: Tensor, uniforms_F: Tensor, filters: SamplingFilters
 ) -> tuple[Tensor, Tensor]:
     """Sample from filtered rows and return (tokens [F], log of the kept mass [F]).
 
-    Each filter keeps the most probable tokens of the distribution at the given temperature (equal
-    probabilities: the lower id first). The sample is drawn from the tokens that all filters keep.
+    Each filter keeps the most probable tokens of the distribution at the sampling temperature. Of
+    equal probabilities, the lower id comes first. The sample is drawn from the tokens that all
+    filters keep.
     """
-    sorted_FV, order_FV = p_FV.sort(dim=-1, descending=True, stable=True)
+    sorted_FV, order_FV = probs_FV.sort(dim=-1, descending=True, stable=True)
     cdf_FV = sorted_FV.cumsum(-1)
-    # Top-p keeps tokens until their mass reaches top_p, so the token that crosses it is kept too.
-    by_mass_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
-    by_ratio_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
-    kept_F = torch.minimum(torch.minimum(filters.top_k_F, by_mass_F), by_ratio_F).clamp_(
-        min=1, max=p_FV.shape[1]
-    )
-    total_F = cdf_FV.gather(1, kept_F[:, None] - 1)[:, 0]
-    rank_F = torch.minimum(invert_cdf(cdf_FV, uniforms_F, total_F), kept_F - 1)
+    # Top-p keeps tokens until their mass reaches top_p, including the token that reaches it.
+    top_p_count_F = (cdf_FV[:, :-1] < filters.top_p_F[:, None]).sum(-1) + 1
+    min_p_count_F = (sorted_FV >= filters.min_p_F[:, None] * sorted_FV[:, :1]).sum(-1)
+    kept_count_F = torch.minimum(
+        torch.minimum(filters.top_k_F, top_p_count_F), min_p_count_F
+    ).clamp_(min=1, max=probs_FV.shape[1])
+    total_F = cdf_FV.gather(1, kept_count_F[:, None] - 1)[:, 0]
+    rank_F = torch.minimum(invert_cdf(cdf_FV, uniforms_F, total_F), kept_count_F - 1)
     return order_FV.gather(1, rank_F[:, None])[:, 0], total_F.log().clamp_(max=0.0)

@@ -1,5 +1,7 @@
-"""Continuous batching: requests enter free slots at once, every running request gets one token per
-step, and ended requests leave their slots.
+"""Continuous batching: requests enter and leave the running batch between any two steps.
+
+A waiting request enters as soon as a slot is free. Every running request gets one token per step,
+and an ended request leaves its slot.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
@@ -37,7 +39,7 @@ EndReasons = Mapping[int, StopReason | RequestFailed]  # by slot
 
 
 class Scheduler:
-    """An `EngineCore` for the built-in decoder, whose own parameters it reads at every step.
+    """An `EngineCore` for the built-in decoder. It reads the decoder's parameters at every step.
 
     `prefilled_tokens` and `decoded_tokens` count the model's input tokens so far, without padding.
     """
@@ -65,17 +67,17 @@ class Scheduler:
         self.running: list[GenerationRequest] = []  # by slot
         self.version = 0
         # Maximum tokens of a request that has the cache to itself.
-        self.longest = self.cache.stride if self._fits(1, self.cache.stride) else 0
-        while 0 < self.longest < self.decoder.config.max_positions and self._fits(
+        self.longest = self.cache.stride if self._fits_cache(1, self.cache.stride) else 0
+        while 0 < self.longest < self.decoder.config.max_positions and self._fits_cache(
             1, 2 * self.longest
         ):
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
         self._active: ActiveSlots | None = None  # all running requests; None when they have changed
-        self._with_stop_strings = 0  # running requests with stop strings
-        self._with_routes = 0  # running requests whose routes are recorded
-        self._with_adapter = 0  # running requests that name an adapter
-        self._stale = False  # keys and values belong to older weights
+        self._stop_string_requests = 0  # running requests with stop strings
+        self._route_requests = 0  # running requests whose routes are recorded
+        self._adapter_requests = 0  # running requests that name an adapter
+        self._is_cache_stale = False  # keys and values belong to older weights
 
     # --- requests enter and leave
 
@@ -95,13 +97,13 @@ class Scheduler:
 
     def cancel(self, request: GenerationRequest) -> None:
         if request in self.running:
-            self._leave([self.running.index(request)])
+            self._free_slots([self.running.index(request)])
         elif request in self.waiting:
             self.waiting.remove(request)
 
     def abort(self) -> None:
         try:
-            self._retire(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
+            self._finish(dict.fromkeys(range(len(self.running)), StopReason.ABORTED))
         except ModelError as error:
             for request in self.reset():
                 request.fail(error)
@@ -116,13 +118,13 @@ class Scheduler:
         self.cache.clear()
         self.slots.clear()
         self._active = None
-        self._with_stop_strings = self._with_routes = self._with_adapter = 0
-        self._stale = False
+        self._stop_string_requests = self._route_requests = self._adapter_requests = 0
+        self._is_cache_stale = False
         return requests
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
-        self._stale |= bool(self.running) and not keep_kv
+        self._is_cache_stale |= bool(self.running) and not keep_kv
         for row, request in enumerate(self.running):
             request.marks.append((int(self.slots.lengths[row] - self.slots.prompts[row]), version))
 
@@ -134,19 +136,19 @@ class Scheduler:
 
         A request that can't be computed fails alone. Raises ModelError if the weights are broken.
         """
-        if self._stale:
-            self._refresh()
-        while batch := self._admissible():
-            self._enter(batch)
+        if self._is_cache_stale:
+            self._recompute_cache()
+        while batch := self._get_admissible():
+            self._start_batch(batch)
         if self.running:
             self._decode()
 
-    def _admissible(self) -> list[GenerationRequest]:
+    def _get_admissible(self) -> list[GenerationRequest]:
         """Return the waiting requests that may enter now, in order.
 
         Free slots, cache memory and `prefill_tokens` limit their number.
         """
-        if self.waiting and not self.running and not self._fits(1, self.waiting[0].limit):
+        if self.waiting and not self.running and not self._fits_cache(1, self.waiting[0].limit):
             # The cache still has the shape of earlier requests.
             self.cache.clear()
             self.slots.clear()
@@ -164,28 +166,28 @@ class Scheduler:
         limits = list(accumulate((request.limit for request in batch), max, initial=longest))
         counts = range(1, len(batch) + 1)
         count = bisect_left(
-            counts, True, key=lambda n: not self._fits(len(self.running) + n, limits[n])
+            counts, True, key=lambda n: not self._fits_cache(len(self.running) + n, limits[n])
         )
         return batch[:count]
 
-    def _fits(self, rows: int, length: int) -> bool:
+    def _fits_cache(self, rows: int, length: int) -> bool:
         return (
-            self.cache.bytes_for(round_up_to(rows, self.limits.row_multiple), length)
+            self.cache.get_bytes(round_up_to(rows, self.limits.row_multiple), length)
             <= self.limits.kv_bytes
         )
 
     def _reserve(self, rows: int, length: int) -> bool:
         """Make room in the cache and the slots. Returns True if they had to grow."""
-        before = self.cache.rows, self.cache.capacity
+        previous_size = self.cache.rows, self.cache.capacity
         self.cache.reserve(rows, length)
         self.slots.reserve(self.cache.rows, self.cache.capacity)
-        return before != (self.cache.rows, self.cache.capacity)
+        return previous_size != (self.cache.rows, self.cache.capacity)
 
-    def _enter(self, batch: list[GenerationRequest]) -> None:
+    def _start_batch(self, batch: list[GenerationRequest]) -> None:
         """Start the first waiting requests.
 
-        If computing them together raises, each is computed alone, and only those that raise again
-        fail. Their error is RequestFailed if the model has computed others.
+        If computing them together raises, each is computed alone, and only requests that raise
+        again fail. Their error is RequestFailed if the model can compute other requests.
         """
         longest = max(len(request.prompt) for request in batch)
         self._reserve(
@@ -194,11 +196,11 @@ class Scheduler:
         try:
             hidden_Nd = self._compute_prompts(batch)
         except Exception:  # any error: one request's must not fail the others
-            self._enter_each(batch)
+            self._start_each(batch)
         else:
-            self._start(batch, hidden_Nd)
+            self._activate(batch, hidden_Nd)
 
-    def _enter_each(self, batch: list[GenerationRequest]) -> None:
+    def _start_each(self, batch: list[GenerationRequest]) -> None:
         broken: dict[GenerationRequest, Exception] = {}
         for request in batch:
             try:
@@ -207,26 +209,26 @@ class Scheduler:
                 broken[request] = error
                 self.waiting.remove(request)
             else:
-                self._start([request], hidden_Nd)
-        others_work = len(broken) < len(batch) or bool(self.running)
+                self._activate([request], hidden_Nd)
+        can_compute_others = len(broken) < len(batch) or bool(self.running)
         for request, error in broken.items():
-            request.fail(make_request_error(request, error) if others_work else error)
+            request.fail(make_request_error(request, error) if can_compute_others else error)
 
     def _compute_prompts(self, batch: list[GenerationRequest]) -> Tensor:
         """Return the hidden state of each request's last prompt token, [N, d] and padding rows.
 
         The requests get the next free slots, and each distinct prompt is computed once. The
-        requests stay in `waiting` until `_start`, so that `reset` finds them after an error.
+        requests stay in `waiting` until `_activate`, so that `reset` finds them after an error.
         """
-        with_routes = self._with_routes
-        with_adapter = self._with_adapter
-        self._with_routes += sum(request.sampling.routes for request in batch)
-        self._with_adapter += sum(request.sampling.adapter is not None for request in batch)
+        route_requests = self._route_requests
+        adapter_requests = self._adapter_requests
+        self._route_requests += sum(request.sampling.routes for request in batch)
+        self._adapter_requests += sum(request.sampling.adapter is not None for request in batch)
         try:
             return self._prefill_batch(batch)
         except BaseException:
-            self._with_routes = with_routes
-            self._with_adapter = with_adapter
+            self._route_requests = route_requests
+            self._adapter_requests = adapter_requests
             raise
 
     def _prefill_batch(self, batch: list[GenerationRequest]) -> Tensor:
@@ -254,13 +256,15 @@ class Scheduler:
         adapters = [adapter for adapter, _ in prompt_numbers]
         hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
         if record is not None:
-            places = self._upload(rows), self._upload(positions)
-            self.slots.routes_RCLK.index_put_(places, record.experts_TLK[self._upload(sources)])
+            slot_positions = self._upload(rows), self._upload(positions)
+            self.slots.routes_RCLK.index_put_(
+                slot_positions, record.experts_TLK[self._upload(sources)]
+            )
         last_N = (starts_P + lengths_P - 1)[prompt_N]
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
 
-    def _start(self, batch: list[GenerationRequest], hidden_Nd: Tensor) -> None:
+    def _activate(self, batch: list[GenerationRequest], hidden_Nd: Tensor) -> None:
         """Draw the first tokens of new requests from the result of `_compute_prompts`."""
         first = len(self.running)
         count = len(batch)
@@ -268,18 +272,18 @@ class Scheduler:
         for request in batch:
             self.waiting.remove(request)
         self._active = None
-        self._with_stop_strings += sum(request.watch is not None for request in batch)
+        self._stop_string_requests += sum(request.watch is not None for request in batch)
         for request in batch:
             request.marks.append((0, self.version))
-        self._retire(self._emit(self.slots.active(first, first + count), hidden_Nd))
+        self._finish(self._draw_next(self.slots.upload_active(first, first + count), hidden_Nd))
 
-    def _refresh(self) -> None:
+    def _recompute_cache(self) -> None:
         """Recompute the keys and values of all running requests with the new weights.
 
-        Each request's last token is excluded, because the next step feeds it. Recorded routes stay,
-        as the tokens so far were drawn with them.
+        Each request's last token is excluded, because it is the input of the next step. Recorded
+        routes stay, because the tokens so far were drawn with them.
         """
-        self._stale = False
+        self._is_cache_stale = False
         lengths = self.slots.lengths[: len(self.running)] - 1
         for rows in split_spans(lengths, self.limits.prefill_tokens):
             slots = np.repeat(np.arange(rows.start, rows.stop), lengths[rows])
@@ -305,55 +309,57 @@ class Scheduler:
         adapters: the adapter of each sequence.
         """
         padding = (0, -len(tokens_T) % self.limits.row_multiple)
-        places = (self._upload(x) for x in (sources, slots, positions))
-        attend = PrefillAttention(self.cache, lengths, *places)
+        cache_positions = (self._upload(array) for array in (sources, slots, positions))
+        attend = PrefillAttention(self.cache, lengths, *cache_positions)
         self.prefilled_tokens += len(tokens_T)
         tokens_T = F.pad(tokens_T, padding)
         positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
         adapters_T: Sequence[str | None] = ()
-        if self._with_adapter:
+        if self._adapter_requests:
             adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
         multiple = self.limits.row_multiple
-        return self._decoder(adapters_T)(
+        return self._select_decoder(adapters_T)(
             tokens_T, positions_T, attend, row_multiple=multiple, route=record
         )
 
-    def _decoder(self, adapters: Sequence[str | None]) -> Decoder:
+    def _select_decoder(self, adapters: Sequence[str | None]) -> Decoder:
         """Return the decoder for rows with these adapters, followed by padding."""
-        return self.adapters.decoder(adapters) if self._with_adapter else self.decoder
+        return self.adapters.decoder(adapters) if self._adapter_requests else self.decoder
 
     def _make_recorder(self, tokens: int) -> RouteRecorder | None:
         """Return a recorder of routes for a forward of `tokens` rows and padding.
 
-        None if no running request wants routes.
+        Return None if no running request records routes.
         """
         rows = round_up_to(tokens, self.limits.row_multiple)
-        return RouteRecorder(self.decoder.config, rows, self.device) if self._with_routes else None
+        return (
+            RouteRecorder(self.decoder.config, rows, self.device) if self._route_requests else None
+        )
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
 
     def _decode(self) -> None:
         if self._active is None:
-            self._active = self.slots.active(0, len(self.running))
+            self._active = self.slots.upload_active(0, len(self.running))
         active = self._active
         longest = int(self.slots.lengths[: len(self.running)].max())
         if self._reserve(len(active.feed), longest + 1):
-            self._active = active = self.slots.active(0, len(self.running))
+            self._active = active = self.slots.upload_active(0, len(self.running))
         self.decoded_tokens += active.count
-        self._retire(self._emit(active, self._compute_next(active, longest)))
+        self._finish(self._draw_next(active, self._compute_next(active, longest)))
 
     def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states of the requests' last tokens, [N, d] and padding rows.
 
-        If the compiled step is available, every request without an adapter goes through it, even if
-        others have one: a request's bits must not depend on its neighbours.
+        If the compiled step is available, it computes every request without an adapter, even if
+        other requests have one, because a request's bits must not depend on its neighbours.
         """
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
         count = active.count
         plain_rows = torch.arange(count)
-        if not self._with_adapter:
+        if not self._adapter_requests:
             hidden = self.compiled(
                 layers, active.feed[:count], active.positions[:count], plain_rows, self.cache
             )
@@ -370,17 +376,17 @@ class Scheduler:
         """Return hidden states like `_compute_next`, without the compiled step."""
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._make_recorder(len(active.feed))
-        decoder = self._decoder(
-            [request.sampling.adapter for request in self.running] if self._with_adapter else ()
+        decoder = self._select_decoder(
+            [request.sampling.adapter for request in self.running] if self._adapter_requests else ()
         )
         multiple = self.limits.row_multiple
         hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
         if record is not None:
-            places = attend.slots_N[: active.count], active.positions[: active.count]
-            self.slots.routes_RCLK.index_put_(places, record.experts_TLK[: active.count])
+            slot_positions = attend.slots_N[: active.count], active.positions[: active.count]
+            self.slots.routes_RCLK.index_put_(slot_positions, record.experts_TLK[: active.count])
         return hidden
 
-    def _emit(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
+    def _draw_next(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
         """Draw the next token of each active slot and return the slots that have ended.
 
         hidden_Nd: may end with padding rows.
@@ -390,18 +396,18 @@ class Scheduler:
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
         weight_Vd = weight_Vd.to(dtype)
         count = active.count
-        u_N = draw_uniforms(
+        uniforms_N = draw_uniforms(
             torch.cat([chunk.settings.streams_N for chunk in active.chunks]),
             active.positions[:count] + 1 - active.prompts_N,
         )
         draws = []
         for chunk in active.chunks:
             rows = chunk.rows
-            padded = hidden_Nd[rows.start : round_up_to(rows.stop, self.limits.row_multiple)].to(
-                dtype
-            )
-            logits_NV = F.linear(padded, weight_Vd)[: rows.stop - rows.start]
-            draws.append(draw_tokens(logits_NV, u_N[rows], chunk.settings))
+            padded_hidden = hidden_Nd[
+                rows.start : round_up_to(rows.stop, self.limits.row_multiple)
+            ].to(dtype)
+            logits_NV = F.linear(padded_hidden, weight_Vd)[: rows.stop - rows.start]
+            draws.append(draw_tokens(logits_NV, uniforms_N[rows], chunk.settings))
         return self._find_ended(active, self.slots.record(active, draws))
 
     def _find_ended(self, active: ActiveSlots, tokens_N: Tensor) -> EndReasons:
@@ -412,14 +418,16 @@ class Scheduler:
         """
         first = active.first
         end = first + active.count
-        full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
+        full_rows = (
+            np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
+        )
         ended: dict[int, StopReason | RequestFailed] = {
-            row: self.running[row].reason_at_limit for row in full.tolist()
+            row: self.running[row].reason_at_limit for row in full_rows.tolist()
         }
-        rows = range(first, end) if self._with_stop_strings else ()
-        if watched := [row for row in rows if self.running[row].watch]:
-            picked = tokens_N[torch.tensor(watched, device=self.device) - first]
-            for row, token in zip(watched, picked.tolist(), strict=True):
+        rows = range(first, end) if self._stop_string_requests else ()
+        if watched_rows := [row for row in rows if self.running[row].watch]:
+            watched_tokens = tokens_N[torch.tensor(watched_rows, device=self.device) - first]
+            for row, token in zip(watched_rows, watched_tokens.tolist(), strict=True):
                 watch = self.running[row].watch
                 try:
                     if watch is not None and watch.feed(token):
@@ -427,13 +435,13 @@ class Scheduler:
                 except RequestFailed as error:
                     ended[row] = error
         if active.stops_NS is not None:
-            hits = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
-            ended |= dict.fromkeys((hits + first).tolist(), StopReason.STOP_TOKEN)
+            stop_id_rows = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
+            ended |= dict.fromkeys((stop_id_rows + first).tolist(), StopReason.STOP_TOKEN)
         return ended
 
     # --- the end of a request
 
-    def _retire(self, ended: EndReasons) -> None:
+    def _finish(self, ended: EndReasons) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.
 
         Raises ModelError as `explain_nonfinite` does.
@@ -442,59 +450,61 @@ class Scheduler:
             return
         rows = list(ended)
         requests = [self.running[row] for row in rows]
-        results = self.slots.read(rows)
+        results = self.slots.read_completions(rows)
         routes = [
             self.slots.read_routes(row) if self.running[row].sampling.routes else None
             for row in rows
         ]
-        where = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
+        first_nonfinite = [find_first_nonfinite(logprobs) for _, logprobs, _ in results]
         broken = {
             request: index
-            for request, index in zip(requests, where, strict=True)
+            for request, index in zip(requests, first_nonfinite, strict=True)
             if index is not None
         }
         errors = self._explain_errors(broken) if broken else {}
-        self._leave(rows)
-        for request, (tokens, logprobs, log_kept), stop, experts in zip(
+        self._free_slots(rows)
+        for request, (tokens, logprobs, log_kept), stop, request_routes in zip(
             requests, results, ended.values(), routes, strict=True
         ):
             error = errors.get(request, stop)
             if isinstance(error, Exception):
                 request.fail(error)
             else:
-                request.deliver(request.complete(tokens, logprobs, log_kept, error, experts))
+                request.deliver(request.complete(tokens, logprobs, log_kept, error, request_routes))
 
     def _explain_errors(
         self, broken: Mapping[GenerationRequest, int]
     ) -> Mapping[GenerationRequest, Exception]:
         running = list(range(len(self.running)))
-        all_rows = self.slots.broken(running) == running
+        all_rows = self.slots.find_nonfinite(running) == running
         weights = self.decoder.named_parameters()
         return explain_nonfinite(broken, all_rows=all_rows, weights=weights, version=self.version)
 
     @torch.inference_mode()
-    def _leave(self, rows: list[int]) -> None:
+    def _free_slots(self, rows: list[int]) -> None:
         """Free slots; the last running requests move into the gaps.
 
-        Keys and values that aren't finite are erased: the next request in the slot would read them
-        with weight 0, and get NaN.
+        Keys and values that aren't finite are erased. Otherwise the next request in the slot would
+        read them with weight 0, and 0 * NaN is NaN.
         """
         remaining = len(self.running) - len(rows)
-        gone = set(rows)
-        holes = [row for row in rows if row < remaining]
-        movers = [row for row in range(remaining, len(self.running)) if row not in gone]
-        self._with_stop_strings -= sum(self.running[row].watch is not None for row in rows)
-        self._with_routes -= sum(self.running[row].sampling.routes for row in rows)
-        self._with_adapter -= sum(self.running[row].sampling.adapter is not None for row in rows)
+        freed = set(rows)
+        gaps = [row for row in rows if row < remaining]
+        moved = [row for row in range(remaining, len(self.running)) if row not in freed]
+        self._stop_string_requests -= sum(self.running[row].watch is not None for row in rows)
+        self._route_requests -= sum(self.running[row].sampling.routes for row in rows)
+        self._adapter_requests -= sum(
+            self.running[row].sampling.adapter is not None for row in rows
+        )
         self._active = None
-        broken = self.slots.broken([*rows, *movers])
+        broken = self.slots.find_nonfinite([*rows, *moved])
         self.cache.erase([row for row in rows if row in broken])
-        if movers:
-            length = int(self.slots.lengths[movers].max())
-            self.slots.move(movers, holes, length)
-            sources, targets = (torch.tensor(part, device=self.device) for part in (movers, holes))
+        if moved:
+            length = int(self.slots.lengths[moved].max())
+            self.slots.move(moved, gaps, length)
+            sources, targets = (torch.tensor(part, device=self.device) for part in (moved, gaps))
             self.cache.move(sources, targets, length)
-            self.cache.erase([row for row in movers if row in broken])
-        for source, target in zip(movers, holes, strict=True):
+            self.cache.erase([row for row in moved if row in broken])
+        for source, target in zip(moved, gaps, strict=True):
             self.running[target] = self.running[source]
         del self.running[remaining:]

@@ -1,4 +1,4 @@
-"""Find stop strings in the decoded text, wherever the tokens' boundaries lie."""
+"""Find stop strings in the decoded text, also across token boundaries."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class StopStrings:
     """A detector of stop strings in one completion, fed token by token.
 
     Only the end of the completion is decoded: a window of tokens whose text is at least twice as
-    long as the longest stop string. A tokenizer may decode the start of a text differently (a space
-    dropped, half a character); the margin keeps that from affecting a match.
+    long as the longest stop string. A tokenizer may decode the start of a window differently (it
+    may drop a space or see half a character). The extra length keeps that from affecting a match.
     """
 
     def __init__(self, strings: Sequence[str], tokenizer: TextDecoder) -> None:
@@ -41,9 +41,9 @@ class StopStrings:
         if any(string in text for string in self.strings):
             return True
         if len(self.window) >= SHORTEST_WINDOW:
-            half = self.window[len(self.window) // 2 :]
-            if len(self._decode(half)) > self.margin:
-                self.window = half
+            last_half = self.window[len(self.window) // 2 :]
+            if len(self._decode(last_half)) > self.margin:
+                self.window = last_half
         return False
 
     def _decode(self, tokens: list[int]) -> str:

@@ -1,1 +1,1 @@
-"""The vLLM generator, whose workers receive the learner's weights by pushes."""
+"""The vLLM generator: weight syncs load the learner's weights into vLLM's workers."""

@@ -28,7 +28,7 @@ from ratchet.generators.vllm.media import check_expanded, collapse_placeholders,
 from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01  # interval between repeated aborts
-LAST_WORDS_S = 10.0  # time that a process has to end before it is killed
+END_TIMEOUT_S = 10.0  # time that a process has to end before it is killed
 UNNAMED = "default"  # vLLM's label of weights that were not pushed
 
 
@@ -39,10 +39,10 @@ class VLLMCore(EngineCore, Protocol):
         """Call a method of every worker and return all results."""
         ...
 
-    async def halt(self, *, forget: bool) -> None:
+    async def halt(self, *, clear_cache: bool) -> None:
         """Stop stepping; running requests keep their tokens.
 
-        forget: drop all keys and values, so that they are recomputed.
+        clear_cache: drop all keys and values, so that they are recomputed.
         """
         ...
 
@@ -50,7 +50,7 @@ class VLLMCore(EngineCore, Protocol):
         """Continue stepping after `halt`."""
         ...
 
-    async def label(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         """Set the version of the weights. Call it only while the core is halted."""
         ...
 
@@ -88,9 +88,9 @@ class PartialCompletion:
         self.stop: StopReason | None = None
 
     def add(self, piece: Any) -> None:
-        """Append new tokens; those after a complete stop string are dropped.
+        """Append new tokens. Tokens after a complete stop string are dropped.
 
-        piece: a `CompletionOutput` with the new tokens alone.
+        piece: a `CompletionOutput` with only the new tokens.
         """
         logprobs = piece.logprobs or ()
         for token, entry in (
@@ -102,13 +102,13 @@ class PartialCompletion:
                 self.stop = StopReason.STOP_STRING
                 break
         # vLLM versions that check limits first report "length" for a stop token at the limit.
-        ended = piece.finish_reason in ("stop", "length")
-        if ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
+        has_ended = piece.finish_reason in ("stop", "length")
+        if has_ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
             self.stop = StopReason.STOP_TOKEN
         elif piece.finish_reason is not None and self.stop is None:
-            self.stop = self._reason(piece.finish_reason)
+            self.stop = self._get_stop_reason(piece.finish_reason)
 
-    def _reason(self, finish_reason: str) -> StopReason:
+    def _get_stop_reason(self, finish_reason: str) -> StopReason:
         if finish_reason == "length":
             return self.request.reason_at_limit
         if finish_reason == "abort":
@@ -120,7 +120,7 @@ class PartialCompletion:
 
         Raises RequestFailed if its logits weren't finite.
         """
-        assert self.stop is not None, "it has ended"
+        assert self.stop is not None, "the request has not ended"
         logprobs = np.array(self.logprobs, dtype=np.float32)
         completion = self.request.complete(
             np.array(self.tokens, dtype=np.int64), logprobs, None, self.stop
@@ -128,8 +128,8 @@ class PartialCompletion:
         if (index := find_first_nonfinite(logprobs)) is not None:
             raise RequestFailed(
                 f"vLLM's logits of a request aren't finite (token {index}, weights version "
-                f"{completion.versions[index]}). Leave this prompt out; if every request fails so, "
-                "go back to the last checkpoint."
+                f"{completion.versions[index]}). Leave this prompt out. If every request fails "
+                "like this, go back to the last checkpoint."
             )
         return completion
 
@@ -147,7 +147,7 @@ def make_sampling_params(request: GenerationRequest, *, streams: bool) -> Any:
         max_tokens=request.limit - len(request.prompt),
         stop_token_ids=list(sampling.stop_ids),
         ignore_eos=True,  # the caller names every id that ends a completion
-        logprobs=0,  # the sampled token's alone
+        logprobs=0,  # only the logprob of the sampled token
         detokenize=False,
         output_kind=params.RequestOutputKind.DELTA
         if streams
@@ -162,7 +162,7 @@ class LoRARequests(dict[str | None, Any]):
         super().__init__()
         self._numbers = itertools.count(2)  # 1 is the policy's
 
-    def request(self, path: str, name: str | None) -> Callable[..., Any]:
+    def make_factory(self, path: str, name: str | None) -> Callable[..., Any]:
         """Return a factory of the `LoRARequest` of an adapter in a directory.
 
         With `load_inplace=True`, the request replaces a loaded adapter of the same number.
@@ -196,12 +196,12 @@ def _restore_torch_state() -> Iterator[None]:
 
     Its worker seeds the random generators and replaces `torch.set_num_threads`.
     """
-    set_threads = torch.set_num_threads
+    set_num_threads = torch.set_num_threads
     try:
         with torch.random.fork_rng(devices=[]):
             yield
     finally:
-        torch.set_num_threads = set_threads
+        torch.set_num_threads = set_num_threads
 
 
 class InProcessCore:
@@ -209,10 +209,10 @@ class InProcessCore:
 
     Its coroutines never wait, so nothing else runs between the parts of a push.
 
-    has_read: called when vLLM has read the model's files.
+    on_files_read: called when vLLM has read the model's files.
     """
 
-    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
+    def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
         with _restore_torch_state():
             config = (
                 import_module("vllm.engine.arg_utils")
@@ -222,15 +222,15 @@ class InProcessCore:
             executor = import_module("vllm.v1.executor.abstract").Executor.get_class(config)
             engine = import_module("vllm.v1.engine.llm_engine").LLMEngine
             self.llm: Any = engine(config, executor, log_stats=False, multiprocess_mode=False)
-        has_read()
+        on_files_read()
         self.version = 0
         self.loras = LoRARequests()
-        self._answers: dict[str, PartialCompletion] = {}
+        self._partials: dict[str, PartialCompletion] = {}
         self._ids = map(str, itertools.count())
 
     @property
     def busy(self) -> bool:
-        return bool(self._answers)
+        return bool(self._partials)
 
     def add(self, request: GenerationRequest) -> None:
         request.marks.append((0, self.version))
@@ -240,78 +240,84 @@ class InProcessCore:
         self.llm.add_request(
             name, make_vllm_prompt(request, self.version), parameters, lora_request=lora
         )
-        self._answers[name] = PartialCompletion(request)
+        self._partials[name] = PartialCompletion(request)
 
     def step(self) -> None:
         for output in self.llm.step():
-            answer = self._answers.get(output.request_id)
-            if answer is None:
+            partial_completion = self._partials.get(output.request_id)
+            if partial_completion is None:
                 continue
             piece = output.outputs[0]
             try:
-                check_expanded(answer.request, output.prompt_token_ids)
-                answer.add(piece)
-                completion = None if answer.stop is None else answer.completion()
+                check_expanded(partial_completion.request, output.prompt_token_ids)
+                partial_completion.add(piece)
+                completion = (
+                    None if partial_completion.stop is None else partial_completion.completion()
+                )
             except Exception as error:  # of any type: it fails this request alone
                 self._finish(output.request_id, piece)
-                answer.request.fail(error)
+                partial_completion.request.fail(error)
             else:
                 if completion is not None:
                     self._finish(output.request_id, piece)
-                    answer.request.deliver(completion)
+                    partial_completion.request.deliver(completion)
 
     def _finish(self, name: str, piece: Any) -> None:
-        del self._answers[name]
+        del self._partials[name]
         if piece.finish_reason is None:
             self.llm.abort_request([name])
 
     def cancel(self, request: GenerationRequest) -> None:
-        self._drop(name for name, answer in self._answers.items() if answer.request is request)
+        self._drop(
+            name
+            for name, partial_completion in self._partials.items()
+            if partial_completion.request is request
+        )
 
     def abort(self) -> None:
-        for answer in self._drop(self._answers):
-            answer.stop = StopReason.ABORTED
+        for partial_completion in self._drop(self._partials):
+            partial_completion.stop = StopReason.ABORTED
             try:
-                answer.request.deliver(answer.completion())
+                partial_completion.request.deliver(partial_completion.completion())
             except RequestFailed as error:
-                answer.request.fail(error)
+                partial_completion.request.fail(error)
 
     def reset(self) -> list[GenerationRequest]:
-        requests = [answer.request for answer in self._answers.values()]
-        names = list(self._answers)
-        self._answers = {}
+        requests = [partial_completion.request for partial_completion in self._partials.values()]
+        names = list(self._partials)
+        self._partials = {}
         # A broken engine may raise here too; its first error already goes to the callers.
         with suppress(Exception):
             self.llm.abort_request(names)
         return requests
 
     def _drop(self, names: Iterable[str]) -> list[PartialCompletion]:
-        dropped = list(names)
-        self.llm.abort_request(dropped)
-        return [self._answers.pop(name) for name in dropped]
+        dropped_names = list(names)
+        self.llm.abort_request(dropped_names)
+        return [self._partials.pop(name) for name in dropped_names]
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
-        for answer in self._answers.values():
-            answer.request.marks.append((len(answer.tokens), version))
+        for partial_completion in self._partials.values():
+            partial_completion.request.marks.append((len(partial_completion.tokens), version))
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.llm.collective_rpc(method, args=arguments)
 
-    async def halt(self, *, forget: bool) -> None:
-        if forget:
+    async def halt(self, *, clear_cache: bool) -> None:
+        if clear_cache:
             self.llm.reset_prefix_cache(reset_running_requests=True)
             self.llm.reset_encoder_cache()
 
     async def proceed(self) -> None: ...
 
-    async def label(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         self.llm.set_weight_version(str(version))
 
     async def load_adapter(self, path: str, name: str | None = None) -> None:
-        make = self.loras.request(path, name)
-        self.llm.add_lora(make(load_inplace=True))
-        self.loras[name] = make()
+        make_request = self.loras.make_factory(path, name)
+        self.llm.add_lora(make_request(load_inplace=True))
+        self.loras[name] = make_request()
 
     async def sleep(self) -> None:
         self.llm.sleep(level=1, mode="keep")
@@ -331,41 +337,41 @@ class InProcessCore:
 class MultiprocessCore:
     """A core on vLLM's `AsyncLLM`, whose engine and workers run in processes of their own.
 
-    They step by themselves, so this core is never busy. Tokens get the version that vLLM's engine
-    had when it drew them.
+    vLLM's processes step by themselves, so this core is never busy. Tokens get the version that
+    vLLM's engine had when it drew them.
 
-    has_read: called when vLLM has read the model's files. That is after its first reply: an engine
-    that reports itself ready may still be reading them.
+    on_files_read: called when vLLM has read the model's files, which is certain only after its
+      first reply: an engine that reports itself ready may still be reading them.
     """
 
     busy = False
 
-    def __init__(self, arguments: dict[str, Any], has_read: Callable[[], None]) -> None:
-        before = set(multiprocessing.active_children())
+    def __init__(self, arguments: dict[str, Any], on_files_read: Callable[[], None]) -> None:
+        earlier_children = set(multiprocessing.active_children())
         try:
             engine_args = import_module("vllm.engine.arg_utils").AsyncEngineArgs(**arguments)
             engine = import_module("vllm.v1.engine.async_llm").AsyncLLM
             self.llm: Any = engine.from_engine_args(engine_args)
         except BaseException:
-            _end(set(multiprocessing.active_children()) - before)
+            _end_processes(set(multiprocessing.active_children()) - earlier_children)
             raise
-        self._children = set(multiprocessing.active_children()) - before
+        self._children = set(multiprocessing.active_children()) - earlier_children
         self.version = 0
         self.loras = LoRARequests()
         self._running: dict[str, asyncio.Task[None]] = {}
         self._requests: dict[str, GenerationRequest] = {}
         self._aborting: asyncio.Task[None] | None = None
-        self._guarded = False
-        self._has_read = has_read
+        self._is_guarded = False
+        self._on_files_read = on_files_read
         self._ids = map(str, itertools.count())
 
     def add(self, request: GenerationRequest) -> None:
         name = next(self._ids)
         self._requests[name] = request
         self._running[name] = asyncio.get_running_loop().create_task(self._run(name, request))
-        self._running[name].add_done_callback(lambda task: self._forget(name, task))
+        self._running[name].add_done_callback(lambda task: self._drop_finished(name, task))
 
-    def _forget(self, name: str, task: asyncio.Task[None]) -> None:
+    def _drop_finished(self, name: str, task: asyncio.Task[None]) -> None:
         """Drop a finished request. If it was cancelled, as by `close`, deliver it as aborted."""
         del self._running[name]
         request = self._requests.pop(name)
@@ -374,13 +380,13 @@ class MultiprocessCore:
 
     async def _run(self, name: str, request: GenerationRequest) -> None:
         try:
-            request.deliver(await self._answer(name, request))
+            request.deliver(await self._complete(name, request))
         except Exception as error:  # of any type: it is raised to the request's caller
             request.fail(error)
 
-    async def _answer(self, name: str, request: GenerationRequest) -> Completion:
+    async def _complete(self, name: str, request: GenerationRequest) -> Completion:
         await self._guard()
-        answer = PartialCompletion(request)
+        partial_completion = PartialCompletion(request)
         has_aborted = False
         parameters = make_sampling_params(request, streams=request.watch is not None)
         prompt = make_vllm_prompt(request, self.version)
@@ -390,23 +396,23 @@ class MultiprocessCore:
         ):
             piece = output.outputs[0]
             check_expanded(request, output.prompt_token_ids)
-            answer.add(piece)
+            partial_completion.add(piece)
             if piece.finish_reason is not None:
                 request.marks += [
                     (span.start, _parse_version(span.version))
                     for span in piece.weight_versions or ()
                 ]
-            elif answer.stop is not None and not has_aborted:
+            elif partial_completion.stop is not None and not has_aborted:
                 await self.llm.abort(name)
                 has_aborted = True
-        return answer.completion()
+        return partial_completion.completion()
 
     async def _guard(self) -> None:
-        """Tie vLLM's processes to the life of this one. It must precede any other call to vLLM."""
-        if not self._guarded:
-            self._guarded = True
+        """Make vLLM's processes end with this process. Await this before any other call to vLLM."""
+        if not self._is_guarded:
+            self._is_guarded = True
             await self.llm.collective_rpc("end_with", args=(socket.gethostname(), os.getpid()))
-            self._has_read()
+            self._on_files_read()
 
     def cancel(self, request: GenerationRequest) -> None:
         for name in [name for name, other in self._requests.items() if other is request]:
@@ -418,14 +424,14 @@ class MultiprocessCore:
                 self._abort(dict(self._running))
             )
 
-    async def _abort(self, doomed: dict[str, asyncio.Task[None]]) -> None:
+    async def _abort(self, requests_to_abort: dict[str, asyncio.Task[None]]) -> None:
         """Abort requests, repeatedly until all have ended.
 
         vLLM ignores the abort of a request that has not reached its engine yet.
         """
-        while running := [name for name, task in doomed.items() if not task.done()]:
+        while running := [name for name, task in requests_to_abort.items() if not task.done()]:
             await self.llm.abort(running)
-            await asyncio.wait([doomed[name] for name in running], timeout=ABORT_AGAIN_S)
+            await asyncio.wait([requests_to_abort[name] for name in running], timeout=ABORT_AGAIN_S)
 
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
@@ -439,20 +445,20 @@ class MultiprocessCore:
         await self._guard()
         return await self.llm.collective_rpc(method, args=arguments)
 
-    async def halt(self, *, forget: bool) -> None:
+    async def halt(self, *, clear_cache: bool) -> None:
         # This also clears the cache of image encodings.
-        await self.llm.pause_generation(mode="keep", clear_cache=forget)
+        await self.llm.pause_generation(mode="keep", clear_cache=clear_cache)
 
     async def proceed(self) -> None:
         await self.llm.resume_generation()
 
-    async def label(self, version: int) -> None:
+    async def set_version(self, version: int) -> None:
         await self.llm.update_weight_version(str(version))
 
     async def load_adapter(self, path: str, name: str | None = None) -> None:
-        make = self.loras.request(path, name)
-        await self.llm.add_lora(make(load_inplace=True))
-        self.loras[name] = make()
+        make_request = self.loras.make_factory(path, name)
+        await self.llm.add_lora(make_request(load_inplace=True))
+        self.loras[name] = make_request()
 
     async def sleep(self) -> None:
         await self.llm.sleep(level=1, mode="keep")
@@ -464,14 +470,14 @@ class MultiprocessCore:
         for task in self._running.values():
             task.cancel()
         self.llm.shutdown()
-        # Its finalizer needs modules that are gone at the interpreter's exit.
+        # Finalize vLLM now: its finalizer needs modules that are gone at the interpreter's exit.
         del self.llm
-        _end(self._children)
+        _end_processes(self._children)
 
 
-def _end(children: Iterable[BaseProcess]) -> None:
+def _end_processes(children: Iterable[BaseProcess]) -> None:
     for child in children:
-        child.join(LAST_WORDS_S)
+        child.join(END_TIMEOUT_S)
         if child.is_alive():
             child.kill()
             child.join()

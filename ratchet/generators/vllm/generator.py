@@ -1,8 +1,8 @@
-"""Generate with vLLM, which has its own copy of the weights and gets new ones by checked pushes.
+"""Generate with vLLM, and load the learner's weights into vLLM at each weight sync.
 
-A push is a transaction. Received weights go to a file. At the commit every worker compares the
-checksums while the old weights serve. Then the engine halts between two steps, loads the new
-weights, and continues. Running requests keep their tokens.
+vLLM has its own copy of the weights. A push is a transaction: received weights are written to a
+file. At the commit every worker compares the checksums while the old weights serve. Then the engine
+halts between two steps, loads the new weights, and continues. Running requests keep their tokens.
 """
 
 from __future__ import annotations
@@ -73,25 +73,30 @@ class VLLMGenerator(AsyncEngine):
         dtype = choose_dtype(config, on_cpu=on_cpu)
         self.precision = config.quantise or str(dtype).removeprefix("torch.")
         max_context = min(config.max_context or model.max_positions, model.max_positions)
-        self._folder = _folder(
+        self._folder = _make_folder(
             config, sum(weight.numel() * 4 for _, weight in model.canonical_weights())
         )
         self._directory = self._folder.path
         self.config = config
-        self._outbox = WeightFileWriter(self._directory, shapes, dtype)
+        self._weight_writer = WeightFileWriter(self._directory, shapes, dtype)
         self._adapters = AdapterSender(self._directory)
         self._broken = ""  # why the weights can't be used; "" if they can
         try:
-            start = self._directory / "start"
-            model.save(start)
-            if reason := explain_misfit(config, read_json(start / "config.json"), on_cpu=on_cpu):
+            start_directory = self._directory / "start"
+            model.save(start_directory)
+            if reason := explain_misfit(
+                config, read_json(start_directory / "config.json"), on_cpu=on_cpu
+            ):
                 raise ModelError(reason)
-            arguments = make_engine_arguments(config, start, dtype, max_context, on_cpu=on_cpu)
+            arguments = make_engine_arguments(
+                config, start_directory, dtype, max_context, on_cpu=on_cpu
+            )
             if model.reads_media:
-                self._prepare_media(tokenizer, start)
+                self._prepare_media(tokenizer, start_directory)
                 arguments |= make_media_arguments()
             core = CORES[config.engine](
-                arguments, partial(_remove_start_files, start, weights_alone=model.reads_media)
+                arguments,
+                partial(_remove_start_files, start_directory, only_weights=model.reads_media),
             )
         except BaseException:
             self._folder.close()
@@ -106,20 +111,21 @@ class VLLMGenerator(AsyncEngine):
             vocab_size=vocab_size,
             max_context=max_context,
             keep_kv=config.keep_kv,
-            adapters=lambda: [BASE, *self._named],
+            adapters=lambda: [BASE, *self._added_adapters],
             reads_media=model.reads_media,
         )
 
-    def _prepare_media(self, tokenizer: TextDecoder | None, start: Path) -> None:
+    def _prepare_media(self, tokenizer: TextDecoder | None, start_directory: Path) -> None:
         check_installed()
         if not isinstance(tokenizer, Tokenizer):
             raise ModelError(
-                "vLLM prepares images together with text: give the generator the model's tokenizer"
+                "vLLM prepares images together with text: pass the model's tokenizer to the "
+                "generator"
             )
-        tokenizer.save(start)
+        tokenizer.save(start_directory)
 
     @property
-    def _named(self) -> list[str]:
+    def _added_adapters(self) -> list[str]:
         return [name for name in self.core.loras if name is not None]
 
     async def generate(
@@ -127,30 +133,32 @@ class VLLMGenerator(AsyncEngine):
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raises as `AsyncEngine.generate` does, ConfigError for sampling filters or a temperature
-        that vLLM can't use, and ModelError after a push that failed while it was loaded.
+        Raises like `AsyncEngine.generate`. Also raises ConfigError for sampling filters or a
+        temperature that vLLM can't use, and ModelError after a push that failed while it was
+        loaded.
         """
         if sampling.truncates:
             raise ConfigError(
-                "vLLM doesn't say how much of the distribution its filters kept, which training on "
-                "their tokens needs: set sampling.top_p=1, top_k=0 and min_p=0, or "
+                "vLLM doesn't report the probability mass that its sampling filters keep, which "
+                "training needs: set sampling.top_p=1, top_k=0 and min_p=0, or "
                 "generator.kind=engine"
             )
-        if 0 < sampling.temperature < (least := self.config.least_temperature):
+        if 0 < sampling.temperature < (least_temperature := self.config.least_temperature):
             raise ConfigError(
-                f"sampling.temperature={sampling.temperature:g}, and vLLM would take {least:g} "
-                "instead: set it to 0 (greedy) or that much"
+                f"sampling.temperature={sampling.temperature:g}, but vLLM would use "
+                f"{least_temperature:g} instead: set it to 0 (greedy), or to {least_temperature:g} "
+                "or more"
             )
         if self._broken:
             raise ModelError(
-                f"vLLM's weights are neither old nor new since a push failed ({self._broken}): "
-                "push again"
+                "a push failed while vLLM loaded it, so its weights are a mixture of old and new "
+                f"ones ({self._broken}): push again"
             )
         return await super().generate(tokens, sampling, media)
 
     async def pause(self) -> None:
         await super().pause()
-        await self.core.halt(forget=False)
+        await self.core.halt(clear_cache=False)
 
     async def resume(self) -> None:
         await self.core.proceed()
@@ -160,7 +168,7 @@ class VLLMGenerator(AsyncEngine):
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
         """Begin a push. Raises ModelError for an adapter whose rank exceeds `lora_rank`."""
-        self._outbox.clear()
+        self._weight_writer.clear()
         adapter: Adapter | None = manifest.get("adapter")
         if adapter is not None:
             self._check_rank(adapter)
@@ -175,9 +183,9 @@ class VLLMGenerator(AsyncEngine):
     async def receive(self, shards: Iterator[Shard]) -> None:
         """Store the shards of a push.
 
-        Raises ModelError for a weight that the model lacks, has in another shape, or already got.
+        Raises ModelError for a weight that is unknown, has another shape, or was sent twice.
         """
-        self._outbox.add(shard for shard in shards if not self._take_adapter_shard(shard))
+        self._weight_writer.add(shard for shard in shards if not self._take_adapter_shard(shard))
 
     def _take_adapter_shard(self, shard: Shard) -> bool:
         """Store a shard if it belongs to the adapter, and return True; else return False."""
@@ -193,7 +201,7 @@ class VLLMGenerator(AsyncEngine):
         vLLM fails while it loads them, running requests end as aborted, and new ones fail until a
         push succeeds.
         """
-        manifest = self._outbox.manifest()
+        manifest = self._weight_writer.manifest()
         adapter = self._adapters.write()
         if manifest is not None:
             await self._call_workers("check_push", manifest)
@@ -203,19 +211,19 @@ class VLLMGenerator(AsyncEngine):
             if None not in self.core.loras:
                 self.core.abort()
         await self.core.halt(
-            forget=(manifest is not None or adapter is not None) and not self.keep_kv
+            clear_cache=(manifest is not None or adapter is not None) and not self.keep_kv
         )
         try:
             if manifest is not None:
                 await self._load_weights(version)
             if adapter is not None:
                 await self._load_adapter(adapter[0])
-            await self.core.label(version)
+            await self.core.set_version(version)
             self.core.commit(version, keep_kv=self.keep_kv)
         finally:
             if not self._paused:
                 await self.core.proceed()
-        self._outbox.clear()
+        self._weight_writer.clear()
 
     async def _load_weights(self, version: int) -> None:
         try:
@@ -254,12 +262,12 @@ class VLLMGenerator(AsyncEngine):
         doesn't fit the model, if its name is taken, or if `lora_others` adapters are loaded.
         """
         max_adapters = self.config.lora_others
-        if name in (BASE, *self._named):
-            raise ModelError(f"an adapter '{name}' is served already: give this one another name")
-        if len(self._named) == max_adapters:
+        if name in (BASE, *self._added_adapters):
+            raise ModelError(f"the name '{name}' is taken by another adapter: choose another name")
+        if len(self._added_adapters) == max_adapters:
             raise ModelError(
-                f"vLLM was started for {max_adapters} adapters beside the policy's, and '{name}' "
-                f"is one more: set generator.lora_others={max_adapters + 1}"
+                f"vLLM was started for {max_adapters} adapters beside the policy's, so it can't "
+                f"add '{name}': set generator.lora_others={max_adapters + 1}"
             )
         stored = load_adapter(directory)
         self._check_rank(stored.adapter)
@@ -274,12 +282,12 @@ class VLLMGenerator(AsyncEngine):
     def _check_rank(self, adapter: Adapter) -> None:
         if adapter.lora.rank > self.config.lora_rank:
             raise ModelError(
-                f"an adapter has rank {adapter.lora.rank}, and vLLM was started for "
+                f"an adapter has rank {adapter.lora.rank}, but vLLM was started for ranks up to "
                 f"{self.config.lora_rank}: set generator.lora_rank={adapter.lora.rank}"
             )
 
     async def rollback(self) -> None:
-        self._outbox.clear()
+        self._weight_writer.clear()
         self._adapters.expect(None, {})
 
     # --- placement on the accelerator
@@ -291,7 +299,7 @@ class VLLMGenerator(AsyncEngine):
     async def offload(self) -> None:
         """Free the weights and KV cache on the accelerator; running requests keep their tokens.
 
-        On a CPU, only halt.
+        On a CPU, it only halts generation.
         """
         await super().pause()
         await self.core.sleep()
@@ -329,11 +337,11 @@ def make_engine_arguments(
         "seed": 0,
         # Pushed weights are unquantised; vLLM quantises them.
         **({} if config.quantise is None else {"quantization": "fp8"}),
-        **_adapter_arguments(config, on_cpu=on_cpu),
+        **_make_adapter_arguments(config, on_cpu=on_cpu),
     }
 
 
-def _adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
+def _make_adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, Any]:
     """Return the keywords for adapters; {} if the configuration allows none.
 
     On a CPU, vLLM 0.32 applies its last adapter slot to requests without an adapter that run beside
@@ -357,36 +365,36 @@ def choose_dtype(config: VLLMConfig, *, on_cpu: bool) -> torch.dtype:
 
 
 def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool) -> str | None:
-    """Return why vLLM can't run a model; None if it can, or if only vLLM itself can tell.
+    """Return the reason why vLLM can't run a model; None if it can or if this is unknown.
 
     model: the content of the model's `config.json`.
     """
-    text = model.get("text_config", model)
-    heads = text.get("num_attention_heads")
+    text_config = model.get("text_config", model)
+    heads = text_config.get("num_attention_heads")
     if heads is None:  # the model family uses other keys
         return None
     return config.misfit(
         n_heads=heads,
-        n_kv_heads=text.get("num_key_value_heads") or heads,
-        head_dim=text.get("head_dim") or text["hidden_size"] // heads,
-        n_layers=text["num_hidden_layers"],
+        n_kv_heads=text_config.get("num_key_value_heads") or heads,
+        head_dim=text_config.get("head_dim") or text_config["hidden_size"] // heads,
+        n_layers=text_config["num_hidden_layers"],
         on_cpu=on_cpu,
     )
 
 
-def _remove_start_files(start: Path, *, weights_alone: bool) -> None:
+def _remove_start_files(start_directory: Path, *, only_weights: bool) -> None:
     """Remove the model files that vLLM has read.
 
-    weights_alone: True keeps all files but weights; the media processor reads them later.
+    only_weights: True keeps all files but weights; the media processor reads them later.
     """
-    if weights_alone:
-        for path in start.glob("*.safetensors"):
+    if only_weights:
+        for path in start_directory.glob("*.safetensors"):
             path.unlink()
     else:
-        rmtree(start)
+        rmtree(start_directory)
 
 
-def _folder(config: VLLMConfig, size: int) -> TemporaryFolder:
+def _make_folder(config: VLLMConfig, size: int) -> TemporaryFolder:
     """Create the folder for pushes of `size` bytes, in shared memory if two pushes fit there."""
     parent = config.handover_dir
     if parent is None and SHARED_MEMORY.is_dir() and disk_usage(SHARED_MEMORY).free > 2 * size:

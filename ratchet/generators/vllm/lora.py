@@ -51,13 +51,13 @@ class AdapterSender:
         """Store a shard. Raises ModelError if its weight was not announced with this shape."""
         if self._shapes.get(shard.name) != tuple(shard.shape):
             raise ModelError(
-                f"weight '{shard.name}' {shard.shape} of an adapter was sent, and not announced as "
-                "that"
+                f"weight '{shard.name}' {shard.shape} of an adapter was sent, but was not "
+                "announced with this name and shape"
             )
-        whole = self._tensors.setdefault(shard.name, torch.empty(shard.shape, dtype=torch.float32))
+        target = self._tensors.setdefault(shard.name, torch.empty(shard.shape, dtype=torch.float32))
         for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
-            whole = whole.narrow(axis, offset, size)
-        whole.copy_(shard.tensor)
+            target = target.narrow(axis, offset, size)
+        target.copy_(shard.tensor)
         self._missing[shard.name] -= shard.tensor.numel()
 
     def write(self) -> tuple[Path, str] | None:
@@ -69,15 +69,17 @@ class AdapterSender:
             return None
         if missing := [name for name, count in self._missing.items() if count]:
             raise ModelError(
-                "a push of an adapter has all of it, and this is missing or incomplete: "
-                f"{missing[0]}"
+                f"a pushed adapter must have all its weights, and '{missing[0]}' is missing or "
+                "incomplete"
             )
         return self._save(
             self.adapter, sorted({name.split(".")[-3] for name in self._tensors}), self._tensors
         )
 
     def keep(self, stored: StoredAdapter) -> tuple[Path, str]:
-        """Write an adapter that was read from a directory, and return the same pair as `write`.
+        """Write an adapter that was read from a directory.
+
+        Return (directory, checksum of the weights' file).
 
         Later pushes do not remove these files.
         """

@@ -1,7 +1,7 @@
 """Pass the images of a request to vLLM.
 
-vLLM takes prompts with one placeholder per image, and expands them with its own processor.
-Therefore the expanded prompt is compared with the tokens that the learner trains on.
+vLLM takes prompts with one placeholder token per image, and expands them with its own processor.
+So the expanded prompt is compared with the tokens that the learner trains on.
 """
 
 from __future__ import annotations
@@ -52,11 +52,11 @@ def make_media_prompt(request: GenerationRequest, salt: str) -> dict[str, Any]:
     if not request.media:
         return {}
     media = [medium for _, medium in request.media]
-    other = next((medium.kind for medium in media if medium.kind != "image"), None)
-    if other is not None:
+    other_kind = next((medium.kind for medium in media if medium.kind != "image"), None)
+    if other_kind is not None:
         raise ConfigError(
-            f"the prompt has a medium of kind {other}, and vLLM is given images alone: set "
-            "generator.kind=hf"
+            f"the prompt has a medium of kind {other_kind}, but the vLLM generator takes only "
+            "images: set generator.kind=hf"
         )
     return {
         "multi_modal_data": {
@@ -75,18 +75,18 @@ def collapse_placeholders(request: GenerationRequest) -> list[int]:
     Raises ModelError if the tokens of an image differ from one another.
     """
     tokens = request.prompt.tolist()
-    short: list[int] = []
+    collapsed: list[int] = []
     end = 0
     for start, medium in request.media:
         placeholders = tokens[start : start + medium.span]
         if len(set(placeholders)) != 1:
             raise ModelError(
-                "an image's tokens differ from one another, and vLLM is given one of them: set "
-                "generator.kind=hf"
+                "the placeholder tokens of an image differ from one another, but vLLM takes a "
+                "single one: set generator.kind=hf"
             )
-        short += [*tokens[end:start], placeholders[0]]
+        collapsed += [*tokens[end:start], placeholders[0]]
         end = start + medium.span
-    return short + tokens[end:]
+    return collapsed + tokens[end:]
 
 
 def check_expanded(request: GenerationRequest, expanded: Sequence[int] | None) -> None:
@@ -96,7 +96,7 @@ def check_expanded(request: GenerationRequest, expanded: Sequence[int] | None) -
     """
     if request.media and list(expanded or ()) != request.prompt.tolist():
         raise ModelError(
-            f"vLLM makes {len(expanded or ())} tokens of a prompt with images that has "
-            f"{len(request.prompt)} here, or others: what it samples is not for the prompt that "
-            "would be trained on; set generator.kind=hf"
+            f"vLLM expands a prompt with images to {len(expanded or ())} tokens that differ from "
+            f"the {len(request.prompt)} tokens that the learner would train on: set "
+            "generator.kind=hf"
         )

@@ -1,8 +1,8 @@
-"""Hand weights to vLLM's workers: one file per push, which every worker maps, checks and loads.
+"""Pass weights to vLLM's workers: one file per push, which every worker maps, checks and loads.
 
 The file holds the tensors' bytes, one after the other. The manifest with their offsets and
-checksums is sent separately (as the argument of a worker's method), so a truncated, stale or
-damaged file can't be mistaken for the weights that were sent.
+checksums is sent separately, as the argument of a worker's method. So a truncated, stale or damaged
+file is detected.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ EMBEDDING, HEAD = "embed_tokens.weight", "lm_head.weight"
 
 
 @dataclass
-class _Assembled:
+class _PartialWeight:
     """A weight that has arrived in part."""
 
     tensor: Tensor
@@ -36,8 +36,8 @@ class _Assembled:
 class WeightFileWriter:
     """The sender's side of pushes: it collects weights and writes them to a file.
 
-    A push has all weights or none: vLLM fuses some of them, and would use uninitialised memory for
-    a missing part.
+    A push has all weights or none, because vLLM fuses some weights, and would use uninitialised
+    memory for a missing part.
 
     Args:
         directory: where the files are written.
@@ -51,7 +51,7 @@ class WeightFileWriter:
     dtype: torch.dtype
     path: Path | None = None
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
-    _partial: dict[str, _Assembled] = field(default_factory=dict)
+    _partial_weights: dict[str, _PartialWeight] = field(default_factory=dict)
     _pushes: int = 0
 
     def add(self, shards: Iterator[Shard]) -> None:
@@ -68,32 +68,34 @@ class WeightFileWriter:
                 )
             if tuple(shape) != tuple(shard.shape):
                 raise ModelError(
-                    f"weight '{shard.name}' was sent with shape {shard.shape}, the model has "
-                    f"{shape}"
+                    f"weight '{shard.name}' was sent with shape {shard.shape}, but the model's has "
+                    f"the shape {shape}"
                 )
             if shard.name in self._entries:
                 raise ModelError(f"weight '{shard.name}' was sent twice")
-            whole = self._whole(shard)
-            if whole is not None:
-                self._write(shard.name, whole)
+            weight = self._assemble(shard)
+            if weight is not None:
+                self._write(shard.name, weight)
 
-    def _whole(self, shard: Shard) -> Tensor | None:
+    def _assemble(self, shard: Shard) -> Tensor | None:
         """Return the whole weight if this is its last piece, else None.
 
         The pieces must not overlap.
         """
         if tuple(shard.tensor.shape) == tuple(shard.shape):
             return shard.tensor
-        partial = self._partial.get(shard.name)
-        if partial is None:
+        partial_weight = self._partial_weights.get(shard.name)
+        if partial_weight is None:
             empty = torch.empty(shard.shape, dtype=shard.tensor.dtype)
-            partial = self._partial[shard.name] = _Assembled(empty, empty.numel())
-        place = partial.tensor
+            partial_weight = self._partial_weights[shard.name] = _PartialWeight(
+                empty, empty.numel()
+            )
+        target = partial_weight.tensor
         for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
-            place = place.narrow(axis, offset, size)
-        place.copy_(shard.tensor)
-        partial.missing -= shard.tensor.numel()
-        return None if partial.missing > 0 else self._partial.pop(shard.name).tensor
+            target = target.narrow(axis, offset, size)
+        target.copy_(shard.tensor)
+        partial_weight.missing -= shard.tensor.numel()
+        return None if partial_weight.missing > 0 else self._partial_weights.pop(shard.name).tensor
 
     def _write(self, name: str, tensor: Tensor) -> None:
         if self.path is None:
@@ -118,14 +120,14 @@ class WeightFileWriter:
 
         Raises ModelError if weights are missing.
         """
-        if not self._entries and not self._partial:
+        if not self._entries and not self._partial_weights:
             return None
         if missing := sorted(set(self.shapes) - set(self._entries)):
             names = ", ".join(missing[:5])
             if len(missing) > 5:
                 names += f" and {len(missing) - 5} more"
             raise ModelError(
-                f"a push has all weights or none, and these are missing or incomplete: {names}"
+                f"a push must have all weights, and these are missing or incomplete: {names}"
             )
         assert self.path is not None, "there are entries, so there is a file"
         entries = dict(self._entries)
@@ -141,7 +143,7 @@ class WeightFileWriter:
             self.path.unlink(missing_ok=True)
         self.path = None
         self._entries = {}
-        self._partial = {}
+        self._partial_weights = {}
 
 
 @dataclass(frozen=True)
@@ -158,13 +160,13 @@ class WeightFileReader:
             # The mapping is private and writable, because torch requires writable memory.
             return cls(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY), manifest["entries"])
 
-    def damaged(self) -> list[str]:
+    def list_damaged(self) -> list[str]:
         """Return the names of weights whose bytes do not have the checksum of the manifest."""
         names = []
         with memoryview(self.memory) as view:
             for name, entry in self.entries.items():
                 start = entry["offset"]
-                size = self._bytes(entry)
+                size = self._count_bytes(entry)
                 if xxh3_128_hexdigest(view[start : start + size]) != entry["checksum"]:
                     names.append(name)
         return names
@@ -178,5 +180,5 @@ class WeightFileReader:
             yield name, flat.reshape(entry["shape"])
 
     @staticmethod
-    def _bytes(entry: Mapping[str, Any]) -> int:
+    def _count_bytes(entry: Mapping[str, Any]) -> int:
         return math.prod(entry["shape"]) * getattr(torch, entry["dtype"]).itemsize

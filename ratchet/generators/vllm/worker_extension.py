@@ -1,7 +1,7 @@
-"""An extension of vLLM's workers that checks a weight push and loads it with `reload_weights`.
+"""An extension of vLLM's workers that checks a weight push and loads the weights into vLLM.
 
-vLLM adds the class to its worker's bases (`worker_extension_cls`) and calls the methods in every
-process that holds weights.
+It loads them with vLLM's `reload_weights`. vLLM adds the class to its worker's bases
+(`worker_extension_cls`) and calls the methods in every process that holds weights.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from ratchet.generators.vllm.lora import explain_adapter_damage
 from ratchet.generators.vllm.weights import WeightFileReader
 
-LOOK_EVERY_S = 2.0
+DRIVER_POLL_S = 2.0
 
 if TYPE_CHECKING:
 
@@ -28,14 +28,14 @@ if TYPE_CHECKING:
         model_runner: Any
         vllm_config: Any
 
-        def reload_weights(self, **how: Any) -> None: ...
+        def reload_weights(self, **options: Any) -> None: ...
 else:
     _VLLMWorker = object
 
 
-def _end_after(driver: int, engine: int) -> None:
+def _end_after_driver(driver: int, engine: int) -> None:
     while _is_running(driver):
-        time.sleep(LOOK_EVERY_S)
+        time.sleep(DRIVER_POLL_S)
     if os.getppid() == engine:
         os.kill(engine, signal.SIGKILL)
     os._exit(1)
@@ -44,9 +44,10 @@ def _end_after(driver: int, engine: int) -> None:
 def _unlink_shared_memory() -> None:
     """Remove the files in /dev/shm through which vLLM's workers on a CPU share memory.
 
-    vLLM never removes them. By now all workers have opened them, so none needs the names.
+    vLLM never removes them. When this is called, all workers have opened the files, so no worker
+    needs their names any more.
     """
-    # Workers that share memory have imported this module; the others need no import of it.
+    # Only workers that share memory have imported this module.
     parallel_state = sys.modules.get("vllm.distributed.parallel_state")
     for reference in parallel_state._groups.values() if parallel_state else ():
         communicator = getattr(reference(), "device_communicator", None)
@@ -56,9 +57,9 @@ def _unlink_shared_memory() -> None:
             path.unlink(missing_ok=True)  # another worker may have removed it
 
 
-def _is_running(process: int) -> bool:
+def _is_running(process_id: int) -> bool:
     try:
-        os.kill(process, 0)
+        os.kill(process_id, 0)
     except ProcessLookupError:
         return False
     return True
@@ -67,9 +68,9 @@ def _is_running(process: int) -> bool:
 class VLLMBackend(_VLLMWorker):
     """The methods that Ratchet adds to vLLM's worker.
 
-    They return failures as plain values, because an exception in one of several workers would
-    leave the others' results unread. With data parallelism they raise, because vLLM returns only
-    the first replica's results.
+    They return failures as text, because an exception in one of several workers would leave the
+    results of the others unread. With data parallelism they raise, because vLLM returns only the
+    first replica's results.
     """
 
     checked_push: WeightFileReader | None = None
@@ -84,11 +85,12 @@ class VLLMBackend(_VLLMWorker):
         try:
             reader = WeightFileReader.open(manifest)
         except (OSError, ValueError) as error:
-            return self._failed(f"{manifest['path']} can't be read: {error}")
-        if damaged := reader.damaged():
-            names = ", ".join(damaged[:5])
-            return self._failed(
-                f"{len(damaged)} weights don't have the checksum that they were sent with: {names}"
+            return self._report_failure(f"{manifest['path']} can't be read: {error}")
+        if damaged_names := reader.list_damaged():
+            names = ", ".join(damaged_names[:5])
+            return self._report_failure(
+                f"{len(damaged_names)} weights don't have the checksum that they were sent with: "
+                f"{names}"
             )
         self.checked_push = reader
         return ""
@@ -96,7 +98,7 @@ class VLLMBackend(_VLLMWorker):
     def check_adapter(self, path: str, checksum: str) -> str:
         """Check an adapter's file. Return the reason if it is refused, else ""."""
         reason = explain_adapter_damage(path, checksum)
-        return self._failed(reason) if reason else ""
+        return self._report_failure(reason) if reason else ""
 
     def apply_push(self, version: int) -> str:
         """Load the push that `check_push` accepted. Call it between two steps.
@@ -106,12 +108,12 @@ class VLLMBackend(_VLLMWorker):
         reader = self.checked_push
         self.checked_push = None
         if reader is None:
-            return self._failed("this worker has accepted no push")
+            return self._report_failure("this worker has accepted no push")
         try:
             self.reload_weights(weights_iterator=reader.weights())
             self._repack_experts()
         except Exception as error:  # of any type: the caller stops the generator
-            return self._failed(f"{type(error).__name__}: {error}")
+            return self._report_failure(f"{type(error).__name__}: {error}")
         self.pushed_version = version
         return ""
 
@@ -127,9 +129,11 @@ class VLLMBackend(_VLLMWorker):
         """
         _unlink_shared_memory()
         if socket.gethostname() == host and os.getpid() != driver:
-            threading.Thread(target=_end_after, args=(driver, os.getppid()), daemon=True).start()
+            threading.Thread(
+                target=_end_after_driver, args=(driver, os.getppid()), daemon=True
+            ).start()
 
-    def _failed(self, reason: str) -> str:
+    def _report_failure(self, reason: str) -> str:
         if self.vllm_config.parallel_config.data_parallel_size > 1:
             raise RuntimeError(reason)
         return reason

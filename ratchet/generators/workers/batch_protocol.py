@@ -23,14 +23,14 @@ FIELDS = tuple(field.name for field in fields(Sampling))
 class RequestBatch:
     """A batch of requests, in which equal prompts and equal media are stored once."""
 
-    numbers: Sequence[int] = ()  # number of each request
+    numbers: Sequence[int] = ()  # the number that identifies each request
     prompts: NDArray[np.int64] | None = None  # the distinct prompts, end to end
     starts: Sequence[int] = (0,)  # start of each distinct prompt, and the end of the last
-    prompt_of: Sequence[int] = ()  # index of each request's prompt
+    prompt_indices: Sequence[int] = ()  # index of each request's prompt
     samplings: Sequence[tuple[Any, ...]] = ()  # each request's values of the sampling `FIELDS`
     media: Sequence[Medium] = ()  # the distinct media
     # (start, index of the medium) of each prompt's media; () if no prompt has any
-    placed: Sequence[Sequence[tuple[int, int]]] = ()
+    media_places: Sequence[Sequence[tuple[int, int]]] = ()
 
     @classmethod
     def from_requests(
@@ -40,24 +40,26 @@ class RequestBatch:
 
         requests: (prompt, prompt key, sampling, media) by request number.
         """
-        distinct = {key: (tokens, media) for tokens, key, _, media in requests.values()}
-        places = {key: place for place, key in enumerate(distinct)}
-        prompts = [tokens for tokens, _ in distinct.values()]
-        all_media = {medium.key: medium for _, media in distinct.values() for _, medium in media}
-        numbers = {key: number for number, key in enumerate(all_media)}
+        distinct_prompts = {key: (tokens, media) for tokens, key, _, media in requests.values()}
+        prompt_index_by_key = {key: index for index, key in enumerate(distinct_prompts)}
+        prompts = [tokens for tokens, _ in distinct_prompts.values()]
+        all_media = {
+            medium.key: medium for _, media in distinct_prompts.values() for _, medium in media
+        }
+        medium_index_by_key = {key: number for number, key in enumerate(all_media)}
         return cls(
             list(requests),
             np.concatenate(prompts) if prompts else None,
             np.cumsum([0, *map(len, prompts)]).tolist(),
-            [places[key] for _, key, _, _ in requests.values()],
+            [prompt_index_by_key[key] for _, key, _, _ in requests.values()],
             [
                 tuple(getattr(sampling, name) for name in FIELDS)
                 for _, _, sampling, _ in requests.values()
             ],
             list(all_media.values()),
             [
-                [(start, numbers[medium.key]) for start, medium in media]
-                for _, media in distinct.values()
+                [(start, medium_index_by_key[medium.key]) for start, medium in media]
+                for _, media in distinct_prompts.values()
             ]
             if all_media
             else (),
@@ -68,13 +70,14 @@ class RequestBatch:
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
-        placed = [
-            tuple(Placed(start, self.media[i]) for start, i in each) for each in self.placed
+        media_places = [
+            tuple(Placed(start, self.media[i]) for start, i in media_of_prompt)
+            for media_of_prompt in self.media_places
         ] or [()] * len(prompts)
         return [
-            (number, prompts[place], Sampling(*values), placed[place])
+            (number, prompts[place], Sampling(*values), media_places[place])
             for number, place, values in zip(
-                self.numbers, self.prompt_of, self.samplings, strict=True
+                self.numbers, self.prompt_indices, self.samplings, strict=True
             )
         ]
 
@@ -100,13 +103,16 @@ class CompletionBatch:
         columns = ("tokens", "logprobs", "log_kept_mass", "versions")
         return cls(
             list(completions),
-            np.cumsum([0, *(len(one.tokens) for one in rows)]).tolist(),
-            tuple(np.concatenate([getattr(one, name) for one in rows]) for name in columns)
+            np.cumsum([0, *(len(completion.tokens) for completion in rows)]).tolist(),
+            tuple(
+                np.concatenate([getattr(completion, name) for completion in rows])
+                for name in columns
+            )
             if rows
             else (),
-            [str(one.stop) for one in rows],
-            [one.routes for one in rows],
-            [one.extras for one in rows],
+            [str(completion.stop) for completion in rows],
+            [completion.routes for completion in rows],
+            [completion.extras for completion in rows],
             errors,
         )
 
@@ -114,7 +120,7 @@ class CompletionBatch:
         """Return (number, completion) of each completion."""
         if not self.columns:
             return []
-        tokens, logprobs, kept, versions = self.columns
+        tokens, logprobs, log_kept_mass, versions = self.columns
         rows = [slice(*ends) for ends in pairwise(self.starts)]
         return [
             (
@@ -122,7 +128,7 @@ class CompletionBatch:
                 Completion(
                     tokens[row],
                     logprobs[row],
-                    kept[row],
+                    log_kept_mass[row],
                     versions[row],
                     StopReason(stop),
                     routes,

@@ -26,28 +26,31 @@ class GeneratorWorkersConfig(Section):
     worker_runs: Literal["completions", "groups"] = Field(
         "completions",
         description="Work of each worker. completions: requests of the driver; groups: whole "
-        "groups of attempts, with their environments and rewards, which pays if attempts are "
-        "short and many.",
+        "groups of attempts, with their environments and rewards (rollout workers), which is "
+        "faster if attempts are short and many.",
     )
     recovery: Literal["none", "restart"] = Field(
         "none",
-        description="Reaction to a worker that dies, or is silent for too long. none: the run "
-        "ends; restart: a new one replaces it, and its unanswered requests are drawn again.",
+        description="Reaction to a worker that dies or is silent for too long. none: the run "
+        "ends; restart: a new worker replaces it and draws its unanswered requests again.",
     )
     max_restarts: int = Field(
-        3, ge=1, description="Restarts of all workers together in a run; the next death ends it."
+        3,
+        ge=1,
+        description="Restarts of all workers together in a run; the next loss ends the run.",
     )
 
     @model_validator(mode="after")
-    def _restarts(self) -> GeneratorWorkersConfig:
+    def _check_restarts(self) -> GeneratorWorkersConfig:
         if self.worker_runs == "groups" and self.recovery == "restart":
             raise ValueError(
-                "worker_runs=groups begins no group a second time: set recovery=none, or "
-                "worker_runs=completions"
+                "worker_runs=groups can't repeat the groups of a lost worker: set recovery=none, "
+                "or worker_runs=completions"
             )
         if self.recovery == "none" and "max_restarts" in self.changed:
             raise ValueError(
-                "max_restarts bounds what recovery=restart does: set that, or remove max_restarts"
+                "max_restarts is only for recovery=restart: set recovery=restart, or remove "
+                "max_restarts"
             )
         return self
 
@@ -68,7 +71,7 @@ class GeneratorWorkersConfig(Section):
 
     @property
     def misfit(self) -> Callable[..., str | None] | None:
-        """Return the function that says why the workers' generator can't run a model, or None."""
+        """Return the `misfit` method of the workers' generator section, if it has one."""
         return getattr(self.worker, "misfit", None)
 
     @property

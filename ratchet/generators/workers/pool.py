@@ -1,9 +1,9 @@
 """A generator pool: several generators in worker processes behind one `Generator`.
 
-A request goes to the worker with the least load, and equal prompts go together. Seeds belong to
-requests, so a completion does not depend on the worker that draws it. A lost worker ends the run or
-is replaced. Its unanswered requests are drawn again with the same seeds, and the replacement serves
-once it has the weights of the others.
+A request goes to the worker with the least load, and equal prompts go to the same worker (to share
+prefixes). Seeds belong to requests, so a completion does not depend on the worker that draws it. A
+lost worker ends the run or is replaced. Its unanswered requests are drawn again with the same
+seeds. The replacement serves once it has the weights of the other workers.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ from ratchet.types import Completion, Placed, Sampling
 log = logging.getLogger(__name__)
 
 # Maximum duration of an exchange in which no request ends. New requests wait for its end.
-WAIT_S = 0.05
-TOGETHER = 64  # maximum number of requests with one prompt that are sent to the same worker
+EXCHANGE_WAIT_S = 0.05
+MAX_SAME_PROMPT = 64  # maximum number of requests with one prompt that are sent to the same worker
 
 
 class GeneratorPool:
@@ -37,7 +37,7 @@ class GeneratorPool:
 
     Attributes that the weight sync uses:
         push_lock: is held during a push of weights.
-        catch_up: pushes the current version to the given receivers only; None: there is no sync.
+        catch_up: pushes the current version to only these receivers; None: there is no weight sync.
         on_restart: is called after each restart.
     """
 
@@ -66,29 +66,29 @@ class GeneratorPool:
         self.records_routes = False
         # Machines of the workers; a replacement starts on the same machine.
         self.hosts: set[str] = set()
-        self._start: Callable[[int], Workers] | None = None
+        self._start_worker: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
         # Requests by number that wait until a worker can serve.
         self._unplaced: dict[int, PendingRequest] = {}
         self._recovery: asyncio.Task[None] | None = None
-        self._pushed = self._paused = self._closed = False
+        self._was_pushed = self._paused = self._closed = False
 
     # --- workers
 
-    def start(self, start: Callable[[int], Workers]) -> None:
+    def start(self, start_worker: Callable[[int], Workers]) -> None:
         """Start all workers.
 
         Args:
-            start: Starts the worker of a rank, with its component. It is called again to replace a
-                lost worker.
+            start_worker: Starts the worker of a rank, with its component. It is called again to
+                replace a lost worker.
         """
-        self._start = start
+        self._start_worker = start_worker
         with ThreadPoolExecutor(len(self.queues)) as threads:
             for queue, group in zip(
-                self.queues, threads.map(start, range(len(self.queues))), strict=True
+                self.queues, threads.map(start_worker, range(len(self.queues))), strict=True
             ):
                 queue.group = group
-                queue.current = True
+                queue.is_current = True
         self.records_routes = all(group.call_now("records_routes")[0] for group in self._groups)
         self.hosts = {str(group.call_now("host")[0]) for group in self._groups}
 
@@ -102,7 +102,7 @@ class GeneratorPool:
         return [queue.group for queue in self.queues if queue.group is not None]
 
     async def rebuild(self) -> bool:
-        """Start a new process for each lost worker. Return True if there was one.
+        """Start a new process for each lost worker. Return True if a worker was lost.
 
         The process starts with the run's first weights, and serves requests after a push. Raise the
         error that ended the pool, if there is one.
@@ -114,14 +114,14 @@ class GeneratorPool:
         return bool(lost_queues)
 
     async def _replace(self, queue: WorkerQueue) -> None:
-        assert self._start is not None, "what never started can't be lost"
+        assert self._start_worker is not None, "`start` was not called"
         lost_group = queue.lost_group
         queue.lost_group = None
         if lost_group is not None:
             await asyncio.to_thread(lost_group.close)
         while self.broken is None:
             try:
-                group = await asyncio.to_thread(self._start, queue.rank)
+                group = await asyncio.to_thread(self._start_worker, queue.rank)
                 if self._paused:
                     await group.call("pause")
             except WorkerError as error:
@@ -130,33 +130,33 @@ class GeneratorPool:
             queue.group = group
             return
 
-    def _count_loss(self, error: Exception, redrawn: int = 0) -> None:
+    def _count_loss(self, error: Exception, redrawn_requests: int = 0) -> None:
         """Count the loss of a worker, and end the pool if it exceeds the allowed restarts.
 
         Args:
-            redrawn: Number of requests that are drawn again.
+            redrawn_requests: Number of requests that are drawn again.
         """
         if self.restarts >= self.max_restarts:
-            self._end(error)
+            self._end_pool(error)
             return
         self.restarts += 1
         log.warning(
             "generator restart %d of at most %d, %d requests are drawn again: %s",
             self.restarts,
             self.max_restarts,
-            redrawn,
+            redrawn_requests,
             error,
         )
         self.on_restart()
 
-    def _end(self, error: Exception) -> None:
+    def _end_pool(self, error: Exception) -> None:
         if self.broken is None:
             self.broken = error
-        for request in self._outstanding():
+        for request in self._list_outstanding():
             request.deliver(self.broken)
         self._unplaced.clear()
 
-    def _outstanding(self) -> list[PendingRequest]:
+    def _list_outstanding(self) -> list[PendingRequest]:
         queued = [
             request
             for queue in self.queues
@@ -170,7 +170,7 @@ class GeneratorPool:
             return
         unanswered = queue.lose()
         for request in unanswered:
-            if request.aborted:
+            if request.is_aborted:
                 request.deliver_aborted()
         redrawn = [request for request in unanswered if not request.future.done()]
         self._unplaced.update((request.number, request) for request in redrawn)
@@ -184,36 +184,36 @@ class GeneratorPool:
     async def _recover(self) -> None:
         """Replace lost workers and push the current weights to them while requests wait.
 
-        The learner waits for these requests, so the version does not change meanwhile. Once no
-        request waits, replacements get their weights by the learner's next push.
+        The learner waits for these requests, so the version does not change meanwhile. If no
+        request waits any more, replacements get their weights by the learner's next push.
         """
         try:
             async with self.push_lock:
-                while await self.rebuild() or self._stale:
-                    if not self._stale or not self._outstanding():
+                while await self.rebuild() or self._stale_queues:
+                    if not self._stale_queues or not self._list_outstanding():
                         return
-                    await self._update_weights(self._stale)
+                    await self._update_weights(self._stale_queues)
         except Exception as error:
-            self._end(error)
+            self._end_pool(error)
 
     @property
-    def _stale(self) -> list[WorkerQueue]:
-        return [queue for queue in self.queues if queue.group is not None and not queue.current]
+    def _stale_queues(self) -> list[WorkerQueue]:
+        return [queue for queue in self.queues if queue.group is not None and not queue.is_current]
 
-    async def _update_weights(self, stale: Sequence[WorkerQueue]) -> None:
-        if not self._pushed:  # all workers still have the weights that they started with
-            self.mark_current(stale)
+    async def _update_weights(self, queues: Sequence[WorkerQueue]) -> None:
+        if not self._was_pushed:  # all workers still have the weights that they started with
+            self.mark_current(queues)
             return
         if self.catch_up is None:
             raise WeightSyncError(
-                f"version {self.version} can't be pushed to a worker that has replaced another: "
-                "there is no weight sync"
+                f"version {self.version} can't be pushed to a restarted worker: there is no weight "
+                "sync"
             )
         try:
-            await self.catch_up(PoolReceivers(self, stale))
+            await self.catch_up(PoolReceivers(self, queues))
         except WeightSyncError:
             # If no worker was lost during the push, the weight sync itself failed.
-            if all(queue.group is not None for queue in stale):
+            if all(queue.group is not None for queue in queues):
                 raise
 
     def mark_current(self, queues: Sequence[WorkerQueue], version: int | None = None) -> None:
@@ -224,9 +224,9 @@ class GeneratorPool:
         """
         if version is not None:
             self.version = version
-            self._pushed = True
+            self._was_pushed = True
         for queue in queues:
-            queue.current = True
+            queue.is_current = True
         self._assign_all()
 
     # --- requests
@@ -239,10 +239,10 @@ class GeneratorPool:
     ) -> Completion:
         """Return the completion of a prompt.
 
-        Raise what the workers' generators raise, or WorkerError if a worker is lost and not
+        Raises the errors of the workers' generators, or WorkerError if a worker is lost and not
         replaced.
         """
-        assert self._start is not None, (
+        assert self._start_worker is not None, (
             "generator.kind=workers starts with the run's other processes: call `start` first"
         )
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
@@ -262,14 +262,16 @@ class GeneratorPool:
         if self.broken is not None:
             request.deliver(self.broken)
             return
-        serving = [queue for queue in self.queues if queue.current]
-        if len(serving) < len(self.queues):
+        serving_queues = [queue for queue in self.queues if queue.is_current]
+        if len(serving_queues) < len(self.queues):
             self._start_recovery()
-        if not serving:
+        if not serving_queues:
             self._unplaced[request.number] = request
             return
-        same_prompt = (queue for queue in serving if 0 < queue.prompts[request.key] < TOGETHER)
-        queue = next(same_prompt, None) or min(serving, key=lambda queue: queue.load)
+        same_prompt = (
+            queue for queue in serving_queues if 0 < queue.prompts[request.key] < MAX_SAME_PROMPT
+        )
+        queue = next(same_prompt, None) or min(serving_queues, key=lambda queue: queue.load)
         queue.add(request)
         self._ensure_pump(queue)
 
@@ -292,7 +294,9 @@ class GeneratorPool:
         while queue.busy and queue.group is group:
             requests, cancelled, abort = queue.take_batch()
             try:
-                (results,) = await group.call("exchange", requests, cancelled, WAIT_S, abort)
+                (results,) = await group.call(
+                    "exchange", requests, cancelled, EXCHANGE_WAIT_S, abort
+                )
             # Any error means that the sent requests get no answer.
             except Exception as error:
                 self.mark_lost(queue, group, error)
@@ -351,7 +355,7 @@ class GeneratorPool:
     ) -> Any:
         """Call a method of one worker's component.
 
-        Raise what the component raises, or WorkerError if the worker is lost.
+        Raises the component's errors, or WorkerError if the worker is lost.
 
         Args:
             timeout_s: Time limit of the call; None: the workers' default.
@@ -378,7 +382,7 @@ class GeneratorPool:
     ) -> list[Any]:
         """Call a method of every worker, with separate arguments for each.
 
-        Raise the first error, while other workers may still be running: see `give_up`.
+        Raises the first error while other workers may still be running: see `give_up`.
         """
         pairs = zip(self.queues, arguments_by_worker, strict=True)
         return await asyncio.gather(
@@ -430,7 +434,7 @@ class GeneratorPool:
         for task in (self._recovery, *(queue.pump for queue in self.queues)):
             if task is not None:
                 task.cancel()
-        for request in self._outstanding():
+        for request in self._list_outstanding():
             request.future.cancel()
         await asyncio.gather(*(asyncio.to_thread(group.close) for group in self._groups))
 

@@ -1,6 +1,6 @@
-"""The component of a generator's worker process: it holds the generator and its weight receivers.
+"""The component of a generator worker process, with its generator and weight receivers.
 
-Calls are run one at a time, and generation advances only while a call waits. So the driver calls
+The process runs one call at a time, and generation advances only during a call. So the driver calls
 `exchange` repeatedly: each call brings new requests, generates for a while, and returns the
 completions of requests that have ended.
 """
@@ -23,7 +23,7 @@ from ratchet.generators.workers.batch_protocol import CompletionBatch, RequestBa
 from ratchet.protocols import Closeable, Generator, HasReadableWeights, Placeable, Shard
 from ratchet.types import Completion, Placed, Sampling
 
-TOGETHER_S = 0.005  # wait after the first completion, so that the call can return others too
+GATHER_S = 0.005  # wait after the first completion, so that the call can return others too
 
 
 class GeneratorRank:
@@ -77,15 +77,22 @@ class GeneratorRank:
             self._first_done = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._first_done], timeout=wait_s)
         if self._running and self._done:
-            await asyncio.sleep(TOGETHER_S)
+            await asyncio.sleep(GATHER_S)
         else:
             await asyncio.sleep(0)  # let cancelled tasks end
-        ended = self._done
+        ended_tasks = self._done
         self._done = {}
-        results = {number: _result(task) for number, task in ended.items()}
-        errors = {number: one for number, one in results.items() if isinstance(one, Exception)}
+        results = {number: _get_result(task) for number, task in ended_tasks.items()}
+        errors = {
+            number: result for number, result in results.items() if isinstance(result, Exception)
+        }
         return CompletionBatch.from_completions(
-            {number: one for number, one in results.items() if isinstance(one, Completion)}, errors
+            {
+                number: result
+                for number, result in results.items()
+                if isinstance(result, Completion)
+            },
+            errors,
         )
 
     def _begin(
@@ -95,14 +102,14 @@ class GeneratorRank:
             self.generator.generate(tokens, sampling, media)
         )
 
-        def ended(task: asyncio.Task[Completion]) -> None:
+        def collect_ended(task: asyncio.Task[Completion]) -> None:
             # A cancelled request is no longer in `_running`, and its result is not returned.
             if self._running.pop(number, None) is not None:
                 self._done[number] = task
                 if self._first_done is not None and not self._first_done.done():
                     self._first_done.set_result(None)
 
-        task.add_done_callback(ended)
+        task.add_done_callback(collect_ended)
 
     async def pause(self) -> None:
         await self.generator.pause()
@@ -112,15 +119,15 @@ class GeneratorRank:
 
     # --- weights
 
-    async def link(self, place: int, method: str, *arguments: Any) -> Any:
+    async def link(self, receiver_index: int, method: str, *arguments: Any) -> Any:
         """Call a method of a weight receiver, and return its result.
 
         Args:
-            place: index among the receivers of the weight sync.
+            receiver_index: index among the receivers of the weight sync.
         """
-        if place not in self._receivers:
-            self._receivers[place] = self._make_receiver(self.generator, place)
-        result = getattr(self._receivers[place], method)(*arguments)
+        if receiver_index not in self._receivers:
+            self._receivers[receiver_index] = self._make_receiver(self.generator, receiver_index)
+        result = getattr(self._receivers[receiver_index], method)(*arguments)
         return await result if inspect.isawaitable(result) else result
 
     async def prepare(self, manifest: Mapping[str, Any]) -> None:
@@ -136,7 +143,7 @@ class GeneratorRank:
         await self.generator.rollback()
 
     def weights(self) -> list[Shard]:
-        """Return copies of the weights on the CPU; [] if the generator does not show them."""
+        """Return copies of the weights on the CPU; [] if the generator's weights can't be read."""
         if not isinstance(self.generator, HasReadableWeights):
             return []
         return [
@@ -163,7 +170,7 @@ class GeneratorRank:
             await self.generator.close()
 
 
-def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
+def _get_result(task: asyncio.Task[Completion]) -> Completion | Exception:
     """Return a task's completion, or its error in a form that can be sent.
 
     A RatchetError is sent as a copy if it can be copied; any other error becomes a WorkerRaised.
@@ -177,8 +184,8 @@ def _result(task: asyncio.Task[Completion]) -> Completion | Exception:
     if not isinstance(error, RatchetError):
         return WorkerRaised(text)
     try:
-        copied = copy.copy(error)
+        copied_error = copy.copy(error)
     except Exception:  # a custom __reduce__ may raise any type
         return WorkerRaised(text)
-    copied.add_note(f"raised in the generator's worker:\n{text}")
-    return copied
+    copied_error.add_note(f"raised in the generator's worker:\n{text}")
+    return copied_error

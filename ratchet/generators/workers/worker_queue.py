@@ -24,7 +24,7 @@ class PendingRequest:
     sampling: Sampling
     future: asyncio.Future[Completion]
     media: tuple[Placed, ...] = ()
-    aborted: bool = False
+    is_aborted: bool = False
     key: PromptKey = field(init=False)
 
     def __post_init__(self) -> None:
@@ -54,11 +54,11 @@ class PendingRequest:
 
 @dataclass(eq=False)
 class WorkerQueue:
-    """The requests of one worker, and the process that serves them."""
+    """The requests of one generator worker, and the process that serves them."""
 
     rank: int  # among the workers
     group: Workers | None = None  # the worker's process; None once it is lost
-    current: bool = False  # has the pool's version of the weights, so it may serve
+    is_current: bool = False  # has the pool's version of the weights, so it may serve
     lost_group: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent
     sent: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet answered
@@ -80,10 +80,10 @@ class WorkerQueue:
         self.prompts[request.key] += 1
 
     def take_batch(self) -> tuple[RequestBatch, list[int], bool]:
-        """Return (requests, cancelled, aborting), which the next exchange sends, and mark as sent.
+        """Return (requests, cancelled, aborting) for the next exchange, and mark them as sent.
 
-        requests: the waiting ones. cancelled: numbers of cancelled requests. aborting: True if the
-        worker must abort the requests that it already has.
+        requests: the waiting requests. cancelled: numbers of cancelled requests. aborting: True if
+        the worker must abort the requests that it already has.
         """
         requests = RequestBatch.from_requests(
             {
@@ -121,7 +121,7 @@ class WorkerQueue:
             request.deliver_aborted()
         self.waiting = {}
         for request in self.sent.values():
-            request.aborted = True
+            request.is_aborted = True
         self.aborting = bool(self.sent)
 
     def lose(self) -> list[PendingRequest]:
@@ -129,7 +129,7 @@ class WorkerQueue:
         unanswered = [*self.sent.values(), *self.waiting.values()]
         self.lost_group = self.group
         self.group = None
-        self.current = False
+        self.is_current = False
         self.waiting = {}
         self.sent = {}
         self.cancelled = []

@@ -240,7 +240,7 @@ class DTensorLearner(RankLearner):
         """Yield this rank's blocks for the weight sync. Each block comes from exactly one rank."""
         for item in self.frozen:
             if item.first:
-                yield from (replace(block, rests=True) for block in item.blocks(item.local))
+                yield from (replace(block, is_frozen=True) for block in item.blocks(item.local))
         for item in self.trained:
             if item.first and not item.name.startswith("head."):
                 yield from item.blocks(item.local)

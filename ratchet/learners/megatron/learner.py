@@ -219,8 +219,8 @@ class MegatronLearner(RankLearner):
         """
 
     def weights(self) -> Iterator[Shard]:
-        rests = self.model.adapter is not None
-        yield from (replace(block, rests=rests) for block in self.blocks("base"))
+        is_frozen = self.model.adapter is not None
+        yield from (replace(block, is_frozen=is_frozen) for block in self.blocks("base"))
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:

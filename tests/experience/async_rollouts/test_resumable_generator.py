@@ -7,7 +7,7 @@ import pytest
 
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.experience.async_rollouts.resumable_generator import (
-    CURRENT,
+    CURRENT_GROUP,
     ResumableGenerator,
     join_completions,
 )
@@ -38,7 +38,7 @@ def sampling(i):
 
 
 async def in_issue(issue, coroutine):
-    CURRENT.set(issue)
+    CURRENT_GROUP.set(issue)
     return await coroutine
 
 

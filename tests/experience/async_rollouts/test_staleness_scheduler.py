@@ -18,13 +18,13 @@ def play(scheduler, durations, steps):
     step took."""
     clock, ends, taken = 0, {}, []
     for step in range(steps):
-        for _ in range(scheduler.room(step)):
+        for _ in range(scheduler.count_startable(step)):
             issue = scheduler.begin(step, f"g/{scheduler.count}", TASK)
             ends[issue] = clock + durations[issue.number % len(durations)]
         while (chosen := scheduler.choose(step)) is None:
             clock += 1
             for issue in [one for one in ends if ends[one] <= clock]:
-                scheduler.ready(issue, Group(issue.id, TASK, ()))
+                scheduler.mark_ready(issue, Group(issue.id, TASK, ()))
                 del ends[issue]
             assert clock < 10_000, "it waits for ever"
         clock += random.Random(step).randrange(5)
@@ -57,8 +57,8 @@ def test_every_group_is_trained_on_once_and_in_time(
     assert max(staleness) <= math.ceil(max_staleness)
     if order == "issued":
         assert numbers == sorted(numbers)
-    assert not scheduler.issues
-    assert not scheduler.arrived
+    assert not scheduler.unfinished
+    assert not scheduler.ready_groups
 
 
 def test_without_staleness_a_step_takes_what_it_began():
@@ -73,13 +73,15 @@ def test_without_staleness_a_step_takes_what_it_began():
 
 def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
     scheduler = StalenessScheduler(per_step=2, max_staleness=2, last_step=10, order="ready")
-    slow, *others = [scheduler.begin(0, f"g/{i}", TASK) for i in range(scheduler.room(0))]
+    slow, *others = [
+        scheduler.begin(0, f"g/{i}", TASK) for i in range(scheduler.count_startable(0))
+    ]
     for issue in others:
-        scheduler.ready(issue, Group(issue.id, TASK, ()))
+        scheduler.mark_ready(issue, Group(issue.id, TASK, ()))
     assert scheduler.choose(0) == others[:2]
     assert scheduler.choose(1) == others[2:4]
     assert scheduler.choose(2) is None, "the slow one is due"
-    scheduler.ready(slow, Group(slow.id, TASK, ()))
+    scheduler.mark_ready(slow, Group(slow.id, TASK, ()))
     assert scheduler.choose(2) == [slow, others[4]]
 
 
@@ -87,10 +89,10 @@ def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
 def test_what_is_dropped_makes_room(order):
     scheduler = StalenessScheduler(per_step=2, max_staleness=0, last_step=3, order=order)
     first, second = (scheduler.begin(0, f"g/{i}", TASK) for i in range(2))
-    assert scheduler.room(0) == 0
+    assert scheduler.count_startable(0) == 0
     scheduler.drop(first)
-    assert scheduler.room(0) == 1
+    assert scheduler.count_startable(0) == 1
     third = scheduler.begin(0, "g/2", TASK)
     for issue in (third, second):
-        scheduler.ready(issue, Group(issue.id, TASK, ()))
+        scheduler.mark_ready(issue, Group(issue.id, TASK, ()))
     assert scheduler.choose(0) == [second, third]

@@ -191,6 +191,6 @@ def test_only_rows_of_the_learners_version_are_compared():
 
 def test_it_compares_at_the_first_steps_and_then_every_so_many():
     gate = World().gate
-    assert [step for step in range(10) if gate.due(step)] == [0, 1, 4, 8]
+    assert [step for step in range(10) if gate.is_due(step)] == [0, 1, 4, 8]
     gate.every = 0
-    assert [step for step in range(10) if gate.due(step)] == [0, 1]
+    assert [step for step in range(10) if gate.is_due(step)] == [0, 1]

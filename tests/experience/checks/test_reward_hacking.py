@@ -48,7 +48,7 @@ def test_a_second_opinion_by_hand():
     )
     # |1-0|, |1-1|, |0.5-0|
     assert found.metrics == {"second_opinion": {"reward": 1 / 3, "disagreement": 0.5}}
-    weights = [exhibit.weight for exhibit in found.shown["second_opinion/disagreement"]]
+    weights = [exhibit.weight for exhibit in found.exhibits["second_opinion/disagreement"]]
     assert weights == [1.0, 0.0, 0.5], "groups beyond the sample are not judged"
 
 
@@ -94,10 +94,10 @@ def test_canaries_are_played_greedily_and_judged_by_the_reward():
     found = asyncio.run(probes.check([]))
     assert found.metrics == {"canary": {"reward": 0.5}}
     assert set(asked) == {0.0}
-    assert [exhibit.group.id for exhibit in found.shown["canary/reward"]] == [
+    assert [exhibit.group.id for exhibit in found.exhibits["canary/reward"]] == [
         f"canary/{task.id}" for task in canaries
     ]
-    assert [probes.due(done) for done in (1, 2, 3, 4)] == [False, True, False, True]
+    assert [probes.is_due(done) for done in (1, 2, 3, 4)] == [False, True, False, True]
 
 
 def always(trajectory, task):

@@ -237,7 +237,7 @@ def test_post_processing_changes_the_batch_and_never_its_rows():
         assert batch["total_reward"].tolist() == [1.0, 1.0, 3.0]
         assert batch["idx"] == [0, 1, 2]
         assert (metrics["count/rows"], metrics["other/rows"]) == ([0, 2], 1)
-        with pytest.raises(DataError, match="got 2 rows and gave back 0"):
+        with pytest.raises(DataError, match="got 2 rows and returned 0"):
             rollout(policy, start(), TOKENIZER, {"count": Losing(), "other": Counting()}, 64)
 
 

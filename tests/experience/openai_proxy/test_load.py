@@ -105,7 +105,7 @@ def test_finding_the_conversation_is_linear_in_messages() -> None:
         session = AgentSession(Scripted(), RENDERER, Sampling(), max_context=10, max_turns=1)
         messages = [Counted("user", "x") for _ in range(count)]
         Counted.reads = 0
-        assert session._parent(messages, [bytes([0])] * (count + 1)) is None
+        assert session._find_parent(messages, [bytes([0])] * (count + 1)) is None
         return Counted.reads
 
     assert asyncio.run(reads(2000)) <= 2 * asyncio.run(reads(1000)) + 10

@@ -112,7 +112,7 @@ def test_a_program_that_fails_floods_or_does_not_read_costs_its_attempt():
     assert (len(row.extras["result"]), row.extras["result"][-4:-1]) == (MAX_OUTPUT, "end")
     (row,) = play(command("import os; os.close(0)"))
     assert row.outcome == Failed(
-        "agent", "it ended without an answer of the policy: nothing can be learned from it"
+        "agent", "it ended without requesting an answer, so there is nothing to learn from"
     )
     (row,) = play(CommandAgent(CommandConfig(command=("/no/such/program",))))
     assert "No such file" in row.outcome.detail

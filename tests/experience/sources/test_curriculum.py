@@ -131,7 +131,7 @@ def test_each_key_changes_what_is_drawn(key, low, high, around):
 def test_a_difficulty_that_is_no_number_is_refused(name):
     with pytest.raises(
         DataError,
-        match=rf"difficulty={name} is no number in the meta of task t/0 \(it has level, "
+        match=rf"difficulty={name} is not a number in the meta of task t/0 \(it has level, "
         r"name\)",
     ):
         curriculum(difficulty=name)

@@ -31,10 +31,10 @@ def test_it_grows_by_doubling_up_to_the_slots_allowed_and_keeps_what_it_holds():
 
 def test_its_size_is_told_before_it_is_taken():
     cache = make_cache()
-    told = cache.bytes_for(20, 100)
+    told = cache.get_bytes(20, 100)
     assert cache.rows == 0
     cache.reserve(20, 100)
-    assert told == sum(x.numel() * 4 for x in (*cache.keys, *cache.values)) == cache.bytes_for(1, 1)
+    assert told == sum(x.numel() * 4 for x in (*cache.keys, *cache.values)) == cache.get_bytes(1, 1)
 
 
 def test_moving_slots_copies_what_is_used():
