@@ -27,7 +27,8 @@ class Weight(NamedTuple):
 
     level: Level
     values: Tensor  # float64, [T], [S] or [G] by `level`
-    # The sum over the whole step, also in parts of it. Metrics are divided by it to be means.
+    # The sum of the weights over the whole step, even in a micro-batch of it. Metrics are divided by
+    # it to become means.
     total: float = 1.0
     coef: float = 1.0  # factor on the term in this step
 
@@ -50,7 +51,7 @@ class Batch:
     state_T: Tensor  # int64, id of the policy turn's (group, state key), -1 elsewhere
     # bool, the loss mask: False in rows with use != "train" and for what filters removed
     trainable_T: Tensor
-    # bool, the tokens that scoring passes score: trainable ones of "train" and "reference" rows
+    # bool, the tokens that scoring passes score: trainable tokens of "train" and "reference" rows
     predicted_T: Tensor
     rollout_logprobs_T: Tensor  # float32
     log_kept_mass_T: Tensor  # float32, log of the probability mass that top-p, top-k, min-p kept
@@ -129,7 +130,7 @@ class Batch:
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
 
     def note(self, **numbers: float) -> Batch:
-        """Return the batch with further metrics, for functions that fill columns."""
+        """Return the batch with further metrics. Functions that fill columns report by it."""
         return replace(self, metrics={**self.metrics, **numbers})
 
     def sequence_sum(self, x_T: Tensor) -> Tensor:
@@ -150,7 +151,10 @@ class Batch:
         return next(self.cut([sequences]))
 
     def cut(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """Yield `take` of each part of a plan, in time proportional to the size of the part."""
+        """Split the batch by a plan (into micro-batches, say): yield `take(part)` for each part.
+
+        Each takes time proportional to the size of its part.
+        """
         starts_S = self.starts_S
         return (self._select(sequences, starts_S) for sequences in plan)
 

@@ -91,7 +91,7 @@ class WorkerError(RatchetError):
 
 
 class WorkerDied(WorkerError):
-    """The end of a worker process.
+    """The error for a worker process that ended or was killed.
 
     Attributes:
         signal: The name of the signal that ended it ("SIGKILL"), or "".
@@ -129,8 +129,8 @@ class WeightSyncError(RatchetError):
     """A failed weight sync.
 
     Attributes:
-        tensor: The name of the wrong weight; "" if there is none or it is unknown.
-        rank: The learner rank at fault; None if there is none or it is unknown.
+        tensor: The name of the weight that failed; "" if no weight did or it is unknown.
+        rank: The learner rank that failed; None if no rank did or it is unknown.
     """
 
     def __init__(self, message: str, *, tensor: str = "", rank: int | None = None) -> None:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 
 Exported = Literal["all", "base", "adapter"]
-# the fields of `Outputs` with an entry for each sequence
+# The fields of `Outputs` that have an entry for each sequence, not for each token.
 SEQUENCE_OUTPUTS = frozenset({"scores", "routers"})
 
 
@@ -114,7 +114,7 @@ class Learner(Protocol):
     ) -> Mapping[str, Tensor]:
         """Return the named columns at `predicted_T`, without gradient.
 
-        They are on the CPU, in float32 (float64 for a float64 model; "topk_ids": int64).
+        The columns are on the CPU, in float32 (float64 for a float64 model; "topk_ids": int64).
 
         Args:
             output_names: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
@@ -125,7 +125,7 @@ class Learner(Protocol):
         ...
 
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
-        """Take one optimizer step on a weighed mini-batch and return its metrics.
+        """Take one optimizer step on a mini-batch with loss weights, and return its metrics.
 
         Losses are summed over micro-batches and ranks, never rescaled. A step with a non-finite
         gradient, or with all weights 0, is skipped and marked in the metrics.
@@ -216,7 +216,7 @@ class SupportsWeightAdoption(Protocol):
 class Placeable(Protocol):
     """A component that can release its accelerator to others and take it back.
 
-    Repeating either call does nothing.
+    Repeating a call has no effect.
     """
 
     async def onload(self) -> None: ...
@@ -346,12 +346,12 @@ class HasStepLabels(Protocol):
 class Reward(Protocol):
     """A judge of the trajectories of one group.
 
-    `score` gets one trajectory for each attempt: if a history forked, the last, with the whole
-    conversation in its messages. A plain function `(trajectory, task) -> float | dict of named
-    parts` is adapted.
+    `score` gets one trajectory for each attempt. If its history forked, this is the last one, whose
+    messages hold the whole conversation. A plain function `(trajectory, task) -> float | dict of
+    named parts` is adapted to this protocol.
 
-    A reward that compares no attempts may set the attribute `together = False`. Each attempt is
-    then judged by a call of its own as soon as it ends, so a failed or late call costs no other
+    A reward that does not compare attempts may set the attribute `together = False`. Each attempt
+    is then judged by its own call as soon as it ends, so a failed or late call affects no other
     attempt.
     """
 
@@ -398,7 +398,7 @@ class AdaptiveSource(Protocol):
 
 @runtime_checkable
 class WeightSync(Protocol):
-    """A channel that moves weights from a learner to a generator."""
+    """A weight sync, which loads a learner's weights into a generator (such as vLLM)."""
 
     async def push(self, version: int) -> None: ...
     async def close(self) -> None:
@@ -410,7 +410,7 @@ class WeightSync(Protocol):
 class Ranks(Protocol):
     """Components of one kind that are called together.
 
-    Each has a process of its own, or there is one in this process.
+    Each component runs in a process of its own, or there is a single one in this process.
     """
 
     async def call(self, method: str, /, *arguments: Any) -> list[Any]:
@@ -468,7 +468,7 @@ class WeightAudit(Protocol):
 
 @runtime_checkable
 class Executor(Protocol):
-    """A placer of components: in this process (`spawn`), or in groups of processes (`group`)."""
+    """An executor starts components: in this process (`spawn`) or in worker groups (`group`)."""
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any: ...
     def plan(self, needs: Sequence[Any]) -> None:
@@ -481,8 +481,8 @@ class Executor(Protocol):
     def group(self, role: str, rank: int | None = None) -> Workers:
         """Start the processes of a role of the plan.
 
-        rank: start only this rank, as a group of one, if ranks do not need one another. Calling
-            again after the process ended starts a new one on the same accelerators.
+        rank: start only this rank, as a group of one, if the ranks are independent. A second call
+            after the process ended starts a new process on the same accelerators.
         """
         ...
 

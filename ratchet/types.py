@@ -186,7 +186,7 @@ class Owner(IntEnum):
     ENVIRONMENT = 2
 
 
-# A plain int, because numpy compares with an enum member as an object, five times as slowly.
+# A plain int, because numpy compares with an enum member as an object, in five times the time.
 POLICY = int(Owner.POLICY)
 
 
@@ -268,12 +268,12 @@ Use = Literal["train", "baseline", "reference"]
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """A sequence of tokens with the writer of each. Text is only a view: it is never re-tokenized.
+    """A sequence of tokens with the writer of each token. Its text is never re-tokenized.
 
-    `use`: "train" rows give gradients; a "baseline" row (ReMax's greedy answer) and a "reference"
-    row (KTO's mismatched pair) only feed statistics. `outcome=None` means there was nothing to
+    `use`: "train" rows give gradients. A "baseline" row (ReMax's greedy answer) and a "reference"
+    row (KTO's mismatched pair) only feed statistics. `outcome=None` means that there was nothing to
     judge (supervised data). `rollout_logprobs` were recorded under `temperature`, and the learner
-    computes its own logprobs under it too.
+    computes its own logprobs under the same temperature.
     """
 
     tokens: NDArray[np.int64]  # [L]
@@ -303,7 +303,7 @@ class Trajectory:
         logprobs, versions = len(self.rollout_logprobs), len(self.versions)
         assert logprobs == length, f"rollout_logprobs has {logprobs} entries for {length} tokens"
         assert versions == length, f"versions has {versions} entries for {length} tokens"
-        assert self.routes is None or len(self.routes) == length, "routes are of other tokens"
+        assert self.routes is None or len(self.routes) == length, "routes have another length"
 
     def __len__(self) -> int:
         return len(self.tokens)
@@ -400,8 +400,8 @@ class Trajectory:
 class Group:
     """All trajectories from one draw of a task.
 
-    `id` names the draw, not the prompt, and is unique within a run. `uses` is the number of steps
-    that have trained on it before: 0 unless it is replayed.
+    `id` names the draw, not the prompt, and is unique within a run. `uses` is the number of earlier
+    steps that trained on the group: 0 unless it is replayed.
     """
 
     id: str

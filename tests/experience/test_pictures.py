@@ -171,7 +171,7 @@ def test_a_row_whose_picture_is_broken_is_named():
     writer = TextRenderer(renderer(), max_context=256)
     for made in (
         lambda: writer.row(task, (Message("assistant", "a"),)),
-        lambda: writer.stepped(task, [("a", 1.0)]),
+        lambda: writer.row_from_steps(task, [("a", 1.0)]),
     ):
         with pytest.raises(
             DataError,

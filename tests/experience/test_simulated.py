@@ -83,7 +83,9 @@ async def run(
     source.ledger = PromptLedger(path)
     most = get_max_in_flight(BATCH, max_staleness)
     concurrency = (
-        None if targets is None else ConcurrencyController(per_step=BATCH, most=most, **targets)
+        None
+        if targets is None
+        else ConcurrencyController(per_step=BATCH, max_groups=most, **targets)
     )
     bounds = {"per_step": BATCH, "max_staleness": max_staleness, "last_step": steps}
     if tails:

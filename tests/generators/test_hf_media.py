@@ -223,7 +223,7 @@ def test_a_placeholder_that_was_written_is_no_image(world, family):
     core = generator.core
     with torch.no_grad():
         out, mask, position = policy.prefill([tokens], [media])
-        core._mask_NL, core._cache, core._next_N = mask, out.past_key_values, position
+        core._mask_NL, core._cache, core._next_positions_N = mask, out.past_key_values, position
         core._mask_NL = torch.cat([mask, mask.new_ones(1, 1)], 1)
         stepped = core._run(torch.tensor([[pad]]), position[:, None]).logits[0, -1]
         anew, _, after = policy.prefill([[*tokens, pad]], [media])
@@ -236,5 +236,5 @@ def test_a_model_of_text_alone_refuses_them(twins, world):
     _, renderer = world("qwen2_5_vl")
     _, model = twins("qwen3")
     tokens, media = rendered(renderer, PROMPTS[1])
-    with pytest.raises(ConfigError, match="reads text alone"):
+    with pytest.raises(ConfigError, match="reads only text"):
         asyncio.run(HFGenerator(HFConfig(), model).generate([1] * len(tokens), SAMPLING, media))

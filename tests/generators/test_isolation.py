@@ -215,7 +215,7 @@ def test_an_error_says_what_is_broken(untied):
     _, error = asyncio.run(ask(generator, [1], [CURSED]))
     assert isinstance(error, RequestFailed)
     assert (
-        "new token 0 on (prompt of 1 tokens, weights version 0): it reads the weight "
+        "new token 0 on (prompt of 1 tokens, weights version 0): the request reads the weight "
         "'embed_tokens.weight'" in str(error)
     )
 

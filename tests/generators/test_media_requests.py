@@ -62,7 +62,7 @@ def test_equal_tokens_with_other_images_are_another_prompt():
     ],
 )
 def test_media_lie_in_their_prompt_in_order(media):
-    with pytest.raises(DataError, match=r"a medium \(image\) is at tokens .* give media in order"):
+    with pytest.raises(DataError, match=r"a medium \(image\) is at tokens .* Pass media in order"):
         RequestValidator(20, 10, None, reads_media=True).admit(
             TOKENS, SAMPLING, print, print, media
         )
@@ -71,7 +71,7 @@ def test_media_lie_in_their_prompt_in_order(media):
 def test_who_reads_text_alone_refuses_them():
     with pytest.raises(
         ConfigError,
-        match=r"1 media .* this generator reads text alone: set generator.kind to hf or vllm",
+        match=r"1 media .* this generator reads only text: set generator.kind to hf or vllm",
     ):
         asyncio.run(engine().generate(TOKENS, SAMPLING, [Placed(1, CAT)]))
     with pytest.raises(ConfigError, match="GenerationInterface"):

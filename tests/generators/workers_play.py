@@ -109,5 +109,5 @@ def router_here(workers=2, *, exchanges=(), **keys):
         started.append(Here(rank, exchanges=lives.pop(0)))
         return started[-1]
 
-    made._start = again
+    made._start_worker = again
     return made, started

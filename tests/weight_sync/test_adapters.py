@@ -103,7 +103,7 @@ def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
     asyncio.run(link.push(1))
     step(made)
     found = asyncio.run(
-        ParityGate(ParityPair(made, generator, link, {}), ParityConfig())._weights()
+        ParityGate(ParityPair(made, generator, link, {}), ParityConfig())._compare_weights()
     )
     assert found.guilty
     assert (

@@ -17,9 +17,9 @@ from ratchet.weight_sync.checksums import checksum
 from ratchet.weight_sync.delta import (
     ReceivedWeights,
     apply_changed_words,
-    changes,
     find_changed_words,
     forget,
+    iterate_changes,
     view_as_words,
 )
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver
@@ -89,7 +89,7 @@ def deliver(received, shards, session, base, version, *, sent=None):
     """Applies what a rank sends, and commits. sent: what it sent before, again."""
     blocks = [[describe_block(shard, None) for shard in shards]]
     parts, numbers = sent or outgoing(shards, session, base, version)
-    taken = received.take(
+    taken = received.apply_push(
         blocks, [parts], lambda rank, part: numbers[part], base=base, version=version
     )
     found = [tensor.clone() for *_, tensor in taken]
@@ -99,7 +99,7 @@ def deliver(received, shards, session, base, version, *, sent=None):
 
 def outgoing(shards, session, base, version):
     parts, numbers = [], {}
-    for item in changes(iter(shards), None, session=session, base=base, version=version):
+    for item in iterate_changes(iter(shards), None, session=session, base=base, version=version):
         parts.append(item.to_part(len(parts), checksum(item.tensor.contiguous())))
         numbers[parts[-1]] = item.tensor.reshape(-1).clone()
     return parts, numbers

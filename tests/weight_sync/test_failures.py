@@ -43,7 +43,7 @@ def flip_in_segment(session_at):
         part = parts[1][1]
         (segments,) = shared_memory._MAPPED.values()
         (bytes_n,) = segments.values()
-        bytes_n[shared_memory.HEADER + part.place + session_at] ^= 1
+        bytes_n[shared_memory.HEADER + part.start + session_at] ^= 1
 
     return act
 
@@ -240,7 +240,7 @@ def test_memory_of_another_host_is_not_mistaken_for_the_segment(tmp_path):
     file.write_bytes(bytes(256))
     for path in (str(file), str(tmp_path / "absent")):
         with pytest.raises(WeightSyncError, match="must be on one host"):
-            shared_memory._map(path, "token", 128)
+            shared_memory._map_segment(path, "token", 128)
 
 
 def segments(pids):

@@ -108,6 +108,6 @@ def test_the_parity_gate_names_the_form():
     assert "the cause is: dtype (learner float32, generator float8)" in report
     assert "weights      not compared: the generator rounds received weights to float8" in report
     assert (
-        asyncio.run(ParityGate(gate.ends, ParityConfig(threshold=0.3)).check(batch, 1))["mean"]
+        asyncio.run(ParityGate(gate.pair, ParityConfig(threshold=0.3)).check(batch, 1))["mean"]
         < 0.3
     )

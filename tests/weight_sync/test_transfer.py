@@ -20,7 +20,7 @@ from ratchet.weight_sync.collective import CollectiveWeightSync
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.files import FilesWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
-from ratchet.weight_sync.weight_blocks import WeightBlock, check_cover
+from ratchet.weight_sync.weight_blocks import WeightBlock, check_coverage
 
 LINKS = {
     "shared_memory": lambda senders, receivers, path, **o: SharedMemoryWeightSync(
@@ -215,8 +215,8 @@ def block(offsets, sizes, name="w", shape=(4, 4), dtype="float32"):
 )
 def test_ranks_that_do_not_add_up_to_a_model_are_found(by_rank, said):
     with pytest.raises(WeightSyncError, match=said):
-        check_cover(by_rank)
+        check_coverage(by_rank)
 
 
 def test_boxes_of_two_divisions_add_up():
-    check_cover([[block((row, column), (2, 2)) for column in (0, 2)] for row in (0, 2)])
+    check_coverage([[block((row, column), (2, 2)) for column in (0, 2)] for row in (0, 2)])

@@ -104,7 +104,7 @@ def test_chances_go_by_the_spread_of_rewards():
     source, counts = replay(groups=1), [0, 0, 0, 0]
     asyncio.run(play(source, 1))
     for step in range(600):
-        (group,) = source._chosen(step)
+        (group,) = source._sample_replayed(step)
         counts[number_of(group.id)] += 1
     assert [count / 600 for count in counts] == pytest.approx([0, 1 / 6, 2 / 6, 3 / 6], abs=0.05)
 

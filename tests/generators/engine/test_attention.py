@@ -27,7 +27,7 @@ def oracle(q_HD, k_KLD, v_KLD):
     return (weights @ v)[:, 0]
 
 
-@pytest.mark.parametrize("kernel", ["_tiled", "_fused"])
+@pytest.mark.parametrize("kernel", ["_attend_tiled", "_attend_fused"])
 def test_a_decode_step_sees_its_own_slot_up_to_its_own_token(kernel):
     lengths = [1, 5, 300, 17, 128, 129]
     cache = filled_cache(lengths)

@@ -309,16 +309,16 @@ def test_the_context_ends_a_completion(decoder):
 def test_wrong_requests_are_refused_and_leave_nothing_behind(decoder):
     generator = engine(decoder, max_context=20)
     refused = [
-        ([], SAMPLED, DataError, "empty prompt"),
+        ([], SAMPLED, DataError, "the prompt is empty"),
         ([1] * 21, SAMPLED, DataError, "21 tokens doesn't fit a context of 20"),
         ([1, 67], SAMPLED, DataError, "token 67 .* vocabulary of 67"),
         ([1, -1], SAMPLED, DataError, "token -1"),
-        ([1], replace(SAMPLED, drawn=1), DataError, "drawn=1 of a prompt of 1 tokens"),
-        (["1"], SAMPLED, DataError, "no sequence of token ids"),
-        ([1.5], SAMPLED, DataError, "no sequence of token ids"),
-        ([2**70], SAMPLED, DataError, "no sequence of token ids"),
+        ([1], replace(SAMPLED, drawn=1), DataError, "drawn=1 leaves no prompt"),
+        (["1"], SAMPLED, DataError, "not a sequence of token ids"),
+        ([1.5], SAMPLED, DataError, "not a sequence of token ids"),
+        ([2**70], SAMPLED, DataError, "not a sequence of token ids"),
         ([[1, 2]], SAMPLED, DataError, r"shape \[1, 2\]"),
-        ([[1], [1, 2]], SAMPLED, DataError, "no sequence of token ids"),
+        ([[1], [1, 2]], SAMPLED, DataError, "not a sequence of token ids"),
         ([1], replace(SAMPLED, stop=("x",)), ConfigError, "no tokenizer"),
     ]
     for prompt, sampling, kind, message in refused:

@@ -154,7 +154,7 @@ def test_names_that_are_not_there_and_adapters_that_do_not_fit(adapters, tmp_pat
     engine.add_adapter("one", adapters["one"][0])
     with pytest.raises(ConfigError, match="no adapter 'two': it serves base, one"):
         ask(engine, ["two"], PROMPTS[:1])
-    with pytest.raises(ModelError, match="served already"):
+    with pytest.raises(ModelError, match="taken by another adapter"):
         engine.add_adapter("one", adapters["one"][0])
     wide = init_policy(replace(SHAPE, intermediate_size=32), seed=1)
     wide.attach(Adapter(LoRAConfig(rank=2)))

@@ -99,5 +99,5 @@ def test_what_was_drawn_keeps_its_routes_when_new_weights_come(sparse):
 
 
 def test_a_model_without_experts_records_none(decoder):
-    with pytest.raises(ConfigError, match="records none"):
+    with pytest.raises(ConfigError, match="records no routes"):
         EmbeddedEngine(EngineConfig(), decoder).generate_all([[1]], [Sampling(routes=True)])

@@ -180,7 +180,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
 def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
     outbox.add(shards())
     inbox = WeightFileReader.open(outbox.manifest())
-    assert inbox.damaged() == []
+    assert inbox.list_damaged() == []
     arrived = dict(inbox.weights())
     assert list(arrived) == [*SHAPES, "lm_head.weight"]
     for shard in shards():
@@ -383,11 +383,11 @@ def generation(monkeypatch, decoder):
     """The generator on a fake of vLLM."""
 
     def make(core):
-        def of(arguments, has_read):
+        def of(arguments, on_files_read):
             made = object.__new__(core)
             made.llm, made.version, made._running, made._requests = FakeLLM(), 0, {}, {}
-            made._ids, made._guarded, made.loras = map(str, range(1000)), False, LoRARequests()
-            made._has_read = has_read
+            made._ids, made._is_guarded, made.loras = map(str, range(1000)), False, LoRARequests()
+            made._on_files_read = on_files_read
             made.close = lambda: None
             return made
 
@@ -523,7 +523,7 @@ def test_requests_of_an_engine_that_broke_are_given_back_though_it_can_not_be_to
         raise RuntimeError(f"the engine is dead, and {names} with it")
 
     core, lost = object.__new__(InProcessCore), request()
-    core.llm, core._answers = SimpleNamespace(abort_request=broken), {"7": PartialCompletion(lost)}
+    core.llm, core._partials = SimpleNamespace(abort_request=broken), {"7": PartialCompletion(lost)}
     assert core.reset() == [lost]
     assert not core.busy
     assert core.reset() == []
@@ -553,7 +553,7 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
         for i, each in enumerate(pieces)
     ]
     core.llm = SimpleNamespace(step=lambda: outputs, abort_request=aborted.extend)
-    core._answers = {str(i): PartialCompletion(each) for i, each in enumerate(requests)}
+    core._partials = {str(i): PartialCompletion(each) for i, each in enumerate(requests)}
     core.step()
     assert [type(each) for each in told[:3]] == [RequestFailed, TrainingError, RequestFailed]
     assert told[3].tokens.tolist() == [8]
@@ -564,11 +564,11 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
 def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_one_were_broken():
     core, found = object.__new__(InProcessCore), []
     broken, whole = (replace(request(), deliver=found.append, fail=found.append) for _ in range(2))
-    core.llm, core._answers = (
+    core.llm, core._partials = (
         SimpleNamespace(abort_request=lambda names: None),
         {"1": PartialCompletion(broken), "2": PartialCompletion(whole)},
     )
-    core._answers["1"].add(piece([8], None, logprob=float("nan")))
+    core._partials["1"].add(piece([8], None, logprob=float("nan")))
     broken.marks.append((0, 0))
     core.abort()
     assert isinstance(found[0], RequestFailed)
@@ -614,15 +614,15 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
 
     small = written("small", rank=2)
     refused(
-        r"started for 0 adapters beside the policy's, and 'one' is one more: set "
+        r"started for 0 adapters beside the policy's, so it can't add 'one': set "
         r"generator\.lora_others=1",
         "one",
         small,
     )
     generation.config = VLLMConfig(lora_rank=2, lora_others=1)
-    refused("an adapter 'base' is served already", "base", small)
+    refused("the name 'base' is taken by another adapter", "base", small)
     refused(
-        r"rank 3, and vLLM was started for 2: set generator\.lora_rank=3",
+        r"rank 3, but vLLM was started for ranks up to 2: set generator\.lora_rank=3",
         "one",
         written("large", rank=3),
     )

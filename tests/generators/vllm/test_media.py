@@ -61,12 +61,12 @@ def test_what_vllm_makes_of_a_prompt_is_compared():
     check_expanded(TWO, TWO.prompt.tolist())
     check_expanded(request([1, 2]), None)
     for other in ([1, 9, 9, 2, 9, 9, 3], [1, 9, 9, 9, 2, 9, 9, 4], None):
-        with pytest.raises(ModelError, match=r"vLLM makes .* set generator\.kind=hf"):
+        with pytest.raises(ModelError, match=r"vLLM expands .* set generator\.kind=hf"):
             check_expanded(TWO, other)
 
 
 def test_what_it_is_not_given_is_refused():
-    with pytest.raises(ConfigError, match="kind audio, and vLLM is given images alone"):
+    with pytest.raises(ConfigError, match="kind audio, but the vLLM generator takes only images"):
         make_vllm_prompt(request([1, 9], Placed(1, Medium("a", "audio", 1, {}, b""))), 0)
     with pytest.raises(ModelError, match="differ from one another"):
         collapse_placeholders(request([1, 8, 9], Placed(1, image("a", 2))))
