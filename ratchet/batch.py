@@ -27,8 +27,8 @@ class Weight(NamedTuple):
 
     level: Level
     values: Tensor  # float64, [T], [S] or [G] by `level`
-    # The sum of the weights over the whole step, even in a micro-batch of it. Metrics are divided by
-    # it to become means.
+    # The sum of the weights over the whole step, even in a micro-batch of it. Metrics are divided
+    # by it to become means.
     total: float = 1.0
     coef: float = 1.0  # factor on the term in this step
 

@@ -63,7 +63,6 @@ def make_run(
     Args:
         policy: The model to train, with its generator.
         setup: The environment and its rewards.
-        algorithm: The algorithm.
         spec: The settings of the stage.
         ledger: Records the outcome of each group; None keeps the source's own ledger.
         run_fields: Further fields of `StageRun`, such as observers.
@@ -99,9 +98,7 @@ def make_run(
         stage_source = _wrap_source(
             source, rollout_policy, setup, spec, is_informative, last_step=last_step
         )
-    parity_pair = ParityPair.create(
-        roles["policy"], policy.generator, weight_sync, policy.tokenizer
-    )
+    pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     environment = setup.environment
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles["policy"])
     probes = _make_probes(policy, setup, spec)
@@ -116,7 +113,7 @@ def make_run(
         ),
         weight_sync=weight_sync,
         metrics=metrics,
-        parity=ParityGate(parity_pair, spec.parity),
+        parity=ParityGate(pair, spec.parity),
         probes=probes,
         first_step=first_step,
         last_step=last_step,

@@ -230,7 +230,7 @@ def test_an_error_says_what_is_broken(untied):
 
     untied.norm.weight.detach().fill_(float("nan"))
     for version, cause in (
-        (0, "the weight 'norm.weight' of the model's files"),
+        (0, "the weight 'norm.weight' in the model's files"),
         (3, "an update has broken the weights"),
     ):
         asyncio.run(generator.commit(version))

@@ -1,7 +1,6 @@
 """Continuous batching: requests enter and leave the running batch between any two steps.
 
-A waiting request enters as soon as a slot is free. Every running request gets one token per step,
-and an ended request leaves its slot.
+Each running request has a slot, and gets one token per step.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
@@ -74,9 +73,9 @@ class Scheduler:
             self.longest *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
         self._active: ActiveSlots | None = None  # all running requests; None when they have changed
-        self._stop_string_requests = 0  # running requests with stop strings
-        self._route_requests = 0  # running requests whose routes are recorded
-        self._adapter_requests = 0  # running requests that name an adapter
+        self._n_stop_strings = 0  # running requests with stop strings
+        self._n_routed = 0  # running requests whose routes are recorded
+        self._n_adapted = 0  # running requests that name an adapter
         self._is_cache_stale = False  # keys and values belong to older weights
 
     # --- requests enter and leave
@@ -118,7 +117,7 @@ class Scheduler:
         self.cache.clear()
         self.slots.clear()
         self._active = None
-        self._stop_string_requests = self._route_requests = self._adapter_requests = 0
+        self._n_stop_strings = self._n_routed = self._n_adapted = 0
         self._is_cache_stale = False
         return requests
 
@@ -220,15 +219,15 @@ class Scheduler:
         The requests get the next free slots, and each distinct prompt is computed once. The
         requests stay in `waiting` until `_activate`, so that `reset` finds them after an error.
         """
-        route_requests = self._route_requests
-        adapter_requests = self._adapter_requests
-        self._route_requests += sum(request.sampling.routes for request in batch)
-        self._adapter_requests += sum(request.sampling.adapter is not None for request in batch)
+        n_routed = self._n_routed
+        n_adapted = self._n_adapted
+        self._n_routed += sum(request.sampling.routes for request in batch)
+        self._n_adapted += sum(request.sampling.adapter is not None for request in batch)
         try:
             return self._prefill_batch(batch)
         except BaseException:
-            self._route_requests = route_requests
-            self._adapter_requests = adapter_requests
+            self._n_routed = n_routed
+            self._n_adapted = n_adapted
             raise
 
     def _prefill_batch(self, batch: list[GenerationRequest]) -> Tensor:
@@ -256,10 +255,8 @@ class Scheduler:
         adapters = [adapter for adapter, _ in prompt_numbers]
         hidden_Td = self._prefill(tokens_T, lengths_P, adapters, sources, rows, positions, record)
         if record is not None:
-            slot_positions = self._upload(rows), self._upload(positions)
-            self.slots.routes_RCLK.index_put_(
-                slot_positions, record.experts_TLK[self._upload(sources)]
-            )
+            targets = self._upload(rows), self._upload(positions)
+            self.slots.routes_RCLK.index_put_(targets, record.experts_TLK[self._upload(sources)])
         last_N = (starts_P + lengths_P - 1)[prompt_N]
         padded = np.pad(last_N, (0, -count % self.limits.row_multiple), mode="edge")
         return hidden_Td.index_select(0, self._upload(padded))
@@ -272,7 +269,7 @@ class Scheduler:
         for request in batch:
             self.waiting.remove(request)
         self._active = None
-        self._stop_string_requests += sum(request.watch is not None for request in batch)
+        self._n_stop_strings += sum(request.watch is not None for request in batch)
         for request in batch:
             request.marks.append((0, self.version))
         self._finish(self._draw_next(self.slots.upload_active(first, first + count), hidden_Nd))
@@ -315,7 +312,7 @@ class Scheduler:
         tokens_T = F.pad(tokens_T, padding)
         positions_T = F.pad(self._upload(concatenate_ranges(lengths)), padding)
         adapters_T: Sequence[str | None] = ()
-        if self._adapter_requests:
+        if self._n_adapted:
             adapters_T = np.repeat(np.array(adapters, dtype=object), lengths).tolist()
         multiple = self.limits.row_multiple
         return self._select_decoder(adapters_T)(
@@ -324,7 +321,7 @@ class Scheduler:
 
     def _select_decoder(self, adapters: Sequence[str | None]) -> Decoder:
         """Return the decoder for rows with these adapters, followed by padding."""
-        return self.adapters.decoder(adapters) if self._adapter_requests else self.decoder
+        return self.adapters.decoder(adapters) if self._n_adapted else self.decoder
 
     def _make_recorder(self, tokens: int) -> RouteRecorder | None:
         """Return a recorder of routes for a forward of `tokens` rows and padding.
@@ -332,9 +329,7 @@ class Scheduler:
         Return None if no running request records routes.
         """
         rows = round_up_to(tokens, self.limits.row_multiple)
-        return (
-            RouteRecorder(self.decoder.config, rows, self.device) if self._route_requests else None
-        )
+        return RouteRecorder(self.decoder.config, rows, self.device) if self._n_routed else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
         return torch.from_numpy(array).to(self.device)
@@ -359,7 +354,7 @@ class Scheduler:
             return self._decode_with_torch(active, longest)
         count = active.count
         plain_rows = torch.arange(count)
-        if not self._adapter_requests:
+        if not self._n_adapted:
             hidden = self.compiled(
                 layers, active.feed[:count], active.positions[:count], plain_rows, self.cache
             )
@@ -377,7 +372,7 @@ class Scheduler:
         attend = DecodeAttention(self.cache, active.positions, longest)
         record = self._make_recorder(len(active.feed))
         decoder = self._select_decoder(
-            [request.sampling.adapter for request in self.running] if self._adapter_requests else ()
+            [request.sampling.adapter for request in self.running] if self._n_adapted else ()
         )
         multiple = self.limits.row_multiple
         hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
@@ -418,13 +413,11 @@ class Scheduler:
         """
         first = active.first
         end = first + active.count
-        full_rows = (
-            np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
-        )
+        full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
         ended: dict[int, StopReason | RequestFailed] = {
-            row: self.running[row].reason_at_limit for row in full_rows.tolist()
+            row: self.running[row].reason_at_limit for row in full.tolist()
         }
-        rows = range(first, end) if self._stop_string_requests else ()
+        rows = range(first, end) if self._n_stop_strings else ()
         if watched_rows := [row for row in rows if self.running[row].watch]:
             watched_tokens = tokens_N[torch.tensor(watched_rows, device=self.device) - first]
             for row, token in zip(watched_rows, watched_tokens.tolist(), strict=True):
@@ -491,11 +484,9 @@ class Scheduler:
         freed = set(rows)
         gaps = [row for row in rows if row < remaining]
         moved = [row for row in range(remaining, len(self.running)) if row not in freed]
-        self._stop_string_requests -= sum(self.running[row].watch is not None for row in rows)
-        self._route_requests -= sum(self.running[row].sampling.routes for row in rows)
-        self._adapter_requests -= sum(
-            self.running[row].sampling.adapter is not None for row in rows
-        )
+        self._n_stop_strings -= sum(self.running[row].watch is not None for row in rows)
+        self._n_routed -= sum(self.running[row].sampling.routes for row in rows)
+        self._n_adapted -= sum(self.running[row].sampling.adapter is not None for row in rows)
         self._active = None
         broken = self.slots.find_nonfinite([*rows, *moved])
         self.cache.erase([row for row in rows if row in broken])
