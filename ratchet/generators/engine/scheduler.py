@@ -1,6 +1,4 @@
-"""Continuous batching: requests enter and leave the running batch between any two steps.
-
-Each running request has a slot, and gets one token per step.
+"""Continuous batching: requests enter and leave between steps; each running one has a slot.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
