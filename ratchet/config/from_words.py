@@ -11,7 +11,14 @@ from ratchet.config.base import Section
 from ratchet.config.diagnostics import RecipeProblem, explain, report
 from ratchet.config.layers import as_layer
 from ratchet.config.resolve import section_class
-from ratchet.config.yaml_tree import COMMAND_LINE, Node, ValueOrigin, read_text
+from ratchet.config.yaml_tree import (
+    COMMAND_LINE,
+    Budget,
+    Node,
+    ValueOrigin,
+    check_key_path,
+    read_text,
+)
 from ratchet.errors import ConfigError
 
 
@@ -38,12 +45,14 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Secti
 def _keys(words: Sequence[str]) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
     problems: list[RecipeProblem] = []
+    budget = Budget()
     for text in words:
         key, equals, value = text.partition("=")
         path = tuple(key.strip().split("."))
         if not equals or not all(path):
             raise ConfigError(f"{COMMAND_LINE}: override '{text}' is not of the form key=value")
-        node, problems_here = read_text(value, COMMAND_LINE, ".".join(path))
+        check_key_path(path)
+        node, problems_here = read_text(value, COMMAND_LINE, ".".join(path), budget)
         parsed[path] = replace(node, origin=replace(node.origin, line=None))
         problems += problems_here
     keys = as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)

@@ -25,6 +25,7 @@ from ratchet.config.yaml_tree import (
     Budget,
     Node,
     ValueOrigin,
+    check_key_path,
     read_file,
     read_text,
     write_text,
@@ -42,9 +43,10 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     Raises ConfigError, which lists all problems of the recipe.
     """
     problems: list[RecipeProblem] = []
-    root = _read(Path(path), problems)
+    budget = Budget()
+    root = _read(Path(path), problems, budget)
     if overrides:
-        root = apply_layer(root, _overrides(overrides, problems), problems)
+        root = apply_layer(root, _overrides(overrides, problems, budget), problems)
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
@@ -88,11 +90,10 @@ def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
     return config
 
 
-def _read(path: Path, problems: list[RecipeProblem]) -> Node:
+def _read(path: Path, problems: list[RecipeProblem], budget: Budget) -> Node:
     """Return a recipe merged over the recipes that it extends. Raises ConfigError."""
     layers: list[Node] = []
     chain: list[Path] = []
-    budget = Budget()
     extends: Node | None = None
     while True:
         try:
@@ -131,7 +132,7 @@ def _read(path: Path, problems: list[RecipeProblem]) -> Node:
     return merged
 
 
-def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
+def _overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budget) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -141,11 +142,12 @@ def _overrides(texts: Sequence[str], problems: list[RecipeProblem]) -> Node:
                 f"{COMMAND_LINE}: override '{shorten_text(text, 200)}' is not of the form "
                 "a.b.c=value"
             )
+        check_key_path(keys)
         if keys == (EXTENDS,):
             raise ConfigError(
                 f"{COMMAND_LINE}: extends can't be overridden: start from the other recipe"
             )
-        node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys))
+        node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys), budget)
         problems += duplicates
         parsed.pop(keys, None)  # of a repeated key the last value counts, in its place
         parsed[keys] = _without_lines(node)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import difflib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -29,6 +29,7 @@ MAX_NODES = 100_000  # values after anchors are expanded
 MAX_DEPTH = 64
 MAX_KEY_CHARS = 200
 MAX_DIGITS = 100
+SURROGATES = re.compile(r"[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -256,10 +257,7 @@ class _Reader:
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
             if not key:
                 raise ConfigError(f"{self.file}:{line}: a key must be a word")
-            if len(key) > MAX_KEY_CHARS:
-                raise ConfigError(
-                    f"{self.file}:{line}: no key of a recipe has {len(key):,} characters"
-                )
+            _check_key(key, f"{self.file}:{line}")
             child = self.read(value_node, origin.below(key).path)
             child = replace(child, origin=replace(child.origin, line=line))
             if key in children:
@@ -281,6 +279,22 @@ class _Reader:
                 raise ConfigError(f"{item.origin}: << must name an anchor of a section")
             merged |= item.value
         return merged
+
+
+def _check_key(key: str, where: str) -> None:
+    """Raise ConfigError for a key that is too long, or that UTF-8 can't encode."""
+    if len(key) > MAX_KEY_CHARS:
+        raise ConfigError(f"{where}: a key of {len(key):,} characters is none of a recipe's")
+    if SURROGATES.search(key):
+        raise ConfigError(f"{where}: the key {ascii(key)} is not text: write it in UTF-8")
+
+
+def check_key_path(keys: Sequence[str]) -> None:
+    """Raise ConfigError for an override's keys that a recipe could not hold."""
+    if len(keys) >= MAX_DEPTH:
+        _refuse_depth(COMMAND_LINE)
+    for key in keys:
+        _check_key(key, COMMAND_LINE)
 
 
 def _label(item: yaml.Node, index: int) -> str:

@@ -5,6 +5,7 @@ import hostile
 import pytest
 
 from ratchet.config import yaml_tree
+from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import imported
 from ratchet.config.yaml_tree import Budget, read_text
@@ -62,6 +63,32 @@ def test_a_chain_of_recipes_shares_one_budget(tmp_path, monkeypatch):
     (tmp_path / "b.yaml").write_text("extends: a.yaml\n" + "#" * 1200 + "\n")
     with pytest.raises(ConfigError, match="a recipe and all that it extends hold at most"):
         load_config(tmp_path / "b.yaml")
+
+
+@pytest.mark.fault("C13")
+def test_overrides_share_the_budget_of_the_recipe(tmp_path):
+    path = hostile.place(tmp_path / "r.yaml", hostile.QUICKSTART)
+    some = "{a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1, 1], b: &b [*a, *a, *a, *a, *a], c: [*b, *b, *b, *b]}"
+    with pytest.raises(ConfigError, match=r"anchors and merges make more than 100,000 values"):
+        load_config(path, [f"x{n}={some}" for n in range(400)])
+    with pytest.raises(ConfigError, match="at most 10,000 keys and values"):
+        load_config(path, [f"x{n}=[1, 2, 3, 4]" for n in range(2500)])
+    with pytest.raises(ConfigError, match=r"anchors and merges make more than 100,000 values"):
+        section_from_words("rewards", "boxed", [f"x{n}={some}" for n in range(400)])
+
+
+def test_a_key_that_no_recipe_holds_is_refused_where_it_stands(tmp_path):
+    path = hostile.place(tmp_path / "r.yaml", hostile.QUICKSTART)
+    for override in (f"{'a.' * 30_000}b=1", f"{'a.' * 64}b=1"):
+        with pytest.raises(ConfigError, match="^command line: values are nested more than 64 deep"):
+            load_config(path, [override])
+    with pytest.raises(ConfigError, match="^command line: a key of 100,000 characters"):
+        load_config(path, ["a" * 100_000 + "=1"])
+    with pytest.raises(ConfigError, match=r"^command line: the key 'na\\udcffme' is not text"):
+        load_config(path, ["na\udcffme=1"])  # a byte that is not UTF-8
+    path.write_text('"\\ud800": 1\n')
+    with pytest.raises(ConfigError, match=r"r.yaml:1: the key '\\ud800' is not text"):
+        load_config(path)
 
 
 def test_the_content_of_a_file_that_is_no_recipe_is_not_shown(tmp_path):
