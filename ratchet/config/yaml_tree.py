@@ -284,7 +284,7 @@ class _Reader:
 def _check_key(key: str, where: str) -> None:
     """Raise ConfigError for a key that is too long, or that UTF-8 can't encode."""
     if len(key) > MAX_KEY_CHARS:
-        raise ConfigError(f"{where}: a key of {len(key):,} characters is none of a recipe's")
+        raise ConfigError(f"{where}: no key of a recipe has {len(key):,} characters")
     if SURROGATES.search(key):
         raise ConfigError(f"{where}: the key {ascii(key)} is not text: write it in UTF-8")
 
