@@ -11,6 +11,7 @@ import contextlib
 import fcntl
 import json
 import os
+import re
 import select
 import socket
 import subprocess
@@ -19,7 +20,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from signal import SIGKILL
+from signal import SIGKILL, Signals
 from typing import Any
 
 from ratchet.sandbox.base import (
@@ -55,6 +56,7 @@ from inside.launch import main
 del sys.path[0]
 main(int(sys.argv[2]), json.loads(sys.argv[3]))
 """
+OOM_KILLS = re.compile(r"^oom_kill (\d+)$", re.MULTILINE)
 PACKAGE_DIR = str(Path(__file__).resolve().parent)
 # All environment variables of programs and commands. PATH is set, because bash's default ends in
 # the current directory.
@@ -155,6 +157,8 @@ class ForkServerSlot:
             if is_command
             else program.encode("utf-8", "surrogatepass")
         )
+        forking = command or limits.processes > 1
+        oom_kills_before = count_oom_kills() if forking else 0
         files = [seal_in_memory(text), seal_in_memory(stdin)]
         outputs: list[int] = []
         try:
@@ -184,10 +188,20 @@ class ForkServerSlot:
             raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
         result = judge_end(report, run_outputs, limits)
         # The program can't send SIGKILL to itself.
-        if result.signal == SIGKILL and not is_command and limits.processes == 1:
+        if result.signal == SIGKILL and not forking:
             raise ForkServerError(
                 "the program was killed from outside: by the kernel because memory ran out, or by "
                 "another user"
+            )
+        # Any of its processes may have died of it, even if the program itself went on.
+        if number := report["signal_from_outside"]:
+            raise ForkServerError(
+                f"the program's processes got {Signals(number).name} from outside, as from a "
+                "service manager that stops all processes"
+            )
+        if forking and count_oom_kills() > oom_kills_before:
+            raise ForkServerError(
+                "the kernel killed processes for want of memory while the program ran"
             )
         return result
 
@@ -343,6 +357,21 @@ def seal_in_memory(data: bytes) -> int:
     seals = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE
     fcntl.fcntl(file, fcntl.F_ADD_SEALS, seals)
     return file
+
+
+def count_oom_kills() -> int:
+    """Return how many processes the kernel has killed for want of memory so far.
+
+    They are those of this process's control group, or else of the whole machine.
+    """
+    with contextlib.suppress(OSError):
+        group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
+        if found := OOM_KILLS.search(Path(f"/sys/fs/cgroup{group}/memory.events").read_text()):
+            return int(found[1])
+    with contextlib.suppress(OSError):
+        if found := OOM_KILLS.search(Path("/proc/vmstat").read_text()):
+            return int(found[1])
+    return 0
 
 
 def close(files: list[int]) -> None:

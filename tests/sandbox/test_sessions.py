@@ -4,14 +4,26 @@ outside, and travel."""
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import itertools
 import json
+import os
+import signal
 import sys
 from pathlib import Path
 
 import pytest
+from sandbox.corpus import descendants
 from sandbox.test_attacks import as_nobody, need
 
-from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, SandboxError
+from ratchet.sandbox import (
+    Isolation,
+    Limits,
+    LocalSandbox,
+    Reason,
+    SandboxError,
+    fork_server_client,
+)
 
 PATIENT = Limits(cpu_s=30)
 
@@ -117,3 +129,74 @@ def test_a_session_finds_programs_by_their_alternatives(sandbox):
 
     result = asyncio.run(ask())
     assert result.stdout == b"42\n", result
+
+
+def test_signals_that_a_command_sends_arrive(sandbox):
+    """The fork server ignores SIGTERM and SIGHUP, and what is ignored is inherited."""
+
+    async def main():
+        session = await sandbox.open(limits=PATIENT)
+        for name, code in (("TERM", 143), ("HUP", 129), ("INT", 130)):
+            # Shells start background jobs with SIGINT ignored, as POSIX asks.
+            sleeper = "python3 -c 'import os; os.kill(os.getpid(), 2)'" if name == "INT" else ""
+            command = sleeper or f"sleep 1000 & kill -{name} $!; wait $!"
+            result = await session.run(command, 30)
+            assert result.exit == code or result.signal == code - 128, (name, result)
+        program = (
+            "import subprocess\nchild = subprocess.Popen(['sleep', '1000'])\nchild.terminate()\n"
+            "print(child.wait())"
+        )
+        result = await sandbox.run(program, limits=Limits(wall_s=30, processes=4))
+        assert result.stdout == b"-15\n", result
+        swept = await session.run("trap '' TERM; kill -TERM -1; echo on", 30)
+        assert swept.stdout == b"on\n"
+        await session.close()
+
+    asyncio.run(main())
+
+
+@pytest.mark.fault("R20")
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGHUP])
+def test_a_command_whose_whole_service_is_stopped_runs_again(sandbox, number):
+    async def main():
+        session = await sandbox.open(limits=PATIENT)
+        await session.put({"n": b"0"})
+        # The signal ends `sleep`, and the shell would go on and fail.
+        running = asyncio.ensure_future(
+            session.run("trap '' TERM HUP; (trap - TERM HUP; exec sleep 2) && echo whole", 30)
+        )
+        while not any("sleep\x002" in command_line(pid) for pid in descendants(os.getpid())):
+            await asyncio.sleep(0.01)
+        for pid in descendants(os.getpid()):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, number)
+        assert (await running).stdout == b"whole\n"
+        own = await session.run("sh -c 'kill -TERM $$'; kill -TERM -1 $PPID; echo own; exit 1", 30)
+        assert own.exit == 1 or own.signal == signal.SIGTERM  # its own deed is judged
+        await session.close()
+
+    asyncio.run(main())
+
+
+def command_line(pid):
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    return ""
+
+
+@pytest.mark.fault("R20")
+def test_a_command_beside_which_memory_ran_out_is_not_judged(sandbox, monkeypatch):
+    kills = itertools.count()
+    monkeypatch.setattr(fork_server_client, "count_oom_kills", lambda: next(kills) // 2)
+
+    async def main():
+        session = await sandbox.open(limits=PATIENT)
+        assert (await session.run("exit 3", 30)).exit == 3
+        monkeypatch.setattr(fork_server_client, "count_oom_kills", lambda: next(kills))
+        with pytest.raises(SandboxError, match="for want of memory"):
+            await session.run("exit 3", 30)
+        await session.close()
+
+    asyncio.run(main())
+    monkeypatch.undo()
+    assert fork_server_client.count_oom_kills() >= 0

@@ -29,6 +29,8 @@ STREAMS = (
     ("stderr", 2, "w", "backslashreplace"),
 )
 STACK_BYTES = 64 << 20
+# Signals that the zygote ignores and blocks: the trainer handles them.
+QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_DESCRIPTORS = 64
 # uids without an account; the second is for containers that map only 16 bits of ids
 SCRATCH_UID, NARROW_UID = 0x20000000, 65000
@@ -87,7 +89,7 @@ def become_program(request: Request, place: Place, zygote: int, files: list[int]
             os.dup2(copied_file, target, inheritable=target != STATUS)
         status = STATUS
         os.closerange(FIRST_UNUSED, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
-        restore_signals(request.command)
+        restore_signals(request)
         confine(request, place, zygote)
         os.write(status, b"ready")
     except BaseException as error:
@@ -99,25 +101,24 @@ def become_program(request: Request, place: Place, zygote: int, files: list[int]
     run_source(source)
 
 
-def restore_signals(command: bool) -> None:
+def restore_signals(request: Request) -> None:
     """Restore the handling of signals that the zygote and Python ignore.
 
-    A command gets the default handling of all of them. A Python program gets it only for SIGINT,
-    which it may send itself. The program still ignores SIGTERM and SIGHUP unless it handles them: a
-    service manager that stops the trainer sends them to every process, and that would look like a
-    crash of the program.
+    A command gets the default handling of all of them. A Python program gets it only for those that
+    it may send to itself or its processes. A program of one process still ignores SIGTERM and
+    SIGHUP unless it handles them: a service manager that stops the trainer sends them to every
+    process, and that would look like a crash of the program. With several processes, `kill` and
+    `Process.terminate` must work, and the zygote notices a signal from outside.
     """
-    if command:
-        for number in (
-            signal.SIGTERM,
-            signal.SIGHUP,
-            signal.SIGINT,
-            signal.SIGPIPE,
-            signal.SIGXFSZ,
-        ):
+    if request.forking:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    if request.command:
+        for number in (signal.SIGINT, signal.SIGPIPE, signal.SIGXFSZ):
             signal.signal(number, signal.SIG_DFL)
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET)
 
 
 def confine(request: Request, place: Place, zygote: int) -> None:

@@ -117,6 +117,10 @@ def run(request):
 
 
 def main():
+    # Handlers that do nothing protect this process from the command's `kill -TERM -1`. Unlike
+    # SIG_IGN, they are not inherited by the command, in which `kill` must work.
+    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, lambda *_: None)
     request = json.load(sys.stdin)
     unpack(request["files"])
     home = os.getcwd()

@@ -17,10 +17,11 @@ import time
 from typing import Any, NoReturn
 
 from . import rootfs
-from .child import Place, Request, become_program
+from .child import QUIET, Place, Request, become_program
 
 MEMORY_WATCH_S = 0.02
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
+SI_USER = 0  # the code of a signal sent by kill(2); a sender can't forge it
 
 
 def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoReturn:
@@ -34,6 +35,8 @@ def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoRetur
             is none.
     """
     channel = socket.socket(fileno=control)
+    # Blocked signals stay pending although they are ignored, so `from_outside` can look at them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, QUIET)
     gc.collect()
     # Without this, the first garbage collection of each child copies the pages of all modules.
     gc.freeze()
@@ -75,6 +78,7 @@ def execute(
         }
     if is_in_namespaces:
         rootfs.fresh_box(request.disk_mib, place.drop)
+    from_outside()  # clear the signals of the time before this request
     ready, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
@@ -100,8 +104,27 @@ def execute(
         if status_text == b"ready" or stopped
         else status_text.decode("utf-8", "replace") or "died before it was confined"
     )
-    cpu = usage.ru_utime + usage.ru_stime
-    return {"status": code, "stopped": stopped, "seconds": seconds, "cpu": cpu, "setup": setup}
+    return {
+        "status": code,
+        "stopped": stopped,
+        "seconds": seconds,
+        "cpu": usage.ru_utime + usage.ru_stime,
+        "setup": setup,
+        "signal_from_outside": request.forking and from_outside(),
+    }
+
+
+def from_outside() -> int:
+    """Return the number of a pending signal that came from outside the namespace, 0 for none.
+
+    A service manager sends it to all processes, so it also reached those of the program. The id of
+    a sender outside is 0. Programs inside may signal this process too, and are not counted.
+    """
+    number = 0
+    while (about := signal.sigtimedwait(QUIET, 0)) is not None:
+        if about.si_code == SI_USER and about.si_pid == 0:
+            number = about.si_signo
+    return number
 
 
 def open_last_pid(proc: int | None) -> int | None:
@@ -187,5 +210,5 @@ def close(files: list[int]) -> None:
 
 def ignore_stop_signals() -> None:
     """Ignore SIGINT, SIGTERM and SIGHUP, which the trainer handles."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+    for number in QUIET:
         signal.signal(number, signal.SIG_IGN)
