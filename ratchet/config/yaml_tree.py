@@ -286,7 +286,7 @@ def _check_key(key: str, where: str) -> None:
     if len(key) > MAX_KEY_CHARS:
         raise ConfigError(f"{where}: no key of a recipe has {len(key):,} characters")
     if SURROGATES.search(key):
-        raise ConfigError(f"{where}: the key {ascii(key)} is not text: write it in UTF-8")
+        raise ConfigError(f"{where}: the key {key!a} is not text: write it in UTF-8")
 
 
 def check_key_path(keys: Sequence[str]) -> None:
