@@ -12,16 +12,27 @@ import math
 from collections.abc import Iterator, Sequence
 from contextvars import ContextVar, Token
 from types import TracebackType
+from typing import Protocol
 
 from ratchet.sandbox import Limits, Result, Sandbox
 
-CURRENT: ContextVar[Deadline | None] = ContextVar("deadline", default=None)
+CURRENT: ContextVar[Pausable | None] = ContextVar("deadline", default=None)
 # An answer's programs may take this multiple of the deadline, in case the machine is busy.
 WALL_PER_LIMIT = 3
 
 
+class Pausable(Protocol):
+    """A wall-clock limit of `seconds` that can be paused."""
+
+    seconds: float
+
+    def paused(self) -> contextlib.AbstractContextManager[None]: ...
+
+
 class Deadline:
     """An `asyncio.timeout` that can be paused.
+
+    A pause also pauses the deadline around this one: a tool's call is a part of an attempt.
 
     Args:
         seconds: wall-clock seconds, pauses excluded.
@@ -30,11 +41,13 @@ class Deadline:
     def __init__(self, seconds: float) -> None:
         self.seconds = seconds
         self._timeout = asyncio.timeout(seconds)
-        self._token: Token[Deadline | None] | None = None
+        self._outer: Pausable | None = None
+        self._token: Token[Pausable | None] | None = None
         self._pauses, self._remaining_s = 0, seconds
 
     async def __aenter__(self) -> Deadline:
         await self._timeout.__aenter__()
+        self._outer = CURRENT.get()
         self._token = CURRENT.set(self)
         return self
 
@@ -61,7 +74,8 @@ class Deadline:
             self._reschedule(None)
         self._pauses += 1
         try:
-            yield
+            with contextlib.nullcontext() if self._outer is None else self._outer.paused():
+                yield
         finally:
             self._pauses -= 1
             if not self._pauses and math.isfinite(self._remaining_s):
@@ -70,6 +84,33 @@ class Deadline:
     def _reschedule(self, when: float | None) -> None:
         with contextlib.suppress(RuntimeError):  # it has expired, or its block has ended
             self._timeout.reschedule(when)
+
+
+class PauseFromAfar:
+    """Pauses the current deadline on behalf of another process.
+
+    It belongs to the event loop in which it is made; any thread may call `set`.
+    """
+
+    def __init__(self) -> None:
+        self._deadline = CURRENT.get()
+        self._loop = asyncio.get_running_loop()
+        self._pause: contextlib.AbstractContextManager[None] | None = None
+
+    @property
+    def seconds(self) -> float | None:
+        return None if self._deadline is None else self._deadline.seconds
+
+    def set(self, paused: bool) -> None:
+        self._loop.call_soon_threadsafe(self.set_here, paused)
+
+    def set_here(self, paused: bool) -> None:
+        if paused and self._pause is None and self._deadline is not None:
+            self._pause = self._deadline.paused()
+            self._pause.__enter__()
+        elif not paused and self._pause is not None:
+            pause, self._pause = self._pause, None
+            pause.__exit__(None, None, None)
 
 
 class Programs:

@@ -63,6 +63,10 @@ class Strength:
     refused: tuple[str, ...]
     by: tuple[str, ...]
 
+    def __str__(self) -> str:
+        refused = f"; refused: {'; '.join(self.refused)}" if self.refused else ""
+        return f"{self.isolation.name.lower()} ({', '.join(self.by)}{refused})"
+
     def require(self, at_least: Isolation, where: str) -> None:
         """Raise SandboxError if this isolation is weaker than `at_least`."""
         if self.isolation < at_least:

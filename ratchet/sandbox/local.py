@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import queue
 import sys
@@ -27,6 +28,8 @@ from ratchet.sandbox.base import (
 from ratchet.sandbox.config import LocalSandboxConfig
 from ratchet.sandbox.fork_server_client import ForkServerError, ForkServerSlot
 from ratchet.sandbox.workspace import Workspace
+
+log = logging.getLogger(__name__)
 
 TRIES = 2  # the second try starts a new fork server
 
@@ -77,6 +80,7 @@ class LocalSandbox:
         except SandboxError:
             self.close()
             raise
+        log.info("programs are isolated by %s", self.strength)
 
     @property
     def isolation(self) -> Isolation:

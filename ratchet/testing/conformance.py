@@ -1,4 +1,4 @@
-"""Conformance checks of the protocols, as functions that raise AssertionError with the broken rule.
+"""Conformance checks of the protocols, as functions that raise BrokenRule, an AssertionError.
 
 They take instances or factories, so that backends from other packages can be checked too.
 """
@@ -16,6 +16,7 @@ import torch
 from ratchet.batch import Batch
 from ratchet.errors import DataError
 from ratchet.protocols import Generator, Learner, LossTerm, Source
+from ratchet.testing.harness import BrokenRule, require
 from ratchet.types import Group, Sampling, StopReason
 
 
@@ -35,15 +36,15 @@ async def check_learner(
     """
     learner = make()
     logprobs_T = (await learner.score(batch, ["logprobs"]))["logprobs"]
-    assert logprobs_T.shape == (batch.n_tokens,), (
-        f"logprobs have shape {tuple(logprobs_T.shape)} for {batch.n_tokens} tokens"
+    require(
+        logprobs_T.shape == (batch.n_tokens,),
+        f"logprobs have shape {tuple(logprobs_T.shape)} for {batch.n_tokens} tokens",
     )
-    assert not logprobs_T[~batch.trainable_T].any(), (
-        "logprobs must be 0 where a token does not train"
-    )
-    assert (logprobs_T[batch.trainable_T] <= 0).all(), "a logprob is above 0"
+    untrained_T = logprobs_T[~batch.trainable_T]
+    require(not untrained_T.any(), "logprobs must be 0 where a token does not train")
+    require(bool((logprobs_T[batch.trainable_T] <= 0).all()), "a logprob is above 0")
     again = (await learner.score(batch, ["logprobs"]))["logprobs"]
-    assert torch.equal(logprobs_T, again), "scoring the same batch twice differs"
+    require(torch.equal(logprobs_T, again), "scoring the same batch twice differs")
     halves = [
         batch.take(rows)
         for rows in (range(0, batch.n_sequences, 2), range(1, batch.n_sequences, 2))
@@ -53,8 +54,9 @@ async def check_learner(
     ):
         half_logprobs = (await learner.score(half, ["logprobs"]))["logprobs"]
         expected = torch.cat([logprobs_T[batch.sequence_T == row] for row in rows])
-        assert torch.allclose(half_logprobs, expected, rtol=rtol, atol=1e-5), (
-            "a sequence's logprobs depend on its neighbours"
+        require(
+            torch.allclose(half_logprobs, expected, rtol=rtol, atol=1e-5),
+            "a sequence's logprobs depend on its neighbours",
         )
 
     weights_before = _weights(learner)
@@ -65,20 +67,22 @@ async def check_learner(
         },
     )
     await learner.update(unweighted_batch, terms)
-    assert _same(weights_before, _weights(learner)), (
-        "an update whose weights are all 0 changed the model"
+    require(
+        _same(weights_before, _weights(learner)),
+        "an update whose weights are all 0 changed the model",
     )
     await learner.update(batch, terms)
-    assert not _same(weights_before, _weights(learner)), "an update changed nothing"
+    require(not _same(weights_before, _weights(learner)), "an update changed nothing")
 
     learner.save(directory)
     restored = make()
     restored.load(directory)
-    assert _same(_weights(learner), _weights(restored)), "load(save()) gives other weights"
+    require(_same(_weights(learner), _weights(restored)), "load(save()) gives other weights")
     await learner.update(batch, terms)
     await restored.update(batch, terms)
-    assert _same(_weights(learner), _weights(restored)), (
-        "the step after load(save()) differs: state is missing"
+    require(
+        _same(_weights(learner), _weights(restored)),
+        "the step after load(save()) differs: state is missing",
     )
 
 
@@ -102,33 +106,35 @@ async def check_generator(generator: Generator, prompts: Sequence[Sequence[int]]
         lengths = {
             len(c) for c in (first.tokens, first.logprobs, first.log_kept_mass, first.versions)
         }
-        assert len(lengths) == 1, "the completion's columns differ in length"
-        assert len(first.tokens) <= 6, "max_new_tokens was passed"
-        assert (first.versions == generator.version).all(), (
-            "tokens don't carry the version in force"
+        require(len(lengths) == 1, "the completion's columns differ in length")
+        require(len(first.tokens) <= 6, "max_new_tokens was passed")
+        require(
+            bool((first.versions == generator.version).all()),
+            "tokens don't carry the version in force",
         )
         second = await generator.generate(prompt, sampling)
-        assert np.array_equal(first.tokens, second.tokens), "equal requests gave different tokens"
-        assert np.allclose(first.logprobs, second.logprobs, atol=1e-6), (
-            "equal requests gave different logprobs"
+        require(np.array_equal(first.tokens, second.tokens), "equal requests gave different tokens")
+        require(
+            np.allclose(first.logprobs, second.logprobs, atol=1e-6),
+            "equal requests gave different logprobs",
         )
     first = await generator.generate(prompts[0], sampling)
     stop = int(first.tokens[0])
     stopped = await generator.generate(prompts[0], replace(sampling, stop_ids=(stop,)))
-    assert stopped.stop is StopReason.STOP_TOKEN, "a stop id did not end the completion"
-    assert stopped.tokens.tolist() == [stop], "a stop id must be the last token, and belong to it"
+    require(stopped.stop is StopReason.STOP_TOKEN, "a stop id did not end the completion")
+    require(stopped.tokens.tolist() == [stop], "a stop id must be the last token, and belong to it")
     version = generator.version + 1
     await generator.prepare({})
     await generator.receive(iter(()))
     await generator.commit(version)
-    assert generator.version == version, "commit did not set the version"
+    require(generator.version == version, "commit did not set the version")
     after = await generator.generate(prompts[0], sampling)
-    assert (after.versions == version).all(), "tokens after a commit carry the old version"
+    require(bool((after.versions == version).all()), "tokens after a commit carry the old version")
     try:
         await generator.generate([], sampling)
     except DataError:
         return
-    raise AssertionError("an empty prompt must raise DataError")
+    raise BrokenRule("an empty prompt must raise DataError")
 
 
 async def check_source(source: Source) -> None:
@@ -138,29 +144,31 @@ async def check_source(source: Source) -> None:
     not acknowledged must come again after a restore.
     """
     first = await source.draw(3, 0)
-    assert len(first) == 3, "draw(3) must give three groups"
+    require(len(first) == 3, "draw(3) must give three groups")
     source.ack([group.id for group in first], 0)
     state = json.loads(json.dumps(await source.snapshot()))
     second = await source.draw(3, 1)
     ids = [group.id for group in (*first, *second)]
-    assert len(set(ids)) == len(ids), "two draws share an id"
+    require(len(set(ids)) == len(ids), "two draws share an id")
     unfinished = json.loads(json.dumps(await source.snapshot()))
     await source.restore(state)
     again = await source.draw(3, 1)
-    assert [g.id for g in again] == [g.id for g in second], "restore lost its place"
-    assert _same_tokens(again, second), "a restored draw gives other tokens"
+    require([g.id for g in again] == [g.id for g in second], "restore lost its place")
+    require(_same_tokens(again, second), "a restored draw gives other tokens")
     await source.restore(unfinished)
     pending = await source.draw(3, 1)
-    assert {g.id for g in pending} == {g.id for g in second}, (
-        "groups drawn but not acknowledged were lost"
+    require(
+        {g.id for g in pending} == {g.id for g in second},
+        "groups drawn but not acknowledged were lost",
     )
     first_id, middle_id, last_id = (group.id for group in pending)
     source.ack([middle_id], 1)  # out of order
     source.nack([last_id], "lost")
     await source.restore(json.loads(json.dumps(await source.snapshot())))
     remaining = await source.draw(2, 1)
-    assert {g.id for g in remaining} == {first_id, last_id}, (
-        "an acknowledged group came again, or a refused one was lost"
+    require(
+        {g.id for g in remaining} == {first_id, last_id},
+        "an acknowledged group came again, or a refused one was lost",
     )
 
 

@@ -33,10 +33,14 @@ class BrokenRule(AssertionError):
     """The error of a kit whose rule is broken, distinct from assertions of the code under test."""
 
 
-def require(rule: bool, broken: str) -> None:
-    """Raise BrokenRule unless `rule` holds, under `python -O` too."""
+def require(rule: bool, broken: str | Callable[[], str]) -> None:
+    """Raise BrokenRule unless `rule` holds, under `python -O` too.
+
+    Args:
+        broken: The text of the error, or a function that returns it.
+    """
     if not rule:
-        raise BrokenRule(broken)
+        raise BrokenRule(broken if isinstance(broken, str) else broken())
 
 
 class Calls:

@@ -23,6 +23,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.testing.forks import Forks
+from ratchet.testing.harness import BrokenRule, require
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
@@ -96,12 +97,12 @@ class Chaos:
             resume_after: The failpoint spec of the kill.
         """
         start = time.monotonic()
-        assert self.start(self.whole, "") == 0, self._read_output()
+        require(self.start(self.whole, "") == 0, self._read_output)
         self.seconds = time.monotonic() - start
         self.passed = _read_list(self.whole)
         resumed = self.folder / "resumed"
-        assert self.start(resumed, resume_after) == KILLED, f"{resume_after} is not passed"
-        assert self.start(resumed, "") == 0, self._read_output()
+        require(self.start(resumed, resume_after) == KILLED, f"{resume_after} is not passed")
+        require(self.start(resumed, "") == 0, self._read_output)
         self.passed_resuming = _read_list(resumed)
         self._remove(resumed)
 
@@ -290,7 +291,8 @@ def _read_summary(run: Path) -> list[Any]:
 
 def _read_last_position(run: Path) -> list[Any]:
     checkpoint = CheckpointStore(run / "checkpoints").latest()
-    assert checkpoint is not None, f"{run} has no checkpoint"
+    if checkpoint is None:
+        raise BrokenRule(f"{run} has no checkpoint")
     progress = {
         name: value for name, value in checkpoint.meta["progress"].items() if name != "seconds"
     }

@@ -80,7 +80,9 @@ def test_overrides_share_the_budget_of_the_recipe(tmp_path):
 def test_a_key_that_no_recipe_holds_is_refused_where_it_stands(tmp_path):
     path = hostile.place(tmp_path / "r.yaml", hostile.QUICKSTART)
     for override in (f"{'a.' * 30_000}b=1", f"{'a.' * 64}b=1"):
-        with pytest.raises(ConfigError, match=r"^command line: values are nested more than 64 deep"):
+        with pytest.raises(
+            ConfigError, match=r"^command line: values are nested more than 64 deep"
+        ):
             load_config(path, [override])
     with pytest.raises(ConfigError, match=r"^command line: a key of 100,000 characters"):
         load_config(path, ["a" * 100_000 + "=1"])

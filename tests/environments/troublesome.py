@@ -12,6 +12,7 @@ from contextlib import suppress
 
 from ratchet.errors import DataError
 from ratchet.protocols import Step
+from ratchet.rewards.deadline import CURRENT, Deadline
 from ratchet.types import Message, Task
 from ratchet.utils.credentials import get_credential
 
@@ -124,6 +125,17 @@ class Troublesome:
         """Ends when somebody hangs."""
         HANGS.wait()
         return Step(done=True)
+
+    async def do_judge(self, _):
+        """Judges a program, which ends when somebody says so, within a tool's own deadline."""
+        async with Deadline(1000):
+            with CURRENT.get().paused():
+                await asyncio.to_thread(HANGS.wait)
+        return says(str(CURRENT.get().seconds))
+
+    async def do_free(self, _):
+        HANGS.set()
+        return says("")
 
     async def do_hog(self, _):
         """Holds the interpreter's lock: no thread of the process runs any more."""

@@ -8,12 +8,13 @@ they end with the thread that started them.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import logging
 import os
 import threading
 import weakref
-from collections.abc import Coroutine, Mapping
+from collections.abc import Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
 from ratchet.environments.workers.process import (
@@ -23,6 +24,7 @@ from ratchet.environments.workers.process import (
     Worker,
 )
 from ratchet.protocols import Step
+from ratchet.rewards.deadline import PauseFromAfar
 from ratchet.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -55,11 +57,13 @@ class Pool:
         The last two are missing if the environment has none. Raises EnvironmentProcessLost,
         EnvironmentRaised, DataError.
         """
-        return await self._inner.run(self._inner.reset(instance, task))
+        with _pauses() as pause:
+            return await self._inner.run(self._inner.reset(instance, task, pause))
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
         """Take a turn. Return its "step", and "stop_strings" if the environment has some."""
-        return await self._inner.run(self._inner.step(instance, message))
+        with _pauses() as pause:
+            return await self._inner.run(self._inner.step(instance, message, pause))
 
     async def close(self, instance: int) -> None:
         await self._inner.run(self._inner.close(instance))
@@ -116,13 +120,13 @@ class _Pool:
 
     # --- called in the pool's thread
 
-    async def reset(self, instance: int, task: Task) -> dict[str, Any]:
+    async def reset(self, instance: int, task: Task, pause: PauseFromAfar) -> dict[str, Any]:
         assignment = await self._assign(instance)
-        return await self._play(assignment, "reset", task)
+        return await self._play(assignment, "reset", task, pause)
 
-    async def step(self, instance: int, message: Message) -> dict[str, Any]:
+    async def step(self, instance: int, message: Message, pause: PauseFromAfar) -> dict[str, Any]:
         assert instance in self._assignments, "step before reset"
-        return await self._play(self._assignments[instance], "step", message)
+        return await self._play(self._assignments[instance], "step", message, pause)
 
     async def close(self, instance: int) -> None:
         assignment = self._assignments.pop(instance, None)
@@ -134,11 +138,13 @@ class _Pool:
         if assignment is not None:
             self._close_later(assignment)
 
-    async def _play(self, assignment: Assignment, operation: str, argument: Any) -> dict[str, Any]:
+    async def _play(
+        self, assignment: Assignment, operation: str, argument: Any, pause: PauseFromAfar
+    ) -> dict[str, Any]:
         """Run an operation of an attempt. After the attempt's end, check the worker for leaks."""
         continues = False
         try:
-            value = await assignment.worker.call(assignment, operation, argument)
+            value = await assignment.worker.call(assignment, operation, argument, pause)
             self._deaths = 0
             step = value.get("step")
             continues = not (isinstance(step, Step) and step.done)
@@ -234,6 +240,16 @@ class _Pool:
     def _kill_if_retired(self, worker: Worker) -> None:
         if worker in self._retired and not worker.n_playing:
             worker.kill()
+
+
+@contextlib.contextmanager
+def _pauses() -> Iterator[PauseFromAfar]:
+    """Let a call's worker process pause the caller's deadline until the call has ended."""
+    pause = PauseFromAfar()
+    try:
+        yield pause
+    finally:
+        pause.set_here(False)
 
 
 def backoff_s(deaths: int) -> float:

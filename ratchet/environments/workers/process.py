@@ -19,6 +19,7 @@ from typing import Any
 from ratchet.environments.workers.protocol import HEAD, make_frame, pack, unpack
 from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
+from ratchet.rewards.deadline import PauseFromAfar
 from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
@@ -64,6 +65,7 @@ class _Call:
 
     assignment: Assignment
     answer: asyncio.Future[Any]
+    pause: PauseFromAfar | None
 
 
 class Worker:
@@ -108,11 +110,14 @@ class Worker:
         )
         return n_cancelled, n_playing
 
-    async def call(self, assignment: Assignment, operation: str, argument: Any = None) -> Any:
+    async def call(
+        self, assignment: Assignment, operation: str, argument: Any = None, pause: PauseFromAfar | None = None
+    ) -> Any:
         """Run an operation in the process and return its result.
 
-        Cancelling this call cancels the operation. Raises EnvironmentProcessLost and
-        EnvironmentRaised, and DataError for values that can't be sent.
+        While the process runs a judged program, `pause` is set. Cancelling this call cancels the
+        operation. Raises EnvironmentProcessLost and EnvironmentRaised, and DataError for values
+        that can't be sent.
         """
         packed_argument = pack(argument)
         await asyncio.shield(self.ready)
@@ -127,9 +132,10 @@ class Worker:
                 "thread": assignment.thread,
                 "instance": assignment.number,
                 "argument": packed_argument,
+                "limit_s": pause and pause.seconds,
             }
         )
-        self._calls[number] = _Call(assignment, answer)
+        self._calls[number] = _Call(assignment, answer, pause)
         try:
             return await answer
         except asyncio.CancelledError:
@@ -207,6 +213,11 @@ class Worker:
             await self._wait_for_end(reason)
 
     def _handle_reply(self, reply: Mapping[str, Any]) -> None:
+        if "paused" in reply:
+            pause = self._calls[reply["id"]].pause
+            if pause is not None and not self._calls[reply["id"]].answer.done():
+                pause.set(reply["paused"])
+            return
         call = self._calls.pop(reply["id"])
         if call.answer.cancelled():
             self._on_change(self)

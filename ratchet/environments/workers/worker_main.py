@@ -8,6 +8,7 @@ The process ends when the driver ends, even if the driver is killed.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import ctypes
 import faulthandler
@@ -18,12 +19,13 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.protocol import HEAD, make_frame, pack, unpack
 from ratchet.protocols import Environment, HasStopStrings, HasTools
+from ratchet.rewards.deadline import CURRENT
 from ratchet.utils import credentials
 
 PR_SET_PDEATHSIG = 1
@@ -106,6 +108,28 @@ class _Server:
             self._connection.sendall(answer)
 
 
+class _DriverDeadline:
+    """The driver's deadline for a call, which it pauses when it is told to."""
+
+    def __init__(self, seconds: float, call_id: int, server: _Server) -> None:
+        self.seconds = seconds
+        self._call_id, self._server = call_id, server
+        self._pauses = 0
+
+    @contextlib.contextmanager
+    def paused(self) -> Iterator[None]:
+        self._count(1)
+        try:
+            yield
+        finally:
+            self._count(-1)
+
+    def _count(self, change: int) -> None:
+        before, self._pauses = self._pauses, self._pauses + change
+        if not before or not self._pauses:
+            self._server.send(make_frame({"id": self._call_id, "paused": not before}))
+
+
 class _Thread:
     """A thread with the environment instances that the driver has assigned to it."""
 
@@ -148,6 +172,8 @@ class _Thread:
             self._calls[call["id"]].cancel()
 
     async def _answer(self, call: dict[str, Any]) -> None:
+        if call["limit_s"] is not None:
+            CURRENT.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
         try:
             answer = make_frame({"id": call["id"], "value": pack(await self._run_operation(call))})
         # Every error of an environment is sent to the driver. A cancelled call is answered too,

@@ -32,6 +32,7 @@ from ratchet.protocols import (
     HasTools,
     Step,
 )
+from ratchet.rewards.deadline import Deadline
 from ratchet.testing import check_environment
 from ratchet.testing.fakes import FakeGenerator, TextAlone
 from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCall
@@ -696,3 +697,29 @@ def test_what_can_not_travel_is_refused_by_its_name():
             await environment.reset(environment.local.task(numbers={1}))
 
     asyncio.run(play())
+
+
+def test_a_program_that_a_worker_judges_pauses_the_drivers_deadline():
+    async def main():
+        environment = made()
+        first, second = copies(environment, 2)
+        await first.reset(first.here.task())
+        await second.reset(first.here.task())
+        async with Deadline(1000) as deadline:
+            before = deadline._timeout.when()
+            judging = asyncio.ensure_future(tell(first, "judge"))
+            while deadline._timeout.when() is not None:
+                await asyncio.sleep(0)
+            await tell(second, "free")
+            assert await judging == "1000"
+            assert deadline._timeout.when() > before, "it goes on where it stood"
+            judging = asyncio.ensure_future(tell(first, "judge"))
+            await judging
+            lost = asyncio.ensure_future(tell(first, "die kill"))
+            with pytest.raises(Lost):
+                await lost
+            assert deadline._timeout.when() is not None
+        await first.close()
+        await second.close()
+
+    asyncio.run(asyncio.wait_for(main(), 60))
