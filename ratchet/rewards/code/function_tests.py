@@ -47,13 +47,14 @@ class CodeVerdict:
 
     Args:
         end: "passed", "wrong", "crashed" or "limit".
-        held, broken: numbers of reached assertions that passed, and that failed.
+        held, broken: numbers of assertions that passed, and that failed; see
+            `AssertionJudge._shares`.
         call: the call after which the first assertion broke, as text; "" if none is known.
     """
 
     end: str
-    held: int = 0
-    broken: int = 1
+    held: float = 0
+    broken: float = 1
     call: str = ""
 
 

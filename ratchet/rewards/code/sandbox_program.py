@@ -82,9 +82,12 @@ class CountAsserts(ast.NodeTransformer):
 
     WRAPPED = (
         "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
-        "_ratchet_judge.broke(_ratchet_error): raise\n"
+        "_ratchet_judge.broke(_ratchet_error, {0}): raise\n"
     )
-    WRAPPED += "else:\n  _ratchet_judge.held += 1\n"
+    WRAPPED += "else:\n  _ratchet_judge.note({0}, True)\n"
+
+    def __init__(self) -> None:
+        self.count = 0  # statements so far; each has its number
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant) and node.test.value:
@@ -92,7 +95,8 @@ class CountAsserts(ast.NodeTransformer):
         # Drop the message: it is never shown, and a fault in it, such as a missing import, would
         # show only at a wrong answer.
         node.msg = None
-        wrapped = ast.parse(self.WRAPPED).body[0]
+        wrapped = ast.parse(self.WRAPPED.format(self.count)).body[0]
+        self.count += 1
         assert isinstance(wrapped, ast.Try)
         wrapped.body = [node]
         return ast.copy_location(wrapped, node)
@@ -128,7 +132,10 @@ class AssertionJudge:
         # True once the tests got an answer, and once they got an answer that is not a number.
         self.has_answered = self.has_seen_text = False
         self.evaluated = ""  # error message if the tests tried to run an answer as code
-        self.held = self.broken = 0
+        self.broken = 0
+        self.statements = 0  # assertions in the source of the tests
+        # By assertion, and by the number of calls before it: whether it always held there.
+        self.verdicts: dict[int, dict[int, bool]] = {}
         self.program_errors: list[BaseException] = []  # exceptions that came from the program
 
     def run(self) -> dict[str, Any]:
@@ -142,9 +149,10 @@ class AssertionJudge:
           is the number of calls if the tests came to their end, else None.
         "unusable": the tests are broken, see "why".
         """
+        to_the_end = False
         try:
             self._run()
-            end, reason = ("wrong" if self.broken else "passed"), ""
+            end, reason, to_the_end = ("wrong" if self.broken else "passed"), "", True
         except BaseException as error:
             end, reason = (
                 ("crashed" if error in self.program_errors else "wrong"),
@@ -163,13 +171,20 @@ class AssertionJudge:
         if self.is_lost and end != "unusable":
             end = "lost"
         call = self.calls_made[self.break_index] if self.break_index < len(self.calls_made) else ""
-        return {
-            "end": end,
-            "why": reason[:2000],
-            "held": self.held,
-            "broken": self.broken,
-            "call": call,
-        }
+        held, broken = self._shares(to_the_end)
+        return {"end": end, "reason": reason[:2000], "held": held, "broken": broken, "call": call}
+
+    def _shares(self, to_the_end: bool) -> tuple[float, float]:
+        """Return (assertions that held, assertions that broke); one in a loop counts by its share.
+
+        An assertion counts once however often it is reached, and without a call in between its
+        executions count once together: answers decide how long a loop is, and could fill it with
+        what is easily right. If an error ended the tests, the error and all assertions that were
+        not reached count as broken.
+        """
+        held = sum(sum(seen.values()) / len(seen) for seen in self.verdicts.values())
+        reached = len(self.verdicts)
+        return held, reached - held + (0 if to_the_end else 1 + self.statements - reached)
 
     def _run(self) -> None:
         random.seed(0)  # the tests run more than once, and must make the same calls
@@ -179,7 +194,9 @@ class AssertionJudge:
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
         self.guard()
-        tree = ast.fix_missing_locations(CountAsserts().visit(ast.parse(self.test)))
+        counter = CountAsserts()
+        tree = ast.fix_missing_locations(counter.visit(ast.parse(self.test)))
+        self.statements = counter.count
         exec(compile(tree, "tests", "exec", dont_inherit=True), namespace)
         check = namespace.get("check")
         if not callable(check):
@@ -310,7 +327,12 @@ class AssertionJudge:
             self.break_index = max(0, len(self.calls_made) - 1)
         self.broken += count
 
-    def broke(self, error: Exception) -> bool:
+    def note(self, statement: int, held: bool) -> None:
+        seen = self.verdicts.setdefault(statement, {})
+        seen[len(self.asked)] = seen.get(len(self.asked), True) and held
+
+    def broke(self, error: Exception, statement: int) -> bool:
+        self.note(statement, False)
         self._count_broken(1)
         return self._is_tests_fault(error) or not (self.share or self.sure is not None)
 

@@ -326,13 +326,34 @@ def test_a_share_of_the_assertions(made):
     )
     reward = made(credit="share")
     assert judge(reward, function(test), "def f(x): return 2 * x") == Scored(
-        0.75, parts(passed=0.75, wrong=0.25)
+        2.5 / 3, parts(passed=2.5 / 3, wrong=0.5 / 3)
     )
     late = "def f(x):\n    while x > 2: pass\n    return 2 * x"
-    assert judge(reward, function(test), late) == Scored(0.5, parts(passed=0.5, limit=0.5))
+    assert judge(reward, function(test), late) == Scored(2 / 3, parts(passed=2 / 3, limit=1 / 3))
     assert judge(reward, function(test), "def f(x): return 2") == Scored(
-        0.25, parts(passed=0.25, wrong=0.75)
+        1 / 3, parts(passed=1 / 3, wrong=2 / 3)
     )
+
+
+@pytest.mark.parametrize(
+    ("answer", "share"),
+    [
+        ("[1]", 1 / 3),
+        ("[1] * 100_000", 1 / 3),  # a long loop of what is easily right
+        ("[1] * 100_000 + [5]", 0),
+        # An error between assertions ends the tests: it and what was not reached count as broken.
+        ("[1] * (n == 12) or 1 // 0", 1 / 4),
+        ("[d for d in range(1, n + 1) if n % d == 0]", 1),
+    ],
+)
+def test_answers_do_not_decide_how_often_an_assertion_counts(made, answer, share):
+    test = (
+        "def check(c):\n    for d in c(12): assert 12 % d == 0\n"
+        "    assert sorted(c(12)) == [1, 2, 3, 4, 6, 12]\n"
+        "    prime = c(7)\n    assert sorted(prime) == [1, 7]\n"
+    )
+    outcome = judge(made(credit="share"), function(test), f"def f(n): return {answer}")
+    assert outcome.reward == pytest.approx(share)
 
 
 @pytest.mark.parametrize(
