@@ -96,7 +96,9 @@ def metering(
 ) -> Iterator[None]:
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
-    flop_counter = FlopCounter(_get_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0)
+    flop_counter = FlopCounter(
+        _get_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0
+    )
     system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None
     run.meter = StageMeter(
         flop_counter, estimate_peak_flops(policy, config, index), system=system, trace=trace

@@ -170,7 +170,9 @@ class TrainingSession:
             async with AsyncExitStack() as exit_stack:
                 trace_path = self.directory.trace if self.config.logging.trace else None
                 self.trace = exit_stack.enter_context(open_trace(trace_path))
-                return await self._train_stages(await self._start_policy(exit_stack, checkpoint), stop, checkpoint)
+                return await self._train_stages(
+                    await self._start_policy(exit_stack, checkpoint), stop, checkpoint
+                )
         finally:
             self.recorder.close()
             self.sinks.close()

@@ -18,8 +18,14 @@ OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re
 REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 # A key with a dot that is being set, anywhere in a line.
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
+# An override behind a space: a variable without quotes that holds several.
+SPLIT = re.compile(r"\s[+~]*[A-Za-z_]\w*(?:\.\w+)+=")
 # The beginning of an array of the shell (`NAME=(`).
-ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?[A-Za-z_]\w*\+?=\(")
+ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=\(")
+# A word that is a variable alone; its value is split into words.
+WORDS_OF_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
+# `$1` and `$@` are the caller's own words.
+CALLERS = re.compile(r"\$\{?\d+\}?")
 # Commands that print their words. Overrides among these have no effect.
 PRINTING = ("echo", "printf")
 # Shell builtins whose `name=value` words are not overrides.
@@ -52,19 +58,23 @@ class Script:
     undotted: dict[str, str] = field(default_factory=dict)
 
     _has_command: bool = False
+    _of_arrays: set[str] = field(default_factory=set)  # keys whose value stands in an array
 
     def read(self, text: str) -> None:
         """Read the overrides of a script. Its own variables in them are replaced by their values.
 
         Raises ConfigError if there is no override, or if a key is both a value and a section.
         """
-        in_array = False
+        in_array = is_used = False
         for line in split_commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:
                 in_array, line = True, line[array.end() :]
+                is_used = re.search(rf"\$\{{?{array[1]}\b", text) is not None
             if in_array:
                 in_array = line.count(")") <= line.count("(")
-                self._read_line(line if in_array else line.rpartition(")")[0], in_array=True)
+                words = line if in_array else line.rpartition(")")[0]
+                if is_used:
+                    self._read_line(words, in_array=True)
             elif self._has_command and OVERRIDE.match(line.strip()) and KEY.match(line.strip()):
                 # The line begins with an override, which the shell would run as a command. So a
                 # comment or a missing \ has ended the command in the line before.
@@ -100,7 +110,21 @@ class Script:
         for is_separator, group in groupby(words, lambda word: not word.strip(";&|")):
             command = list(group)
             if not is_separator and command[0] not in PRINTING:
-                self._read_words(command, in_array)
+                self._read_words(self._split_variables(command, in_array), in_array)
+
+    def _split_variables(self, words: list[str], in_array: bool) -> list[str]:
+        """Return the words with a variable that is a word of its own replaced by its words."""
+        is_command = in_array or _is_python(words)
+        split: list[str] = []
+        for word in words:
+            value = self.variables.substitute(word)
+            if not is_command or not WORDS_OF_VARIABLE.fullmatch(word) or CALLERS.fullmatch(word):
+                split.append(word)
+            elif "$" in value or "`" in value:
+                self.unresolved[word] = "a variable of the shell, whose words the file doesn't give"
+            else:
+                split += value.replace(LITERAL, "$").split()
+        return split
 
     def _read_words(self, words: list[str], in_array: bool) -> None:
         """Read the words of one command, or of a line within an array.
@@ -108,13 +132,13 @@ class Script:
         A key without a dot (`model_engine=megatron`) looks like a variable of the shell. It counts
         as an override within an array and among the arguments of a Python program only.
         """
-        is_command = any(word in ("-m", "run") or word.endswith(".py") for word in words)
+        is_command = _is_python(words)
         self._has_command = self._has_command or (is_command and not in_array)
         allows_plain_keys = in_array or is_command
         # `A=b python ...`: words before the name of the program set variables of the shell.
         has_program_name = in_array
         for index, word in enumerate(words):
-            has_program_name = has_program_name or "=" not in word
+            has_program_name = has_program_name or ("=" not in word and word != "env")
             option, _, name = word.partition("=")
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
                 self.nested[option] = name or (words[index + 1] if index + 1 < len(words) else "")
@@ -124,21 +148,31 @@ class Script:
                 if match[1] == "~":
                     self.unresolved[f"~{match[2]}"] = "is taken out there: leave it out here"
                 elif "." in match[2] or "/" in match[2]:
-                    self._set_key(match[2], self._expand(match[3]))
+                    self._set_key(match[2], self._expand(match[3]), in_array)
                 elif allows_plain_keys and has_program_name and words[0] not in SHELL_BUILTINS:
                     self.undotted[match[2]] = self._expand(match[3])
 
     def _expand(self, text: str) -> str:
-        """Return a text with the known shell variables replaced by their values."""
-        return self.variables.substitute(text).replace(LITERAL, "$")
+        """Return a text with the known shell variables replaced by their values. LITERAL stays."""
+        return self.variables.substitute(text)
 
-    def _set_key(self, key: str, text: str) -> None:
+    def _set_key(self, key: str, text: str, in_array: bool = False) -> None:
         """Set a key to the value of a text, or record in `unresolved` why that can't be done."""
         self.unresolved.pop(key, None)
-        if "`" in text or ("$" in text and not text.startswith("${")):
+        is_of_shell = "`" in text or "$" in text  # not LITERAL
+        text = text.replace(LITERAL, "$")
+        if is_of_shell or ("$" in text and not text.startswith("${")):
             self.unresolved[key] = (
                 f"{text}: a variable of the shell, whose value the file doesn't give"
             )
+            return
+        if SPLIT.search(text):
+            self.unresolved[key] = (
+                f"{text}: the shell splits it into several overrides: write them so"
+            )
+            return
+        if in_array and self.variables.is_conditional:
+            self.unresolved[key] = f"{text}: stands in an array that a condition or a loop changes"
             return
         try:
             value = parse(text)
@@ -152,8 +186,22 @@ class Script:
             if not isinstance(section, dict):
                 raise ConfigError(f"{key}: {parent} is set to a value and to a section")
         if last in section and section[last] != value:
+            if in_array != (key in self._of_arrays):
+                self.unresolved[key] = (
+                    f"{text}, and {section[last]} in {'the command' if in_array else 'an array'}: "
+                    "leave one out"
+                )
+                del section[last]
+                return
             self.repeated[key] = str(section[last])
         section[last] = value
+        if in_array:
+            self._of_arrays.add(key)
+
+
+def _is_python(words: list[str]) -> bool:
+    """True if the words run a Python program."""
+    return any(word in ("-m", "run") or word.endswith(".py") for word in words)
 
 
 # --- the value of one override

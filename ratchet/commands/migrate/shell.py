@@ -1,8 +1,9 @@
 """Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
-A simple variable is set by an unconditional `NAME=value`. If a script sets a variable in another
-way (under a condition, in a loop, by arithmetic), its value counts as unknown from that line on, so
-that an earlier value is not used by mistake.
+A simple variable is set by an unconditional `NAME=value`. If another line names it without a $, such
+as one that sets it under a condition, in a loop, by arithmetic or by `read`, its value counts as
+unknown from that line on, so that an earlier value is not used by mistake. After `source` and
+`eval` all values are unknown.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from dataclasses import dataclass, field
 
 LITERAL = "\ue000"  # replaces a $ that begins no variable: escaped or in single quotes
 # The places where a command can begin.
-_START = r"(?:^|[;&|({]|\b(?:then|else|do)\b)\s*"
+_START = r"(?:^|[;&|(){!]|\b(?:then|else|do|if|elif|while|until|time)\b)\s*"
 _NAME = r"[A-Za-z_]\w*"
 # A part of a value: a quoted string, or a character without special meaning.
 _VALUE_PART = r"\"[^\"`\\]*\"|'[^']*'|[^\s;&|()<>'\"\\`]"
@@ -25,18 +26,20 @@ ASSIGNMENTS = re.compile(
     rf"{_START}(?:(?:export|local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?"
     rf"((?:{_NAME}\+?=(?:\"[^\"]*\"|'[^']*'|[^\s;&|'\"])*\s*)+)"
 )
-# Other syntax that sets a variable: loops, builtins, ${NAME:=default} and arithmetic.
-OTHER_ASSIGNMENTS = (
-    re.compile(rf"\bfor\s+({_NAME})\b"),
-    re.compile(rf"\b(?:read|unset|mapfile|readarray|printf\s+-v)\s+(?:-\w+\s+)*({_NAME})"),
-    re.compile(rf"\$\{{({_NAME}):?="),
-    re.compile(rf"(?:\(\(|\blet\s)\s*({_NAME})\s*(?:[-+*/%]?=(?!=)|\+\+|--)"),
-)
+# ${NAME:=default}
+DEFAULT_SET = re.compile(rf"\$\{{({_NAME}):?=")
+# A name without a $ that is no part of an override's key or of a path, such as in `read NAME`.
+BARE = re.compile(rf"(?<![\w.$/{{-])({_NAME})(?![\w.])")
+# Commands that run another file or text of the shell, which may set any variable.
+RUNS_MORE = re.compile(rf"{_START}(?:source|\.|eval|trap)\s")
+ONLY_EXPORTS = re.compile(rf"(?:export|readonly)(?:\s+{_NAME})+\s*;?")
+# A here-document of a command that only writes it.
+WRITTEN = re.compile(r"^\s*(?:cat|tee|echo)\b.*(?<!<)<<-?\s*(['\"]?)(\w+)\1")
 # The beginning and the end of a condition or a loop.
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
-# $NAME, ${NAME} or ${NAME:-default}
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?::?-([^}]*))?\}|(\w+))")
+# $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^{}$]*))?\}|(\w+))")
 
 
 def split_commands(text: str) -> Iterator[str]:
@@ -45,13 +48,20 @@ def split_commands(text: str) -> Iterator[str]:
     A line that ends with a backslash is joined to the next one.
     """
     parts: list[str] = []
+    until = ""
     for line in text.split("\n"):
+        if until:
+            until = "" if line.strip() == until else until
+            continue
         code = _without_comment(line)
         # A backslash at the end of a comment does not continue the line.
         continued = re.search(r"\\\s*$", code) if code == line else None
         parts.append(code[: continued.start()] if continued else code)
         if not continued:
-            yield " ".join(parts)
+            command = " ".join(parts)
+            if (document := WRITTEN.match(command)) is not None:
+                until = document[2]
+            yield command
             parts = []
     if parts:
         yield " ".join(parts)
@@ -87,8 +97,8 @@ def _scan_characters(line: str) -> Iterator[tuple[int, str, str]]:
 def split_words(line: str) -> list[str]:
     """Return the words of a command line, without their quotes.
 
-    Operators such as ; and | are words of their own. A $ that is escaped or in single quotes
-    becomes LITERAL.
+    Operators such as ; and | are words of their own. Redirections (`2>file`) are left out. A $ that
+    is escaped or in single quotes becomes LITERAL.
 
     Raises ValueError if a quote is not closed.
     """
@@ -96,9 +106,18 @@ def split_words(line: str) -> list[str]:
     for index, character, quote in _scan_characters(line):
         if line[index] == "$" and (quote == "'" or character == "x"):
             characters[index] = LITERAL
-    lexer = shlex.shlex("".join(characters), posix=True, punctuation_chars=";&|")
+            if character == "x":
+                characters[index - 1] = ""  # the backslash, which shlex would keep inside of quotes
+    lexer = shlex.shlex("".join(characters), posix=True, punctuation_chars=";&|<>")
     lexer.whitespace_split, lexer.commenters = True, ""
-    return list(lexer)
+    words: list[str] = []
+    is_target = False
+    for word in lexer:
+        is_redirection = not word.strip(";&|<>") and bool(word.strip(";&|"))
+        if not is_target and not is_redirection:
+            words.append(word)
+        is_target = is_redirection
+    return words
 
 
 @dataclass
@@ -120,7 +139,11 @@ class Variables:
             names = [
                 name for text in assignments for name in re.findall(rf"(?<!\S)({_NAME})\+?=", text)
             ]
-            names += [match[1] for pattern in OTHER_ASSIGNMENTS for match in pattern.finditer(line)]
+            names += DEFAULT_SET.findall(line)
+            if RUNS_MORE.search(line):
+                names += self.values
+            elif not ONLY_EXPORTS.fullmatch(line.strip()):
+                names += self.values.keys() & set(BARE.findall(line))
             self.values.update({name: f"${name}" for name in names})
         self._depth = max(0, self._depth - len(CLOSING.findall(line)))
         return assignment is not None
@@ -130,5 +153,11 @@ class Variables:
         return VARIABLE.sub(self._get_value, text)
 
     def _get_value(self, match: re.Match[str]) -> str:
-        name, default = match[1] or match[3], match[2]
-        return self.values.get(name, match[0] if default is None else default)
+        name, default = match[1] or match[4], match[3]
+        value = self.values.get(name, match[0] if default is None else default)
+        return default if default is not None and match[2] and not value else value
+
+    @property
+    def is_conditional(self) -> bool:
+        """True between the beginning and the end of a condition or a loop."""
+        return self._depth > 0

@@ -111,7 +111,11 @@ class Worker:
         return n_cancelled, n_playing
 
     async def call(
-        self, assignment: Assignment, operation: str, argument: Any = None, pause: PauseFromAfar | None = None
+        self,
+        assignment: Assignment,
+        operation: str,
+        argument: Any = None,
+        pause: PauseFromAfar | None = None,
     ) -> Any:
         """Run an operation in the process and return its result.
 

@@ -350,7 +350,9 @@ class AgentSession:
             *history, reply = parent.messages
             new_messages = messages[len(parent.messages) :]
             sampled = parent.completion.tokens.tolist()
-            if self.renderer.keeps_turn(sampled, new_messages, history=history, reply=reply, tools=tools):
+            if self.renderer.keeps_turn(
+                sampled, new_messages, history=history, reply=reply, tools=tools
+            ):
                 suffix = self.renderer.extend(sampled, new_messages, history=history, tools=tools)
                 return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
         turns = sum(message.role == "assistant" for message in messages)

@@ -424,7 +424,9 @@ class EpisodePlayer:
         if self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=state.tools
         ):
-            new_tokens = self.renderer.extend(sampled, observation, history=history, tools=state.tools)
+            new_tokens = self.renderer.extend(
+                sampled, observation, history=history, tools=state.tools
+            )
             start = state.strand.record.length
             state.strand.record.add(Owner.ENVIRONMENT, new_tokens)
             media = self.renderer.media(new_tokens, observation)

@@ -37,7 +37,9 @@ class CompiledDecoder:
             sum(linear.in_features * linear.out_features for linear in self._maps) <= MAX_ENTRIES
         )
         self._is_supported = (
-            len(dense_blocks) == len(blocks) and is_small and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
+            len(dense_blocks) == len(blocks)
+            and is_small
+            and decoder.config.head_dim <= cpu.MAX_HEAD_DIM
         )
 
     def layers(self) -> Layers | None:

@@ -233,6 +233,21 @@ def test_what_a_script_takes_out_or_varies_is_told() -> None:
         "let N=2",
         "((N=2))",
         ": ${N:=2}",
+        "((++N))",
+        "read -r M N",
+        "case x in x) N=2;; esac",
+        "if N=2; then true; fi",
+        "! N=2",
+        "time N=2",
+        "until N=2; do true; done",
+        "getopts x N",
+        "declare -n M=N",
+        "N[0]=2",
+        "trap 'N=2' DEBUG",
+        "eval N=2",
+        "eval $SETTING",
+        "source settings.sh",
+        ". settings.sh",
     ],
 )
 def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
@@ -249,6 +264,9 @@ def test_a_variable_that_may_have_changed_is_unknown(setting: str) -> None:
         ("a.b=qwen; echo a.c=1", {"b": "qwen"}),
         ("a.b=qwen|tee log", {"b": "qwen"}),
         ('a.b="x;y"', {"b": "x;y"}),
+        ("a.b=1>log a.c=2 2>/dev/null", {"b": 1, "c": 2}),
+        ("a.b=1 > a.c=2", {"b": 1}),
+        ('"a.b=\\${x.y}"', {"b": "${x.y}"}),
     ],
 )
 def test_words_of_a_command_are_the_shells(line: str, nested: dict[str, Any]) -> None:
@@ -266,10 +284,45 @@ def test_what_a_script_does_not_pass_on_is_told() -> None:
     assert set(read.unresolved) == {"a.c", "a.d", "a.e", "a.f"}
 
 
-def test_an_array_begins_and_ends_beside_its_words() -> None:
-    assert script("ARGS=(a.b=1 # one\n a.c=qwen)\npython -m x a.d=1\n").nested == {
-        "a": {"b": 1, "c": "qwen", "d": 1}
+def test_what_the_shell_works_out_is_not_guessed() -> None:
+    """No form of ${...} is taken for an interpolation of theirs, which has to be escaped."""
+    forms = ["${N:+4}", "${N:0:1}", "${#N}", "${N/1/2}", "${!N}", "${N^^}", "${N%/*}", "${N[1]}"]
+    for form in [*forms, "${A:-${B:-7}}", "$((N + 1))"]:
+        read = script(f"N=12\npython -m verl.main a.b={form} a.c=1\n")
+        assert read.nested == {"a": {"c": 1}}, form
+        assert set(read.unresolved) == {"a.b"}, form
+    assert script("N=\npython -m x a.b=${N:-4} a.c=${N-5} a.d=${M-6}\n").nested == {
+        "a": {"b": 4, "c": "", "d": 6}
     }
+
+
+def test_a_variable_of_several_overrides_is_split() -> None:
+    read = script(
+        "MORE='a.b=1 a.c=2'\nTWO='3 a.e=4'\npython -m verl.main $MORE a.d=$TWO $UNKNOWN \"$@\" $1\n"
+    )
+    assert read.nested == {"a": {"b": 1, "c": 2}}
+    assert set(read.unresolved) == {"a.d", "$UNKNOWN"}
+
+
+def test_what_a_script_only_writes_is_no_command() -> None:
+    text = "cat <<'EOF' > other.sh\nN=2\npython -m x a.b=9\nEOF\npython -m x a.b=1\n"
+    assert script(text).nested == {"a": {"b": 1}}
+    assert script("bash <<EOF\npython -m x a.b=9\nEOF\n").nested == {"a": {"b": 9}}
+    assert script("env A=2 python -m x a.b=1\n").nested == {"a": {"b": 1}}
+
+
+def test_an_array_begins_and_ends_beside_its_words() -> None:
+    text = 'ARGS=(a.b=1 # one\n a.c=qwen)\npython -m x a.d=1 "${ARGS[@]}"\n'
+    assert script(text).nested == {"a": {"b": 1, "c": "qwen", "d": 1}}
+
+
+def test_only_what_an_array_gives_the_command_counts() -> None:
+    read = script(
+        "A=(a.b=1)\nUNUSED=(a.c=2)\nif [ $1 ]; then\nA+=(a.d=3)\nfi\nA+=(a.e=4)\n"
+        'python -m x a.e=5 "${A[@]}"\n'
+    )
+    assert read.nested == {"a": {"b": 1}}
+    assert set(read.unresolved) == {"a.d", "a.e"}  # which of two values counts hangs on their order
 
 
 def test_a_line_with_an_open_quote_is_told() -> None:
@@ -283,7 +336,7 @@ def test_keys_without_a_dot_count_in_a_command() -> None:
         "FOO=1 python -m verl.main --config-name=base model_engine=megatron a.b=1\nexport X=2\n"
     )
     assert read.nested == {"--config-name": "base", "model_engine": "megatron", "a": {"b": 1}}
-    assert script("ARGS=(\n  model_engine=megatron\n  a.b=1\n)\nrun\n").nested == {
+    assert script("ARGS=(\n  model_engine=megatron\n  a.b=1\n)\nrun ${ARGS[@]}\n").nested == {
         "model_engine": "megatron",
         "a": {"b": 1},
     }
