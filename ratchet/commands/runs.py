@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -21,6 +21,8 @@ from ratchet.runs.run_dir import RunDirectory, list_config_differences
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console
 
+LARGEST = 1e300  # a metric beyond it is damaged, or infinite
+
 
 @dataclass(frozen=True)
 class RunRow:
@@ -28,7 +30,7 @@ class RunRow:
 
     Attributes:
         state: "running", "finished", or "stopped" if it can be resumed; "mirrored" for a run at an
-            address that is not finished.
+            address that is not finished; "damaged" if its recipe can't be read.
         step: The last step with metrics.
         steps: Number of steps in the recipe.
         seconds: Time of all steps.
@@ -66,27 +68,53 @@ def find_runs(place: Path) -> list[RunDirectory]:
 def describe_run(run: RunDirectory) -> RunRow:
     """Return the row of a run, read from its files."""
     rows = read_jsonl(run.metrics)
-    accuracies = [
-        value
-        for row in rows
-        for name, value in row.items()
-        if name.endswith("eval/accuracy") and value is not None
-    ]
-    seconds = sum(
-        value
-        for row in rows
-        for name, value in row.items()
-        if name.endswith("time/step_s") and value is not None
-    )
+    accuracies = _numbers(rows, "eval/accuracy")
     return RunRow(
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
-        steps=sum(stage["steps"] for stage in run.read_config()["stages"]),
-        seconds=seconds,
+        steps=sum(_stage_values(run, "steps")),
+        seconds=sum(_numbers(rows, "time/step_s")),
         accuracy=accuracies[-1] if accuracies else None,
         checkpoints=_measure_bytes(run.checkpoints),
     )
+
+
+def _describe_whole_or_damaged(run: RunDirectory) -> RunRow:
+    try:
+        return describe_run(run)
+    except RunDirectoryError:  # it must not hide the other runs
+        return RunRow(str(run.path), "damaged", 0, 0, 0.0, None, _size(run.checkpoints))
+
+
+def _stage_values(run: RunDirectory, *path: str) -> list[int]:
+    """Return a number of each stage's recipe.
+
+    Raises RunDirectoryError if the recipe is damaged.
+    """
+    values = []
+    stages: Any = run.read_config().get("stages")
+    for stage in stages if isinstance(stages, list) else [None]:
+        value: Any = stage
+        for key in path:
+            value = value.get(key) if isinstance(value, dict) else None
+        if type(value) is not int:
+            raise RunDirectoryError(
+                f"{run.config} gives no {'.'.join(path)} of a stage, so it is no resolved recipe: "
+                "put back the one of the run's newest checkpoint"
+            )
+        values.append(value)
+    return values
+
+
+def _numbers(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
+    """Return the finite numbers of the metrics with this ending, in the order of the steps."""
+    return [
+        value
+        for row in rows
+        for name, value in row.items()
+        if name.endswith(ending) and type(value) in (int, float) and abs(value) < LARGEST
+    ]
 
 
 def make_rows(place: str | Path) -> list[RunRow]:
@@ -95,7 +123,10 @@ def make_rows(place: str | Path) -> list[RunRow]:
     Raises RunDirectoryError if there is none.
     """
     if not isinstance(place, str) or not is_address(place):
-        return [describe_run(run) for run in find_runs(Path(place))]
+        runs_here = find_runs(Path(place))
+        if len(runs_here) == 1:
+            return [describe_run(runs_here[0])]
+        return [_describe_whole_or_damaged(run) for run in runs_here]
     rows = []
     for address, checkpoints in list_runs_at(place):
         row = describe_run(
@@ -157,8 +188,13 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
         for line in comparison["recipe"] or ["the recipes are the same"]:
             console.print(f"  {line}", markup=False, highlight=False)
         step = comparison["first_different_step"]
+        shared = comparison["shared_steps"]
         console.print(
-            f"  the numbers differ from step {step} on" if step is not None else "  no step differs"
+            f"  the numbers differ from step {step} on"
+            if step is not None
+            else f"  none of {shared:,} steps differs"
+            if shared
+            else "  no step has numbers of both"
         )
         for name, (a, b) in comparison["last"].items():
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
@@ -178,10 +214,8 @@ def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
     return {
         "recipe": list_config_differences(a.read_config(), b.read_config()),
         "first_different_step": different_step,
-        "last": {
-            name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name))
-            for name in COMPARED_METRICS
-        },
+        "shared_steps": len(shared),
+        "last": {name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name)) for name in COMPARED_METRICS},
     }
 
 
@@ -193,12 +227,7 @@ def _drop_timings(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _get_last_value(rows: dict[int, dict[str, Any]], name: str) -> float | None:
-    values = [
-        v
-        for step in sorted(rows)
-        for key, v in rows[step].items()
-        if key.endswith(name) and v is not None
-    ]
+    values = _numbers([rows[step] for step in sorted(rows)], name)
     return values[-1] if values else None
 
 
@@ -216,9 +245,8 @@ def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
         if run.is_locked:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
-        policies = [stage["checkpoint"] for stage in run.read_config()["stages"]]
         keep_best, keep_every = (
-            max(policy[key] for policy in policies) for key in ("keep_best", "keep_every")
+            max(_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
         for checkpoint in store.surplus():

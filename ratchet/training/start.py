@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from ratchet.config.loader import load_config, plain
@@ -13,6 +13,7 @@ from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run
+from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
@@ -72,7 +73,10 @@ def start_run(
         if mirror is not None:
             mirror.begin()
         return _run(
-            TrainingSession(config, directory, store, command, profile, try_s=try_s, mirror=mirror)
+            directory,
+            lambda: TrainingSession(
+                config, directory, store, command, profile, try_s=try_s, mirror=mirror
+            ),
         )
 
 
@@ -109,19 +113,20 @@ def resume_run(
                 f"used. Set {unresolved_key} to that value, or start a new run with this recipe"
             )
         return _run(
-            TrainingSession(
+            directory,
+            lambda: TrainingSession(
                 config, directory, store, command, profile, changed_data=changed_data, mirror=mirror
-            )
+            ),
         )
 
 
-def _run(session: TrainingSession) -> int:
+def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:
     try:
-        return asyncio.run(session.run())
+        return asyncio.run(make_session().run())
     except SecondSignal as second:  # the run stops at once, without saving
         return 128 + second.number
     except OSError as error:
-        place = session.directory.path
+        place = directory.path
         name = error.filename
         # Errors of writes to an open file have no file name.
         is_here = isinstance(name, str | bytes) and Path(os.fsdecode(name)).is_relative_to(place)

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import errno
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -162,6 +163,18 @@ def test_a_ledger_that_becomes_a_directory_is_named(train) -> None:
 
     with pytest.raises(RunDirectoryError, match=r"can't be used: .*ledger\.jsonl"):
         train(interfere)
+
+
+@pytest.mark.fault("P26")
+@pytest.mark.parametrize("odd", ["directory", "link", "pipe"])
+def test_a_ledger_that_is_no_file_at_the_start_is_named(train, tmp_path, odd) -> None:
+    assert train() == 0
+    ledger = tmp_path / "run" / "ledger.jsonl"
+    ledger.unlink()
+    make = {"directory": Path.mkdir, "link": lambda p: p.symlink_to("x"), "pipe": os.mkfifo}
+    make[odd](ledger)
+    with pytest.raises(RunDirectoryError, match=r"can't be used: .*ledger\.jsonl"):
+        resume_run(tmp_path / "run", command="resume")
 
 
 @pytest.mark.fault("P27")

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.runs import describe_run, find_runs, prune_runs
+from ratchet.commands.runs import describe_run, find_runs, prune_runs, rows_in
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.start import start_run
@@ -53,6 +55,32 @@ def test_each_is_listed(place: Path) -> None:
     assert "finished" in table
 
 
+def test_a_damaged_run_hides_no_other(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "a", tmp_path / "a")
+    for name, text in (("b", "name: b"), ("c", "stages: [5]"), ("d", "[1]"), ("e", "stages: 1")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.yaml").write_text(text)
+        with pytest.raises(RunDirectoryError, match=r"config.yaml"):
+            rows_in(tmp_path / name)
+        with pytest.raises(RunDirectoryError, match=r"config.yaml"):
+            prune_runs(tmp_path / name, keep=1, really=False)
+    os.mkfifo(tmp_path / "pipe")
+    states = {Path(row.path).name: row.state for row in rows_in(tmp_path)}
+    assert states == {"a": "finished", **dict.fromkeys("bcde", "damaged")}
+
+
+def test_metrics_that_are_no_numbers_are_left_out(place: Path, tmp_path: Path) -> None:
+    shutil.copytree(place / "a", tmp_path / "a")
+    with (tmp_path / "a" / "metrics.jsonl").open("a") as metrics:
+        for step, value in enumerate(('"x"', "1e999", "{}", "true", "1" + "0" * 400), 5):
+            metrics.write(f'{{"step": {step}, "eval/accuracy": {value}, "time/step_s": {value}}}\n')
+    whole, odd = describe_run(RunDirectory(place / "a")), describe_run(RunDirectory(tmp_path / "a"))
+    assert (odd.accuracy, odd.seconds) == (whole.accuracy, whole.seconds)
+    assert "9 of 4" in said("list", str(tmp_path / "a"))
+    (tmp_path / "a" / "metrics.jsonl").write_text("")
+    assert "no step has numbers of both" in said("compare", str(place / "a"), str(tmp_path / "a"))
+
+
 def test_a_run_under_way_says_so(place: Path) -> None:
     run = RunDirectory(place / "a")
     with run.locked():
@@ -68,7 +96,7 @@ def test_runs_are_compared(place: Path) -> None:
     assert (same["recipe"], same["first_different_step"]) == ([], None)
     text = said("compare", str(place / "a"), str(place / "c"))
     assert "the recipes are the same" in text
-    assert "no step differs" in text
+    assert "steps differs" in text
 
 
 def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -118,7 +118,7 @@ def measure_token_pulls(
     Terms that don't read logprobs add 0 to the pulls. If no term reads them, the losses are 0 too.
     """
     forward = learner.forwards[0]
-    micro, make_monitor = part.to(forward.device, forward.dtype), forward.make_monitor(terms)
+    micro, watch = part.to(forward.device, forward.dtype), forward.make_monitor(terms)
     needs = needed(terms)
     with torch.no_grad():
         out = forward.outputs(micro, forward.hidden(micro, watch), needs)

@@ -83,7 +83,7 @@ class Rollouts:
         """Return a value that changes with the record, without reading the record."""
         try:
             stat = (self.directory.steps / INDEX).stat()
-        except FileNotFoundError:
+        except OSError:  # absent, or `steps` is no directory
             return ""
         return f"{stat.st_ino}-{stat.st_size}"
 

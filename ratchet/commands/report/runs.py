@@ -5,6 +5,7 @@ A reader returns the run's state, recipe, code, data, and the metrics of each st
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -53,7 +54,7 @@ class RunReader:
     def facts(self) -> dict[str, Any]:
         """Return everything that the page shows of the run besides its curves."""
         summary, plan = _read_object(self.directory.summary), _read_object(self.directory.plan)
-        return {
+        facts = {
             "name": self.name,
             "path": str(self.directory.path),
             "state": self.state(),
@@ -64,6 +65,7 @@ class RunReader:
             "prompts": self.prompts(),
             "alarms": self.alarms(),
         }
+        return finite(facts)
 
     def _compare_with_plan(
         self, plan: Mapping[str, Any], summary: Mapping[str, Any] | None
@@ -152,6 +154,15 @@ def flatten(values: Any, parent: str = "") -> dict[str, Any]:
         for key, value in pairs
         for path, leaf in flatten(value, f"{parent}.{key}" if parent else key).items()
     }
+
+
+def finite(value: Any) -> Any:
+    """Return a value as JSON allows it: NaN and infinities become text."""
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if isinstance(value, Mapping):
+        return {key: finite(item) for key, item in value.items()}
+    return [finite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def find_runs(root: Path) -> list[RunReader]:

@@ -10,7 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from ratchet.commands.report import write_report
 from ratchet.commands.report.metrics import MAX_LINE_BYTES
+from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.server import RunReaders
 
 HERE = os.uname().nodename
@@ -112,3 +114,14 @@ def test_directories_that_are_odd_hide_no_run(run: Path, monkeypatch: pytest.Mon
     runs = RunReaders(root)
     assert set(json.loads(runs.list_runs({})[1])) == {"x", "y", "z\\udcff"}
     assert runs.run({"run": "z\\udcff"})[1]
+
+
+def test_numbers_that_json_lacks_and_a_record_that_is_a_file_are_shown(run: Path) -> None:
+    (run / "config.yaml").write_text("name: x\nlimit: .inf\n")
+    (run / "summary.json").write_text('{"loss": NaN, "stages": [{"best": -Infinity}]}')
+    (run / "steps").write_text("")
+    answered(run)
+    facts = RunReader(run).facts()
+    assert facts["config"]["limit"] == "inf"
+    assert facts["summary"] == {"loss": "nan", "stages": [{"best": "-inf"}]}
+    assert write_report([run], rollouts=4)

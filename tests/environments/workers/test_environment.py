@@ -716,7 +716,7 @@ def test_a_program_that_a_worker_judges_pauses_the_drivers_deadline():
             judging = asyncio.ensure_future(tell(first, "judge"))
             await judging
             lost = asyncio.ensure_future(tell(first, "die kill"))
-            with pytest.raises(Lost):
+            with pytest.raises(EnvironmentProcessLost):
                 await lost
             assert deadline._timeout.when() is not None
         await first.close()
