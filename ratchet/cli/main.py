@@ -231,6 +231,7 @@ def serve(
         port=port,
         key=api_key,
         sampling=Sampling(temperature, max_new_tokens=max_new_tokens),
+        say=say,
     )
 
 

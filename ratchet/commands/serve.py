@@ -7,6 +7,7 @@ import hmac
 import secrets
 import signal
 import socket
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -58,11 +59,23 @@ class ServedModel:
         """Do nothing: answers are not kept."""
 
 
-def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -> None:
+def serve(
+    target: Path,
+    *,
+    host: str,
+    port: int,
+    key: str,
+    sampling: Sampling,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
     """Serve until SIGINT, SIGTERM or, unless it is ignored, SIGHUP.
 
-    key: API key that requests must send; "": none. Raises ConfigError if the address can't be used,
-    or if other machines could reach it without a key.
+    Raises ConfigError if the address can't be used, or if other machines could reach it without a
+    key.
+
+    Args:
+        key: API key that requests must send; "": none.
+        say: Gets the address once the model is loaded, and the port that was free for `port=0`.
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(
@@ -77,10 +90,16 @@ def serve(target: Path, *, host: str, port: int, key: str, sampling: Sampling) -
         raise ConfigError(
             f"--port {port} on {host} can't be used: {error.strerror or error}; choose another"
         ) from error
-    asyncio.run(_serve(target, listener, key, sampling))
+    asyncio.run(_serve(target, listener, key, sampling, say))
 
 
-async def _serve(target: Path, listener: socket.socket, key: str, sampling: Sampling) -> None:
+async def _serve(
+    target: Path,
+    listener: socket.socket,
+    key: str,
+    sampling: Sampling,
+    say: Callable[[str], None] = lambda _: None,
+) -> None:
     # The target is opened inside the event loop, because a generator may keep tasks there.
     policy = open_target(target).policy
     model = ServedModel(policy, sampling)
@@ -101,6 +120,8 @@ async def _serve(target: Path, listener: socket.socket, key: str, sampling: Samp
         # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. It stays so.
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    host, port = server.address
+    say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {target} (Ctrl-C ends it)")
     try:
         await server.run()
     finally:

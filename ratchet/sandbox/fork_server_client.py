@@ -157,7 +157,7 @@ class ForkServerSlot:
             if is_command
             else program.encode("utf-8", "surrogatepass")
         )
-        forking = command or limits.processes > 1
+        forking = is_command or limits.processes > 1
         oom_kills_before = count_oom_kills() if forking else 0
         files = [seal_in_memory(text), seal_in_memory(stdin)]
         outputs: list[int] = []

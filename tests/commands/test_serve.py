@@ -6,6 +6,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -129,12 +130,15 @@ def test_a_signal_ends_it_with_its_status(
 
     monkeypatch.setattr("ratchet.commands.serve.Server", Signalled)
     previous = signal.signal(number, unhandled)
+    said: list[str] = []
+    sampling = Sampling(max_new_tokens=8)
     try:
         with pytest.raises(SystemExit) as ended:
-            serve(model, host="127.0.0.1", port=0, key="", sampling=Sampling(max_new_tokens=8))
+            serve(model, host="127.0.0.1", port=0, key="", sampling=sampling, say=said.append)
     finally:
         signal.signal(number, previous)
     assert ended.value.code == 128 + number
+    assert re.match(r"http://127\.0\.0\.1:[1-9]\d+/v1 serves ", said[0]), "which port was free"
 
 
 @pytest.mark.slow
