@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict
@@ -236,13 +237,21 @@ def refuse_lost_checkpoints(
     """Raise RunDirectoryError if a run's checkpoints were deleted.
 
     Without checkpoints the run would restart at step 0, and replace its metrics and ledger. They
-    count as deleted if the metrics reach beyond two checkpoint intervals, because background writes
-    may be one checkpoint behind. A run whose recipe tolerates failed checkpoints may have none.
+    count as deleted if the run has finished, or if the metrics reach beyond two checkpoint
+    intervals, because background writes may be one checkpoint behind. A run whose recipe tolerates
+    failed checkpoints may have none.
+
+    Also raise it if `checkpoints` is no directory, as the first save would fail.
     """
+    if os.path.lexists(store.root) and not store.root.is_dir():
+        raise RunDirectoryError(
+            f"{store.root} is no directory, so no checkpoint can be written. Move it away"
+        )
     config = stage.checkpoint
     first_save = min(config.every or stage.steps, stage.steps)
     rows = read_jsonl(directory.metrics)
-    if store.steps() or config.on_error == "warn" or not rows or rows[-1]["step"] <= 2 * first_save:
+    is_due = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
+    if store.steps() or not (is_due or (rows and directory.summary.exists())):
         return
     raise RunDirectoryError(
         f"{store.root} has no checkpoint, but {directory.metrics} has {rows[-1]['step']} steps: "

@@ -43,7 +43,9 @@ def train(tmp_path, monkeypatch) -> Callable[..., int]:
     recipe.write_text(yaml.safe_dump(RECIPE))
 
     def start(
-        interfere: Callable[[Path], object] = lambda run: None, *, point: str = "step.update"
+        interfere: Callable[[Path], object] = lambda run: None,
+        *overrides: str,
+        point: str = "step.update",
     ) -> int:
         passages = 0
 
@@ -54,7 +56,7 @@ def train(tmp_path, monkeypatch) -> Callable[..., int]:
                 interfere(tmp_path / "run")
 
         monkeypatch.setattr(failpoints, "point", at_point)
-        return start_run(recipe, [], tmp_path / "run", command="ratchet train probe.yaml")
+        return start_run(recipe, overrides, tmp_path / "run", command="ratchet train probe.yaml")
 
     return start
 
@@ -163,6 +165,26 @@ def test_a_ledger_that_becomes_a_directory_is_named(train) -> None:
 
     with pytest.raises(RunDirectoryError, match=r"can't be used: .*ledger\.jsonl"):
         train(interfere)
+
+
+@pytest.mark.fault("P23")
+def test_a_finished_run_that_lost_its_only_checkpoint_does_not_begin_again(train, tmp_path) -> None:
+    assert train(lambda run: None, "checkpoint.every=0") == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").mkdir()
+    with pytest.raises(RunDirectoryError, match=r"has no checkpoint, but .*has 4 steps"):
+        resume_run(tmp_path / "run", command="resume")
+
+
+@pytest.mark.fault("P23")
+def test_a_file_in_place_of_the_checkpoints_costs_no_step(train, tmp_path) -> None:
+    assert train() == 0
+    shutil.rmtree(tmp_path / "run" / "checkpoints")
+    (tmp_path / "run" / "checkpoints").write_text("")
+    before = (tmp_path / "run" / "metrics.jsonl").read_bytes()
+    with pytest.raises(RunDirectoryError, match="checkpoints is no directory"):
+        resume_run(tmp_path / "run", command="resume")
+    assert (tmp_path / "run" / "metrics.jsonl").read_bytes() == before
 
 
 @pytest.mark.fault("P26")
