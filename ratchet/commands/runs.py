@@ -84,7 +84,7 @@ def _describe_whole_or_damaged(run: RunDirectory) -> RunRow:
     try:
         return describe_run(run)
     except RunDirectoryError:  # it must not hide the other runs
-        return RunRow(str(run.path), "damaged", 0, 0, 0.0, None, _size(run.checkpoints))
+        return RunRow(str(run.path), "damaged", 0, 0, 0.0, None, _measure_bytes(run.checkpoints))
 
 
 def _stage_values(run: RunDirectory, *path: str) -> list[int]:
@@ -214,8 +214,11 @@ def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
     return {
         "recipe": list_config_differences(a.read_config(), b.read_config()),
         "first_different_step": different_step,
-        "shared_steps": len(shared),
-        "last": {name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name)) for name in COMPARED_METRICS},
+        "shared_steps": len(shared_steps),
+        "last": {
+            name: (_get_last_value(first_rows, name), _get_last_value(second_rows, name))
+            for name in COMPARED_METRICS
+        },
     }
 
 

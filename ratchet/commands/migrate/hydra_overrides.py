@@ -33,6 +33,7 @@ SHELL_BUILTINS = ("export", "local", "declare", "readonly", "unset", "set", "ali
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
 BRACKETS = {"[": "]", "{": "}", "(": ")"}
 MAX_DEPTH = 32
+MAX_SCRIPT_CHARS = 400_000
 
 
 class UnreadableOverride(ValueError):
@@ -63,8 +64,11 @@ class Script:
     def read(self, text: str) -> None:
         """Read the overrides of a script. Its own variables in them are replaced by their values.
 
-        Raises ConfigError if there is no override, or if a key is both a value and a section.
+        Raises ConfigError if the script is too long, if there is no override, or if a key is both a
+        value and a section.
         """
+        if len(text) > MAX_SCRIPT_CHARS:
+            raise ConfigError(f"is longer than {MAX_SCRIPT_CHARS:,} characters, which no script is")
         in_array = is_used = False
         for line in split_commands(text):
             if not in_array and (array := ARRAY.match(line)) is not None:

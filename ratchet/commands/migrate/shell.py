@@ -1,7 +1,7 @@
 """Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
-A simple variable is set by an unconditional `NAME=value`. If another line names it without a $, such
-as one that sets it under a condition, in a loop, by arithmetic or by `read`, its value counts as
+A simple variable is set by an unconditional `NAME=value`. If another line names it without a $, as
+one that sets it under a condition, in a loop, by arithmetic or by `read` does, its value counts as
 unknown from that line on, so that an earlier value is not used by mistake. After `source` and
 `eval` all values are unknown.
 """
@@ -9,7 +9,6 @@ unknown from that line on, so that an earlier value is not used by mistake. Afte
 from __future__ import annotations
 
 import re
-import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
@@ -38,6 +37,8 @@ WRITTEN = re.compile(r"^\s*(?:cat|tee|echo)\b.*(?<!<)<<-?\s*(['\"]?)(\w+)\1")
 # The beginning and the end of a condition or a loop.
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
+OPERATORS = ";&|<>"
+MAX_CHARS = 1 << 16  # maximum length of a value; a script can double a variable at each line
 # $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}
 VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^{}$]*))?\}|(\w+))")
 
@@ -77,6 +78,10 @@ def _without_comment(line: str) -> str:
     return line
 
 
+def _ends_in_quotes(line: str) -> bool:
+    return [quote for _, _, quote in _scan_characters(f"{line} ")][-1] != ""
+
+
 def _scan_characters(line: str) -> Iterator[tuple[int, str, str]]:
     """Yield (index, character, quote) for each character of a line.
 
@@ -98,26 +103,57 @@ def split_words(line: str) -> list[str]:
     """Return the words of a command line, without their quotes.
 
     Operators such as ; and | are words of their own. Redirections (`2>file`) are left out. A $ that
-    is escaped or in single quotes becomes LITERAL.
+    is escaped or in single quotes becomes LITERAL. Unlike `shlex`, this is linear in the length.
 
     Raises ValueError if a quote is not closed.
     """
-    characters = list(line)
-    for index, character, quote in _scan_characters(line):
-        if line[index] == "$" and (quote == "'" or character == "x"):
-            characters[index] = LITERAL
-            if character == "x":
-                characters[index - 1] = ""  # the backslash, which shlex would keep inside of quotes
-    lexer = shlex.shlex("".join(characters), posix=True, punctuation_chars=";&|<>")
-    lexer.whitespace_split, lexer.commenters = True, ""
     words: list[str] = []
-    is_target = False
-    for word in lexer:
-        is_redirection = not word.strip(";&|<>") and bool(word.strip(";&|"))
-        if not is_target and not is_redirection:
+    is_target = False  # the next word is where a redirection leads
+    for word, is_operator in _scan_words(line):
+        is_redirection = is_operator and ("<" in word or ">" in word)
+        if not is_redirection and (is_operator or not is_target):
             words.append(word)
         is_target = is_redirection
     return words
+
+
+def _scan_words(line: str) -> Iterator[tuple[str, bool]]:
+    """Yield (word, is it an operator?) for each word of a line."""
+    word: list[str] = []
+    has_word = False  # an empty pair of quotes is a word too
+    operator = ""
+    escaped = False
+    for index, character, quote in _scan_characters(line):
+        sign = line[index]
+        is_mark = character in "'\"" and (not quote or quote == character)
+        is_operator = character in OPERATORS and not quote
+        if operator and not is_operator:
+            yield operator, True
+            operator = ""
+        if is_operator or (character.isspace() and not quote):
+            # Digits before a redirection are its descriptor.
+            if has_word and not (sign in "<>" and "".join(word).isdecimal()):
+                yield "".join(word), False
+            word, has_word = [], False
+            operator += sign if is_operator else ""
+            continue
+        has_word = True
+        if character == "\\" and quote != "'":
+            escaped = True
+            continue
+        if escaped and quote and sign not in '"\\$`':
+            word.append("\\")  # inside of quotes it only escapes these
+        if sign == "$" and (escaped or quote == "'"):
+            sign = LITERAL
+        if not is_mark:
+            word.append(sign)
+        escaped = False
+    if _ends_in_quotes(line):
+        raise ValueError("a quote is not closed")
+    if has_word:
+        yield "".join(word), False
+    if operator:
+        yield operator, True
 
 
 @dataclass
@@ -149,8 +185,19 @@ class Variables:
         return assignment is not None
 
     def substitute(self, text: str) -> str:
-        """Return a text with its known variables replaced by their values. LITERAL is kept."""
-        return VARIABLE.sub(self._get_value, text)
+        """Return a text with its known variables replaced by their values. LITERAL is kept.
+
+        Variables stay where their values exceed MAX_CHARS together.
+        """
+        left = MAX_CHARS
+
+        def fill(match: re.Match[str]) -> str:
+            nonlocal left
+            value = self._get_value(match)
+            left -= len(value)
+            return value if left >= 0 else match[0]
+
+        return VARIABLE.sub(fill, text)
 
     def _get_value(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[4], match[3]

@@ -150,7 +150,7 @@ class Code(AnswerReward):
             else "wrong"
         )
 
-    def _make_outcome(self, counts: Mapping[str, int], total: int) -> Scored:
+    def _make_outcome(self, counts: Mapping[str, float], total: float) -> Scored:
         parts = {end: counts.get(end, 0) / total for end in ENDS}
         return Scored(
             parts["passed"]

@@ -329,7 +329,7 @@ class AssertionJudge:
 
     def note(self, statement: int, held: bool) -> None:
         seen = self.verdicts.setdefault(statement, {})
-        seen[len(self.asked)] = seen.get(len(self.asked), True) and held
+        seen[len(self.calls_made)] = seen.get(len(self.calls_made), True) and held
 
     def broke(self, error: Exception, statement: int) -> bool:
         self.note(statement, False)

@@ -110,7 +110,7 @@ def restore_signals(request: Request) -> None:
     process, and that would look like a crash of the program. With several processes, `kill` and
     `Process.terminate` must work, and the zygote notices a signal from outside.
     """
-    if request.forking:
+    if request.can_fork:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGHUP, signal.SIG_DFL)
     if request.command:

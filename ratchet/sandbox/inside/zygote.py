@@ -110,7 +110,7 @@ def execute(
         "seconds": seconds,
         "cpu": usage.ru_utime + usage.ru_stime,
         "setup": setup,
-        "signal_from_outside": request.forking and from_outside(),
+        "signal_from_outside": request.can_fork and from_outside(),
     }
 
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import os
+import random
 import re
+import shlex
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +16,7 @@ from ratchet.cli.main import app
 from ratchet.commands.migrate.hydra_overrides import Script
 from ratchet.commands.migrate.importer import read_config
 from ratchet.commands.migrate.read_config import read_source
+from ratchet.commands.migrate.shell import split_words
 from ratchet.commands.migrate.yaml_dialects import MAX_BYTES, ConfigReader, Dialect
 from ratchet.errors import ConfigError
 
@@ -309,6 +312,35 @@ def test_what_a_script_only_writes_is_no_command() -> None:
     assert script(text).nested == {"a": {"b": 1}}
     assert script("bash <<EOF\npython -m x a.b=9\nEOF\n").nested == {"a": {"b": 9}}
     assert script("env A=2 python -m x a.b=1\n").nested == {"a": {"b": 1}}
+
+
+@pytest.mark.fault("I4")
+def test_a_script_that_multiplies_its_variables_or_has_no_end_is_read_in_time() -> None:
+    doubling = "A=xxxx\n" + "A=$A$A\n" * 60
+    read = script(f"{doubling}python -m x a.b=$A a.c={'$B' * 9} a.d={'$A' * 1000}\n")
+    assert read.nested == {}
+    assert set(read.unread) == {"a.b", "a.c", "a.d"}
+    assert script(f"python -m x a.b={'x' * 300_000}\n").nested == {"a": {"b": "x" * 300_000}}
+    with pytest.raises(ConfigError, match="no script is"):
+        script("x" * 1_000_000)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_words_are_those_of_shlex(seed: int) -> None:
+    rng = random.Random(seed)
+    signs = ["a", "b", "=", " ", '"', "'", "\\", "1", ";", "|", "&", "\t", ".", "#"]
+    for _ in range(500):
+        line = "".join(rng.choices(signs, k=rng.randrange(1, 14)))
+        lexer = shlex.shlex(line, posix=True, punctuation_chars=";&|")
+        lexer.whitespace_split, lexer.commenters = True, ""
+        try:
+            expected = list(lexer)
+        except ValueError:
+            if not line.endswith("\\"):
+                with pytest.raises(ValueError, match="quote"):
+                    split_words(line)
+            continue
+        assert split_words(line) == expected, line
 
 
 def test_an_array_begins_and_ends_beside_its_words() -> None:
