@@ -26,7 +26,7 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
-from ratchet.utils.terminal_text import make_console
+from ratchet.utils.terminal_text import make_console, shorten_text
 
 # Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
 ROWS_PER_WORKER = 64
@@ -282,7 +282,7 @@ class Summary:
             console.print(means)
         worst = Table("line", "id", "outcome", "reward", "detail", title="the worst rows")
         for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
-            last_line = score.detail.strip().rpartition("\n")[2]
+            last_line = shorten_text(score.detail.strip().rpartition("\n")[2], 400)
             reward = "-" if score.reward is None else f"{score.reward:.4g}"
             worst.add_row(
                 str(score.line), escape(score.id), score.outcome_name, reward, escape(last_line)

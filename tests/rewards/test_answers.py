@@ -18,6 +18,7 @@ from ratchet.rewards.answers.final_answer import (
 from ratchet.rewards.answers.format import Format, FormatConfig
 from ratchet.rewards.answers.length import Length, LengthConfig
 from ratchet.rewards.answers.multiple_choice import MultipleChoice, MultipleChoiceConfig
+from ratchet.rewards.answers.numeric import final_number
 from ratchet.rewards.answers.regex import Regex, RegexConfig
 from ratchet.rewards.answers.similarity import (
     Similarity,
@@ -428,3 +429,49 @@ def test_no_text_raises(text):
     for reward in (MultipleChoice(MultipleChoiceConfig()), Format(FormatConfig())):
         assert reward.grade(text, task("C")) in (0.0, 1.0)
     assert is_same_answer(extract_marked_answer(text) or "", "C") in (True, False)
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "same"),
+    [
+        ("1 1/2", "3/2", True),
+        ("1 1/2", "11/2", False),
+        (r"1\ 1/2", "11/2", False),
+        (r"1\quad 1/2", "1.5", True),
+        ("x = 1 1 / 2", "3/2", True),
+        ("-1 1/2", "-3/2", True),
+        ("1 2", "12", False),
+        ("12 345", "12345", True),
+        (r"12\,345", "12345", True),
+        ("3 4", "34", False),
+        (r"2 \frac{3}{4}", r"\frac{11}{4}", True),
+        (r"\frac1{2}", "0.5", True),
+        (r"\frac{1}2", "0.5", True),
+        ("(1, 2)", "(1,2)", True),
+        ("3 x + 1", "3x+1", True),
+    ],
+)
+def test_a_space_between_digits_counts(one, other, same):
+    assert is_same_answer(one, other) is same
+    assert is_same_answer(other, one) is same
+
+
+@pytest.mark.parametrize(
+    ("text", "letter"),
+    [
+        ("The answer is B. Option A is wrong.", "B"),
+        ("Answer: C\n\nChoice A is too small.\nChoice D is too large.", "C"),
+        ("So the answer is (B).\n- Option A: too big\n- Option C: too small", "B"),
+        ("Option A is wrong, so the answer is D.", "D"),
+        ("The answer is A. No, the answer is B.", "B"),
+        ("I choose option D", "D"),
+    ],
+)
+def test_a_remark_on_another_option_is_no_choice(text, letter):
+    assert MultipleChoice(MultipleChoiceConfig()).chosen(text) == letter
+
+
+@pytest.mark.parametrize("text", [r"\leq 5", r"\pm 5", "±5", r"\log 5", r"\sin(5)", "-(5)"])
+def test_a_bound_or_a_function_is_no_number(text):
+    assert final_number(rf"\boxed{{{text}}}") is None
+    assert final_number("It is about\n- (5 apples)") == 5

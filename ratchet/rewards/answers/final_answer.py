@@ -6,6 +6,7 @@ Both take time linear in the text's length.
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from ratchet.rewards.answers.numeric import find_last_match, parse_whole_number
 
@@ -18,22 +19,30 @@ HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
 # After "####" this is a heading ("#### Step 2"), not an answer ("#### C").
 HEADING = re.compile(r"[^\W\d_]{2}")
 
-SPELLINGS = (
+
+def _join(match: re.Match[str]) -> str:
+    return match[1].replace(" ", "")
+
+
+SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], ...] = (
     (
-        re.compile(
-            r"\\[!,;:> ]|\\(?:left|right|displaystyle|limits|quad)(?![a-zA-Z])|(?<!\\)\$|\\\$|~"
-        ),
+        re.compile(r"\\!|\\(?:left|right|displaystyle|limits)(?![a-zA-Z])|(?<!\\)\$|\\\$"),
         "",
     ),
+    (re.compile(r"(?:\\[,;:> ]|\\quad(?![a-zA-Z])|~|\s)+"), " "),
     (re.compile(r"\\[dt]frac(?![a-zA-Z])"), r"\\frac"),
     (re.compile(r"\\(?:text|mathrm|textbf|mathbf|textit)\{([^{}]*)\}"), r"\1"),
     (re.compile(r"\^\{?\\circ\}?|\\degree|°|\\?%"), ""),
     (re.compile(r"\\(?:cdot|times)(?![a-zA-Z])"), "*"),
     (re.compile(r"\\(le|ge|ne)q?(?![a-zA-Z])"), r"\\\1"),
     (re.compile(r"\\frac([0-9])([0-9])"), r"\\frac{\1}{\2}"),
+    (re.compile(r"\\frac([0-9])(?=\{)"), r"\\frac{\1}"),
+    (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"−"), "-"),
-    (re.compile(r"\s"), ""),
+    # Spaces between digits stay: "1 1/2" is no "11/2". But "12 345" has thousands.
+    (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
+    (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join),
 )
 # A unit at the end, as in 5\text{ cm}^2.
 UNIT = re.compile(

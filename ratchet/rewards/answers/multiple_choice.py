@@ -10,7 +10,6 @@ from pydantic import Field
 from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import extract_marked_answer
-from ratchet.rewards.answers.numeric import find_last_match
 from ratchet.rewards.base import FinalAnswer
 from ratchet.types import Task
 
@@ -50,7 +49,7 @@ class MultipleChoice(FinalAnswer):
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
-            rf"{noun}{verb}\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}"
+            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}"
         )
         self._letter_pattern = re.compile(
             rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
@@ -70,13 +69,24 @@ class MultipleChoice(FinalAnswer):
         marked = extract_marked_answer(text)
         if marked is not None:
             return self._read_single_letter(marked)
-        last = find_last_match(self._answer_pattern, text)
+        last = self._last_said(text)
         if last is not None:
             return None if self._next_letter_pattern.match(text, last.end()) else last["letter"]
         if self.config.require_marker:
             return None
         lines = text.strip().splitlines()
         return self._read_single_letter(lines[-1]) if lines else None
+
+    def _last_said(self, text: str) -> re.Match[str] | None:
+        """Return the last statement such as "the answer is B", or else the last "option B".
+
+        Remarks on other options ("option A is wrong") often follow the answer.
+        """
+        stated = mentioned = None
+        for match in self._said.finditer(text):
+            mentioned = match
+            stated = match if match["verb"] else stated
+        return stated or mentioned
 
     def _read_single_letter(self, text: str) -> str | None:
         text = TEXT.sub(r"\1", text)

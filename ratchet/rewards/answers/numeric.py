@@ -44,7 +44,11 @@ NUMBER = re.compile(
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
     re.VERBOSE,
 )
-POWER_OR_ROOT = re.compile(r"(?:\^|sqrt|√)[{( ]*$")
+# What before a number makes it a part of an expression, or a bound.
+POWER_OR_ROOT = re.compile(
+    r"(?:\^|sqrt|√|[-−](?=\()|[≤≥±]"
+    r"|\\(?:log|ln|exp|sin|cos|tan|[lg]eq?|neq?|pm|mp)(?![a-zA-Z]))[{( ]*$"
+)
 PI_OR_ROOT = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
 
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
@@ -108,7 +112,8 @@ def read_number(text: str) -> Fraction | None:
 
     Signs, thousands commas, decimals, exponents, fractions (3/4, \\frac{3}{4}) and mixed numbers
     (1 1/2) are read. Currency, units and per cent around it are ignored (50% is 50). A number
-    longer than MAX_DIGITS, or in a power, a root or a multiple of pi, is None.
+    longer than MAX_DIGITS, or in a power, a root, a logarithm, a multiple of pi or a bound
+    (\\leq 5), is None.
     """
     return _read_single(_remove_latex(text))
 
