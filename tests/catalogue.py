@@ -191,7 +191,7 @@ GROUPS: dict[str, dict[str, tuple[str, str]]] = {
             "a warning with the fix, before the run and in its log",
         ),
         "R20": (
-            "a program killed from outside: memory ran out, a service was stopped",
+            "a program or command killed from outside: memory ran out, a service was stopped",
             "it runs again, and then its attempt fails; never 0",
         ),
     },
