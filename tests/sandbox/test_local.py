@@ -19,6 +19,7 @@ from sandbox.corpus import descendants, open_files
 from sandbox.test_attacks import need
 
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result, Sandbox, SandboxError
+from ratchet.sandbox.base import Strength
 from ratchet.sandbox.inside import seccomp
 
 T = TypeVar("T")
@@ -321,3 +322,11 @@ def test_the_filter_is_refused_on_machines_whose_call_numbers_it_does_not_know(
 ) -> None:
     monkeypatch.setattr(seccomp, "MACHINE", "aarch64")
     assert not seccomp.available()
+
+
+def test_the_log_names_the_level_and_why_no_stronger_one(caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level("INFO", logger="ratchet"):
+        LocalSandbox(at_most=Isolation.LANDLOCK).close()
+    assert "programs are isolated by landlock (resource limits" in caplog.text
+    weak = Strength(Isolation.LANDLOCK, ("namespaces: Operation not permitted",), ("seccomp",))
+    assert str(weak) == "landlock (seccomp; refused: namespaces: Operation not permitted)"
