@@ -69,7 +69,7 @@ class MultipleChoice(FinalAnswer):
         marked = extract_marked_answer(text)
         if marked is not None:
             return self._read_single_letter(marked)
-        last = self._last_said(text)
+        last = self._find_last_statement(text)
         if last is not None:
             return None if self._next_letter_pattern.match(text, last.end()) else last["letter"]
         if self.config.require_marker:
@@ -77,13 +77,13 @@ class MultipleChoice(FinalAnswer):
         lines = text.strip().splitlines()
         return self._read_single_letter(lines[-1]) if lines else None
 
-    def _last_said(self, text: str) -> re.Match[str] | None:
+    def _find_last_statement(self, text: str) -> re.Match[str] | None:
         """Return the last statement such as "the answer is B", or else the last "option B".
 
         Remarks on other options ("option A is wrong") often follow the answer.
         """
         stated = mentioned = None
-        for match in self._said.finditer(text):
+        for match in self._answer_pattern.finditer(text):
             mentioned = match
             stated = match if match["verb"] else stated
         return stated or mentioned
