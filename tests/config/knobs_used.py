@@ -42,7 +42,7 @@ from ratchet.learners.remote import RemoteLearner
 from ratchet.models.load import init_policy
 from ratchet.models.model_source import ModelSource
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.observe.trackers import Tracked
+from ratchet.observe.trackers import TrackedRun
 from ratchet.testing.builders import make_trajectory
 from ratchet.training.from_config import build_reward
 from ratchet.training.generator_workers import get_generator_resources, get_worker_factory
@@ -125,7 +125,7 @@ def tracked(patch: pytest.MonkeyPatch) -> None:
             patched.setitem(sys.modules, package, MagicMock())
         for listens in ("socket.create_server", "ratchet.web.server.ServerThread"):
             patched.setattr(listens, MagicMock())
-        run = Tracked("run", "id", Path(), {})
+        run = TrackedRun("run", "id", Path(), {})
         for kind in KINDS["sink"]:
             build(resolve("sink", {"kind": kind}), run).write(1, {"number": 1.0})
 

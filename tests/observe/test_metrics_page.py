@@ -36,7 +36,7 @@ from ratchet.observe.system import SystemMeter
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.fakes import FakeLearner
 from ratchet.testing.synthetic import Draw
-from ratchet.testing.synthetic_update import Update, differentiated
+from ratchet.testing.synthetic_update import Update, differentiate
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.loop import train
@@ -70,7 +70,7 @@ def of_algorithm(kind: str, options: dict[str, Any]) -> Iterator[str]:
         yield from (f"{role}/{term.name}" for term in terms if term.coef)
         yield from (
             f"{role}/{name}"
-            for name in differentiated(update, role, range(update.batch.n_sequences)).metrics
+            for name in differentiate(update, role, range(update.batch.n_sequences)).metrics
         )
 
 
