@@ -228,7 +228,7 @@ def test_other_versions(refusal, monkeypatch):
         "VersionMismatch: learner rank 0 of 2 on " in said
         or "VersionMismatch: learner rank 1 of 2 on " in said
     )
-    assert "install the same on all hosts" in said
+    assert "install the same version on all hosts" in said
 
 
 LAYER = {
