@@ -64,12 +64,18 @@ def _shaped(values: str) -> str:
 
 # name -> (the recipe's text, what its refusal says)
 RECIPES: Mapping[str, tuple[str, str]] = {
-    "aliases": (aliases() + QUICKSTART, "anchors and merges make more than 100,000 values"),
+    "aliases": (
+        aliases() + QUICKSTART,
+        "anchors and merges expand this recipe to more than 100,000 values",
+    ),
     "aliases of a real key": (
         aliases().replace("a8:", "rewards:") + QUICKSTART,
-        "anchors and merges make more than",
+        "anchors and merges expand this recipe to more than",
     ),
-    "merges": (merges() + QUICKSTART, "anchors and merges make more than 100,000 values"),
+    "merges": (
+        merges() + QUICKSTART,
+        "anchors and merges expand this recipe to more than 100,000 values",
+    ),
     "an anchor within itself": (QUICKSTART + "x: &a {b: *a}\n", "an anchor contains itself"),
     "4,000 unknown keys": (
         QUICKSTART + "".join(f"k{n}: 1\n" for n in range(4000)),
@@ -97,7 +103,7 @@ RECIPES: Mapping[str, tuple[str, str]] = {
         "a0: &a0 [x]\n" + "".join(f"a{n}: &a{n} [*a{n - 1}]\n" for n in range(1, 500)) + QUICKSTART,
         "nested more than 64 deep",
     ),
-    "a long key": (QUICKSTART + f"{'k' * 900}: 1\n", "a key of 900 characters"),
+    "a long key": (QUICKSTART + f"{'k' * 900}: 1\n", "no key of a recipe has 900 characters"),
     "a key set twice": (QUICKSTART + "seed: 1\nseed: 2\n", "is set twice"),
     "a tag": (QUICKSTART + "name: !!python/name:os.system\n", "tag"),
     "a number by tag": (QUICKSTART + "x: !!int abc\n", "is not a whole number"),
@@ -108,9 +114,9 @@ RECIPES: Mapping[str, tuple[str, str]] = {
     "extends a number": ("extends: 5\n", "extends must be the path of one recipe"),
     "a kind by a path of files": (
         _with("environment", "{kind: '../../x:Y'}"),
-        "is no path of a class",
+        "is not the path of a class",
     ),
-    "a kind without a module": (_with("environment", "{kind: ':Y'}"), "is no path of a class"),
+    "a kind without a module": (_with("environment", "{kind: ':Y'}"), "is not the path of a class"),
     "a class that is no environment": (
         _with("environment", "{kind: 'queue:Queue'}"),
         "is no environment",
@@ -157,7 +163,7 @@ DATA: Mapping[str, tuple[Any, str]] = {
     "bomb.jsonl.gz": (None, "it unpacks to more than 200 times its size"),
     "cut.jsonl.gz": (gzip.compress(ROW.encode() * 100)[:-20], "can't be read"),
     "none.parquet": (b"PAR1" + b"\xff" * 100 + b"PAR1", "no Parquet file"),
-    "bomb.parquet": (None, "so they repeat each other"),
+    "bomb.parquet": (None, "so they are repetitions"),
     "none.arrow": (b"ARROW1\0\0" + b"\xff" * 100, "no Arrow file"),
     "latin.jsonl": (b'{"prompt": "caf\xe9"}', "not UTF-8"),
 }

@@ -205,12 +205,14 @@ def suggest_name(word: str, known: Iterable[str]) -> str:
 
 # New names of keys that were renamed (CHANGELOG.md lists renamed values too).
 RENAMED_KEYS: Mapping[str, str] = {
+    "given": "task_units",
     "link": "weight_sync",
     "of": "worker",
     "opens_at": "start_share",
     "opens_by": "full_by_step",
     "passing": "pass_threshold",
     "plays": "worker_runs",
+    "said": "answer_units",
     "towers": "train_encoders",
     "yardstick": "eval_rewards",
 }

@@ -35,7 +35,7 @@ class TextAlone:
     def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
         return ()
 
-    def stray(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
+    def find_media_token(self, sampled: Sequence[int] | NDArray[np.int64]) -> str | None:
         return None
 
 

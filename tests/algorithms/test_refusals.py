@@ -123,7 +123,10 @@ STAGES: list[tuple[RunConfig, str]] = [
         recipe({"kind": "vapo"}, steps=50),
         "warmup_steps=50 leaves the policy none of the stage's 50 steps",
     ),
-    (recipe({"kind": "grpo"}, sampling={"top_p": 0.9}), "or algorithm.correction where it has one"),
+    (
+        recipe({"kind": "grpo"}, sampling={"top_p": 0.9}),
+        "or algorithm.correction if the algorithm has that key",
+    ),
     (recipe({"kind": "grpo"}, sampling={"temperature": 0.0}), "set it above 0"),
     (
         recipe(

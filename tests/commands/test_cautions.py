@@ -6,11 +6,7 @@ import pytest
 import yaml
 from training.test_session import RECIPE, ratchet
 
-WARNING = (
-    "rollouts.max_staleness=1 trains on attempts of older weights, and algorithm grpo "
-    "treats "
-    "them as drawn"
-)
+WARNING = "rollouts.max_staleness=1 trains on attempts of older weights, and algorithm grpo treats them as sampled"
 
 
 @pytest.mark.slow

@@ -155,7 +155,7 @@ BAD = [
         ", line 1: not UTF-8: byte 0xe9 at offset 15 of the line",
     ),
     ("a.jsonl", b'{"prompt": "' + b"x" * (2 << 20) + b'"}', ", line 1: longer than 1 MiB"),
-    ("a.parquet", b"PAR1 and no more", ": no Parquet file, or not whole"),
+    ("a.parquet", b"PAR1 and no more", ": not a valid Parquet file"),
     ("a.csv", b"prompt,answer\nQ\n", ", line 2: 1 values, and the header names 2 columns"),
     ("a.json", b'{"prompt": "Q"', ", line 1 col 15: malformed JSON"),
     ("absent.jsonl", None, ": can't be read: No such file or directory"),

@@ -84,7 +84,7 @@ def test_what_reads_rewards_still_needs_them(teacher, recipe):
         "group_size": 4,
     }
     with pytest.raises(
-        ConfigError, match="nothing judges the attempts at environment preferences: set rewards"
+        ConfigError, match="nothing judges the attempts in environment preferences: set rewards"
     ):
         load_config(recipe({"name": "d", "algorithm": algorithm}))
 

@@ -49,7 +49,7 @@ REFUSED = [
     ("learner.dp_shard=0", "learner.dp_shard: 0 must be at least 1"),
     (
         "learner.sequence_parallel=true",
-        "learner.sequence_parallel shares tokens out among the ranks of learner.tensor_parallel",
+        "learner.sequence_parallel divides tokens among the ranks of learner.tensor_parallel",
     ),
     ("device=cuda", "device=cuda, but torch finds no CUDA accelerator here. Set device=cpu"),
     (
@@ -66,7 +66,7 @@ REFUSED = [
     ("cluster.nodes=2", "cluster.nodes: unknown key"),
     (
         "cluster.kind=ray learner.kind=local",
-        "cluster.kind=ray is where processes live, and learner.kind=local trains in this",
+        "cluster.kind=ray places processes, and learner.kind=local trains in this",
     ),
     (
         "cluster.kind=torchrun",
@@ -81,7 +81,7 @@ REFUSED = [
     ),
     (
         "generator.kind=workers generator.worker.kind=vllm sampling.top_p=0.9",
-        "sampling.top_p=0.9 cuts the distribution",
+        "sampling.top_p=0.9 truncates the distribution",
     ),
     (
         "generator.kind=workers generator.worker.kind=vllm generator.worker.tensor_parallel=3",
@@ -125,7 +125,7 @@ REFUSED += [
     (f"{MEGATRON} learner.dp_shard=2", "learner.dp_shard: unknown key"),
     (
         f"{MEGATRON} cluster.colocated=true",
-        "learner.kind=megatron never leaves its own: set it to dtensor",
+        "learner.kind=megatron never frees its own: set it to dtensor",
     ),
 ]
 REFUSED_ON_RAY = [

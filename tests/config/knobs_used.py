@@ -62,7 +62,7 @@ REWARDS = {
     "similarity": ("A", {}),
     "length": ("too long", {"unit": "characters", "at_most": 1}),
     "malformed_tool_calls": ("A", {}),
-    "bounding_box": ("[0, 0, 1, 1]", {"given": "unit"}),
+    "bounding_box": ("[0, 0, 1, 1]", {"task_units": "unit"}),
     "ifeval": ("A", {}),
     "code": ("print(1)", {"sandbox": {"kind": "local"}}),
     "by_tag": ("A", {"domains": {"*": [{"kind": "exact_match"}]}}),
@@ -330,7 +330,7 @@ def pictures() -> None:
     for keys in ({"test": shown}, {"train": far}):
         with pytest.raises(DataError):
             build(resolve("environment", {**given, **keys})).rows("train")
-    with pytest.raises(DataError, match="can't be had"):
+    with pytest.raises(DataError, match="can't be loaded"):
         build(resolve("environment", {"kind": "vlm", "hub": "absent/absent"})).rows("train")
 
 
@@ -346,7 +346,7 @@ def environments_of_rows() -> None:
     next(build(resolve("environment", given)).tasks("train", seed=0))
     with pytest.raises(DataError, match="set overlap: drop"):
         build(resolve("environment", {**given, "test": pairs})).rows("train")
-    with pytest.raises(DataError, match="can't be had"):
+    with pytest.raises(DataError, match="can't be loaded"):
         build(resolve("environment", {"kind": "dataset", "hub": "absent/absent"})).rows("train")
     build(resolve("environment", {"kind": "mixture", "parts": [{"kind": "sorting"}]}))
     build(resolve("environment", {"kind": "workers", "worker": {"kind": "sorting"}}))

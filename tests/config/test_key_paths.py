@@ -38,7 +38,7 @@ def test_keys_are_shown_as_a_recipe_may_write_them():
 
 def test_every_leaf_is_described():
     for key in keys(RunConfig):
-        if key.leaf:
+        if key.is_leaf:
             assert _field(key.path).description, key.path
 
 
@@ -48,7 +48,7 @@ def _field(path):
         name, _, kind = part.partition("[")
         field = model.model_fields[name]
         if kind:
-            slot = next(mark for mark in field.metadata if hasattr(mark, "many"))
+            slot = next(mark for mark in field.metadata if hasattr(mark, "is_list"))
             model = section_class(slot.name, kind.rstrip("]"))
         else:
             model = find_section(field.annotation) or model

@@ -284,8 +284,7 @@ def test_a_default_that_inherited_stages_set_themselves_is_refused(write):
     write(QUICKSTART, "quick.yaml")
     message = refusal(write("extends: quick.yaml\nsteps: 7\n"))
     assert message.endswith(
-        "recipe.yaml:2: steps: has no effect, the stages set it themselves: set stages.sft.steps "
-        "or stages.grpo.steps instead"
+        "recipe.yaml:2: steps: has no effect, because the stages set it themselves: set stages.sft.steps or stages.grpo.steps instead"
     )
 
 

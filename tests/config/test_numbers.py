@@ -137,6 +137,6 @@ def test_check_refuses_what_vllm_would_sample_otherwise(tmp_path):
     for generator in ("{kind: vllm}", "{kind: workers, worker: {kind: vllm}}"):
         for key in ("sampling", "evaluation"):
             with pytest.raises(
-                ConfigError, match=rf"{key}\.temperature=0\.001, .* would take 0\.01 instead"
+                ConfigError, match=rf"{key}\.temperature=0\.001 .* would use 0\.01 instead"
             ):
                 load_config(path, [f"generator={generator}", f"{key}.temperature=0.001"])

@@ -63,6 +63,14 @@ UNKNOWN_KEYS = [
         {"evaluation": "{passing: 0.5}"},
         "evaluation.passing: unknown key; it was renamed to 'pass_threshold'",
     ),
+    (
+        {"rewards": "[{kind: bounding_box, given: unit}]"},
+        "rewards.0.given: unknown key; it was renamed to 'task_units'",
+    ),
+    (
+        {"rewards": "[{kind: bounding_box, said: unit}]"},
+        "rewards.0.said: unknown key; it was renamed to 'answer_units'",
+    ),
     ({"optimizer": "{lrr: 1}"}, "line 5: optimizer.lrr: unknown key; did you mean 'lr'?"),
     (
         {"algorithm": "{kind: grpo, group_sise: 4}"},
@@ -146,7 +154,7 @@ WRONG_VALUES = [
     ({"algorithm": None}, "algorithm: is missing (Algorithm that turns a batch into an update)"),
     (
         {"environment": None},
-        "environment: is missing (Environment that gives tasks and demonstrations)",
+        "environment: is missing (Environment with the tasks and demonstrations)",
     ),
     (
         {"environment": "{kind: gsm8k}"},
@@ -163,7 +171,7 @@ WRONG_VALUES = [
     ),
     (
         {"environment": "{kind: ratchet.types.Task}"},
-        "named by its path, my_pkg.module:Class (here ratchet.types:Task?)",
+        "name a class of your own by its path, my_pkg.module:Class (here ratchet.types:Task?)",
     ),
     (
         {"rewards": "{kind: exact_match}"},
@@ -215,16 +223,15 @@ CLASHES = [
     ),
     (
         {"sampling": "{temperature: 0}"},
-        "line 5: sampling.temperature: sampling.temperature=0 makes the 8 attempts of a group "
-        "alike",
+        "line 5: sampling.temperature: sampling.temperature=0 makes the 8 attempts of a group equal",
     ),
     (
         {"sampling": "{top_p: 0.9}"},
-        "sampling.top_p=0.9 cuts tokens from the distribution that algorithm grpo trains on",
+        "sampling.top_p=0.9 truncates the distribution",
     ),
     (
         {"sampling": "{top_k: 5}"},
-        "needs a rollout correction: set sampling.top_k=0, or algorithm.correction",
+        "needs a rollout correction in algorithm grpo: set sampling.top_k=0, or algorithm.correction",
     ),
     ({"sampling": "{min_p: 0.1}"}, "set sampling.min_p=0"),
     (
@@ -247,8 +254,7 @@ CLASHES = [
     ),
     (
         {"optimizer": "{kind: muon}", "learner": "{kind: dtensor}"},
-        "optimizer.kind=muon computes with whole matrices, and learner.kind=dtensor divides them "
-        "over processes: set",
+        "optimizer.kind=muon computes with whole matrices, and learner.kind=dtensor shards them over processes: set",
     ),
     (
         {"optimizer": "{decay_steps: 5}"},
@@ -261,7 +267,7 @@ CLASHES = [
     ({"model": None}, "neither model.preset nor model.path is set"),
     (
         {"model": "{preset: tiny, path: x}"},
-        "model.preset=tiny and model.path=x both say which model: remove one",
+        "model.preset=tiny and model.path=x both name a model: remove one",
     ),
     (
         {"model": "{preset: tinny}"},
@@ -278,23 +284,23 @@ CLASHES = [
     ({"model": "{preset: tiny, revision: main}"}, "model.revision belongs to model.path"),
     (
         {"model": "{preset: tiny, backend: transformers}"},
-        "model.backend=transformers can't make a model.preset",
+        "model.backend=transformers can't build a model.preset",
     ),
     (
         {"model": "{path: x, backend: ratchet, trust_remote_code: true}"},
-        "model.trust_remote_code is read by transformers alone",
+        "model.trust_remote_code is read only by transformers",
     ),
     (
         {"model": "{preset: tiny, train_encoders: true}"},
-        "model.train_encoders=true is of a model that reads media",
+        "model.train_encoders=true needs a multimodal model",
     ),
     (
         {"model": "{path: x, backend: ratchet, train_encoders: true}"},
-        "model.train_encoders=true is of a model that reads media",
+        "model.train_encoders=true needs a multimodal model",
     ),
     (
         {"model": "{path: x, train_encoders: true}", "lora": "{rank: 2}"},
-        "model.train_encoders=true and lora: an adapter is of the language model",
+        "model.train_encoders=true clashes with lora, which adapts the language model",
     ),
     (
         {"tokenizer": None},
@@ -332,21 +338,19 @@ CLASHES = [
     ),
     (
         {"algorithm": "{kind: sft}", "sampling": "{temperature: 0}", "evaluation": "{samples: 2}"},
-        "evaluation.samples=2 at sampling.temperature=0 are all alike: set evaluation.temperature",
+        "evaluation.samples=2 at sampling.temperature=0 are all equal: set evaluation.temperature",
     ),
     (
         {"algorithm": "{kind: sft}", "rewards": "[{kind: countdown}]"},
-        "rewards judge attempts, and algorithm sft makes none: remove rewards",
+        "rewards judge attempts, and algorithm sft generates none: remove rewards",
     ),
     (
         {"eval_rewards": "[{kind: countdown}]", "evaluation": "{environment: {kind: countdown}}"},
-        "eval_rewards judges in evaluation, and evaluation.environment=countdown is judged by its own "
-        "reward: remove eval_rewards",
+        "eval_rewards judge in evaluation, and evaluation.environment=countdown is judged by its own reward: remove eval_rewards",
     ),
     (
         {"eval_rewards": "[{kind: countdown}]", "evaluation": "{tasks: 0}"},
-        "eval_rewards judges in evaluation, and evaluation.tasks=0 evaluates nothing: remove "
-        "eval_rewards, or evaluation.tasks",
+        "eval_rewards judge in evaluation, and evaluation.tasks=0 evaluates nothing: remove eval_rewards, or evaluation.tasks",
     ),
     (
         {"rewards": "[{kind: countdown}, {kind: countdown}]"},
@@ -354,7 +358,7 @@ CLASHES = [
     ),
     (
         {"stages": "[{name: a}, {name: b, generator: {kind: hf}}]"},
-        "stages a and b differ in generator, and one serves the whole run: set it at the top",
+        "stages a and b differ in generator, and one generator serves the whole run: set it at the top",
     ),
 ]
 
@@ -413,8 +417,8 @@ def test_an_override_that_the_stages_would_hide_names_the_right_path(refusal, ov
     path = override.partition("=")[0] + (".kind" if "{" in override else "")
     told = refusal(STAGES, [override])
     assert (
-        told == f"command line: {path}: has no effect, the stages set it themselves: set {instead} "
-        "instead"
+        told
+        == f"command line: {path}: has no effect, because the stages set it themselves: set {instead} instead"
     )
 
 

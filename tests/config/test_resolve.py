@@ -134,7 +134,7 @@ def test_a_plain_function_is_a_reward_with_its_options_bound():
 @pytest.mark.parametrize(
     ("slot", "kind", "message"),
     [
-        ("environment", "maze_for_test:Variadic", r"takes '\*sizes: int', which has no keys"),
+        ("environment", "maze_for_test:Variadic", r"takes '\*sizes: int', which can't be a key"),
         ("environment", "maze_for_test:Unreadable", "can't be read from YAML"),
         (
             "rewards",

@@ -97,8 +97,7 @@ MALFORMED = [
     (b"\xef\xbb\xbf\xff", ", line 1: not UTF-8: byte 0xff at offset 3 of the line, 3 of the file"),
     (
         b'{"question": "\\ud83d", "answer": "a"}',
-        ", line 1: column 'question' holds half of a surrogate pair (\\ud800 to \\udfff), which is "
-        "no text",
+        ", line 1: column 'question' holds half of a surrogate pair (\\ud800 to \\udfff), which is not text",
     ),
 ]
 

@@ -77,7 +77,7 @@ def test_what_is_remembered_has_bounds():
     for seed in range(2, 8):
         small.expand(picture(seed), where="x")
     assert small.expand(picture(1), where="x").medium is not first
-    assert len(small._known) <= 3, "each is about 0.025 MiB"
+    assert len(small._expanded_by_key) <= 3, "each is about 0.025 MiB"
 
 
 def test_what_users_type_is_no_placeholder():
@@ -140,12 +140,12 @@ def test_messages_and_placeholders_have_to_agree():
         (none, "1 x image, .* for no media"),
     ):
         with pytest.raises(DataError, match=words):
-            made._with_media([(t, None) for t in tokenizer.encode(made.template.render([asked(picture(1))], None, prompt=True),
+            made._expand_media([(t, None) for t in tokenizer.encode(made.template.render([asked(picture(1))], None, prompt=True),
                                                                  allow_special=True)], [asked(picture(1))])  # fmt: skip
     made = renderer()
-    with pytest.raises(DataError, match="not all of them in the tokens"):
+    with pytest.raises(DataError, match="not all of them are in the tokens"):
         made.media(made.prompt([asked(picture(1))]), [asked(picture(1), picture(2))])
-    with pytest.raises(DataError, match="not all of them in the tokens"):
+    with pytest.raises(DataError, match="not all of them are in the tokens"):
         made.media(made.prompt([asked(picture(1))]), [asked(picture(2, 48))])
 
 
@@ -158,7 +158,7 @@ def test_messages_and_placeholders_have_to_agree():
         ),
         (
             Part("image", "data:image/png;base64,AAAA"),
-            "message 1: data:image/png;base64,...: is no whole image",
+            "message 1: data:image/png;base64,...: is not an image of a supported format",
         ),
         (
             Part("image", "data:image/png;base64,"),
@@ -188,7 +188,7 @@ def test_a_damaged_picture_and_one_that_the_processor_refuses():
 def test_a_model_of_text_alone_says_that_it_reads_no_pictures(tmp_path):
     tokenizer = load_tokenizer(model_directory())
     with pytest.raises(
-        DataError, match="message 0 has a part of the type 'image', and the model reads text alone"
+        DataError, match="message 0 has a part of the type 'image', and the model reads only text"
     ):
         Renderer(tokenizer).prompt([asked(picture(1))])
     assert Renderer(tokenizer).media([1, 2], [Message("user", "u")]) == ()

@@ -186,9 +186,9 @@ BROKEN = [
     ("a.csv", b"", ": the file holds no rows"),
     ("a.csv", b"x,y\n", ": the file holds no rows"),
     ("a.json", b"[]", ": the file holds no rows"),
-    ("a.parquet", b"", ": no Parquet file, or not whole"),
-    ("a.parquet", FORMS["rows.parquet"][:-9], ": no Parquet file, or not whole"),
-    ("a.arrow", b"no arrow at all", ": no Arrow file, or not whole"),
+    ("a.parquet", b"", ": not a valid Parquet file"),
+    ("a.parquet", FORMS["rows.parquet"][:-9], ": not a valid Parquet file"),
+    ("a.arrow", b"no arrow at all", ": not a valid Arrow file"),
     ("a.jsonl", as_jsonl(ROWS[:5] * 2) + b"\n{oops\n", ", line 12 col 2: malformed JSON: Expecting "
                                                        "property name"),
     ("a.json", b'[{"x": 1},\n {"x" 2}]', ", line 2 col 7: malformed JSON: Expecting ':' delimiter"),

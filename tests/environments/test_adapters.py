@@ -156,7 +156,7 @@ def test_an_episode_that_never_ends_ends_at_max_turns():
         ({"id": "CartPole-v1"}, "its observations are Box"),
         (
             {"id": "FrozenLake-v1", "actions": ("left", "right")},
-            "names 2 actions, but those of FrozenLake-v1 are",
+            "names 2 actions, but the actions of FrozenLake-v1 are",
         ),
         ({"id": "FrozenLake-v1", "prompt": "{screen}"}, "render_mode: ansi"),
         ({"id": "FrozenLake-v1", "kwargs": {"depth": 3}}, "depth"),
@@ -332,7 +332,7 @@ def test_what_a_verifiers_environment_raises_fails_the_attempt_and_the_next_one_
         ({"taskset": "no_such_taskset"}, "no_such_taskset"),
         ({"taskset": "words_taskset", "seat": "judge"}, "one of speller, not judge"),
         ({"taskset": "words_taskset", "options": {"colour": 1}}, "colour"),
-        ({"taskset": "boxed_taskset"}, "needs a box for its rewards"),
+        ({"taskset": "boxed_taskset"}, "needs a runtime for its rewards"),
         ({"taskset": "endless_taskset"}, "is endless: set environment.tasks"),
     ],
 )
@@ -344,9 +344,11 @@ def test_a_verifiers_taskset_that_cannot_be_played_is_refused(settings, message,
 @pytest.mark.needs("verifiers")
 def test_other_seats_and_second_conversations_are_no_attempt_of_the_policy(words):
     environment = words(env={"id": "user-sim"}, seat="assistant")
-    with pytest.raises(DataError, match="seat 'user' needs an agent of its own"):
+    with pytest.raises(DataError, match="seat 'user' needs another agent"):
         play(environment, [])
     several = words(env={"id": "best-of-n"})
     with pytest.raises(ExceptionGroup) as raised:  # of the task group in which it plays them
         play(several, ["a"])
-    assert "asked for a second conversation in one episode" in str(raised.value.exceptions[0])
+    assert "requests a second conversation of the policy in one episode" in str(
+        raised.value.exceptions[0]
+    )

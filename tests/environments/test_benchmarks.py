@@ -218,9 +218,9 @@ def test_choices_are_lettered_and_those_of_gpqa_are_shuffled_the_same_each_time(
             {"test_list": ["assert other(1)"]},
             "must call one function that 'code' defines, and they call none",
         ),
-        ("mbpp", {"code": "def ("}, "is no Python"),
+        ("mbpp", {"code": "def ("}, "is not Python"),
         ("mbpp", {"prompt": None, "text": None}, r"'prompt' \(or 'text'\) must be a string"),
-        ("livecodebench", {"private_test_cases": "AAAA"}, "neither JSON nor that packed by zlib"),
+        ("livecodebench", {"private_test_cases": "AAAA"}, "neither JSON nor packed JSON"),
         (
             "livecodebench",
             {"private_test_cases": "[1]"},

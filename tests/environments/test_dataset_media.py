@@ -145,9 +145,9 @@ def test_marks_are_text_where_the_rows_have_no_such_media(tmp_path):
 @pytest.mark.parametrize(
     ("images", "prompt", "counts"),
     [
-        ([1], "<image> <image>", "2 places for images.*the row has 1"),
-        ([1, 2], "<image>", "1 places.*has 2"),
-        ([], "<image>", "1 places.*has 0"),
+        ([1], "<image> <image>", "2 marks <image>.*the row has 1"),
+        ([1, 2], "<image>", "1 marks.*has 2"),
+        ([], "<image>", "1 marks.*has 0"),
     ],
 )
 def test_as_many_places_as_images(tmp_path, images, prompt, counts):
@@ -312,12 +312,12 @@ def broken(tmp_path, value, **settings):
     [
         ("gone.png", None, "No such file"),
         ("empty.png", b"", "the file is empty"),
-        ("text.png", b"hello", "is no whole image"),
-        ("short.png", png(1)[:20], "is no whole image|damaged or cut off"),
-        ("wide.png", "wide", "20000 x 1 pixels, 8192 at most"),
+        ("text.png", b"hello", "is not an image of a supported format"),
+        ("short.png", png(1)[:20], "is not an image of a supported format|damaged or cut off"),
+        ("wide.png", "wide", "20000 x 1 pixels, at most 8192"),
         ("../secret.png", None, "lies outside"),
         ("http://127.0.0.1/a.png", None, "not fetched: set urls: true"),
-        ("ftp://a/b.png", None, "nothing reads media from ftp"),
+        ("ftp://a/b.png", None, "media can't be read from ftp"),
     ],
 )
 def test_bad_media_are_found_before_anything_trains(tmp_path, name, content, why):
@@ -346,7 +346,7 @@ def test_media_settings_change_what_is_read(tmp_path):
     (tmp_path / "secret.png").write_bytes(png(4))
     found = tasks(broken(tmp_path, "secret.png", media_root=str(tmp_path)), 2)
     assert said(found[1])[0] == 4
-    with pytest.raises(DataError, match="is 8 x 8 pixels, 4 at most"):
+    with pytest.raises(DataError, match="is 8 x 8 pixels, at most 4"):
         tasks(broken(tmp_path, url(1), media={"max_side": 4}), 1)
     address = tasks(broken(tmp_path, "http://127.0.0.1/a.png", media={"urls": True}), 2)[1]
     assert address.messages[0].content[0] == Part("image", "http://127.0.0.1/a.png")

@@ -106,7 +106,7 @@ def test_attempts_that_run_at_once_do_not_share_their_parts():
 
 def test_what_can_not_be_is_refused():
     with pytest.raises(
-        (ConfigError, ValueError), match=r"two parts have the tag 'sorting'.*tag: sorting_2"
+        (ConfigError, ValueError), match=r"two parts have the tag 'sorting'.*such as sorting_2"
     ):
         resolve(
             "environment",

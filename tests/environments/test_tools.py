@@ -22,7 +22,7 @@ from ratchet.environments.tool_use.base import (
     make_tools,
 )
 from ratchet.environments.tool_use.calculator import calculate, format_value
-from ratchet.environments.tool_use.python import failure
+from ratchet.environments.tool_use.python import describe_failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
@@ -138,7 +138,7 @@ class Odd:
 )
 def test_what_goes_wrong_with_a_call_is_answered(name, arguments, told):
     answer = answered(Toolbox([Odd()], timeout_s=0.05), name, **arguments)
-    assert (answer.text, answer.error) == (told, True)
+    assert (answer.text, answer.is_error) == (told, True)
 
 
 def test_what_is_wrong_with_the_machinery_is_nobodys_answer():
@@ -155,7 +155,7 @@ def test_a_long_answer_is_cut_and_names_are_unique():
     assert answered(Toolbox([Odd()]), "odd", how="say", n=2).text == "xx"
     with pytest.raises(ConfigError, match="two tools are called 'odd'"):
         Toolbox([Odd(), Odd()])
-    with pytest.raises(ConfigError, match="is no tool"):
+    with pytest.raises(ConfigError, match="is not a tool"):
         make_tools([resolve("tool", {"kind": "fractions:Fraction", "numerator": 1})])
 
 
@@ -167,7 +167,7 @@ def test_programs_run_in_the_sandbox():
     assert answered(toolbox, "python", code="print(sum(range(10)))").text == "45\n"
     assert answered(toolbox, "python", code="x = 1").text == "(nothing was printed)"
     failed = answered(toolbox, "python", code="print(1)\nraise KeyError('k')")
-    assert failed.error
+    assert failed.is_error
     assert "exit code 1" in failed.text
     assert "KeyError: 'k'" in failed.text
     assert "printed before: 1" in failed.text
@@ -176,7 +176,8 @@ def test_programs_run_in_the_sandbox():
         in answered(toolbox, "python", code="while True: pass").text
     )
     ends = [
-        failure(Result(None, None, b"", b"", 1.0, reason)) for reason in (Reason.WALL, Reason.CPU)
+        describe_failure(Result(None, None, b"", b"", 1.0, reason))
+        for reason in (Reason.WALL, Reason.CPU)
     ]
     assert ends[0] == ends[1], "a busy machine would change what the policy reads"
 
@@ -278,7 +279,7 @@ def test_tools_of_an_mcp_server_are_called_by_its_own_client():
         == "Error: the argument 'b' must be of type integer, not 'x'"
     )
     failed = answered(toolbox, "fail")
-    assert failed.error
+    assert failed.is_error
     assert "no luck" in failed.text
 
 

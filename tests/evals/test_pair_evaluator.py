@@ -193,4 +193,4 @@ def test_data_without_a_held_out_row_train_when_nothing_is_evaluated(tmp_path: P
 def test_rollouts_that_nothing_judges_are_refused(tmp_path: Path):
     environment = preferences(tmp_path, [{"prompt": "2+2?", "chosen": "4", "rejected": "5"}])
     found = [conflict.message for conflict in conflicts(config("grpo", environment))]
-    assert found == ["nothing judges the attempts at environment preferences: set rewards"]
+    assert found == ["nothing judges the attempts in environment preferences: set rewards"]

@@ -91,7 +91,11 @@ def test_a_group_renders_its_pictures_once_and_text_alone_asks_as_ever(monkeypat
 @pytest.mark.parametrize(
     ("messages", "said", "words"),
     [
-        ([asked(BAD)], "a", "message 0: data:image/png;base64,...: is no whole image"),
+        (
+            [asked(BAD)],
+            "a",
+            "message 0: data:image/png;base64,...: is not an image of a supported format",
+        ),
         ([asked(picture(1))], PAD, f"the policy wrote {PAD}"),
     ],
 )
@@ -175,6 +179,6 @@ def test_a_row_whose_picture_is_broken_is_named():
     ):
         with pytest.raises(
             DataError,
-            match=r"rows\.jsonl, row 3: message 0: data:image/png;base64,\.\.\.: is no whole image",
+            match=r"rows\.jsonl, row 3: message 0: data:image/png;base64,\.\.\.: is not an image of a supported format",
         ):
             made()

@@ -313,7 +313,7 @@ def test_an_attempt_that_cannot_be_computed_fails_without_reward(untied):
         def media(self, tokens, messages):
             return ()
 
-        def stray(self, sampled):
+        def find_media_token(self, sampled):
             return None
 
         def parse(self, tokens, stop):

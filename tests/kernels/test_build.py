@@ -75,8 +75,7 @@ def test_a_run_with_ranks_computes_by_pytorchs_operations_everywhere(tmp_path):
     assert freeze(recipe(tmp_path, learner={"kind": "dtensor"})).kernels == "torch"
     with pytest.raises(
         ConfigError,
-        match="kernels=compiled, but ranks compute by PyTorch's operations: set kernels: auto or "
-        "torch",
+        match="kernels=compiled, but a distributed learner computes with PyTorch's operations: set kernels: auto or torch",
     ):
         recipe(tmp_path, learner={"kind": "dtensor"}, kernels="compiled")
 

@@ -175,7 +175,7 @@ def test_what_can_not_be_played_elsewhere_is_refused():
             for conflict in conflicts(config(generator=groups, rollouts={key: value}))
         ]
         assert any(
-            f"rollouts.{key} can't be had: remove it, or set generator.worker_runs=completions"
+            f"rollouts.{key} is not supported: remove it, or set generator.worker_runs=completions"
             in said
             for said in found
         )

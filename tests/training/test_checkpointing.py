@@ -175,6 +175,6 @@ def test_learners_that_write_their_own_parts_are_refused(learner):
     recipe = {"model": RECIPE["model"], "tokenizer": RECIPE["tokenizer"], "stages": [stage]}
     found = [conflict.message for conflict in conflicts(RunConfig.model_validate(recipe))]
     assert any(
-        message.startswith("checkpoint.background copies what this process holds")
+        message.startswith("checkpoint.background copies the weights of this process")
         for message in found
     )

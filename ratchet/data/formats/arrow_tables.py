@@ -58,7 +58,7 @@ class ArrowTable:
                 self.blocks: Sequence[int] = self._open(_open_source(path))
         except pa.ArrowException as error:
             raise DataError(
-                f"{path}: not a {self.form} file, or damaged: {error}: write it again"
+                f"{path}: not a valid {self.form} file: {error}: write it again"
             ) from error
         if not sum(self.blocks):
             raise DataError(f"{path}: the file holds no rows")

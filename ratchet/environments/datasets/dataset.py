@@ -264,8 +264,8 @@ class Dataset(SingleTurn):
             test_row = int(test_rows[test_prompts == train_prompts[is_shared][0]][0])
             raise DataError(
                 f"{test.where(test_row)}: the prompt is also in the training split "
-                f"({train.where(train_row)}), as are those of {int(is_shared.sum())} training "
-                "rows: remove these rows, or set overlap: drop"
+                f"({train.where(train_row)}); {int(is_shared.sum())} training rows have a prompt "
+                "of the test split: remove them, or set overlap: drop"
             )
         return {
             "train": self._drop_overlap(train, train_rows, train_prompts, test_prompts),

@@ -127,8 +127,8 @@ class Preferences(Rows):
             affected = f"{len(shared)} row{'s' if len(shared) > 1 else ''} of this file"
             raise DataError(
                 f"{shared[0].where}: the prompt is also in the training split "
-                f"({self.config.train}, line {train_lines[shared[0].prompt]}), as are those of "
-                f"{affected}: remove these rows, or drop `test` to hold out a tenth of the prompts"
+                f"({self.config.train}, line {train_lines[shared[0].prompt]}). Remove the "
+                f"{affected} with such prompts, or drop `test` to hold out a tenth of the prompts."
             )
 
     def _task(self, split: Split, row: PreferenceRow) -> Task:

@@ -36,7 +36,9 @@ class LogRenderer(Renderer):
     turns, `EpisodePlayer` begins a new trajectory with other renderers, which a log can't hold.
     """
 
-    def keeps(self, sampled: Sequence[int], messages: Sequence[Message], **context: Any) -> bool:
+    def keeps_turn(
+        self, sampled: Sequence[int], messages: Sequence[Message], **context: Any
+    ) -> bool:
         return True
 
 

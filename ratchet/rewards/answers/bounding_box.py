@@ -41,11 +41,11 @@ class BoundingBoxConfig(Section):
     corners: Literal["xyxy", "xywh"] = Field(
         "xyxy", description="The task's box: two corners, or a corner and its size."
     )
-    given: Literal["pixels", "unit", "thousand"] = Field(
+    task_units: Literal["pixels", "unit", "thousand"] = Field(
         "pixels",
         description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000.",
     )
-    said: Literal["pixels", "unit", "thousand"] = Field(
+    answer_units: Literal["pixels", "unit", "thousand"] = Field(
         "pixels", description="Units of the answer's box, its two corners."
     )
 
@@ -130,10 +130,10 @@ class BoundingBox(FinalAnswer):
         gold, box = self._read_task_box(task), extract_box(text)
         if box is None:
             return self.lowest
-        if self.config.given != self.config.said:
+        if self.config.task_units != self.config.answer_units:
             (task_width, task_height), (answer_width, answer_height) = (
-                self._get_size(self.config.given, task),
-                self._get_size(self.config.said, task),
+                self._get_size(self.config.task_units, task),
+                self._get_size(self.config.answer_units, task),
             )
             box = box.scale(task_width / answer_width, task_height / answer_height)
         value = compute_iou(box, gold) if self.config.measure == "iou" else compute_giou(box, gold)

@@ -15,70 +15,45 @@ environment: {kind: sorting}
 algorithm: {kind: grpo}
 """
 WRONG = {
-    "rollouts={max_staleness: 1, redundant_groups: 2}": "rollouts.max_staleness keeps every group "
-    "that was begun, and "
-    "rollouts.redundant_groups draws some to be late: remove it",
-    "rollouts={dynamic_sampling: true, redundant_groups: 2}": "rollouts.dynamic_sampling keeps "
-    "every group that was begun",
-    "rollouts={order: ready}": "rollouts.max_staleness=0 begins those of one: set it to 1 or more",
-    "rollouts={max_replaced: 2}": "rollouts.max_replaced is read by rollouts.dynamic_sampling "
-    "alone: set that to true",
-    "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 is of attempts, "
-    "and algorithm sft draws",
+    "rollouts={max_staleness: 1, redundant_groups: 2}": "rollouts.max_staleness trains on every group that was started, so rollouts.redundant_groups saves no time: remove it",
+    "rollouts={dynamic_sampling: true, redundant_groups: 2}": "rollouts.dynamic_sampling trains on every group that was started",
+    "rollouts={order: ready}": "with rollouts.max_staleness=0 only the groups of one step are in flight: set it to 1 or more",
+    "rollouts={max_replaced: 2}": "rollouts.max_replaced has no effect without rollouts.dynamic_sampling: set rollouts.dynamic_sampling=true",
+    "rollouts={max_staleness: 1} algorithm={kind: sft}": "rollouts.max_staleness=1 has no effect, because algorithm sft generates no attempts",
     "rollouts={dynamic_sampling: true} algorithm={kind: on_policy_distillation, teacher: x, "
     "group_size: 2}": "compares "
     "rewards, and algorithm on_policy_distillation reads none: remove it",
-    "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise "
-    "it, or remove this",
+    "rollouts={dynamic_sampling: true} algorithm={kind: remax}": "algorithm.group_size=1: raise it, or remove rollouts.dynamic_sampling",
     "rollouts={max_staleness: 1} cluster={kind: local, colocated: true} learner={kind: dtensor} "
-    "generator={kind: vllm}": "work "
-    "by turns, so nothing is drawn ahead: set rollouts.max_staleness=0",
-    "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching gives slow groups "
-    "steps of their own, and "
-    "rollouts.max_staleness does not wait for the slowest either, with rollouts.order=ready: "
-    "remove one of both",
-    "rollouts={tail_batching: 2, dynamic_sampling: true}": "rollouts.dynamic_sampling takes every "
-    "group that was begun",
-    "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups begins more "
-    "groups too",
-    "rollouts={tail_batching: 2, redundant_attempts: 1}": "rollouts.redundant_attempts leaves long "
-    "attempts out for good",
-    "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 is of attempts, "
-    "and algorithm sft draws",
+    "generator={kind: vllm}": "take turns, so no attempts are generated during an update: set rollouts.max_staleness=0",
+    "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching trains on slow groups in steps of their own, and rollouts.max_staleness already avoids waiting for them, with rollouts.order=ready: remove one of the two",
+    "rollouts={tail_batching: 2, dynamic_sampling: true}": "rollouts.dynamic_sampling waits for every group that was started",
+    "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups also starts more groups",
+    "rollouts={tail_batching: 2, redundant_attempts: 1}": "rollouts.redundant_attempts drops long attempts",
+    "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 has no effect, because algorithm sft generates no attempts",
     "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set it to 1 or more",
-    "rollouts={max_staleness: 1, adaptive: {}}": "neither staleness nor mismatch is to be held: "
-    "set one of them",
-    "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is "
-    "never exceeded under "
-    "rollouts.max_staleness=2: lower it, or raise that",
-    "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}}": "measured by the rollout correction, "
-    "and there is none",
+    "rollouts={max_staleness: 1, adaptive: {}}": "neither staleness nor mismatch is set: set one of them",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 2}}": "rollouts.adaptive.staleness=2 is never exceeded under rollouts.max_staleness=2: lower the first, or raise the second",
+    "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}}": "measured by the rollout correction, which is off",
     "rollouts={max_staleness: 2, adaptive: {mismatch: 0.1}, replay: {}} algorithm={kind: "
-    "decoupled_ppo}": "would count groups "
-    "of rollouts.replay, which are old however few are under way: set adaptive.staleness in its "
-    "place",
+    "decoupled_ppo}": "would include the old groups of rollouts.replay, whose age does not depend on the number in flight: set adaptive.staleness instead",
     "rollouts={max_staleness: 2, adaptive: {staleness: 0}}": "rollouts.adaptive.staleness",
-    "rollouts={max_staleness: 2, adaptive: {staleness: 1}} algorithm={kind: sft}": "is of attempts, and algorithm sft draws",
+    "rollouts={max_staleness: 2, adaptive: {staleness: 1}} algorithm={kind: sft}": "has no effect, because algorithm sft generates no attempts",
     "rollouts={max_staleness: -1}": "rollouts.max_staleness",
-    "rollouts.replay={}": "algorithm grpo does not weigh it by how likely it is now: set "
-    "algorithm.correction: {weight: token}",
-    "rollouts.replay={} algorithm={kind: grpo, correction: {weight: none, mask: token}}": "does not weigh it by how likely",
-    "rollouts={max_staleness: 4, replay: {}} algorithm={kind: decoupled_ppo}": "rollouts.replay.max_age=4 is over when a group",
+    "rollouts.replay={}": "importance sampling, and algorithm grpo has none: set algorithm.correction: {weight: token}",
+    "rollouts.replay={} algorithm={kind: grpo, correction: {weight: none, mask: token}}": "which needs importance sampling",
+    "rollouts={max_staleness: 4, replay: {}} algorithm={kind: decoupled_ppo}": "rollouts.replay.max_age=4 leaves nothing to replay: a group",
     "rollouts.replay={} algorithm={kind: remax, correction: {}}": "rollouts.replay.priority=spread "
     "compares the rewards",
-    "rollouts.replay={capacity: 2}": "capacity=2 keeps fewer than groups=8",
-    "rollouts.replay={} algorithm={kind: sft}": "rollouts.replay={...} is of attempts, and "
-    "algorithm sft draws none",
-    "curriculum={}": "curriculum chooses among tasks that are known, and examples=null is a stream "
-    "without end: set examples",
-    "examples=9 curriculum={} algorithm={kind: sft}": "curriculum.prefer=learnable reads how "
-    "attempts went, and algorithm sft",
+    "rollouts.replay={capacity: 2}": "capacity=2 holds fewer than groups=8",
+    "rollouts.replay={} algorithm={kind: sft}": "rollouts.replay={...} has no effect, because algorithm sft generates no attempts",
+    "curriculum={}": "curriculum chooses among a fixed number of tasks, and examples=null is an endless stream: set examples",
+    "examples=9 curriculum={} algorithm={kind: sft}": "curriculum.prefer=learnable reads the success of attempts, and algorithm sft",
     "examples=9 curriculum={difficulty: level} steps=9": "curriculum.full_by_step=50 is more than the "
     "stage's steps=9",
-    "examples=9 curriculum={prefer: even}": "prefer=even without difficulty prefers nothing",
-    "examples=9 curriculum={start_share: 0.5}": "start_share is read with difficulty alone",
-    "examples=9 curriculum={prefer: even, difficulty: level, memory: 0.1}": "memory is read with "
-    "prefer alone",
+    "examples=9 curriculum={prefer: even}": "prefer=even without difficulty has no effect",
+    "examples=9 curriculum={start_share: 0.5}": "start_share has no effect without difficulty",
+    "examples=9 curriculum={prefer: even, difficulty: level, memory: 0.1}": "memory has no effect without prefer",
 }
 
 

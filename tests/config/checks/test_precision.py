@@ -30,12 +30,9 @@ WRONG = {
     "lora={base: int4}": "lora.base: 'int4' must be 'nf4' or 'float8'",
     "generator={kind: engine, quantise: float8}": "set generator={kind: workers, worker: {kind: "
     "engine, quantise: float8}}",
-    "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "is computed on CUDA "
-    "devices alone, and",
-    "learner={kind: megatron, fp8: e4m3}": "what rests in bfloat16, and learner.weights=float32: "
-    "set learner.weights=bfloat16",
-    "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "keeps copies of what trains: "
-    "set learner.weights=float32",
+    "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "works only on CUDA devices, and",
+    "learner={kind: megatron, fp8: e4m3}": "needs weights in bfloat16, and learner.weights=float32: set learner.weights=bfloat16",
+    "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "is for training them: set learner.weights=float32",
     "device=cpu generator={kind: vllm, quantise: float8}": "vLLM multiplies in 8 bits on "
     "accelerators alone: remove it",
 }
@@ -70,10 +67,7 @@ def test_what_cannot_be_is_refused_when_the_recipe_is_read(overrides, refusal):
 def test_quantised_rollouts_of_vllm_want_an_accelerator(refusal, monkeypatch):
     """Those of another machine are judged there."""
     monkeypatch.setattr("ratchet.config.checks.precision.CUDA_DEVICES", ())
-    wanted = (
-        "generator.quantise=float8 is computed by vLLM on CUDA devices alone, and there is "
-        "none here"
-    )
+    wanted = "generator.quantise=float8 works in vLLM only on CUDA devices, and there is none here"
     assert wanted in refusal("generator={kind: vllm, quantise: float8}")
 
 

@@ -43,7 +43,7 @@ def test_staleness_that_nothing_corrects_is_warned_of(algorithm: dict[str, Any])
     (warning,) = warnings(algorithm, STALE)
     assert warning == (
         "rollouts.max_staleness=3 trains on attempts of older weights, and algorithm "
-        f"{algorithm['kind']} treats them as drawn "
+        f"{algorithm['kind']} treats them as sampled "
         "by the current ones. Set algorithm.correction={}, or algorithm.old_logprobs=sampler."
     )
 

@@ -305,7 +305,7 @@ def test_a_combination_without_a_model_type_is_refused():
         ("dense_layers", (0,)),
         ("expert_intermediate_size", 47),
     ):
-        with pytest.raises(ModelError, match=f"no 'mixtral' .* can say {field}="):
+        with pytest.raises(ModelError, match=f"a 'mixtral' .* can't say {field}="):
             replace(CONFIGS["mixtral"], **{field: value}).to_hf()
 
 

@@ -313,9 +313,11 @@ def test_what_a_template_refuses_is_passed_on():
         "}}{% endif %}"
         "{{ m.content }}{% endfor %}"
     )
-    with pytest.raises(DataError, match=r"messages by \(system, user\): no system here"):
+    with pytest.raises(
+        DataError, match=r"messages of these roles \(system, user\): no system here"
+    ):
         Renderer(CHARACTERS, strict).prompt([Message("system", "s"), user("u")])
-    with pytest.raises(DataError, match=r"messages by \(user\): .*undefined"):
+    with pytest.raises(DataError, match=r"messages of these roles \(user\): .*undefined"):
         Renderer(CHARACTERS, "{{ nothing.at.all }}").prompt([user("u")])
 
 

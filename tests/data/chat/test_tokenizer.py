@@ -248,7 +248,7 @@ def test_a_token_that_the_configuration_alone_calls_special_is_a_control_token(t
         ({"config": {"eos_token_id": 16}}, "EOS id 16 lies outside the tokenizer's 16 tokens"),
         (
             {"tokenizer_config": {"eos_token": "</s>"}},
-            "eos_token '</s>' of tokenizer_config.json is no token",
+            "eos_token '</s>' of tokenizer_config.json is not a token",
         ),
     ],
 )
@@ -264,7 +264,7 @@ def test_damaged_and_missing_files_are_named(tmp_path):
     with pytest.raises(ModelError, match=r"tokenizer\.json is not valid JSON"):
         load_tokenizer(tmp_path)
     (tmp_path / "tokenizer.json").write_text("{}")
-    with pytest.raises(ModelError, match=r"tokenizer\.json is no tokenizer"):
+    with pytest.raises(ModelError, match=r"tokenizer\.json is not a tokenizer"):
         load_tokenizer(tmp_path)
 
 
@@ -272,7 +272,8 @@ def test_a_path_that_is_nowhere_and_a_hub_id_that_is_out_of_reach_say_so():
     with pytest.raises(ModelError, match="no model directory '/nowhere/at all'"):
         load_tokenizer("/nowhere/at all")
     with pytest.raises(
-        ModelError, match="'nobody/nothing' is no directory here, and the Hugging Face hub"
+        ModelError,
+        match="'nobody/nothing' is not a local directory, and can't be downloaded from the Hugging Face Hub",
     ):
         load_tokenizer("nobody/nothing")  # the tests run offline
 

@@ -113,7 +113,7 @@ def test_a_data_url_holds_its_file() -> None:
     url = "data:image/png;base64," + base64.b64encode(content).decode()
     assert fetch(url, where=WHERE, limits=LIMITS) == content
     for broken, why in (
-        ("data:image/png,abc", "is no data: URL in base64"),
+        ("data:image/png,abc", "is not a base64 data: URL"),
         ("data:;base64,@@@", "base64 is broken"),
     ):
         with pytest.raises(DataError, match=why):
@@ -149,7 +149,7 @@ def test_an_object_store_is_read_below_its_root_alone() -> None:
     ["ftp://a/b.png", "zip://x::http://a/b.zip", "simplecache::http://a/b.png", "local://etc/x"],
 )
 def test_an_address_that_nothing_should_read_is_refused(reference: str) -> None:
-    with pytest.raises(DataError, match=r"nothing reads media from .*give a path"):
+    with pytest.raises(DataError, match=r"media can't be read from .*give a path"):
         fetch(reference, where=WHERE, limits=LIMITS)
 
 
@@ -168,7 +168,7 @@ def test_an_address_of_the_web_is_fetched_only_where_that_was_asked_for() -> Non
     address = f"http://127.0.0.1:{server.server_port}"
     try:
         with pytest.raises(
-            DataError, match=r"a\.png: addresses of the web are not fetched: set urls: true"
+            DataError, match=r"a\.png: web addresses are not fetched: set urls: true"
         ):
             fetch(f"{address}/a.png", where=WHERE, limits=LIMITS)
         assert fetch(f"{address}/a.png", where=WHERE, limits=MediaLimits(urls=True)) == b"abc"
@@ -220,7 +220,7 @@ def test_transparent_lies_on_white_and_sixteen_bits_keep_their_upper_half() -> N
     deep = Image.fromarray(np.array([[0, 256 * 77, 65535]], np.uint16))
     read = decode_image(encoded(deep), where=WHERE, limits=LIMITS)
     assert [read.getpixel((x, 0)) for x in range(3)] == [(0,) * 3, (77,) * 3, (255,) * 3]
-    with pytest.raises(DataError, match="32 bits"):
+    with pytest.raises(DataError, match="32-bit"):
         decode_image(
             encoded(Image.fromarray(np.zeros((2, 2), np.float32)), "TIFF"),
             where=WHERE,
@@ -247,7 +247,7 @@ def test_a_file_that_is_cut_off_anywhere_is_an_error_or_whole(form: str) -> None
     for end in range(0, len(whole) * 9 // 10, max(1, len(whole) // 60)):
         with pytest.raises(
             DataError,
-            match=rf"^{place}: (the file is empty|is no whole image|the image is damaged)",
+            match=rf"^{place}: (the file is empty|is not an image of a supported format|the image is damaged)",
         ):
             decode_image(whole[:end], where=place, limits=LIMITS)
 
@@ -277,7 +277,7 @@ def test_what_is_empty_or_no_image_is_an_error() -> None:
         b"%!PS-Adobe-3.0 EPSF-3.0\n" * 9,
     ):
         with pytest.raises(
-            DataError, match="is no whole image of a form that is read: give PNG, JPEG"
+            DataError, match="is not an image of a supported format: give PNG, JPEG"
         ):
             decode_image(other, where=WHERE, limits=LIMITS)
 
@@ -285,7 +285,7 @@ def test_what_is_empty_or_no_image_is_an_error() -> None:
 @pytest.mark.fault("D14")
 def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     with pytest.raises(
-        DataError, match=r"is 20000 x 4 pixels, 8192 at most on a side.*raise max_side"
+        DataError, match=r"is 20000 x 4 pixels, at most 8192 on a side.*raise max_side"
     ):
         decode_image(encoded(Image.new("1", (20_000, 4))), where=WHERE, limits=LIMITS)
     wide = MediaLimits(max_side=30_000)
@@ -295,7 +295,7 @@ def test_an_image_of_too_many_pixels_is_refused_before_it_is_decoded() -> None:
     )
     with pytest.raises(
         DataError,
-        match=r"declares 8000 x 8001 = 64008000 pixels, 64000000 at most.*raise max_pixels",
+        match=r"declares 8000 x 8001 = 64008000 pixels, at most 64000000.*raise max_pixels",
     ):
         decode_image(png_that_declares(8000, 8001), where=WHERE, limits=LIMITS)
     # Beyond its first limit Pillow only warns, and decodes; beyond its second it raises an error of
@@ -344,7 +344,7 @@ def test_a_bad_video_is_an_error_that_says_which_frame() -> None:
         decode_video(b"\0\0\0\x18ftypmp42" + bytes(40), where=WHERE, limits=LIMITS)
     first, *rest = frames(4)
     whole = encoded(first, "GIF", save_all=True, append_images=rest)
-    with pytest.raises(DataError, match=r"damaged|no whole image"):
+    with pytest.raises(DataError, match=r"damaged|not an image"):
         decode_video(whole[:40], where=WHERE, limits=LIMITS)
 
 
@@ -387,15 +387,15 @@ def test_a_bad_clip_is_an_error() -> None:
     whole = wav(bytes(2000))
     for broken, why in (
         (b"", "is empty"),
-        (whole[:1000], "header declares 1000 samples, and 478 are there"),
+        (whole[:1000], "header declares 1000 samples, and there are 478"),
         (whole[:30], "damaged or cut off"),
         (wav(b""), "no samples"),
-        (b"hello", "no WAV file of whole numbers|is no audio"),
+        (b"hello", "not a WAV file of integer samples|is not audio"),
     ):
         with pytest.raises(DataError, match=why) as caught:
             decode_audio(broken, where=WHERE, limits=LIMITS)
         assert str(caught.value).startswith(WHERE)
     with pytest.raises(
-        DataError, match=r"declares 1000 samples at 8000 Hz, 0\.1 s at most.*raise max_audio_s"
+        DataError, match=r"declares 1000 samples at 8000 Hz, at most 0\.1 s.*raise max_audio_s"
     ):
         decode_audio(whole, where=WHERE, limits=MediaLimits(max_audio_s=0.1))

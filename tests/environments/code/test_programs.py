@@ -62,8 +62,8 @@ def test_programs_come_from_a_file(tmp_path):
     )
     assert bare.meta["tests"]
     for keys, message in (
-        ({"test": "x.jsonl"}, "test is read beside train"),
-        ({"train": "x", "operations": 3}, "made-up"),
+        ({"test": "x.jsonl"}, "test has no effect without train"),
+        ({"train": "x", "operations": 3}, "generated functions"),
     ):
         with pytest.raises(ValueError, match=message):
             resolve("environment", {"kind": "programs", **keys})

@@ -362,7 +362,7 @@ def test_rows_are_kept_by_declared_comparisons(keep, left, form, tmp_path):
     environment = made(train=path, keep=[keep], test_share=0.0)
     if left is None:
         with pytest.raises(
-            DataError, match="no rows for its train split: `keep` leaves none of them"
+            DataError, match="no rows for its train split: `keep` filters out all rows"
         ):
             environment.tasks("train", seed=0)
         return
@@ -418,8 +418,8 @@ def test_a_prompt_under_several_ids_is_on_one_side_only(tmp_path, caplog):
         "and none is lost"
     )
     assert (
-        f"{120 - len(train) - len(test)} rows for training have a prompt of the test split and are "
-        "left out" in caplog.text
+        f"{120 - len(train) - len(test)} training rows have a prompt of the test split and are left out"
+        in caplog.text
     )
     assert len(test) > 5
     assert len(train) > 60
@@ -432,8 +432,8 @@ def test_prompts_of_the_test_split_are_refused_for_training_or_left_out(tmp_path
     with pytest.raises(DataError) as caught:
         made(train=train, test=test).tasks("train", seed=0)
     expected = (
-        f"{test}, line 2: the prompt is also in the training split ({train}, line 5), so "
-        "for 1 rows there: "
+        f"{test}, line 2: the prompt is also in the training split ({train}, line 5); "
+        "1 training rows have a prompt of the test split: "
     )
     assert str(caught.value) == expected + "remove them, or set overlap: drop"
     environment = made(train=train, test=test, overlap="drop")
@@ -524,10 +524,10 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
     assert [len(environment.rows(split)) for split in ("train", "test")] == [9, 3]
     assert [task.answer for task in environment.tasks("test", seed=0)] == ["9", "10", "11"]
     with pytest.raises(
-        DataError, match=r"set \(other, train\): can't be had: BuilderConfig 'other' not found"
+        DataError, match=r"set \(other, train\): can't be loaded: BuilderConfig 'other' not found"
     ):
         made(preset="gsm8k", hub=str(tmp_path / "set"), subset="other").tasks("train", seed=0)
-    with pytest.raises(DataError, match=r"set \(main, dev\): can't be had: Unknown split"):
+    with pytest.raises(DataError, match=r"set \(main, dev\): can't be loaded: Unknown split"):
         made(preset="gsm8k", hub=str(tmp_path / "set"), train_split="dev").tasks("train", seed=0)
 
 
@@ -541,8 +541,7 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
                                 "`columns`: {prompt: ...}"),
         ({"q": 3, "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is an integer, must be "
                                                                 "a string"),
-        ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write what "
-                                                                 "is to be answered"),
+        ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write a prompt"),
         ({"prompt": "Q"}, {"columns": {"answer": "gold"}}, "no column 'gold'; the row has prompt: "
                                                            "name yours in `columns`"),
         ({"prompt": "Q", "m": {"x": 1}}, {"columns": {"answer": "m.y"}}, "no column 'm.y'; 'm' of "
@@ -573,10 +572,8 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
         ({"messages": [{"role": "user", "content": "", "audio": "x"}]}, {}, "message 0 has "
                                                                             "'audio', which would "
                                                                             "be lost: only"),
-        ({"messages": [{"role": "assistant", "content": "A"}]}, {}, "holds nothing but an answer: "
-                                                                    "add what is asked before it"),
-        ({"messages": [{"role": "system", "content": "A"}]}, {}, "ends with a system message: add "
-                                                                 "what is asked"),
+        ({"messages": [{"role": "assistant", "content": "A"}]}, {}, "has only an answer: add the message that it answers"),
+        ({"messages": [{"role": "system", "content": "A"}]}, {}, "ends with a system message: add a user message"),
         (
             {"messages": [{"role": "user", "content": "Q", "tool_calls": [CALL]}]}, {},
             "message 0 has tool_calls, and its role is 'user': only the assistant calls tools",
@@ -597,8 +594,7 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
         (
             {"context": "Q", "response1": "A", "response2": "B", "overall_preference": 0},
             {"columns": {"prompt": "context", "first": "response1", "second": "response2", "preference": "overall_preference"}},
-            "column 'overall_preference' is 0, so neither is better: leave such rows out by keep: "
-            "[{column: overall_",
+            "column 'overall_preference' is 0, so neither is better: leave such rows out with keep: [{column: overall_",
         ),
     ],
 )  # fmt: skip
@@ -616,9 +612,12 @@ def test_a_row_that_can_t_be_used_is_named_with_its_column_and_the_way_out(
 def test_settings_that_can_t_work_are_refused():
     for settings, message in (
         ({}, "there is nothing to read: set train"),
-        ({"preset": "gsm8"}, "'gsm8' is no preset of data: did you mean 'gsm8k'"),
-        ({"train": "a", "columns": {"promt": "q"}}, "promt is no column: did you mean prompt"),
-        ({"train": "a", "keep": [{"column": "q"}]}, "nothing is asked of 'q'"),
+        ({"preset": "gsm8"}, "'gsm8' is not the preset of a dataset: did you mean 'gsm8k'"),
+        (
+            {"train": "a", "columns": {"promt": "q"}},
+            "promt is not a usual column: did you mean prompt",
+        ),
+        ({"train": "a", "keep": [{"column": "q"}]}, "the filter of 'q' has no condition"),
     ):
         with pytest.raises(ValidationError, match=message):
             made(**settings)

@@ -118,7 +118,7 @@ def test_shots_come_before_the_question_and_leave_the_training_split(tmp_path):
         (
             [row(0, split="train")],
             {"split_column": "split", "shots": 1},
-            ": 1 training rows are too few for shots=1: lower it",
+            ": 1 training rows are too few for shots=1: lower shots",
         ),
     ],
 )

@@ -236,9 +236,7 @@ def test_what_a_row_does_not_have_is_an_error_where_it_is_asked_for(
 # --- what is refused
 
 BOTH = "'chosen' and 'rejected'"
-NO_ANSWER = (
-    f"no column with an answer, which are {BOTH}, or 'completion' or 'completions'; the row has "
-)
+NO_ANSWER = f"no column has an answer ({BOTH}, or 'completion' or 'completions'); the row has "
 ERRORS = [
     ({"prompt": "q"}, f"{NO_ANSWER}prompt: name yours in `columns`"),
     ({}, f"{NO_ANSWER}no columns: name yours in `columns`"),
@@ -257,12 +255,11 @@ ERRORS = [
     ({**PAIR, "rejected": "4"}, f"{BOTH} are the same: remove the row"),
     (
         {"chosen": "4", "rejected": "5"},
-        f"no column 'prompt', and {BOTH} are answers alone; the row has chosen, rejected: add the "
-        "prompt",
+        f"no column 'prompt', and {BOTH} are only answers; the row has chosen, rejected: add the prompt",
     ),
     (
         {**PAIR, "chosen": listed(Q, A)},
-        f"one of {BOTH} is a whole conversation, the other an answer alone: write both alike",
+        f"one of {BOTH} is a whole conversation, the other only an answer: write both in the same way",
     ),
     (
         {"chosen": listed(Q, A), "rejected": listed(user("3+3?"), B)},
@@ -270,29 +267,29 @@ ERRORS = [
     ),
     (
         {"chosen": listed(Q, A), "rejected": listed(Q, A, Q, B)},
-        f"one of {BOTH} ends where the other goes on: give each a last answer of its own",
+        f"one of {BOTH} is the beginning of the other: give each another last answer",
     ),
     (
         {"prompt": "3+3?", "chosen": listed(Q, A), "rejected": listed(Q, B)},
-        f"{BOTH} don't both hold what 'prompt' says: make it what they begin with, or drop it",
+        f"{BOTH} do not contain 'prompt': set it to their common beginning, or drop it",
     ),
     (
         {"chosen": listed(Q, A), "rejected": listed(Q, B, Q)},
-        "'rejected' ends without an answer of the assistant: drop what follows its last one",
+        "'rejected' ends without an answer of the assistant: drop what follows the last answer",
     ),
     (
         {"chosen": listed(Q, A, user("x"), A), "rejected": listed(Q, A, user("y"), B)},
-        "'chosen' goes on from the prompt as 'user': an answer begins as 'assistant'",
+        "'chosen' continues the prompt with a message of 'user': an answer begins with one of 'assistant'",
     ),
-    ({**PAIR, "prompt": ""}, "'prompt' is empty: write what is to be answered"),
+    ({**PAIR, "prompt": ""}, "'prompt' is empty: write a prompt"),
     ({**PAIR, "prompt": []}, "'prompt' is an empty array: give it messages"),
     (
         {**PAIR, "prompt": "\n\nAssistant:"},
-        "'prompt' holds no message: write what is to be answered",
+        "'prompt' has no message: write a prompt",
     ),
     (
         {**PAIR, "prompt": listed(Q, A)},
-        "'prompt' ends with a message of the assistant: end it with what is to be answered",
+        "'prompt' ends with a message of the assistant: end it with a user message",
     ),
     ({**PAIR, "prompt": 3}, "'prompt' is an integer, must be a string or an array of messages"),
     (
@@ -323,7 +320,7 @@ ERRORS = [
     ),
     (
         {**PAIR, "chosen": "\ud800"},
-        "'chosen' holds half of a surrogate pair (\\ud800 to \\udfff), which is no text: remove it",
+        "'chosen' holds half of a surrogate pair (\\ud800 to \\udfff), which is not text: remove it",
     ),
     (
         {**PAIR, "score_chosen": 1},
@@ -350,11 +347,11 @@ ERRORS = [
     ({**LABELLED, "label": 10**400}, "'label' is too large: write a number below 1e308"),
     (
         {**LABELLED, "completion": listed(user("3+3?"), A)},
-        "'completion' doesn't begin with 'prompt': give the answer alone",
+        "'completion' doesn't begin with 'prompt': give only the answer",
     ),
     (
         {**LABELLED, "completion": listed(Q)},
-        "'completion' ends without an answer of the assistant: drop what follows its last one",
+        "'completion' ends without an answer of the assistant: drop what follows the last answer",
     ),
     (
         {**STEPPED, "completions": "4"},
@@ -403,7 +400,10 @@ def test_a_row_that_can_not_be_used_is_named_with_what_to_change(tmp_path, row, 
     ("settings", "message"),
     [
         ({}, "train"),
-        ({"train": "a", "columns": {"chosne": "x"}}, "chosne is no column: did you mean chosen"),
+        (
+            {"train": "a", "columns": {"chosne": "x"}},
+            "chosne is not a usual column: did you mean chosen",
+        ),
         (
             {"train": "a", "columns": {"chosen": "rejected"}},
             "chosen and rejected would both be read from 'rejected'",
@@ -464,9 +464,7 @@ def test_prompts_in_both_files_are_refused(tmp_path, again, rows):
     with pytest.raises(DataError) as caught:
         Preferences(PreferencesConfig(train=train_file, test=test_file)).tasks("train", seed=0)
     assert str(caught.value) == (
-        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3), so "
-        f"for {rows} of this file: "
-        "remove them, or drop `test`, and one prompt in ten is held out"
+        f"{test_file}, line 2: the prompt is also in the training split ({train_file}, line 3). Remove the {rows} of this file with such prompts, or drop `test` to hold out a tenth of the prompts."
     )
 
 

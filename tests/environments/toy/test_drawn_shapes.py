@@ -149,7 +149,7 @@ def test_keys_do_what_they_say():
         ({"things": [3, 2]}, "must be .fewest, most."),
         ({"grid": 2, "things": [1, 5]}, "don't fit into grid=2"),
         ({"size": 16, "grid": 4}, "set size to 32"),
-        ({"things": [1, 1]}, "position, which needs two things"),
+        ({"things": [1, 1]}, "position, which needs two different things"),
         ({"colours": ["red"]}, "questions has colour, and there is only one"),
         ({"shapes": ["square", "square"]}, "repeat one"),
     ],

@@ -341,7 +341,7 @@ def test_an_environment_that_can_not_be_made_there_says_why():
         for _ in range(2):
             with pytest.raises(
                 EnvironmentProcessLost,
-                match=r"(?s)could not be made in a worker process.*OSError: no licence",
+                match=r"(?s)could not be created in a worker process.*OSError: no licence",
             ):
                 await environment.reset(environment.local.task())
         await environment.close()
@@ -386,7 +386,7 @@ def test_a_thread_that_hangs_in_a_cancelled_call_retires_its_process_when_the_ot
 def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_over(
     monkeypatch, caplog
 ):
-    monkeypatch.setattr("ratchet.environments.workers.process.MOST_LEFT", 20)
+    monkeypatch.setattr("ratchet.environments.workers.process.MAX_LEAKED", 20)
 
     async def play():
         leaks, plays_on = copies(made(threads=2), 2)
@@ -406,7 +406,7 @@ def test_a_process_in_which_attempts_leave_files_open_is_replaced_when_they_are_
         assert watched.ends()
 
     asyncio.run(play())
-    assert "is replaced: since its first attempt it holds" in caplog.text
+    assert "is replaced: since its first attempt it has" in caplog.text
     assert "30 more file descriptors" in caplog.text
 
 
@@ -692,7 +692,7 @@ def test_what_can_not_travel_is_refused_by_its_name():
     async def play():
         environment = made()
         with pytest.raises(
-            DataError, match=r"\{1\} can't be sent to or from a worker process: .* not set"
+            DataError, match=r"\{1\} of type set can't be sent to or from a worker process"
         ):
             await environment.reset(environment.local.task(numbers={1}))
 

@@ -22,7 +22,7 @@ class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
-    def keeps(self, sampled, messages, *, history, said, tools=None):
+    def keeps_turn(self, sampled, messages, *, history, reply, tools=None):
         return True
 
     def extend(self, sampled, messages, *, history, tools=None):

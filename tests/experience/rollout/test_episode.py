@@ -29,7 +29,7 @@ class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
-    def keeps(self, sampled, messages, *, history, said, tools=None):
+    def keeps_turn(self, sampled, messages, *, history, reply, tools=None):
         return True
 
     def extend(self, sampled, messages, *, history, tools=None):
@@ -171,7 +171,7 @@ def test_an_abort_cancels_the_attempt():
 class Forgetful(Digits):
     """A chat template that drops what was said, once others answer it."""
 
-    def keeps(self, sampled, messages, *, history, said, tools=None):
+    def keeps_turn(self, sampled, messages, *, history, reply, tools=None):
         return False
 
 

@@ -25,7 +25,7 @@ class Digits(TextAlone):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 
-    def keeps(self, sampled, messages, *, history, said, tools=None):
+    def keeps_turn(self, sampled, messages, *, history, reply, tools=None):
         return True
 
     def extend(self, sampled, messages, *, history, tools=None):
@@ -341,7 +341,7 @@ def test_the_spread_of_each_part_of_the_reward():
 
 def test_a_forked_attempt_is_judged_once_and_all_its_trajectories_have_that_outcome():
     class Forgetful(Digits):
-        def keeps(self, sampled, messages, *, history, said, tools=None):
+        def keeps_turn(self, sampled, messages, *, history, reply, tools=None):
             return False
 
     seen = []

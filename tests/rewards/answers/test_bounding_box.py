@@ -105,12 +105,12 @@ def test_units_of_the_picture_and_of_the_answer():
             task("[20, 10, 60, 40]", size=(200, 50)),
             task("[20, 10, 60, 40]", width=200, height=50),
         ):
-            assert graded(text, known, said=units) == pytest.approx(1.0)
+            assert graded(text, known, answer_units=units) == pytest.approx(1.0)
         assert graded(
-            said["thousand"], task(text, size=(200, 50)), given=units, said="thousand"
+            said["thousand"], task(text, size=(200, 50)), task_units=units, answer_units="thousand"
         ) == pytest.approx(1.0)
     with pytest.raises(DataError, match="neither a picture nor the columns width and height"):
-        graded(said["unit"], task("[20, 10, 60, 40]"), said="unit")
+        graded(answer_units["unit"], task("[20, 10, 60, 40]"), answer_units="unit")
 
 
 @pytest.mark.parametrize("answer", [None, "cat", "[1, 2]", [1, 2, "x", 4], "[3, 3, 3, 5]"])
