@@ -291,7 +291,7 @@ def micros_of(learner, batch, terms=None):
     topology = learner.topology
     part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
-        part, max_tokens=MICRO, shares=topology.context == 1, workers=topology.data
+        part, max_tokens=MICRO, shares_prefixes=topology.context == 1, workers=topology.data
     )
     return distribute_microbatches(part, plan, topology.data, multiple=topology.pipeline)[
         topology.data_rank(learner.coordinates)

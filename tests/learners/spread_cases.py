@@ -172,7 +172,7 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
 def micros_of(mesh, batch, terms=None):
     part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
-        part, max_tokens=40, shares=mesh.context is None, workers=mesh.topology.data
+        part, max_tokens=40, shares_prefixes=mesh.context is None, workers=mesh.topology.data
     )
     return distribute_microbatches(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
         mesh.topology.data_rank(mesh.coordinates)

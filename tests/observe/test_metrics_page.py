@@ -160,7 +160,7 @@ def of_work(path: Path) -> set[str]:
     clock = iter(range(100))
     system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
     meter = StageMeter(
-        FlopCounter({"policy": DecoderCost(get_preset("tiny", vocab_size=8)).work}),
+        FlopCounter({"policy": DecoderCost(get_preset("tiny", vocab_size=8)).token_cost}),
         1.0,
         system=system,
     )

@@ -98,7 +98,9 @@ def test_a_weight_begins_alike_wherever_it_lies():
     for name in some:
         assert both[name].shape == some[name].shape
         if ".lora_A." in name:
-            assert fresh.first(name, some[name].shape).abs().max() <= SHAPE.hidden_size**-0.5
+            assert (
+                fresh.initial_weight(name, some[name].shape).abs().max() <= SHAPE.hidden_size**-0.5
+            )
 
 
 def test_names_and_sizes_are_those_of_peft():
