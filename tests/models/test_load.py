@@ -72,7 +72,7 @@ def test_what_looks_like_a_path_is_never_downloaded(name, tmp_path, monkeypatch)
 
 
 def test_how_far_a_path_exists_is_said(saved):
-    with pytest.raises(ModelError, match=f"'{saved}' is as far"):
+    with pytest.raises(ModelError, match=f"as far as '{saved}'"):
         load_policy(saved / "checkpoints" / "step-5")
 
 

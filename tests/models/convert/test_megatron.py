@@ -179,7 +179,9 @@ def test_a_model_of_other_parameters_is_refused(written):
     layout = megatron_layout(dimensions, MegatronShard())
     parameters = empty(layout, MegatronShard(), dimensions)
     del parameters["decoder.layers.2.self_attention.linear_qkv.bias"]
-    with pytest.raises(ModelError, match=r"lacks decoder.layers.2.self_attention.linear_qkv.bias"):
+    with pytest.raises(
+        ModelError, match=r"lacks the parameters decoder.layers.2.self_attention.linear_qkv.bias"
+    ):
         fill_parameters(parameters, layout, WeightFiles.find(written("qwen2")).block)
 
 

@@ -167,7 +167,7 @@ def test_measures_say_what_replay_has_changed():
 def test_routes_of_another_model_are_refused():
     batch = pack(sampled(model()))
     other = model(shape={**QWEN, "dense_layers": ()})
-    with pytest.raises(DataError, match="for a model of"):
+    with pytest.raises(DataError, match="but the model has"):
         gap(other, batch, replays=True)
 
 
