@@ -137,7 +137,7 @@ def test_a_run_is_evaluated_while_it_goes_on(tmp_path: Path, capsys: pytest.Capt
     assert by_step.prompts == by_path.prompts
     with pytest.raises(CheckpointError, match="no checkpoint of step 7"):
         evaluate_target(str(run), replace(FEW, step=7))
-    with pytest.raises(ConfigError, match="--step 2 is of a run"):
+    with pytest.raises(ConfigError, match="--step 2 is only for runs"):
         evaluate_target(str(tmp_path / "elsewhere"), replace(FEW, step=2))
 
 
@@ -149,13 +149,13 @@ def test_a_checkpoint_that_only_megatron_reads_is_refused(tmp_path: Path):
     config["kernels"] = "torch"
     RunDirectory(run).config.write_text(write_text(config))
     with pytest.raises(
-        ConfigError, match=r"stage first trained with learner\.kind=megatron.*end the run"
+        ConfigError, match=r"stage first trained with learner\.kind=megatron.*finish the run"
     ):
         open_target(run, step=2)
 
 
 def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
-    with pytest.raises(ConfigError, match="add --recipe RECIPE, whose environment"):
+    with pytest.raises(ConfigError, match="add --recipe RECIPE, or --on KIND"):
         evaluate_target(str(run / "model"), FEW, out=tmp_path)
     evaluate_target(
         str(run / "model"),
