@@ -50,7 +50,7 @@ def test_a_step_with_images_is_played_again_bit_for_bit(tmp_path):
         played = asyncio.run(play(step))
         assert played.table.equals(record.step(step).cast(played.table.schema))
         assert played.fingerprints == record.steps[step].fingerprints
-    with pytest.raises(DataError, match="the model of the run has no processor for it"):
+    with pytest.raises(DataError, match="the run's model has no processor any more"):
         asyncio.run(RecordedSource(record, None).draw(2, 0))
     shutil.rmtree(run / "steps" / "media")
     with pytest.raises(DataError, match=r"media/0.*parquet can't be read"):
