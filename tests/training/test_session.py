@@ -256,7 +256,7 @@ def test_mistakes_are_named_without_a_traceback(
 def test_a_configuration_that_no_run_wrote_is_refused(recipe, tmp_path):
     shutil.copy(recipe, tmp_path / "config.yaml")
     with pytest.raises(
-        RunDirectoryError, match=r"config.yaml: (device|threads)=auto, but a run writes down"
+        RunDirectoryError, match=r"config.yaml: (device|threads)=auto, but a run stores"
     ):
         resume_run(tmp_path, command="")
 

@@ -105,7 +105,7 @@ def test_the_parity_gate_sees_an_adapter_that_did_not_arrive():
     found = asyncio.run(
         ParityGate(ParityPair(made, generator, link, {}), ParityConfig())._compare_weights()
     )
-    assert found.guilty
+    assert found.is_cause
     assert (
         "tensors differ, the first is base_model.model.model.layers.0.self_attn.q_proj.lora_"
         in found.text
