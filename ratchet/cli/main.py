@@ -8,6 +8,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -36,6 +37,24 @@ Target = Annotated[
         help="A run or a Hugging Face model directory, or its address (s3://bucket/run)."
     ),
 ]
+
+
+def show_version(wanted: bool) -> None:
+    if wanted:
+        say(f"ratchet {installed_version('ratchet')}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Show the version and exit.", is_eager=True, callback=show_version
+        ),
+    ] = False,
+) -> None:
+    """Post-train language models: supervised, by preferences, and by reinforcement learning."""
 
 
 @app.command()
@@ -138,6 +157,36 @@ def explain_algorithm(
     from ratchet.commands.explain_algorithm import explain_algorithm as get_explanation
 
     say(get_explanation(kind, overrides or []))
+
+
+@app.command(name="help")
+def explain_key(
+    key: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help="A key (optimizer.lr), a section, a kind (dapo), another library's name of a key "
+            "(num_generations), or words of its description."
+        ),
+    ] = None,
+    markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print all keys, as docs/recipe.md has them.")
+    ] = False,
+) -> None:
+    """Explain a key, a section or a kind of a recipe."""
+    from ratchet.commands.help.command import key_help
+    from ratchet.commands.help.page import recipe_page
+
+    say(recipe_page().rstrip() if markdown else key_help(" ".join(key or [])))
+
+
+@app.command()
+def schema() -> None:
+    """Print the JSON schema of recipes, which lets editors complete and check their keys."""
+    from json import dumps
+
+    from ratchet.config.json_schema import recipe_schema
+
+    say(dumps(recipe_schema(), indent=1))
 
 
 @app.command()

@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 
-from ratchet.config.key_paths import Key, keys, list_children, model_at
+from ratchet.config.key_paths import STAGES, Key, keys, list_children, model_at
+from ratchet.config.peer_names import PEER_NAMES
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import shorten_text
 
@@ -221,27 +222,67 @@ RENAMED_KEYS: Mapping[str, str] = {
 def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return the message about an unknown key.
 
-    The hint is the first of these that there is: the key's new name, the sections that have this
-    key, the nearest known key, the list of all keys known here.
+    The hint is the first of these that there is: the key's new name, its name here if it is another
+    library's, the kinds that have it, the sections that have it, the nearest known key, the list of
+    all keys known here.
     """
     siblings = list_children(model, place, tree)
     if RENAMED_KEYS.get(key) in siblings:
         return f"unknown key; it was renamed to '{RENAMED_KEYS[key]}'"
-    all_keys = list(keys(model))
-    namesakes = [k for k in all_keys if k.name == key]
-    similar_siblings = get_close_matches(key, siblings, n=1)
-    if namesakes:
-        hint = f"it belongs in {_list_keys(namesakes)}"
-    elif similar_siblings:
-        hint = f"did you mean '{similar_siblings[0]}'?"
-    else:
-        names = get_close_matches(key, {k.name for k in all_keys}, n=1, cutoff=0.75)
-        hint = (
-            f"did you mean {_list_keys([k for k in all_keys if k.name == names[0]])}?"
-            if names
-            else ""
-        )
-    return f"unknown key; {hint}" if hint else f"unknown key; known here: {', '.join(siblings)}"
+    hint = (
+        _hint_at_peer_name(key, place, tree, model)
+        or _hint_at_other_kinds(key, place, model)
+        or _hint_at_section(key, place, model)
+        or _hint_at_spelling(key, siblings, model)
+    )
+    return f"unknown key; {hint or 'known here: ' + ', '.join(siblings)}"
+
+
+def _write_path(place: Location, key: str) -> str:
+    sections = [str(part) for part in place if isinstance(part, str) and part != STAGES]
+    return ".".join([*sections, key])
+
+
+def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) -> str:
+    """Return the recipe's name of a key of another library, if the kinds of a stage have it."""
+    stages: Any = tree.value.get(STAGES) if isinstance(tree.value, dict) else None
+    count = len(stages.value) if stages is not None and isinstance(stages.value, list) else 0
+    # A key at the top may be meant for any stage.
+    roots = [place[:2]] if place[:1] == (STAGES,) else [(), *((STAGES, i) for i in range(count))]
+    names = [
+        f"'{path}'"
+        for path in PEER_NAMES.get(key, ())
+        if any(_has_key(path, root, tree, model) for root in roots)
+    ]
+    return f"it is called {' or '.join(names)} here" if names else ""
+
+
+def _has_key(path: str, root: Location, tree: Node, model: type[Any]) -> bool:
+    *sections, name = path.split(".")
+    owner = model_at(model, [*root, *sections], tree)
+    # `Section` itself has no keys: it stands for a section that is left to its default.
+    return owner is not None and (not owner.model_fields or name in [*owner.model_fields, "kind"])
+
+
+def _hint_at_other_kinds(key: str, place: Location, model: type[Any]) -> str:
+    """Return the kinds of the section that have the key. No hint names the key as it is written."""
+    same = [known for known in keys(model) if known.written == _write_path(place, key)]
+    kinds = sorted({known.kinds.rpartition(", ")[2] for known in same} - {""})
+    return f"only these kinds have it: {', '.join(kinds)}" if kinds else ""
+
+
+def _hint_at_section(key: str, place: Location, model: type[Any]) -> str:
+    namesakes = [known for known in keys(model) if known.name == key]
+    return f"it belongs in {_list_keys(namesakes)}" if namesakes else ""
+
+
+def _hint_at_spelling(key: str, siblings: Sequence[str], model: type[Any]) -> str:
+    if similar_siblings := get_close_matches(key, siblings, n=1):
+        return f"did you mean '{similar_siblings[0]}'?"
+    all_keys = keys(model)
+    names = get_close_matches(key, {known.name for known in all_keys}, n=1, cutoff=0.75)
+    near_keys = [known for known in all_keys if known.name in names]
+    return f"did you mean {_list_keys(near_keys)}?" if near_keys else ""
 
 
 def _list_keys(candidates: Sequence[Key]) -> str:

@@ -18,6 +18,7 @@ from ratchet.config.experience import (
     SamplingConfig,
     Temperature,
 )
+from ratchet.config.logs import LoggingConfig, RecordConfig
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
@@ -66,45 +67,6 @@ class ModelConfig(Section):
     )
     trust_remote_code: bool = Field(
         default=False, description="Let transformers run code that comes with the model."
-    )
-
-
-class RecordConfig(Section):
-    """The records of each step, in steps/ (docs/records.md)."""
-
-    every: int = Field(default=1, ge=0, description="Steps between recorded steps; 0: no records.")
-    groups: int | None = Field(
-        default=None,
-        ge=1,
-        description="Groups recorded a step, drawn at random; null: all, as replay needs.",
-    )
-    max_gib: float = Field(
-        default=8.0,
-        gt=0,
-        description="Maximum size of the records; above it the oldest files are deleted.",
-    )
-
-
-class LoggingConfig(Section):
-    tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
-    sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", is_list=True)] = Field(
-        default=(), description="Experiment trackers that also get the metrics."
-    )
-    progress: Literal["auto", "live", "plain", "off"] = Field(
-        default="auto",
-        description="Progress output; auto: live on a terminal, else plain lines.",
-    )
-    system: bool = Field(
-        default=True, description="Measure CPU, memory, disk and accelerator use in each step."
-    )
-    trace: bool = Field(
-        default=True,
-        description="Write trace.json, a timeline of each step for the Perfetto viewer.",
-    )
-    stall_s: float | None = Field(
-        default=600.0,
-        gt=0,
-        description="Seconds after which a stalled phase is reported in the log; null: never.",
     )
 
 
@@ -259,6 +221,8 @@ class EvaluationConfig(Section):
 
 
 class CheckpointConfig(Section):
+    """When checkpoints are written, and which are kept."""
+
     every: int = Field(
         default=50, ge=0, description="Steps between checkpoints; 0: only at the end of the stage."
     )
@@ -379,10 +343,12 @@ class StageConfig(Section):
         default=None, description="Train a LoRA adapter of the policy; null: all its weights."
     )
     learner: Annotated[AnySection, Slot("learner")] = Field(
-        default_factory=_default_section("learner", "local")
+        default_factory=_default_section("learner", "local"),
+        description="Backend that computes gradients: one process, DTensor (FSDP2) or Megatron.",
     )
     generator: Annotated[AnySection, Slot("generator")] = Field(
-        default_factory=_default_section("generator", "engine")
+        default_factory=_default_section("generator", "engine"),
+        description="Engine that samples: Ratchet's own, vLLM, transformers, or worker processes.",
     )
     weight_sync: Annotated[AnySection, Slot("weight_sync")] = Field(
         default_factory=_default_section("weight_sync", "auto"),
@@ -445,7 +411,7 @@ def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
 
 
 class RunConfig(Section):
-    """The complete configuration of a run."""
+    """The settings of a whole run. Its stages follow each other, on the same policy."""
 
     name: RunName = Field(
         default="run", description="Name of the run; default: the recipe's file name."
@@ -469,11 +435,13 @@ class RunConfig(Section):
     )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(
-        default_factory=_default_section("tokenizer", "auto")
+        default_factory=_default_section("tokenizer", "auto"),
+        description="Tokenizer and chat template; auto: the model's own.",
     )
     media: MediaConfig = MediaConfig()
     cluster: Annotated[AnySection, Slot("cluster")] = Field(
-        default_factory=_default_section("cluster", "local")
+        default_factory=_default_section("cluster", "local"),
+        description="Where ranks and workers run: this machine, Ray, or torchrun's processes.",
     )
     logging: LoggingConfig = LoggingConfig()
     record: RecordConfig = RecordConfig()

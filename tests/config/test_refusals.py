@@ -92,7 +92,7 @@ UNKNOWN_KEYS = [
     ),
     (
         {"algorithm": "{kind: sft, group_size: 4}"},
-        "algorithm.group_size: unknown key; it belongs in 'algorithm.group_size'",
+        "algorithm.group_size: unknown key; only these kinds have it: cispo, dapo",
     ),
     (
         {"logging": "{zzz: 1}"},
@@ -104,7 +104,7 @@ UNKNOWN_KEYS = [
     ),
     (
         {"rewards": "[{kind: countdown}, {kind: exact_match, partial: 0.1}]"},
-        "rewards.1.partial: unknown key; it belongs in 'rewards.partial' (kind countdown)",
+        "rewards.1.partial: unknown key; only these kinds have it: countdown",
     ),
     (
         {"stages": "[{name: a, setps: 3}]"},

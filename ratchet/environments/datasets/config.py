@@ -177,7 +177,12 @@ class DatasetConfig(EnvironmentConfig):
         "checked when they are used.",
     )
 
-    @field_validator("train", "test", mode="before")
+    @field_validator(
+        "train",
+        "test",
+        mode="before",
+        json_schema_input_type=DataFile | tuple[DataFile, ...] | None,
+    )
     @classmethod
     def _make_tuple(cls, value: Any) -> Any:
         return (value,) if isinstance(value, str) or not hasattr(value, "__iter__") else value

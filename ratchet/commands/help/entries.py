@@ -1,0 +1,129 @@
+"""List every key of a recipe with its values, default and meaning, read from the sections."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ratchet.config.base import Section
+from ratchet.config.json_schema import describe_schema, key_schemas
+from ratchet.config.key_paths import STAGES, find_section, find_slot
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import PLACE_FIELDS, section_class
+from ratchet.config.schema import RunConfig, StageConfig
+
+
+@dataclass(frozen=True)
+class KeyEntry:
+    """One key of one section class, and the kinds of the enclosing section that have it."""
+
+    path: str  # as a recipe writes it, without the stage: optimizer.lr
+    kinds: tuple[str, ...]  # empty for a section without kinds
+    section: type[Section]
+
+    @property
+    def name(self) -> str:
+        return self.path.rpartition(".")[2]
+
+    @property
+    def description(self) -> str:
+        """Return the key's description; for an inner section, the first line of its docstring."""
+        field = self.section.model_fields[self.name]
+        inner = find_section(field.annotation)
+        return field.description or (summarize(inner) if inner is not None else "")
+
+    @property
+    def values(self) -> str:
+        """Return the values that the key may have, in words."""
+        field = self.section.model_fields[self.name]
+        slot = find_slot(field)
+        if slot is None:
+            return describe_schema(key_schemas(self.section)[self.name])
+        section = f"{'list of sections' if slot.many else 'section'} with a kind"
+        return section + (" or null" if slot.optional else "")
+
+    @property
+    def default(self) -> str:
+        """Return the default as YAML writes it.
+
+        It is "" for a required key, for a default that depends on other keys, and for a section
+        whose keys all have their own defaults.
+        """
+        field = self.section.model_fields[self.name]
+        if field.is_required():
+            return ""
+        try:
+            value = field.get_default(call_default_factory=True)
+        except ValueError:  # the factory needs the other keys
+            return ""
+        return "" if _is_plain(value) else format_value(value)
+
+
+def list_entries() -> list[KeyEntry]:
+    """Return each key of each section class, at the first path where it occurs.
+
+    Entries that differ only in the kind of their section are merged.
+    """
+    merged: dict[tuple[str, ...], KeyEntry] = {}
+    for entry in _walk_all():
+        identity = (entry.path, entry.values, entry.default, entry.description)
+        known = merged.get(identity)
+        kinds = dict.fromkeys([*(known.kinds if known else ()), *entry.kinds])
+        merged[identity] = KeyEntry(entry.path, tuple(kinds), entry.section)
+    return list(merged.values())
+
+
+def _walk_all() -> Iterator[KeyEntry]:
+    walked: set[tuple[str, str]] = set()
+
+    def walk(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Iterator[KeyEntry]:
+        for name, field in section.model_fields.items():
+            if name == "kind" or name == STAGES:
+                continue
+            path = f"{prefix}{name}"
+            yield KeyEntry(path, kinds, section)
+            slot, inner = find_slot(field), find_section(field.annotation)
+            if slot is not None:
+                for kind, target in KINDS[slot.name].items():
+                    chosen = section_class(slot.name, kind)
+                    if (target, kind) not in walked:
+                        walked.add((target, kind))
+                        yield from walk(chosen, f"{path}.", (kind,))
+                    elif slot.name in PLACE_FIELDS:  # keys that the slot adds to its sections
+                        for added in PLACE_FIELDS[slot.name]:
+                            yield KeyEntry(f"{path}.{added}", (kind,), chosen)
+            elif inner is not None:
+                yield from walk(inner, f"{path}.", kinds)
+
+    yield from walk(RunConfig, "", ())
+    yield from walk(StageConfig, "", ())
+
+
+def summarize(section: type[Section]) -> str:
+    """Return the first paragraph of a section's docstring."""
+    return " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
+
+
+def _is_plain(value: object) -> bool:
+    """Return True for a section without kind whose keys all have their default."""
+    if not isinstance(value, Section) or hasattr(value, "kind"):
+        return False
+    return not any(f.is_required() for f in type(value).model_fields.values()) and (
+        value == type(value)()
+    )
+
+
+def format_value(value: object) -> str:
+    """Return a default on one line, as YAML writes it. Of a section, only what it changes."""
+    if isinstance(value, Section):
+        shown = {"kind": getattr(value, "kind", None)} if hasattr(value, "kind") else {}
+        shown |= {key: getattr(value, key) for key in sorted(value.changed - {"kind"})}
+        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in shown.items()) + "}"
+    if isinstance(value, tuple | list):
+        return f"[{', '.join(format_value(item) for item in value)}]"
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, dict):
+        return "{}" if not value else str(value)
+    return '""' if value == "" else str(value)

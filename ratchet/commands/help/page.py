@@ -1,0 +1,134 @@
+"""Write docs/recipe.md: all keys of a recipe, a table for each section and each kind."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from ratchet.commands.help.entries import KeyEntry, summarize
+from ratchet.config.base import Section
+from ratchet.config.key_paths import STAGES, find_section, find_slot
+from ratchet.config.registry import DEFAULT_KIND, KINDS
+from ratchet.config.resolve import PLACE_FIELDS, section_class
+from ratchet.config.schema import RunConfig, StageConfig
+
+HEAD = """# All keys of a recipe
+
+<!-- Made by `ratchet help --markdown > docs/recipe.md`; tests/commands/test_help.py compares. -->
+
+A recipe is YAML. `ratchet help KEY` shows one key, `ratchet schema > recipe.schema.json` writes a
+JSON schema for editors, and `ratchet check RECIPE` checks a whole recipe.
+
+- Keys of a stage may stand at the top: then they are the default of all stages.
+- A section with a kind is chosen by `kind:`, a name from its table or the import path of a class of
+  your own (`my_package.module:Class`), whose parameters are then its keys.
+- `extends: other.yaml` starts from another recipe.
+- On the command line a key is written with dots: `stages.grpo.algorithm.group_size=16`."""
+TABLE = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
+
+
+def recipe_page() -> str:
+    """Return the text of docs/recipe.md."""
+    page = _Page()
+    blocks = [
+        HEAD,
+        *page.section("Keys of the run", "", RunConfig),
+        *page.section("Keys of a stage", "", StageConfig),
+        *page.rest(),
+    ]
+    return "\n\n".join(block for block in blocks if block) + "\n"
+
+
+class _Page:
+    """The sections written so far, and those that they name and that are still to be written."""
+
+    def __init__(self) -> None:
+        self._written: set[object] = set()
+        self._kinds_written: set[tuple[str, str]] = set()
+        self._inner: list[tuple[str, type[Section]]] = []
+        self._slots: list[tuple[str, str]] = []
+
+    def section(self, title: str, prefix: str, section: type[Section]) -> Iterator[str]:
+        yield f"## {title}"
+        yield summarize(section)
+        yield self._table(section, prefix, list(section.model_fields))
+
+    def rest(self) -> Iterator[str]:
+        """Yield the inner sections and the kinds, in the order in which they were named."""
+        while self._inner or self._slots:
+            if self._inner:
+                path, section = self._inner.pop(0)
+                yield from self.section(f"`{path}`", f"{path}.", section)
+            else:
+                yield from self._kinds(*self._slots.pop(0))
+
+    def _kinds(self, path: str, slot: str) -> Iterator[str]:
+        yield f"## `{path}`"
+        default = DEFAULT_KIND.get(slot)
+        yield f"The default kind is `{default}`." if default else ""
+        known = [
+            kind for kind, target in KINDS[slot].items() if (kind, target) in self._kinds_written
+        ]
+        if known:
+            yield f"Kinds as above: {', '.join(f'`{kind}`' for kind in known)}."
+            added = list(PLACE_FIELDS.get(slot, {}))
+            yield self._table(section_class(slot, known[0]), f"{path}.", added) if added else ""
+        for kind, target in KINDS[slot].items():
+            if kind in known:
+                continue
+            self._kinds_written.add((kind, target))
+            section = section_class(slot, kind)
+            parent = _find_parent(slot, kind, section)
+            names = [name for name in section.model_fields if name != "kind"]
+            # `weight` and `tag` of list items follow the keys of the kind itself
+            names.sort(key=lambda name: name in PLACE_FIELDS.get(slot, {}))
+            if parent is not None:
+                names = [name for name in names if _differs(name, section, parent[1])]
+            yield f"### `{path}: {{kind: {kind}}}`"
+            yield summarize(section)
+            yield f"The keys of `{parent[0]}`{', but:' if names else '.'}" if parent else ""
+            yield self._table(section, f"{path}.", names) if names else ""
+
+    def _table(self, section: type[Section], prefix: str, names: Sequence[str]) -> str:
+        rows = []
+        for name in names:
+            if name == STAGES:
+                continue
+            entry = KeyEntry(f"{prefix}{name}", (), section)
+            cells = (f"`{name}`", entry.values, entry.default and f"`{entry.default}`")
+            rows.append(f"| {' | '.join(_escape(c) for c in (*cells, entry.description))} |")
+            self._note_inner(entry)
+        return "\n".join([TABLE, *rows])
+
+    def _note_inner(self, entry: KeyEntry) -> None:
+        field = entry.section.model_fields[entry.name]
+        slot, inner = find_slot(field), find_section(field.annotation)
+        if slot is not None and self._is_new(slot.name):
+            self._slots.append((entry.path, slot.name))
+        elif slot is None and inner is not None and self._is_new(inner):
+            self._inner.append((entry.path, inner))
+
+    def _is_new(self, thing: object) -> bool:
+        is_new = thing not in self._written
+        self._written.add(thing)
+        return is_new
+
+
+def _find_parent(slot: str, kind: str, section: type[Section]) -> tuple[str, type[Section]] | None:
+    """Return the kind of the same slot whose class this kind's class extends."""
+    others = {k: section_class(slot, k) for k in KINDS[slot] if k != kind}
+    for base in section.__mro__[1:]:
+        for name, other in others.items():
+            if base in (other, *other.__bases__) and base.__name__ == other.__name__:
+                return name, other
+    return None
+
+
+def _differs(name: str, section: type[Section], parent: type[Section]) -> bool:
+    if name not in parent.model_fields:
+        return True
+    here, there = KeyEntry(name, (), section), KeyEntry(name, (), parent)
+    return any(getattr(here, part) != getattr(there, part) for part in ("values", "default"))
+
+
+def _escape(text: str) -> str:
+    return " ".join(text.split()).replace("|", "\\|")

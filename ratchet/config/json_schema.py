@@ -1,0 +1,148 @@
+"""Describe recipes as a JSON schema, for the completion and checks of editors.
+
+The schema is read from the config sections, so that it has exactly the keys that `load_config`
+accepts. Checks between keys (`ratchet.config.checks`) are not part of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import cache
+from typing import Any
+
+from pydantic.fields import FieldInfo
+
+from ratchet.config.base import Section
+from ratchet.config.key_paths import find_section, find_slot
+from ratchet.config.registry import DEFAULT_KIND, KINDS
+from ratchet.config.resolve import Slot, section_class
+from ratchet.config.schema import STAGE_KEYS, RunConfig, StageConfig
+
+DIALECT = "http://json-schema.org/draft-07/schema#"
+REFERENCE = "#/definitions/{model}"
+
+JsonSchema = dict[str, Any]
+
+
+def recipe_schema() -> JsonSchema:
+    """Return the JSON schema (draft 7) of a recipe as it is written.
+
+    A stage's key may stand at the top as the default of all stages, and any key may come from the
+    recipe that this one extends, so no key is required. A section without its `kind`, or with an
+    import path as its kind, may have any keys.
+    """
+    definitions: dict[str, JsonSchema] = {}
+    run = _section_schema(RunConfig, definitions)
+    stage = definitions[StageConfig.__name__]
+    by_name = {"type": "object", "additionalProperties": run["properties"]["stages"]["items"]}
+    run["properties"] |= {
+        # a recipe that extends another changes its stages by name
+        "stages": {"anyOf": [run["properties"]["stages"], by_name]},
+        "extends": {"type": "string", "description": "Recipe to start from: a path from here."},
+        **{key: stage["properties"][key] for key in STAGE_KEYS},
+    }
+    return {
+        "$schema": DIALECT,
+        "title": "Ratchet recipe",
+        **run,
+        "definitions": dict(sorted(definitions.items())),
+    }
+
+
+@cache
+def key_schemas(section: type[Section]) -> Mapping[str, JsonSchema]:
+    """Return the JSON schema of each key of a section, without definitions of inner sections."""
+    return section.model_json_schema(ref_template=REFERENCE)["properties"]
+
+
+def _section_schema(section: type[Section], definitions: dict[str, JsonSchema]) -> JsonSchema:
+    """Return the schema of a section, and add those of its inner sections to `definitions`."""
+    schema = section.model_json_schema(ref_template=REFERENCE)
+    for unused in ("$defs", "title", "required"):
+        schema.pop(unused, None)
+    for name, field in section.model_fields.items():
+        slot, inner = find_slot(field), find_section(field.annotation)
+        if slot is not None:
+            schema["properties"][name] = _slot_schema(slot, field, definitions)
+        elif inner is not None and inner.__name__ not in definitions:
+            definitions[inner.__name__] = {}  # a section may hold one of its own class
+            definitions[inner.__name__] |= _section_schema(inner, definitions)
+    for key in schema["properties"].values():
+        key.pop("title", None)
+    return schema
+
+
+def _slot_schema(slot: Slot, field: FieldInfo, definitions: dict[str, JsonSchema]) -> JsonSchema:
+    """Return the schema of a field whose section is chosen by `kind`."""
+    schema: JsonSchema = {"$ref": REFERENCE.format(model=slot.name)}
+    if slot.name not in definitions:
+        definitions[slot.name] = {}  # an environment may hold other environments
+        definitions[slot.name] |= _kinds_schema(slot.name, definitions)
+    if slot.many:
+        schema = {"type": "array", "items": schema}
+    if slot.optional:
+        schema = {"anyOf": [schema, {"type": "null"}]}
+    # draft 7 ignores what stands beside $ref
+    return {"description": field.description or "", "allOf": [schema]}
+
+
+def _kinds_schema(slot: str, definitions: dict[str, JsonSchema]) -> JsonSchema:
+    """Return the schema of a slot's section: its kind decides which keys it has."""
+    branches = []
+    for kind in KINDS[slot]:
+        reference = f"{slot}.{kind}"
+        definitions[reference] = _section_schema(section_class(slot, kind), definitions)
+        condition: JsonSchema = {"properties": {"kind": {"const": kind}}}
+        if DEFAULT_KIND.get(slot) != kind:  # else it also holds where the kind is left out
+            condition["required"] = ["kind"]
+        branches.append({"if": condition, "then": {"$ref": REFERENCE.format(model=reference)}})
+    kinds = {"anyOf": [{"enum": list(KINDS[slot])}, {"type": "string", "pattern": ":"}]}
+    return {"type": "object", "properties": {"kind": kinds}, "allOf": branches}
+
+
+# --- words for a schema
+
+BOUNDS: Mapping[str, str] = {
+    "minimum": "at least {}",
+    "exclusiveMinimum": "above {}",
+    "maximum": "at most {}",
+    "exclusiveMaximum": "below {}",
+}
+LARGEST_SHOWN = 2**31  # a bound from here on only says what fits into a machine word
+NAMES: Mapping[str, str] = {
+    "integer": "whole number",
+    "number": "number",
+    "boolean": "true or false",
+    "string": "text",
+    "null": "null",
+    "object": "keys and values",
+}
+
+
+def describe_schema(schema: Mapping[str, Any]) -> str:
+    """Return the values that a key's schema allows in words: "number above 0 or null"."""
+    if "$ref" in schema:
+        return "section"
+    if "const" in schema or "enum" in schema:
+        values = schema.get("enum", [schema.get("const")])
+        return ", ".join("null" if value is None else str(value) for value in values)
+    branches = schema.get("anyOf") or schema.get("allOf")
+    if branches:
+        return " or ".join(dict.fromkeys(describe_schema(branch) for branch in branches))
+    if schema.get("type") == "array":
+        return _describe_array(schema)
+    name = NAMES.get(schema.get("type", ""), "any value")
+    bounds = [
+        text.format(f"{schema[key]:g}")
+        for key, text in BOUNDS.items()
+        if key in schema and schema[key] < LARGEST_SHOWN
+    ]
+    return " ".join([name, " and ".join(bounds)]).strip()
+
+
+def _describe_array(schema: Mapping[str, Any]) -> str:
+    items = schema.get("prefixItems")
+    if items:
+        return f"list of {len(items)}: {', '.join(describe_schema(item) for item in items)}"
+    inner = schema.get("items") or {}
+    return f"list of {'sections' if '$ref' in inner else describe_schema(inner)}"

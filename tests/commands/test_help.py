@@ -1,0 +1,97 @@
+"""`ratchet help` and `ratchet schema`: every key, and names of other libraries."""
+
+import json
+from pathlib import Path
+
+import jsonschema
+import pytest
+
+from ratchet.commands.help.command import key_help
+from ratchet.commands.help.entries import list_entries
+from ratchet.commands.help.page import recipe_page
+from ratchet.config.json_schema import recipe_schema
+from ratchet.config.key_paths import keys
+from ratchet.config.peer_names import PEER_NAMES
+from ratchet.config.schema import RunConfig
+from ratchet.config.yaml_tree import Budget, read_file
+from ratchet.errors import ConfigError
+
+ROOT = Path(__file__).parents[2]
+RECIPES = sorted((ROOT / "recipes").rglob("*.yaml"))
+
+
+@pytest.fixture(scope="module")
+def validator():
+    schema = recipe_schema()
+    jsonschema.Draft7Validator.check_schema(schema)
+    return jsonschema.Draft7Validator(json.loads(json.dumps(schema)))
+
+
+def test_the_page_of_keys_is_current():
+    assert (ROOT / "docs/recipe.md").read_text() == recipe_page(), (
+        "run `ratchet help --markdown > docs/recipe.md`"
+    )
+
+
+def test_every_key_is_described_and_listed():
+    entries = list_entries()
+    assert [entry.path for entry in entries if not entry.description] == []
+    listed = {entry.name for entry in entries}
+    assert {key.name for key in keys(RunConfig)} - listed == {"stages"}
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ("optimizer.lr", "number above 0; default: 1e-05\n    Peak learning rate."),
+        ("clip_high", "algorithm.loss.clip_high"),
+        ("optimizer", "Kinds: adamw, adamw8bit, muon"),
+        ("evaluation", "evaluation.patience"),
+        ("dapo", "algorithm: {kind: dapo}\n    DAPO: "),
+        ("num_generations", "algorithm.group_size"),
+        ("pass@k", "evaluation.pass_threshold"),
+        ("", "batch_size    Groups (prompts, rows or pairs) a step."),
+    ],
+)
+def test_help_explains_keys_sections_and_kinds(words, expected):
+    assert expected in key_help(words)
+
+
+def test_help_suggests_a_near_name():
+    with pytest.raises(ConfigError, match=r"called 'dappo'\. Did you mean dapo"):
+        key_help("dappo")
+
+
+def test_names_of_other_libraries_lead_to_keys():
+    known = {key.written for key in keys(RunConfig)}
+    paths = {path for paths in PEER_NAMES.values() for path in paths}
+    unknown = {path for path in paths if path.removesuffix(".kind") not in known}
+    assert unknown == set()
+
+
+@pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)
+def test_recipes_are_valid_by_the_schema(validator, path):
+    recipe = json.loads(json.dumps(read_file(path, Budget())[0].plain()))
+    assert [error.message for error in validator.iter_errors(recipe)] == []
+
+
+@pytest.mark.parametrize(
+    "recipe",
+    [
+        {"optimizer": {"lrr": 1e-3}},
+        {"optimizer": {"lr": 0}},
+        {"optimizer": {"kind": "muon", "alpha": 1}},
+        {"algorithm": {"kind": "dpo", "kl": {"coef": 1}}},
+        {"algorithm": {"kind": "gpro"}},
+        {"stages": [{"sampling": {"temperature": "hot"}}]},
+        {"environment": {"kind": "mixture", "parts": [{"kind": "sorting", "digit": 1}]}},
+    ],
+    ids=str,
+)
+def test_schema_refuses_wrong_keys_and_values(validator, recipe):
+    assert list(validator.iter_errors(recipe))
+
+
+def test_schema_allows_any_keys_of_a_class_of_ones_own(validator):
+    recipe = {"environment": {"kind": "my_maze:Maze", "size": 3}}
+    assert list(validator.iter_errors(recipe)) == []
