@@ -12,11 +12,15 @@ from ratchet.config.loader import load_config
 from ratchet.data.chat import chat_templates
 from ratchet.errors import ConfigError
 from ratchet.executors import freeze as machine
-from ratchet.executors.freeze import (
+from ratchet.executors import threads as threads_module
+from ratchet.executors.freeze import freeze, prepare_process
+from ratchet.executors.threads import (
+    choose_threads,
     count_usable_cores,
-    freeze,
+    describe_threads,
+    limit_threads,
     measure_worker_count,
-    prepare_process,
+    read_width,
 )
 from ratchet.training.from_config import build_policy
 from ratchet.types import Message
@@ -49,7 +53,7 @@ def workers_of(made):
 )
 def test_threads_are_shared_out_evenly_among_workers(threads, most, monkeypatch):
     seconds = iter([2.0, 1.0])  # sharing every operation takes twice as long
-    monkeypatch.setattr(machine, "_seconds", lambda work: next(seconds))
+    monkeypatch.setattr(threads_module, "measure_shortest", lambda work: next(seconds))
     before = torch.get_num_threads()
     assert measure_worker_count(threads) == most
     assert torch.get_num_threads() == before
@@ -58,7 +62,9 @@ def test_threads_are_shared_out_evenly_among_workers(threads, most, monkeypatch)
 def test_where_sharing_every_operation_is_clearly_faster_there_is_one_worker(monkeypatch):
     for apart, expected in ((1.1, 2), (1.3, 1)):
         seconds = iter([1.0, apart])
-        monkeypatch.setattr(machine, "_seconds", lambda work, seconds=seconds: next(seconds))
+        monkeypatch.setattr(
+            threads_module, "measure_shortest", lambda work, seconds=seconds: next(seconds)
+        )
         assert measure_worker_count(2) == expected
 
 
@@ -71,11 +77,57 @@ def test_what_is_left_to_the_machine_is_frozen_and_what_is_set_stays(tmp_path, m
     frozen = freeze(config(tmp_path, threads=2))
     assert workers_of(frozen) == [2, 2]
     assert workers_of(freeze(config(tmp_path, threads=2, learner={"workers": 1}))) == [1, 1]
-    assert freeze(config(tmp_path)).threads == count_usable_cores()
+    assert freeze(config(tmp_path)).threads <= limit_threads()[0]
     monkeypatch.setattr(
         machine, "measure_worker_count", lambda threads: pytest.fail("nothing was left to measure")
     )
     assert freeze(frozen) == frozen
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [("1", 1), ("2", 2), ("3,1", 3), ("9", 4), ("0", 4), ("x", 4), ("", 4)]
+)
+def test_omp_num_threads_bounds_the_automatic_choice(value, expected, monkeypatch):
+    monkeypatch.setattr(threads_module, "count_usable_cores", lambda: 4)
+    threads, reason = limit_threads({"OMP_NUM_THREADS": value})
+    assert threads == expected
+    assert ("OMP_NUM_THREADS" in reason) == (expected < 4)
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert f"at most {expected} " in describe_threads()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({"cpu.max": "150000 100000\n"}, 1.5),
+        ({"cpu.max": "max 100000\n"}, None),
+        ({"cpu/cpu.cfs_quota_us": "300000", "cpu/cpu.cfs_period_us": "100000"}, 3.0),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({}, None),
+    ],
+)
+def test_a_containers_quota_bounds_the_cores(files, expected, tmp_path, monkeypatch):
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert threads_module._read_cpu_quota(tmp_path) == expected
+    monkeypatch.setattr(threads_module, "_read_cpu_quota", lambda: 0.5)
+    assert count_usable_cores() == 1
+
+
+def test_one_thread_is_chosen_unless_more_are_faster(tmp_path, monkeypatch):
+    monkeypatch.setattr(threads_module, "limit_threads", lambda: (2, "2 usable cores"))
+    model = config(tmp_path).model
+    assert read_width(model) == 64
+    for alone, expected in ((1.0, 1), (1.04, 1), (1.5, 2)):
+        times = {1: alone, 2: 1.0}
+        monkeypatch.setattr(
+            threads_module, "measure_once", lambda work, t=times: t[torch.get_num_threads()]
+        )
+        threads, reason = choose_threads(model)
+        assert (threads, f"{alone:.2f} times" in reason) == (expected, True)
+    wide = model.model_copy(update={"overrides": {"hidden_size": 4096}})
+    assert choose_threads(wide) == (2, "2 usable cores")  # without a measurement
 
 
 @pytest.mark.fault("P18")
@@ -107,7 +159,7 @@ def test_the_process_gets_the_runs_threads_and_a_collector_that_rests():
         # by default some hundreds or thousands, by the version of Python
         assert gc.get_threshold()[0] > 10_000
         prepare_process("auto")
-        assert torch.get_num_threads() == count_usable_cores()
+        assert torch.get_num_threads() == limit_threads()[0]
         # once is enough: garbage of an earlier run must not stay for ever
         assert gc.get_freeze_count() <= frozen
     finally:

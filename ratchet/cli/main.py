@@ -8,12 +8,12 @@ from __future__ import annotations
 import os
 import re
 import sys
-from importlib.metadata import version as installed_version
 from pathlib import Path
 from typing import Annotated, Literal
 
 import typer
 
+import ratchet
 from ratchet.cli.data import data
 from ratchet.cli.errors import exit_with_error, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
@@ -41,7 +41,7 @@ Target = Annotated[
 
 def show_version(wanted: bool) -> None:
     if wanted:
-        say(f"ratchet {installed_version('ratchet')}")
+        say(f"ratchet {ratchet.__version__}")
         raise typer.Exit
 
 
@@ -137,8 +137,9 @@ def check(
         raise typer.Exit(not passed)
     from ratchet.config.describe import describe
     from ratchet.config.loader import load_config
+    from ratchet.executors.threads import describe_threads
 
-    say(describe(load_config(target, overrides or [])))
+    say(describe(load_config(target, overrides or []), describe_threads()))
 
 
 @app.command(name="explain-algorithm")
@@ -311,7 +312,7 @@ def score(
 ) -> None:
     """Apply a reward to the answers in a file."""
     from ratchet.commands.score import score_file
-    from ratchet.executors.freeze import count_usable_cores
+    from ratchet.executors.threads import count_usable_cores
 
     if not reward:
         raise ConfigError(

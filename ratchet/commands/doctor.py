@@ -14,7 +14,7 @@ from importlib.util import find_spec
 from rich.markup import escape
 from rich.table import Table
 
-from ratchet.executors.freeze import count_usable_cores
+from ratchet.executors.threads import count_usable_cores, limit_threads
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
@@ -79,7 +79,11 @@ def report() -> int:
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
         f"{platform.machine()}"
     )
-    console.print(f"cores this process may use: {count_usable_cores()}")
+    threads, reason = limit_threads()
+    console.print(
+        f"cores this process may use: {count_usable_cores()}; threads: auto takes up to "
+        f"{threads} ({reason})"
+    )
     if find_spec("torch") is not None:
         console.print(_describe_accelerators())
         console.print(_describe_kernels())

@@ -23,8 +23,11 @@ LEARNER_PARALLELISM = (
 VLLM_PARALLELISM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
-def describe(config: RunConfig) -> str:
-    """Return a description of the run and the batch arithmetic of each stage."""
+def describe(config: RunConfig, threads: str = "") -> str:
+    """Return a description of the run and the batch arithmetic of each stage.
+
+    `threads` says what `threads: auto` means on this machine, which this module does not measure.
+    """
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
     context = known_context(model)
@@ -33,6 +36,8 @@ def describe(config: RunConfig) -> str:
         ROW.format("model", source + (f", context {_count(context, 'token')}" if context else "")),
         ROW.format("tokenizer", _kind(config.tokenizer)),
     ]
+    if threads and config.threads == "auto":
+        head.append(ROW.format("threads", threads))
     if ranks := _ranks(config):
         head.append(ROW.format("learner", ranks))
     if workers := _workers(config):

@@ -421,7 +421,9 @@ class RunConfig(Section):
         default="auto", description="auto: cuda if there is a CUDA device, else cpu."
     )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
-        default="auto", description="CPU threads, divided among workers."
+        default="auto",
+        description="CPU threads, divided among workers; auto: the usable cores or "
+        "OMP_NUM_THREADS, or 1 where more are no faster.",
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",

@@ -6,11 +6,8 @@ import ctypes
 import gc
 import logging
 import mmap
-import os
 import resource
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
 
@@ -21,71 +18,11 @@ from ratchet.data.chat.chat_templates import may_print_date, today
 from ratchet.data.config import AutoTokenizerConfig, TokenizerConfig
 from ratchet.errors import ConfigError
 from ratchet.executors.config import ClusterConfig, LocalClusterConfig
+from ratchet.executors.threads import choose_threads, limit_threads, measure_worker_count
 from ratchet.executors.torchrun import TorchrunRank
 from ratchet.kernels.build import load_library
-from ratchet.utils.thread_pool import ThreadPool
 
 log = logging.getLogger(__name__)
-
-MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
-MIN_SPEEDUP = 1.2  # a smaller speedup may be noise of a busy machine
-ROUNDS = 5
-
-
-def count_usable_cores() -> int:
-    """Return the number of cores that this process may use.
-
-    A container or `taskset` can allow fewer than the machine has.
-    """
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def measure_worker_count(threads: int) -> int:
-    """Return the number of workers that compute a batch of a small model fastest.
-
-    That is the largest divisor of `threads` up to MAX_WORKERS. It is 1 if one worker with all
-    threads is clearly faster than several workers with a share of the threads each. The
-    measurement takes some milliseconds.
-    """
-    workers = max(n for n in range(1, MAX_WORKERS + 1) if threads % n == 0)
-    if workers == 1:
-        return 1
-    import torch
-
-    pool = ThreadPool(workers)
-    previous_threads = torch.get_num_threads()
-    x = torch.ones(512, 128)
-    up = torch.full((128, 512), 1e-2)
-    down = torch.full((512, 128), 1e-2)
-
-    def compute_part() -> None:
-        with torch.inference_mode():
-            y = x
-            for _ in range(4):
-                y = (
-                    y
-                    + torch.nn.functional.silu(torch.nn.functional.layer_norm(y, (128,)) @ up)
-                    @ down
-                )
-
-    try:
-        torch.set_num_threads(threads)
-        shared_s = _measure_seconds(lambda: [compute_part() for _ in range(workers)])
-        separate_s = _measure_seconds(lambda: pool.run([compute_part] * workers))
-    finally:
-        torch.set_num_threads(previous_threads)
-    return 1 if shared_s * MIN_SPEEDUP < separate_s else workers
-
-
-def _measure_seconds(work: Callable[[], object]) -> float:
-    """Return the shortest time of ROUNDS runs of `work`, after a warm-up."""
-    durations: list[float] = []
-    for _ in range(1 + ROUNDS):
-        start = time.perf_counter()
-        work()
-        durations.append(time.perf_counter() - start)
-    return min(durations[1:])
-
 
 # Parameters of mallopt(3), and their values:
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
@@ -103,7 +40,7 @@ def prepare_process(threads: int | Literal["auto"]) -> None:
     """
     import torch
 
-    torch.set_num_threads(count_usable_cores() if threads == "auto" else threads)
+    torch.set_num_threads(limit_threads()[0] if threads == "auto" else threads)
     keep_freed_memory()
     # A step creates some hundred objects per attempt, hardly any in a reference cycle. By default
     # Python collects garbage after every 700 new objects, and sometimes traverses all objects of
@@ -178,18 +115,22 @@ def get_peak_memory() -> int:
     )
 
 
-def freeze(config: RunConfig) -> RunConfig:
+def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
     """Return the configuration with every "auto" that depends on the machine resolved.
 
     A resumed run thus sees the same values. If torchrun started several processes, they become the
-    cluster.
+    cluster. `reasons` receives a sentence for each value that was measured.
     """
     import torch
 
     device = config.device
     if device == "auto":
         device = "cuda" if torch.cuda.is_available() else "cpu"
-    threads = count_usable_cores() if config.threads == "auto" else config.threads
+    threads = config.threads
+    if threads == "auto":
+        threads, reason = choose_threads(config.model) if device == "cpu" else limit_threads()
+        if reasons is not None:
+            reasons.append(f"threads=auto became {threads} ({reason})")
     is_auto = any(getattr(stage.learner, "workers", 1) == "auto" for stage in config.stages)
     workers = measure_worker_count(threads) if is_auto and device == "cpu" else 1
 

@@ -7,7 +7,7 @@ import gc
 import logging
 import signal
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager, AsyncExitStack, nullcontext
 from pathlib import Path
 
@@ -87,6 +87,7 @@ class TrainingSession:
         changed_data: True to resume even if data files have changed.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
         mirror: Uploads the run to a remote address; None keeps it local.
+        notes: Sentences for the beginning of run.log.
     """
 
     def __init__(
@@ -100,8 +101,10 @@ class TrainingSession:
         changed_data: bool = False,
         try_s: float | None = None,
         mirror: Mirror | None = None,
+        notes: Sequence[str] = (),
     ) -> None:
         self.config = config
+        self.notes = notes
         self.directory = directory
         self.command = command
         self.profile = profile
@@ -128,6 +131,8 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
+            for note in self.notes:
+                log.info("%s", note)
             for folder in sweep():
                 log.info("removed %s, which a killed process has left", folder)
             for note in () if self.mirror is None else self.mirror.notes:

@@ -42,7 +42,8 @@ def start_run(
             `ratchet.training.run`.
     """
     unfrozen = load_config(recipe, overrides)
-    config = freeze(unfrozen)
+    reasons: list[str] = []
+    config = freeze(unfrozen, reasons)
     torchrun_rank = TorchrunRank.here()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
@@ -75,7 +76,14 @@ def start_run(
         return _run(
             directory,
             lambda: TrainingSession(
-                config, directory, store, command, profile, try_s=try_s, mirror=mirror
+                config,
+                directory,
+                store,
+                command,
+                profile,
+                try_s=try_s,
+                mirror=mirror,
+                notes=reasons,
             ),
         )
 

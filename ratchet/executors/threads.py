@@ -1,0 +1,167 @@
+"""Choose the number of CPU threads of a run, by this machine's limits and by measuring."""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from statistics import median
+
+from ratchet.config.model_shape.presets import PRESETS
+from ratchet.config.schema import ModelConfig
+from ratchet.utils.thread_pool import ThreadPool
+
+log = logging.getLogger(__name__)
+
+MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
+MIN_SPEEDUP = 1.2  # a smaller speedup may be noise of a busy machine
+WORTH_IT = 1.05  # minimum speedup for which a run takes more threads than one
+ROUNDS = 5
+ROWS = 512  # of the products that are timed: tokens of a small micro-batch
+USUAL_WIDTH = 128  # hidden size where the model's is not known
+MAX_TIMED_WIDTH = 512  # wider products are faster with more threads on any machine
+CGROUP = Path("/sys/fs/cgroup")
+
+
+def count_usable_cores() -> int:
+    """Return the number of cores that this process may use.
+
+    `taskset` and a container's CPU limit (cgroup v2 `cpu.max`, or v1 quota) can allow fewer than
+    the machine has. A limit of 1.5 cores counts as 2.
+    """
+    allowed = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
+    quota = _read_cpu_quota()
+    return allowed if quota is None else max(1, min(allowed, -int(-quota // 1)))
+
+
+def _read_cpu_quota(root: Path = CGROUP) -> float | None:
+    """Return the cores that the container's CPU quota allows; None if there is none."""
+    for quota_file, period_file in (
+        ("cpu.max", None),
+        ("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us"),
+    ):
+        try:
+            words = (root / quota_file).read_text().split()
+            if period_file is not None:
+                words += (root / period_file).read_text().split()
+            quota, period = float(words[0]), float(words[1])
+        except (OSError, ValueError, IndexError):  # no such limit: "max", -1, or no file
+            continue
+        if quota > 0 and period > 0:
+            return quota / period
+    return None
+
+
+def limit_threads(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
+    """Return the largest number that `threads: auto` may choose, and the reason in words."""
+    cores = count_usable_cores()
+    wanted = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if wanted.isascii() and wanted.isdigit() and 0 < int(wanted) <= cores:
+        return int(wanted), f"OMP_NUM_THREADS={wanted}"
+    return cores, f"{cores} usable core{'s' * (cores > 1)}"
+
+
+def describe_threads() -> str:
+    """Return what `threads: auto` means on this machine, without measuring."""
+    limit, reason = limit_threads()
+    timed = "" if limit == 1 else f"; a run of a small model times 1 against {limit}"
+    return f"auto: at most {limit} ({reason}){timed}"
+
+
+def choose_threads(model: ModelConfig) -> tuple[int, str]:
+    """Return the number of threads for a run on the CPU, and the reason in words.
+
+    It is the limit of `limit_threads`, or 1 if a layer of the model's width takes hardly longer
+    with one thread. The measurement takes some tens of milliseconds, and includes what other
+    programs on the machine take from the threads.
+    """
+    limit, reason = limit_threads()
+    width = read_width(model) or USUAL_WIDTH
+    if limit == 1 or width > MAX_TIMED_WIDTH:
+        return limit, reason
+    import torch
+
+    layer = make_layer(width)
+    seconds: dict[int, list[float]] = {1: [], limit: []}
+    before = torch.get_num_threads()
+    try:
+        for _ in range(1 + ROUNDS):  # in turn, so that other programs slow both alike
+            for threads, taken in seconds.items():
+                torch.set_num_threads(threads)
+                taken.append(measure_once(layer))
+    finally:
+        torch.set_num_threads(before)
+    alone, shared = (median(taken[1:]) for taken in seconds.values())
+    ratio = f"a layer takes 1 thread {alone / shared:.2f} times as long as {limit}"
+    return (limit if alone > shared * WORTH_IT else 1), f"{reason}; {ratio}"
+
+
+def read_width(model: ModelConfig) -> int | None:
+    """Return the hidden size of a preset or of a local model directory; None if it is unknown."""
+    width = {**PRESETS.get(model.preset or "", {}), **model.overrides}.get("hidden_size")
+    if width is None and model.path is not None:
+        try:
+            config = json.loads((Path(model.path) / "config.json").read_text())
+            width = config.get("hidden_size")
+        except (OSError, ValueError, AttributeError):
+            return None
+    return width if isinstance(width, int) and width > 0 else None
+
+
+def measure_worker_count(threads: int) -> int:
+    """Return the number of workers that compute a batch of a small model fastest.
+
+    That is the largest divisor of `threads` up to MAX_WORKERS, each worker with its share of the
+    threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
+    takes some milliseconds.
+    """
+    workers = max(n for n in range(1, MAX_WORKERS + 1) if threads % n == 0)
+    if workers == 1:
+        return 1
+    import torch
+
+    pool = ThreadPool(workers)
+    before = torch.get_num_threads()
+    layer = make_layer(USUAL_WIDTH)
+    try:
+        torch.set_num_threads(threads)
+        shared = measure_shortest(lambda: [layer() for _ in range(workers)])
+        apart = measure_shortest(lambda: pool.run([layer] * workers))
+    finally:
+        torch.set_num_threads(before)
+    return 1 if shared * MIN_SPEEDUP < apart else workers
+
+
+def make_layer(width: int) -> Callable[[], None]:
+    """Return a function that computes products of a small model: four feed-forward layers."""
+    import torch
+
+    x = torch.ones(ROWS, width)
+    up = torch.full((width, 4 * width), 1e-2)
+    down = torch.full((4 * width, width), 1e-2)
+
+    def compute() -> None:
+        with torch.inference_mode():
+            y = x
+            for _ in range(4):
+                normed = torch.nn.functional.layer_norm(y, (width,))
+                y = y + torch.nn.functional.silu(normed @ up) @ down
+
+    return compute
+
+
+def measure_once(work: Callable[[], object]) -> float:
+    """Return the seconds that one call takes."""
+    start = time.perf_counter()
+    work()
+    return time.perf_counter() - start
+
+
+def measure_shortest(work: Callable[[], object]) -> float:
+    """Return the shortest time of ROUNDS runs of `work`, after a warm-up."""
+    return min([measure_once(work) for _ in range(1 + ROUNDS)][1:])
