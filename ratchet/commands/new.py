@@ -54,7 +54,8 @@ class $symbol(Procedural):
     def sample(self, rng):
         """Return a task: the prompt, the answer for rewards, and data for `reset`.
 
-        All randomness must come from `rng`.
+        All randomness must come from `rng`. One prompt in ten is held out. If all prompts are the
+        same, add key=str(secret): it decides instead of the prompt.
         """
         low = rng.randint(1, self.size)
         secret = rng.randint(low, low + self.size)

@@ -35,7 +35,8 @@ class Problem(NamedTuple):
     """A question and its answer, which become a task.
 
     Attributes:
-        key: Text that identifies the problem and determines its split; "" to use the prompt.
+        key: Text that identifies the problem and determines its split; "" to use the prompt. A
+            game whose first message is always the same needs it: its secret, for example.
     """
 
     prompt: str
@@ -111,7 +112,7 @@ class Procedural(SingleTurn):
             if problem is None:
                 raise DataError(
                     f"environment '{self.name}' found no training prompt in {MAX_DRAWS} draws: "
-                    "widen its settings"
+                    "widen its settings, or give each Problem a `key` if all have the same prompt"
                 )
             yield self._task("train", index, problem)
 

@@ -25,6 +25,10 @@ SEEDS = (0, 1)
 EPISODE_TASKS = 5  # number of tasks of each split for which episodes are run
 
 
+KEY_ADVICE = (
+    "If every task begins with the same message, give each Problem a `key`, such as its secret: "
+    "it decides the split in place of the prompt"
+)
 FAULT_TASKS = 2  # number of these whose episodes are also run with injected faults
 DEADLINE_S = 30.0
 
@@ -119,7 +123,10 @@ def _take(
 
 def _check_order(environment: Environment, split: Split, n: int) -> list[Task]:
     tasks = _take(environment, split, n)
-    require(bool(tasks), f"the {split} split has no task")
+    require(
+        bool(tasks),
+        f"the {split} split has no task. {KEY_ADVICE}",
+    )
     for start in sorted({0, 1, len(tasks) // 2, len(tasks) - 1}):
         again = _take(environment, split, len(tasks) - start, start=start)
         require(
@@ -151,9 +158,14 @@ def _check_seeds(environment: Environment, train: list[Task], test: list[Task]) 
 
 def _check_splits(train: list[Task], test: list[Task]) -> None:
     require(not {t.id for t in train} & {t.id for t in test}, "a train and a test task share an id")
-    prompts = [task.messages for task in train]
-    leaked = next((task for task in test if task.messages in prompts), None)
-    require(leaked is None, f"the prompt of '{leaked and leaked.id}' is also in the training split")
+    # A game whose first message is constant tells its tasks apart by what is to be found out.
+    problems = [(task.messages, task.answer) for task in train]
+    leaked = next((task for task in test if (task.messages, task.answer) in problems), None)
+    require(
+        leaked is None,
+        f"the prompt and answer of '{leaked and leaked.id}' are also in the training split. "
+        f"{KEY_ADVICE}",
+    )
 
 
 def _check_travels(task: Task) -> None:

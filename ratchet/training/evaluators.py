@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 from dataclasses import replace
 
 from ratchet.algorithms.base import Algorithm
@@ -18,15 +19,22 @@ from ratchet.training.sources import SOURCES, make_pairs
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling, Task
 
+log = logging.getLogger(__name__)
+
 
 def list_held_out_tasks(setup: EnvSetup, spec: StageSpec) -> list[Task]:
     """Return the tasks that the stage is evaluated on."""
     count = spec.evaluation.tasks
-    return (
-        list(itertools.islice(setup.environment.tasks("test", seed=spec.seed), count))
-        if count
-        else []
-    )
+    if not count:
+        return []
+    tasks = list(itertools.islice(setup.environment.tasks("test", seed=spec.seed), count))
+    if not tasks:
+        log.warning(
+            "evaluation.tasks=%d, but the environment has no held-out task: nothing is evaluated. "
+            "Set evaluation.tasks=0, or give the environment a test split",
+            count,
+        )
+    return tasks
 
 
 def make_evaluator(policy: Policy, setup: EnvSetup, spec: StageSpec) -> Evaluator | None:

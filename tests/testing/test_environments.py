@@ -161,7 +161,7 @@ class Overtalks(Good):
         (OneId, "two different train tasks share an id"),
         (IgnoresSeed, "train tasks are the same, in the same order, for two seeds"),
         (SeededTest, "test tasks depend on the training seed"),
-        (Leaky, "the prompt of 'test/0' is also in the training split"),
+        (Leaky, "the prompt and answer of 'test/0' are also in the training split"),
         (RepeatsTest, "a test task comes twice"),
         (EmptyTest, "the test split has no task"),
         (Moody, "reset.*twice gives different messages"),
@@ -179,6 +179,26 @@ class Overtalks(Good):
 def test_a_broken_environment_is_caught(broken, error):
     with pytest.raises(AssertionError, match=error):
         check_environment(broken(), reward=exact, n=30)
+
+
+class Secret(Guessing):
+    """A game whose first message is always the same."""
+
+    keyed = True
+
+    def sample(self, rng):
+        secret = str(rng.randrange(10**6))
+        return Problem("start", secret, key=secret if self.keyed else "")
+
+
+class SecretWithoutKey(Secret):
+    keyed = False
+
+
+def test_a_constant_first_message_needs_a_key():
+    check_environment(Secret(), reward=exact, n=30)
+    with pytest.raises(AssertionError, match=r"test split has no task.*give each Problem a `key`"):
+        check_environment(SecretWithoutKey(), reward=exact, n=30)
 
 
 def test_closing_twice_must_work():
