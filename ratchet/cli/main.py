@@ -126,9 +126,15 @@ def check(
         ),
     ],
     overrides: Overrides = None,
+    offline: Annotated[
+        bool,
+        typer.Option(
+            "--offline", help="Open nothing that the recipe names: no model, data or rewards."
+        ),
+    ] = False,
 ) -> None:
-    """Validate a recipe and show its batch arithmetic, or check a class of your own
-    (my_pkg.my_mod:MyClass)."""
+    """Validate a recipe, show its batch arithmetic and open what it names, or check a class of
+    your own (my_pkg.my_mod:MyClass)."""
     if IMPORT_PATH.fullmatch(target) and not Path(target).exists():
         from ratchet.testing.check_command import check_named
 
@@ -139,7 +145,16 @@ def check(
     from ratchet.config.loader import load_config
     from ratchet.executors.threads import describe_threads
 
-    say(describe(load_config(target, overrides or []), describe_threads()))
+    config = load_config(target, overrides or [])
+    say(describe(config, describe_threads()))
+    if not offline:
+        from ratchet.training.preflight import run_preflight
+
+        report = run_preflight(config)
+        say("\n" + "\n".join(["opened", *(f"  {line}" for line in report.opened)]))
+        for warning in report.warnings:
+            say(f"  warning: {warning}")
+        report.raise_problems()
 
 
 @app.command(name="explain-algorithm")

@@ -5,7 +5,6 @@ The chat template is applied to the rows, and the trained tokens are highlighted
 
 from __future__ import annotations
 
-import asyncio
 import json
 import sys
 from collections.abc import Iterator, Sequence
@@ -29,15 +28,7 @@ from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import ConfigError, DataError
-from ratchet.experience.sources.offline import (
-    LabelledSource,
-    PairSource,
-    SteppedSource,
-    SupervisedSource,
-    TextRenderer,
-)
-from ratchet.experience.sources.rollouts import StreamSource
-from ratchet.experience.sources.tasks import TaskStream
+from ratchet.experience.sources.render_task import render_task
 from ratchet.protocols import (
     Environment,
     HasLabelledAnswers,
@@ -223,28 +214,14 @@ def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
         tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
         tokens = data.renderer.prompt(task.messages, tools or None)
         return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
-    (group,) = asyncio.run(_build_source(data, data_kind).make([(task.id, task)], version=0))
+    rows = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
     return [
-        _from_trajectory(task, part, row)
-        for part, row in zip(PARTS[data_kind], group.trajectories, strict=True)
+        _from_trajectory(task, part, row) for part, row in zip(PARTS[data_kind], rows, strict=True)
     ]
 
 
 def _from_trajectory(task: Task, part: str, row: Trajectory) -> TokenSequence:
     return TokenSequence(task, part, row.tokens.tolist(), row.trainable.tolist())
-
-
-def _build_source(data: DataSetup, data_kind: str) -> StreamSource:
-    """Return the source that renders this kind of data, with no limit on the context."""
-    stream = TaskStream(data.environment, seed=data.seed)
-    writer = TextRenderer(data.renderer, max_context=sys.maxsize)
-    if data_kind == "rows":
-        return SupervisedSource(
-            stream, "inspect", writer, train="last" if data.turns == "last" else "all"
-        )
-    if data_kind == "labelled":
-        return LabelledSource(stream, "inspect", writer, reference_rows=False)
-    return (PairSource if data_kind == "pairs" else SteppedSource)(stream, "inspect", writer)
 
 
 def _detect_data_kind(environment: Environment, task: Task) -> str:

@@ -115,6 +115,18 @@ def init_policy(
     return DecoderPolicy(empty_decoder(config, dtype=dtype, device=device).init_weights(seed))
 
 
+def is_hub_id(name: str | Path) -> bool:
+    """Return True if a model's name is taken for a Hub id: it is no path of this machine."""
+    text, path = str(name), Path(name).expanduser()
+    return not (
+        isinstance(name, Path)
+        or path.exists()
+        or text.startswith((".", "/", "~"))
+        or not HUB_ID.fullmatch(text)
+        or _first_part_exists(path)
+    )
+
+
 def find_model(name: str | Path, *, revision: str | None = None, with_code: bool = False) -> Path:
     """Return the local directory of a model, downloading it if needed.
 
@@ -133,12 +145,7 @@ def find_model(name: str | Path, *, revision: str | None = None, with_code: bool
         raise ModelError(
             f"'{text}' is a file, but a model is a directory with config.json and safetensors files"
         )
-    if (
-        isinstance(name, Path)
-        or text.startswith((".", "/", "~"))
-        or not HUB_ID.fullmatch(text)
-        or _first_part_exists(path)
-    ):
+    if not is_hub_id(name):
         existing = next(
             (parent for parent in path.absolute().parents if parent.is_dir()), Path("/")
         )

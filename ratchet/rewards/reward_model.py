@@ -29,6 +29,7 @@ class RewardModelConfig(Section):
     """A score of the conversation by a reward model that Ratchet trained."""
 
     builds: ClassVar[str] = "ratchet.rewards.reward_model:RewardModel"
+    calls_model: ClassVar[bool] = True
 
     path: str = Field(
         min_length=1,

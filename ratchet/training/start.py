@@ -14,6 +14,7 @@ from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.preflight import run_preflight
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
@@ -47,6 +48,10 @@ def start_run(
     torchrun_rank = TorchrunRank.here()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
+    # Before the run directory exists, so that a start that fails leaves none.
+    report = run_preflight(config, scan=False)
+    report.raise_problems()
+    reasons += report.warnings
     directory, store, mirror = open_run(
         run_dir or config.run_dir or _find_free_path(Path("runs") / config.name)
     )

@@ -6,7 +6,7 @@ import asyncio
 import json
 import re
 import time
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import AfterValidator, Field
 
@@ -25,7 +25,12 @@ Url = Annotated[str, AfterValidator(_check_url)]
 
 
 class EndpointConfig(Section):
-    """The keys that all rewards over HTTP share."""
+    """The keys that all rewards over HTTP share.
+
+    calls_model: True, as in every reward that calls a service or loads a model.
+    """
+
+    calls_model: ClassVar[bool] = True
 
     api_key_env: str | None = Field(
         None,

@@ -1,0 +1,59 @@
+"""Render one task of a data set as an algorithm would learn from it."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+from collections.abc import Sequence
+
+from ratchet.data.chat.renderer import Renderer
+from ratchet.experience.sources.offline import (
+    LabelledSource,
+    PairSource,
+    SteppedSource,
+    SupervisedSource,
+    TextRenderer,
+)
+from ratchet.experience.sources.rollouts import StreamSource
+from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import Environment
+from ratchet.types import Task, Trajectory
+
+# The kinds of data (see `StageConfig.source`) that exist before training.
+OFFLINE_SOURCES = ("rows", "pairs", "labelled", "steps")
+
+
+def render_task(
+    environment: Environment, task: Task, renderer: Renderer, source: str, *, turns: str = "all"
+) -> Sequence[Trajectory]:
+    """Return the trajectories of a task: one for each of its answers.
+
+    Args:
+        environment: The environment of the task, which knows its answers.
+        task: The task.
+        renderer: The renderer of the policy's tokenizer.
+        source: One of OFFLINE_SOURCES.
+        turns: The turns of a demonstration that train: "last" or "all".
+
+    Raises:
+        ConfigError: The environment has no such answers.
+        DataError: The row has none, or can't be rendered.
+    """
+    (group,) = asyncio.run(
+        _make_source(environment, renderer, source, turns).make([(task.id, task)], version=0)
+    )
+    return group.trajectories
+
+
+def _make_source(
+    environment: Environment, renderer: Renderer, source: str, turns: str
+) -> StreamSource:
+    stream = TaskStream(environment, seed=0)
+    writer = TextRenderer(renderer, max_context=sys.maxsize)
+    if source == "rows":
+        return SupervisedSource(
+            stream, "render", writer, train="last" if turns == "last" else "all"
+        )
+    if source == "labelled":
+        return LabelledSource(stream, "render", writer, reference_rows=False)
+    return (PairSource if source == "pairs" else SteppedSource)(stream, "render", writer)

@@ -1,0 +1,247 @@
+"""Open what a recipe names before anything is trained: model, tokenizer, data, tools and rewards.
+
+A recipe can be valid and still name a file that is missing, a column that no row has, or a reward
+that can't be called. On a cluster such a mistake costs a place in the queue, and in a later stage
+the work of the earlier ones.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import copy
+import sys
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+
+from ratchet.config.base import Section
+from ratchet.config.resolve import build
+from ratchet.config.schema import RunConfig, StageConfig, own_rewards
+from ratchet.data.chat.renderer import Renderer
+from ratchet.errors import ConfigError, DataError, RatchetError
+from ratchet.experience.sources.offline import TextRenderer
+from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
+from ratchet.models.load import find_model, is_hub_id
+from ratchet.models.weights.hf_weights import read_json
+from ratchet.protocols import Environment
+from ratchet.training.from_config import build_reward, get_chat_template, load_policy_processor
+from ratchet.types import Failed, Message, Split, Task, Trajectory
+from ratchet.utils.object_store import is_address
+from ratchet.utils.user_frames import describe_user_error
+
+RESET_TIMEOUT_S = 60.0
+MADE_UP_ANSWER = "0"  # judged where the environment has no demonstration
+
+
+@dataclass
+class PreflightReport:
+    """The findings of `run_preflight`.
+
+    Attributes:
+        opened: A line for each thing that was opened.
+        warnings: Sentences on what may be wrong.
+        problems: Errors by the recipe's section.
+    """
+
+    opened: list[str] = field(default_factory=list)
+    warnings: list[str] = field(default_factory=list)
+    problems: list[tuple[str, Exception]] = field(default_factory=list)
+
+    @contextmanager
+    def section(self, name: str) -> Iterator[None]:
+        """Record an error inside the block as a problem of the section `name`."""
+        try:
+            yield
+        except Exception as error:  # classes of users may raise anything
+            known = {str(problem) for _, problem in self.problems}
+            if str(error) not in known:
+                self.problems.append((name, error))
+
+    def raise_problems(self) -> None:
+        """Raise the only problem as it is, or one ConfigError with all of them."""
+        if not self.problems:
+            return
+        error = self.problems[0][1]
+        if len(self.problems) == 1 and isinstance(error, RatchetError):
+            raise error
+        lines = [f"{name}: {_describe(error)}" for name, error in self.problems]
+        if len(lines) == 1:
+            raise ConfigError(lines[0]) from error
+        raise ConfigError("\n  ".join([f"{len(lines)} problems:", *lines])) from error
+
+
+def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
+    """Open the recipe's model directory and tokenizer, one row of each data set, tools and rewards.
+
+    Nothing is trained, no weights are loaded, and nothing is downloaded: a model on the hub or at
+    an address is left alone, and so are rewards that call a service or load a model.
+
+    scan: Read all rows of data sets that say so. A run does without, as it scans them anyway.
+    """
+    report = PreflightReport()
+    renderer = None
+    if _is_local(config):
+        with report.section("model"):
+            renderer = _open_model(config, report)
+    else:
+        report.opened.append(f"model: {config.model.path} is not on this machine, and not opened")
+    for stage in config.stages:
+        check = _StageCheck(config, stage, renderer, report, scan)
+        with report.section(f"stages.{stage.name}"):
+            check.open_training_data()
+        with report.section(f"stages.{stage.name}.evaluation"):
+            check.open_evaluation()
+    report.opened = list(dict.fromkeys(report.opened))
+    report.warnings = list(dict.fromkeys(report.warnings))
+    return report
+
+
+def _is_local(config: RunConfig) -> bool:
+    path = config.model.path
+    return path is None or not (is_address(path) or is_hub_id(path))
+
+
+def _open_model(config: RunConfig, report: PreflightReport) -> Renderer:
+    """Return the renderer of the recipe's tokenizer, and read the model's config.json."""
+    path = config.model.path
+    processor = None
+    if path is not None:
+        directory = find_model(path)
+        architecture = read_json(directory / "config.json").get("architectures") or ["unnamed"]
+        report.opened.append(f"model: {path}, {', '.join(map(str, architecture))}")
+        processor = load_policy_processor(config)
+    tokenizer = build(config.tokenizer, path)
+    report.opened.append(f"tokenizer: {tokenizer.vocab_size:,} tokens")
+    tool_format = getattr(config.tokenizer, "tool_format", "auto")
+    return Renderer(
+        tokenizer, get_chat_template(config), processor=processor, tool_format=tool_format
+    )
+
+
+@dataclass
+class _StageCheck:
+    """The check of one stage's data, tools and rewards."""
+
+    config: RunConfig
+    stage: StageConfig
+    renderer: Renderer | None
+    report: PreflightReport
+    scan: bool
+
+    def open_training_data(self) -> None:
+        stage = self.stage
+        section = stage.environment
+        if not self.scan and hasattr(section, "scan"):
+            section = section.model_copy(update={"scan": False})
+        environment = build(section)
+        try:
+            task = self._first_task(environment, "train", "environment")
+            assert task is not None, "the training split always has a task"
+            if stage.source in OFFLINE_SOURCES:
+                self._render(environment, task)
+            else:
+                self._play(environment, task, stage.rewards)
+        finally:
+            asyncio.run(environment.close())
+
+    def open_evaluation(self) -> None:
+        settings = self.stage.evaluation
+        if not settings.tasks or self.report.problems:
+            return
+        section = settings.environment or self.stage.environment
+        if not self.scan and hasattr(section, "scan"):
+            return  # the rows to hold out are only known after a scan
+        environment = build(section)
+        try:
+            task = self._first_task(environment, "test", "evaluation")
+            rewards = (
+                self.stage.eval_rewards if settings.environment is None else own_rewards(section)
+            )
+            if task is not None and rewards != self.stage.rewards:
+                self._judge(environment, task, rewards, "eval_rewards")
+        finally:
+            asyncio.run(environment.close())
+
+    def _first_task(self, environment: Environment, split: Split, key: str) -> Task | None:
+        task = next(iter(environment.tasks(split, seed=self.config.seed)), None)
+        name = getattr(task, "where", None) or type(environment).__name__
+        if task is None and split == "train":
+            raise DataError(f"{type(environment).__name__} has no training task")
+        if task is not None:
+            self.report.opened.append(f"{self.stage.name}, {split} split: {name}")
+        return task
+
+    def _render(self, environment: Environment, task: Task) -> None:
+        """Render the task's text as the algorithm learns from it."""
+        if self.renderer is None:
+            return
+        turns = getattr(build(self.stage.algorithm), "turns", "all")
+        rows = render_task(environment, task, self.renderer, str(self.stage.source), turns=turns)
+        lengths = ", ".join(f"{len(row):,}" for row in rows)
+        self.report.opened.append(f"{self.stage.name}: a row has {lengths} tokens")
+
+    def _play(self, environment: Environment, task: Task, rewards: Sequence[Section]) -> None:
+        """Reset the environment once, and judge its demonstration."""
+        attempt = copy.copy(environment)
+        messages = asyncio.run(asyncio.wait_for(_reset(attempt, task), RESET_TIMEOUT_S))
+        if self.renderer is not None:
+            tokens = self.renderer.prompt(list(messages))
+            self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")
+        if rewards:
+            self._judge(environment, task, rewards, "rewards")
+
+    def _judge(
+        self, environment: Environment, task: Task, sections: Sequence[Section], key: str
+    ) -> None:
+        local = [section for section in sections if not _calls_model(section)]
+        reward = build_reward(local)
+        if reward is None:
+            return
+        try:
+            answer, is_made_up = tuple(environment.demonstration(task)), False
+        except (DataError, NotImplementedError, AttributeError):
+            answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
+        trajectory = self._write(task, answer)
+        (outcome,) = asyncio.run(reward.score([trajectory], task))
+        names = ", ".join(str(getattr(section, "kind", "")) for section in local)
+        if isinstance(outcome, Failed):
+            message = describe_user_error(outcome.detail)
+            if not is_made_up:
+                raise ConfigError(f"{key}: {names} fails on a demonstration: {message}")
+            self.report.warnings.append(
+                f"{self.stage.name}: {key}: {names} fails on the answer {MADE_UP_ANSWER!r}: "
+                f"{message}. A failed attempt trains nothing; return 0 for a wrong answer"
+            )
+            return
+        judged = f"the answer {MADE_UP_ANSWER!r}" if is_made_up else "a demonstration"
+        earned = getattr(outcome, "reward", None)
+        self.report.opened.append(f"{self.stage.name}: {key}: {names} gives {judged} {earned}")
+
+    def _write(self, task: Task, answer: Sequence[Message]) -> Trajectory:
+        if self.renderer is None:
+            return replace(
+                Trajectory.supervised([], [], messages=(*task.messages, *answer)), outcome=None
+            )
+        return TextRenderer(self.renderer, max_context=sys.maxsize).row(task, answer)
+
+
+async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
+    return await environment.reset(task)
+
+
+def _calls_model(section: object) -> bool:
+    """Return True for a reward that calls a service or loads a model, also inside another one."""
+    if getattr(section, "calls_model", False):
+        return True
+    if isinstance(section, Section):
+        return any(_calls_model(value) for value in dict(section).values())
+    if isinstance(section, dict):
+        return any(_calls_model(value) for value in section.values())
+    return isinstance(section, tuple) and any(_calls_model(item) for item in section)
+
+
+def _describe(error: Exception) -> str:
+    if isinstance(error, RatchetError):
+        return str(error)
+    return describe_user_error("".join(traceback.format_exception(error)))

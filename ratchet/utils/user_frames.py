@@ -1,0 +1,36 @@
+"""Shorten a traceback to the last line of the user's own code."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+FRAME = re.compile(r'^  File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<name>\S+)', re.M)
+# Code of Ratchet, of installed packages and of Python itself is not the user's.
+PACKAGE = Path(__file__).parents[1]
+INSTALLED = re.compile(r"site-packages|dist-packages|/lib/python3|<frozen|<string>")
+
+
+def describe_user_error(text: str) -> str:
+    """Return one line for a traceback: the exception, and the last frame of the user's code.
+
+    Text without a traceback is returned as it is.
+    """
+    frames = [frame for frame in FRAME.finditer(text) if _is_users(frame["file"])]
+    exception = _last_line(text)
+    if not FRAME.search(text):
+        return text.strip()
+    if not frames:
+        return exception
+    last = frames[-1]
+    return f"{exception} ({last['file']}, line {last['line']}, in {last['name']})"
+
+
+def _is_users(file: str) -> bool:
+    return PACKAGE not in Path(file).parents and INSTALLED.search(file) is None
+
+
+def _last_line(text: str) -> str:
+    """Return the exception's line: the last one that is not indented."""
+    lines = [line for line in text.splitlines() if line and not line[0].isspace()]
+    return lines[-1].strip() if lines else text.strip()

@@ -1,0 +1,139 @@
+"""`ratchet check`, and the start of a run, open what a recipe names."""
+
+import textwrap
+from pathlib import Path
+
+import pytest
+import yaml
+
+from ratchet.cli.errors import WRONG_INPUT
+from ratchet.config.loader import load_config
+from ratchet.errors import ConfigError, RatchetError
+from ratchet.training.preflight import run_preflight
+from ratchet.training.start import start_run
+from ratchet.utils.user_frames import describe_user_error
+
+BASE = {
+    "model": {"preset": "tiny"},
+    "tokenizer": {"kind": "bytes", "template": "turns"},
+    "steps": 1,
+    "batch_size": 2,
+    "evaluation": {"tasks": 2},
+    "sampling": {"max_new_tokens": 4},
+}
+QA = "question,answer\n" + "".join(f"{n}+1=,{n + 1}\n" for n in range(40))
+DATASET = {"kind": "dataset", "train": "qa.csv", "columns": {"prompt": "question"}}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    (tmp_path / "qa.csv").write_text(QA)
+    return tmp_path
+
+
+def load(folder: Path, **changes):
+    (folder / "recipe.yaml").write_text(yaml.safe_dump(BASE | changes))
+    return load_config(folder / "recipe.yaml")
+
+
+def write_reward(folder: Path, name: str, body: str) -> dict[str, str]:
+    (folder / f"{name}.py").write_text(textwrap.dedent(body))
+    return {"kind": f"{name}:reward"}
+
+
+def test_what_a_recipe_names_is_opened(folder):
+    report = run_preflight(
+        load(
+            folder,
+            stages=[
+                {"name": "sft", "algorithm": {"kind": "sft"}, "environment": DATASET},
+                {"name": "grpo", "algorithm": {"kind": "grpo"}, "environment": {"kind": "sorting"}},
+            ],
+        )
+    )
+    text = "\n".join(report.opened)
+    assert report.problems == report.warnings == []
+    for expected in ("tokenizer: ", "sft: a row has ", "exact_match gives a demonstration 1.0"):
+        assert expected in text
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"environment": DATASET | {"train": "qu.csv"}}, "qu.csv"),
+        ({"environment": DATASET | {"columns": {"prompt": "query"}}}, "query"),
+        ({"model": {"path": "./models/qwn"}, "tokenizer": {"kind": "auto"}}, "models/qwn"),
+    ],
+)
+def test_missing_files_columns_and_models_are_problems(folder, changes, message):
+    config = load(folder, algorithm={"kind": "sft"}, **{"environment": DATASET, **changes})
+    with pytest.raises(RatchetError, match=message):
+        run_preflight(config).raise_problems()
+
+
+def test_problems_of_all_stages_are_told_at_once(folder):
+    reward = write_reward(folder, "wrong_signature", "def reward(completions):\n    return 1.0\n")
+    broken = write_reward(folder, "broken", "def reward(trajectory, task):\n    return 1 / 0\n")
+    stages = [
+        {"name": "sft", "algorithm": {"kind": "sft"}, "environment": DATASET | {"train": "no.csv"}},
+        {"name": "a", "algorithm": {"kind": "grpo"}, "rewards": [broken]},
+    ]
+    config = load(folder, environment={"kind": "sorting"}, stages=stages)
+    with pytest.raises(ConfigError) as caught:
+        run_preflight(config).raise_problems()
+    lines = str(caught.value).splitlines()
+    assert lines[0] == "2 problems:"
+    assert "stages.sft: " in lines[1]
+    assert "no.csv" in lines[1]
+    assert "broken:reward fails on a demonstration: ZeroDivisionError: division by zero" in lines[2]
+    assert f"({folder / 'broken.py'}, line 2, in reward)" in lines[2]
+    config = load(
+        folder, algorithm={"kind": "grpo"}, environment={"kind": "sorting"}, rewards=[reward]
+    )
+    with pytest.raises(ConfigError, match="wrong_signature"):
+        run_preflight(config).raise_problems()
+
+
+def test_a_reward_that_fails_on_a_made_up_answer_is_a_warning(folder):
+    (folder / "guess.py").write_text(
+        textwrap.dedent(
+            """
+            from ratchet.environments.single_turn import Problem, Procedural
+            class Guess(Procedural):
+                name = "guess"
+                def sample(self, rng):
+                    return Problem(str(rng.randrange(10**6)), "")
+                def demonstration(self, task):
+                    raise NotImplementedError
+            """
+        )
+    )
+    reward = write_reward(folder, "strict", "def reward(trajectory, task):\n    raise KeyError\n")
+    config = load(
+        folder, algorithm={"kind": "grpo"}, environment={"kind": "guess:Guess"}, rewards=[reward]
+    )
+    report = run_preflight(config)
+    assert report.problems == []
+    assert "fails on the answer '0': KeyError" in report.warnings[0]
+
+
+def test_a_run_that_can_not_begin_leaves_no_directory(folder):
+    load(folder, algorithm={"kind": "sft"}, environment=DATASET | {"train": "no.csv"})
+    with pytest.raises(RatchetError, match=r"no\.csv"):
+        start_run(folder / "recipe.yaml", [], None, command="ratchet train")
+    assert not (folder / "runs").exists()
+    assert WRONG_INPUT == 2
+
+
+def test_a_traceback_becomes_the_users_last_frame():
+    text = (
+        "Traceback (most recent call last):\n"
+        '  File "/x/site-packages/lib.py", line 3, in call\n    f()\n'
+        '  File "/home/me/mine.py", line 7, in reward\n    return int("x")\n'
+        "ValueError: invalid literal\n"
+    )
+    described = "ValueError: invalid literal (/home/me/mine.py, line 7, in reward)"
+    assert describe_user_error(text) == described
+    assert describe_user_error("the server is down") == "the server is down"
