@@ -78,9 +78,9 @@ def _slot_schema(slot: Slot, field: FieldInfo, definitions: dict[str, JsonSchema
     if slot.name not in definitions:
         definitions[slot.name] = {}  # an environment may hold other environments
         definitions[slot.name] |= _kinds_schema(slot.name, definitions)
-    if slot.many:
+    if slot.is_list:
         schema = {"type": "array", "items": schema}
-    if slot.optional:
+    if slot.is_optional:
         schema = {"anyOf": [schema, {"type": "null"}]}
     # draft 7 ignores what stands beside $ref
     return {"description": field.description or "", "allOf": [schema]}

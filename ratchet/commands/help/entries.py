@@ -10,7 +10,7 @@ from ratchet.config.base import Section
 from ratchet.config.json_schema import describe_schema, key_schemas
 from ratchet.config.key_paths import STAGES, find_section, find_slot
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import PLACE_FIELDS, section_class
+from ratchet.config.resolve import SLOT_FIELDS, section_class
 from ratchet.config.schema import RunConfig, StageConfig
 
 
@@ -40,8 +40,8 @@ class KeyEntry:
         slot = find_slot(field)
         if slot is None:
             return describe_schema(key_schemas(self.section)[self.name])
-        section = f"{'list of sections' if slot.many else 'section'} with a kind"
-        return section + (" or null" if slot.optional else "")
+        section = f"{'list of sections' if slot.is_list else 'section'} with a kind"
+        return section + (" or null" if slot.is_optional else "")
 
     @property
     def default(self) -> str:
@@ -90,8 +90,8 @@ def _walk_all() -> Iterator[KeyEntry]:
                     if (target, kind) not in walked:
                         walked.add((target, kind))
                         yield from walk(chosen, f"{path}.", (kind,))
-                    elif slot.name in PLACE_FIELDS:  # keys that the slot adds to its sections
-                        for added in PLACE_FIELDS[slot.name]:
+                    elif slot.name in SLOT_FIELDS:  # keys that the slot adds to its sections
+                        for added in SLOT_FIELDS[slot.name]:
                             yield KeyEntry(f"{path}.{added}", (kind,), chosen)
             elif inner is not None:
                 yield from walk(inner, f"{path}.", kinds)

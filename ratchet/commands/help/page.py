@@ -8,7 +8,7 @@ from ratchet.commands.help.entries import KeyEntry, summarize
 from ratchet.config.base import Section
 from ratchet.config.key_paths import STAGES, find_section, find_slot
 from ratchet.config.registry import DEFAULT_KIND, KINDS
-from ratchet.config.resolve import PLACE_FIELDS, section_class
+from ratchet.config.resolve import SLOT_FIELDS, section_class
 from ratchet.config.schema import RunConfig, StageConfig
 
 HEAD = """# All keys of a recipe
@@ -70,7 +70,7 @@ class _Page:
         ]
         if known:
             yield f"Kinds as above: {', '.join(f'`{kind}`' for kind in known)}."
-            added = list(PLACE_FIELDS.get(slot, {}))
+            added = list(SLOT_FIELDS.get(slot, {}))
             yield self._table(section_class(slot, known[0]), f"{path}.", added) if added else ""
         for kind, target in KINDS[slot].items():
             if kind in known:
@@ -80,7 +80,7 @@ class _Page:
             parent = _find_parent(slot, kind, section)
             names = [name for name in section.model_fields if name != "kind"]
             # `weight` and `tag` of list items follow the keys of the kind itself
-            names.sort(key=lambda name: name in PLACE_FIELDS.get(slot, {}))
+            names.sort(key=lambda name: name in SLOT_FIELDS.get(slot, {}))
             if parent is not None:
                 names = [name for name in names if _differs(name, section, parent[1])]
             yield f"### `{path}: {{kind: {kind}}}`"

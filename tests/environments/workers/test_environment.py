@@ -280,7 +280,11 @@ def test_what_is_no_step_is_judged_by_the_driver():
 @pytest.mark.fault("P21")
 @pytest.mark.parametrize(
     ("how", "said"),
-    [("kill", "SIGKILL, sent by .*memory ran out"), ("exit", "exit status 3"), ("segfault", "SIGSEGV")],
+    [
+        ("kill", "SIGKILL, sent by .*memory ran out"),
+        ("exit", "exit status 3"),
+        ("segfault", "SIGSEGV"),
+    ],
     ids=["kill", "exit", "segfault"],
 )
 def test_a_process_that_dies_takes_its_own_attempts_along_and_no_others(how, said):
