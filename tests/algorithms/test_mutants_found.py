@@ -228,11 +228,11 @@ def test_weights_of_parts_that_no_reward_has_are_refused_with_the_parts_that_the
     ):
         require_parts(["length", "right"], {"style": 1.0, "right": 1.0, "form": 2.0})
     with pytest.raises(
-        ConfigError, match="weights name right, but the rewards have no named parts: name"
+        ConfigError, match="weights name right, but the rewards have no named parts: use names"
     ):
         require_parts([], {"right": 1.0})
     with pytest.raises(
-        ConfigError, match="parts are needed, but the rewards have no named parts: name"
+        ConfigError, match="parts are needed, but the rewards have no named parts: use names"
     ):
         require_parts([], None)
 
