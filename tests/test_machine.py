@@ -132,7 +132,7 @@ def test_one_thread_is_chosen_unless_more_are_faster(tmp_path, monkeypatch):
 
 @pytest.mark.fault("P18")
 def test_a_resumed_run_prints_the_day_it_began_on(tmp_path, monkeypatch):
-    monkeypatch.setattr(chat_templates, "_printed", None)
+    monkeypatch.setattr(chat_templates, "_printed_date", None)
     template = "{{ strftime_now('%d %b %Y') }}{% for m in messages %}{{ m.content }}{% endfor %}"
     written = config(tmp_path, tokenizer={"kind": "bytes", "template": template})
     frozen = freeze(written)
