@@ -354,7 +354,8 @@ async def several_adapters(engine):
                 write_adapter(models[name], Path(directory) / name)
             await generator.add_adapter("one", Path(directory) / "one")
             await refuses(
-                generator.add_adapter("one", Path(directory) / "one"), "'one' is served already"
+                generator.add_adapter("one", Path(directory) / "one"),
+                "'one' is taken by another adapter",
             )
             link = SharedMemoryWeightSync(
                 LocalRank(WeightSender(learner)), LocalRank(WeightReceiver(generator)), adapter=own
