@@ -100,7 +100,7 @@ REFUSED += [
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=2 model.overrides.n_layers=3",
-        "2 don't divide 3: set learner.pipeline_parallel x pipeline_chunks to 1",
+        "2 stages don't divide 3 layers: set learner.pipeline_parallel x pipeline_chunks to 1",
     ),
     (
         f"{MEGATRON} learner.pipeline_parallel=3",
@@ -197,7 +197,9 @@ def test_a_model_that_transformers_runs_has_no_map_to_megatron():
     config = AutoConfig.for_model(
         "gpt2", vocab_size=23, n_embd=16, n_layer=1, n_head=2, bos_token_id=1, eos_token_id=2
     )
-    with pytest.raises(ModelError, match=r"transformers runs this one. Set learner\.kind=dtensor"):
+    with pytest.raises(
+        ModelError, match=r"transformers runs this model\. Set learner\.kind=dtensor"
+    ):
         check_megatron(
             MegatronConfig(), TransformersPolicy(AutoModelForCausalLM.from_config(config))
         )
@@ -276,13 +278,13 @@ LAYER = {
             "gemma2",
             {},
             {"pipeline_parallel": 2},
-            "learner.pipeline_parallel=2 .* Set it to 1, and learner.dp_shard to the num",
+            "learner.pipeline_parallel=2 .* Set learner.pipeline_parallel=1, and learner.dp_shard to the num",
         ),
         (
             "gemma2",
             {},
             {"tensor_parallel": 2, "sequence_parallel": True},
-            r"learner.sequence_parallel is of .*\. Remove it",
+            r"learner.sequence_parallel needs .*\. Remove it",
         ),
     ],
 )
