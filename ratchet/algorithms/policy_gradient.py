@@ -256,7 +256,8 @@ def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
 
     Each comes with its reason, see `ratchet.algorithms.properties`.
     """
-    # equal_rewards=drop removes the groups whose rewards differ only because of shaping.
+    # equal_rewards=drop removes the groups whose rewards differ only because of shaping, so shaping
+    # needs no exemption.
     shaping = () if config.equal_rewards == "drop" else config.shaping
     parts: tuple[Section, ...] = (*config.estimators, *shaping, config.loss)
     exemptions: list[Mapping[str, str]] = []

@@ -74,15 +74,15 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
     full messages, since a search for the nearest known name takes milliseconds.
     """
     by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
-    for line in error.errors(include_url=False):
-        if line["type"] != "default_factory_not_called":
-            by_place.setdefault(_locate_error(tree, line), []).append(line)
-    places = [(*_origin_at(tree, place), place, lines) for place, lines in by_place.items()]
+    for detail in error.errors(include_url=False):
+        if detail["type"] != "default_factory_not_called":
+            by_place.setdefault(_locate_error(tree, detail), []).append(detail)
+    places = [(*_origin_at(tree, place), place, details) for place, details in by_place.items()]
     places.sort(key=lambda item: _place_in_files(item[0]))
-    for index, (origin, missing, place, lines) in enumerate(places):
+    for index, (origin, missing, place, details) in enumerate(places):
         yield RecipeProblem(
             origin,
-            _write_message(origin, missing, place, lines, tree, model)
+            _write_message(origin, missing, place, details, tree, model)
             if index < MAX_SHOWN
             else "is wrong too",
         )
@@ -100,27 +100,27 @@ def _write_message(
     origin: ValueOrigin,
     missing: list[str],
     place: Location,
-    lines: Sequence[Mapping[str, Any]],
+    details: Sequence[Mapping[str, Any]],
     tree: Node,
     model: type[Any],
 ) -> str:
     """Return the message of one problem. `missing`: the keys of `place` that the recipe lacks."""
-    first, *alternatives = dict.fromkeys(_expectation(line) for line in lines)
+    first, *alternatives = dict.fromkeys(_expectation(detail) for detail in details)
     expected = " or ".join([first, *(text.removeprefix("must be ") for text in alternatives)])
     value = locate(tree, place)[0].value
-    if lines[0]["type"] == "extra_forbidden":
+    if details[0]["type"] == "extra_forbidden":
         return unknown_key(str(place[-1]), place[:-1], tree, model)
-    if lines[0]["type"] == "missing":
+    if details[0]["type"] == "missing":
         return _missing_message(place, tree, model)
-    if missing or lines[0]["type"] in SELF_CONTAINED or isinstance(value, dict | list):
+    if missing or details[0]["type"] in SELF_CONTAINED or isinstance(value, dict | list):
         return expected
     return f"{_format_value(origin.path, value)} {expected}"
 
 
-def _locate_error(tree: Node, line: Mapping[str, Any]) -> tuple[Any, ...]:
+def _locate_error(tree: Node, detail: Mapping[str, Any]) -> tuple[Any, ...]:
     """Return the error's location without the labels that pydantic adds for union branches."""
-    location = tuple(line["loc"])
-    if line["type"] in ("missing", "extra_forbidden"):
+    location = tuple(detail["loc"])
+    if detail["type"] in ("missing", "extra_forbidden"):
         return location
     node, missing = locate(tree, location)
     return location if not missing or node.is_section else location[: len(location) - len(missing)]
@@ -175,14 +175,14 @@ EXPECTATIONS = {
 }
 
 
-def _expectation(line: Mapping[str, Any]) -> str:
+def _expectation(detail: Mapping[str, Any]) -> str:
     """Return one of pydantic's errors in our words: what the value must be."""
-    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in line.get("ctx", {}).items()}
-    template = EXPECTATIONS.get(line["type"])
-    text = line["msg"] if template is None else template.format(**context)
-    if line["type"] == "literal_error" and isinstance(line["input"], str):
+    context = {k: f"{v:g}" if isinstance(v, float) else v for k, v in detail.get("ctx", {}).items()}
+    template = EXPECTATIONS.get(detail["type"])
+    text = detail["msg"] if template is None else template.format(**context)
+    if detail["type"] == "literal_error" and isinstance(detail["input"], str):
         allowed = str(context["expected"]).replace("'", "").replace(" or ", ", ").split(", ")
-        suggestions = get_close_matches(line["input"], allowed, n=1)
+        suggestions = get_close_matches(detail["input"], allowed, n=1)
         text += f"; did you mean '{suggestions[0]}'?" if suggestions else ""
     return text
 
@@ -244,7 +244,7 @@ def _write_path(place: Location, key: str) -> str:
 
 
 def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Return the recipe's name of a key of another library, if the kinds of a stage have it."""
+    """Return what a recipe calls another library's key, if a stage's kinds have such a key."""
     stages: Any = tree.value.get(STAGES) if isinstance(tree.value, dict) else None
     count = len(stages.value) if stages is not None and isinstance(stages.value, list) else 0
     # A key at the top may be meant for any stage.
@@ -260,12 +260,13 @@ def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) 
 def _has_key(path: str, root: Location, tree: Node, model: type[Any]) -> bool:
     *sections, name = path.split(".")
     owner = model_at(model, [*root, *sections], tree)
-    # `Section` itself has no keys: it stands for a section that is left to its default.
+    # `model_at` gives `Section`, which has no keys, where the recipe chooses no kind: the default
+    # kind may have the key.
     return owner is not None and (not owner.model_fields or name in [*owner.model_fields, "kind"])
 
 
 def _hint_at_other_kinds(key: str, place: Location, model: type[Any]) -> str:
-    """Return the kinds of the section that have the key. No hint names the key as it is written."""
+    """Return the kinds of the section that have the key; "" if none has it."""
     same = [known for known in keys(model) if known.written == _write_path(place, key)]
     kinds = sorted({known.kinds.rpartition(", ")[2] for known in same} - {""})
     return f"only these kinds have it: {', '.join(kinds)}" if kinds else ""

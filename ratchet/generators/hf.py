@@ -199,7 +199,7 @@ class PaddedBatches:
         if not keep_kv:
             self._cache = None
         for row in self.rows:
-            row.request.marks.append((len(row.logprobs), version))
+            row.request.version_starts.append((len(row.logprobs), version))
 
     @torch.no_grad()
     def step(self) -> None:
@@ -212,7 +212,7 @@ class PaddedBatches:
             count = min(len(self.waiting), self.max_running)
             self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
             for row in self.rows:
-                row.request.marks.append((0, self.version))
+                row.request.version_starts.append((0, self.version))
         training = self.model.training
         # In training mode transformers applies dropout, and with activation checkpointing it
         # fills no cache.

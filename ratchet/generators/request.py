@@ -47,7 +47,7 @@ class GenerationRequest:
     # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
     # (number of new tokens so far, version of the weights that draw the next ones)
-    marks: list[tuple[int, int]] = field(default_factory=list)
+    version_starts: list[tuple[int, int]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.key = self.sampling.adapter, make_prompt_key(self.prompt, self.media)
@@ -78,7 +78,7 @@ class GenerationRequest:
 
     def _versions(self, count: int) -> NDArray[np.int32]:
         versions = np.empty(count, dtype=np.int32)
-        for start, version in self.marks:
+        for start, version in self.version_starts:
             versions[start:] = version
         return versions
 

@@ -44,14 +44,14 @@ class TokenRun:
     def context(self) -> list[int]:
         """Return the last tokens of `previous`, to be decoded before the run; [] if unusable.
 
-        They are as few as decode to whole characters.
+        They are the fewest last tokens whose text begins with a whole character.
         """
         for count in range(1, min(MAX_CONTEXT, len(self.previous)) + 1):
             tail = list(self.previous[-count:])
             text = self.tokenizer.decode(tail)
             if text and not text.startswith(REPLACED):
-                # The text may end with part of a character, which the run's tokens complete. Its
-                # length is then unknown.
+                # If the run completes a character that the context begins, the length of the
+                # context's text is unknown, so no context is used.
                 return tail if self.tokenizer.decode([*tail, *self.tokens]).startswith(text) else []
         return []
 
@@ -140,8 +140,8 @@ def compose_nfc(text: str) -> str:
 def align_positions(student: str, teacher: str) -> list[tuple[int, int]]:
     """Return ascending pairs (position in `student`, position in `teacher`) of the same place.
 
-    Both texts are scanned from the beginning up to the first difference that is no difference of
-    normalisation (`_match_spellings`). Then they are scanned from the end up to the first
+    Both texts are scanned from the beginning up to the first difference that is more than a
+    spelling (`_match_spellings`). Then they are scanned from the end up to the first
     difference of any kind.
     """
     if student == teacher:
@@ -190,7 +190,9 @@ def _composes_with_previous(character: str) -> bool:
 
 
 def _match_spellings(student_C: Sequence[str], teacher_C: Sequence[str]) -> tuple[int, int] | None:
-    """Return the numbers of first clusters of both sides that spell the same text; None if none do.
+    """Return how many of the first clusters of each side spell the same text; None if none do.
+
+    The numbers are as small as possible.
 
     Spellings may differ by case, accents, a compatible form ("fi" for the ligature), or a space
     that one side lacks.
@@ -226,7 +228,7 @@ class DecodeWindow:
 
     context: the tokens just before the position, which are decoded with the window.
     position: number of characters before the window.
-    next_size: number of tokens from which the window is decoded again.
+    next_size: the window is decoded again once it has this many tokens.
     """
 
     tokenizer: Tokenizer

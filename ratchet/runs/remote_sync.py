@@ -66,8 +66,8 @@ def get_mirror_work_dir(address: str) -> Path:
 class Mirror:
     """The copy in an object store of the run in `directory`.
 
-    The process must hold the directory's lock. `store` holds the run's checkpoints; its rules also
-    decide which checkpoints stay at the address.
+    The process must hold the directory's lock. The rules of the checkpoint store also decide which
+    checkpoints stay at the address.
 
     Attributes:
         notes: Messages for the user, such as which of two copies is used.
@@ -81,7 +81,7 @@ class Mirror:
     def __init__(self, address: str, directory: RunDirectory, store: CheckpointStore) -> None:
         self.remote = MirroredRun(address)
         self.directory = directory
-        self.store = store
+        self.checkpoint_store = store
         self.address = self.remote.address
         self.notes: list[str] = []
         self.behind: str | None = None
@@ -219,7 +219,7 @@ class Mirror:
         except OSError as error:
             offline_hint = (
                 f" (or go on without it: --resume {self.directory.path})"
-                if self.store.steps()
+                if self.checkpoint_store.steps()
                 else ""
             )
             raise RunDirectoryError(
@@ -227,7 +227,7 @@ class Mirror:
             ) from error
 
     def _read_identity(self) -> str | None:
-        """Return the id of the run that the directory is a copy of, or None if it is no copy."""
+        """Return the id of the mirrored run that the directory belongs to; None if it has none."""
         try:
             return str(json.loads((self.directory.path / IDENTITY).read_bytes())["run"])
         except (OSError, ValueError, KeyError, TypeError):
@@ -277,7 +277,7 @@ class Mirror:
             log.info("%s is still being written: this save is uploaded later", self.address)
             return
         # Checkpoints must not be pruned before the thread has read them.
-        self.store.protected_steps = frozenset(self.store.steps())
+        self.checkpoint_store.protected_steps = frozenset(self.checkpoint_store.steps())
         self._background.begin(lambda: self._try_push(snapshots))
 
     def finish(self) -> bool:
@@ -288,7 +288,7 @@ class Mirror:
         self._background.settle()
         if self._has_rules:
             # Prune the checkpoints that were held while the upload thread read them.
-            self.store.tidy()
+            self.checkpoint_store.tidy()
         self._try_push(self.take_snapshot())
         if self.behind is None:
             return True
@@ -314,12 +314,12 @@ class Mirror:
         except OSError as error:
             self.behind = str(error)
             log.warning(
-                "the save can't be uploaded to %s, which is tried again after the next save: %s",
+                "can't upload the save to %s (the upload is tried again after the next save): %s",
                 self.address,
                 error,
             )
         finally:
-            self.store.protected_steps = frozenset()
+            self.checkpoint_store.protected_steps = frozenset()
 
     def _push(self, snapshots: Mapping[str, FileSnapshot]) -> None:
         """Upload the changed files and checkpoints, in the order of the module's docstring."""
@@ -330,7 +330,7 @@ class Mirror:
         }
         changed = [name for name in new_digests if self._files.get(name) != (new_digests[name],)]
         local_checkpoints = {
-            checkpoint.step: checkpoint for checkpoint in self.store.list_complete()
+            checkpoint.step: checkpoint for checkpoint in self.checkpoint_store.list_complete()
         }
         self._not_uploaded = [*changed, *map(get_checkpoint_name, local_checkpoints)]
         self._check_writer()
@@ -406,7 +406,7 @@ class Mirror:
             local_checkpoints
         )
         kept_steps = (
-            self.store.select_kept(
+            self.checkpoint_store.select_kept(
                 [checkpoint_by_step[step] for step in sorted(checkpoint_by_step, reverse=True)]
             )
             if self._has_rules
@@ -424,8 +424,8 @@ class Mirror:
             if step in complete or MANIFEST not in names_by_step[step]:
                 self._remove(step, names_by_step[step])
 
-    def _put_checkpoint(self, checkpoint: Checkpoint, listed: list[str]) -> None:
-        self._remove(checkpoint.step, listed)
+    def _put_checkpoint(self, checkpoint: Checkpoint, remote_names: list[str]) -> None:
+        self._remove(checkpoint.step, remote_names)
         files = sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path == checkpoint.path / MANIFEST):
             failpoints.point("mirror.checkpoint_file")
@@ -435,10 +435,10 @@ class Mirror:
             )
         self.remote.damaged.discard(checkpoint.step)
 
-    def _remove(self, step: int, listed: list[str]) -> None:
+    def _remove(self, step: int, remote_names: list[str]) -> None:
         """Remove a checkpoint, its manifest first.
 
         So a partly removed checkpoint never counts as complete.
         """
-        for name in sorted(listed, key=lambda name: name != MANIFEST):
+        for name in sorted(remote_names, key=lambda name: name != MANIFEST):
             self.remote.store.remove(f"{get_checkpoint_name(step)}/{name}")

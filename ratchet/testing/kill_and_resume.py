@@ -99,18 +99,18 @@ class Chaos:
         start = time.monotonic()
         require(self.start(self.whole, "") == 0, self._read_output)
         self.seconds = time.monotonic() - start
-        self.passed = _read_list(self.whole)
+        self.passed = _read_failpoints(self.whole)
         resumed = self.folder / "resumed"
         require(self.start(resumed, resume_after) == KILLED, f"{resume_after} is not passed")
         require(self.start(resumed, "") == 0, self._read_output)
-        self.passed_resuming = _read_list(resumed)
+        self.passed_resuming = _read_failpoints(resumed)
         self._remove(resumed)
 
     def at_points(self, most: int, *, resume_after: str) -> list[Trial]:
         """Return trials that kill at up to `most` passages of every failpoint.
 
-        The first and the last passage are among them if `most` is at least 2. Failpoints that only
-        a resumed process passes are killed there, after a first kill at `resume_after`.
+        The first and the last passage are among them if `most` is at least 2. A failpoint
+        that only a resumed process passes gets two kills: one at `resume_after`, then one at it.
         """
         trials = [Trial((spec,)) for spec in _list_kill_specs(self.passed, most)]
         resumed_only = [name for name in self.passed_resuming if name not in set(self.passed)]
@@ -166,7 +166,7 @@ class Chaos:
 
     def _remove(self, run: Path) -> None:
         shutil.rmtree(run)
-        _list_path(run).unlink(missing_ok=True)
+        _get_failpoints_path(run).unlink(missing_ok=True)
 
 
 @contextmanager
@@ -193,7 +193,7 @@ def train_here(recipe: str, run: str, spec: str) -> int:
         return _train(recipe, path)
     with failpoints.record() as passed:
         status = _train(recipe, path)
-    _list_path(path).write_text(json.dumps(passed), encoding="utf-8")
+    _get_failpoints_path(path).write_text(json.dumps(passed), encoding="utf-8")
     return status
 
 
@@ -203,12 +203,12 @@ def _train(recipe: str, path: Path) -> int:
     return start_run(Path(recipe), [], path, command="chaos")
 
 
-def _list_path(run: Path) -> Path:
+def _get_failpoints_path(run: Path) -> Path:
     return run.with_name(f"{run.name}.passed.json")
 
 
-def _read_list(run: Path) -> list[str]:
-    return json.loads(_list_path(run).read_text(encoding="utf-8"))
+def _read_failpoints(run: Path) -> list[str]:
+    return json.loads(_get_failpoints_path(run).read_text(encoding="utf-8"))
 
 
 def _list_kill_specs(passed: Sequence[str], most: int) -> list[str]:
@@ -259,7 +259,7 @@ def differences(a: Path, b: Path) -> list[str]:
 def _list_compared_files(run: Path) -> set[str]:
     """Return the names of the files that are compared by bit.
 
-    They are the files outside APART, and the files of checkpoints except manifests.
+    They are the files outside NOT_COMPARED, and the files of checkpoints except manifests.
     """
     names = {path.relative_to(run).as_posix() for path in run.rglob("*") if path.is_file()}
     return {

@@ -311,7 +311,7 @@ def _make_leaves(update: Update, role: str, indices: Mapping[str, Tensor]) -> di
 def _make_outputs(batch: Batch, leaves: Mapping[str, Tensor], term: AlgorithmTerm) -> Outputs:
     """Return the outputs that the term declares in `needs`, and no others.
 
-    A term that reads an output needed only by another term would fail without that other term.
+    So a term that reads an output it does not declare fails here, even if another term declares it.
     """
     columns = {name: leaf for name, leaf in leaves.items() if name in term.needs}
     if "old_logprobs" in term.needs:

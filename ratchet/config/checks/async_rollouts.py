@@ -24,7 +24,8 @@ ATTEMPT_KEYS = (
 def _check_has_attempts(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Refuse `ATTEMPT_KEYS` in a stage without attempts.
 
-    They are fine as a default that a stage with attempts shares.
+    If a stage with attempts has the same `rollouts` section, it is a default that all stages share,
+    which is allowed.
     """
     if any(
         other.source in ("rollouts", None) and other.rollouts == stage.rollouts
@@ -80,7 +81,7 @@ def _check_tail_batching(stage: StageConfig, config: RunConfig) -> Iterator[Conf
     reasons = {
         "max_staleness": "already avoids waiting for them, with rollouts.order=ready",
         "dynamic_sampling": "waits for every group that was started",
-        "redundant_groups": "also starts more groups, but leaves slow ones waiting again each step",
+        "redundant_groups": "starts more groups too, but gives slow ones no step of their own",
         "redundant_attempts": "drops long attempts, which tail batching is meant to keep",
     }
     for key, reason in reasons.items():

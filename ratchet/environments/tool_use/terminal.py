@@ -4,9 +4,9 @@ The check runs in a new session, with a copy of the final files of the agent's s
 never sees the check, and no process that it started can reach the check.
 
 The agent's files are in the directory $WORK, and the check starts in the directory $CHECK with its
-own files. Programs look for other files (csv.py, conftest.py, GNUmakefile, node_modules, .git) where
-they start and where their source is. There they find only the check's files. So a file of the agent
-is used only if the check names it.
+own files. Programs also load files that no command names (csv.py, conftest.py, GNUmakefile,
+node_modules, .git), from the directory in which they start and from that of their source. Both
+directories hold only the check's files, so a file of the agent is used only if the check names it.
 """
 
 from __future__ import annotations
@@ -299,8 +299,8 @@ def _command_of_call(call: ToolCall) -> str | None:
 def format_result(result: Result, max_chars: int) -> str:
     """Return the text that the agent sees after a command.
 
-    It has the output and error output, without their middle beyond `max_chars` characters. For a
-    failed command it also has the reason.
+    It has the output and the error output; if they have more than `max_chars` characters, their
+    middle is left out. For a failed command it also has the reason.
     """
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > max_chars:

@@ -32,8 +32,9 @@ TokenizerType = Tokenizer | HubTokenizer
 class LogRenderer(Renderer):
     """A renderer that only appends, because a log is one sequence of tokens.
 
-    Sampled tokens stay as they are, and replies are appended. If the template rewrites earlier
-    turns, `EpisodePlayer` begins a new trajectory with other renderers, which a log can't hold.
+    Sampled tokens stay as they are, and replies are appended. With any other renderer,
+    `EpisodePlayer` begins a new trajectory when the template rewrites earlier turns; a log can't
+    hold two.
     """
 
     def keeps_turn(

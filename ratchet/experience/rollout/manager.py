@@ -91,8 +91,8 @@ class RolloutManager:
         reward: Judges attempts; None takes the sum of the environment's turn rewards.
         needs_reward: If True, an attempt without a reward fails. If False, it becomes Unjudged.
         judge_timeout_s: Seconds for one call of the reward; None sets no limit.
-        retries: Maximum number of retries of an attempt that infrastructure made fail. Its judging
-            is retried as often. A retried attempt has the same seeds and a new environment.
+        retries: Maximum number of retries of an attempt that failed because of infrastructure. Its
+            judging is retried as often. A retried attempt has the same seeds and a new environment.
     """
 
     def __init__(
@@ -400,7 +400,7 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
         if not all(map(finite, parts)) or not (is_unjudged or finite(outcome.reward)):
             return Failed(
                 "reward",
-                f"{name}.score gave {outcome!r:.200}, and rewards and their parts are finite "
+                f"{name}.score gave {outcome!r:.200}; rewards and their parts must be finite "
                 "numbers",
             )
     return outcome

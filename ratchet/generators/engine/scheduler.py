@@ -123,7 +123,9 @@ class Scheduler:
         self.version = version
         self._is_cache_stale |= bool(self.running) and not keep_kv
         for row, request in enumerate(self.running):
-            request.marks.append((int(self.slots.lengths[row] - self.slots.prompts[row]), version))
+            request.version_starts.append(
+                (int(self.slots.lengths[row] - self.slots.prompts[row]), version)
+            )
 
     # --- a step
 
@@ -269,7 +271,7 @@ class Scheduler:
         self._active = None
         self._n_stop_strings += sum(request.watch is not None for request in batch)
         for request in batch:
-            request.marks.append((0, self.version))
+            request.version_starts.append((0, self.version))
         self._finish(self._draw_next(self.slots.upload_active(first, first + count), hidden_Nd))
 
     def _recompute_cache(self) -> None:

@@ -101,7 +101,8 @@ class PartialCompletion:
             if self.request.watch is not None and self.request.watch.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
-        # vLLM versions that check limits first report "length" for a stop token at the limit.
+        # vLLM versions that check the limit before the stop tokens report "length" for a stop
+        # token at the limit.
         has_ended = piece.finish_reason in ("stop", "length")
         if has_ended and self.tokens and self.tokens[-1] in self.request.sampling.stop_ids:
             self.stop = StopReason.STOP_TOKEN
@@ -233,7 +234,7 @@ class InProcessCore:
         return bool(self._partials)
 
     def add(self, request: GenerationRequest) -> None:
-        request.marks.append((0, self.version))
+        request.version_starts.append((0, self.version))
         name = next(self._ids)
         parameters = make_sampling_params(request, streams=True)
         lora = self.loras.get(request.sampling.adapter)
@@ -299,7 +300,9 @@ class InProcessCore:
     def commit(self, version: int, *, keep_kv: bool) -> None:
         self.version = version
         for partial_completion in self._partials.values():
-            partial_completion.request.marks.append((len(partial_completion.tokens), version))
+            partial_completion.request.version_starts.append(
+                (len(partial_completion.tokens), version)
+            )
 
     async def call(self, method: str, *arguments: Any) -> list[Any]:
         return self.llm.collective_rpc(method, args=arguments)
@@ -398,7 +401,7 @@ class MultiprocessCore:
             check_expanded(request, output.prompt_token_ids)
             partial_completion.add(piece)
             if piece.finish_reason is not None:
-                request.marks += [
+                request.version_starts += [
                     (span.start, _parse_version(span.version))
                     for span in piece.weight_versions or ()
                 ]

@@ -40,7 +40,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"\\frac(\{[^{}]*\})([0-9])"), r"\\frac\1{\2}"),
     (re.compile(r"\\sqrt([0-9a-zA-Z])"), r"\\sqrt{\1}"),
     (re.compile(r"−"), "-"),
-    # Spaces between digits stay: "1 1/2" is no "11/2". But "12 345" has thousands.
+    # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands goes.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
     (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join),
 )
@@ -73,7 +73,7 @@ def extract_marked_answer(text: str) -> str | None:
     """
     answers_by_position: dict[int, str] = {}
     if (boxed := extract_boxed(text)) is not None:
-        answers_by_position[max(text.rfind("\\boxed"), text.rfind("\\fbox"))] = boxed
+        answers_by_position[max(text.rfind("\\boxed"), text.rfind("\\fboxed"))] = boxed
     for match in HASHES.finditer(text):
         if match.group(1).strip() and not HEADING.match(match.group(1)):
             answers_by_position[match.start()] = match.group(1)
@@ -102,7 +102,7 @@ def normalize_spelling(latex: str) -> str:
 
 
 def canonicalize(answer: str) -> str:
-    """Return the same text for all answers that `same_answer` finds equal."""
+    """Return the same text for all answers that `is_same_answer` finds equal."""
     spelling = normalize_spelling(answer)
     number = parse_whole_number(spelling)
     return spelling if number is None else str(number)

@@ -307,7 +307,7 @@ def test_reasons_are_translated(finish, stop, expected):
     answer.add(piece([8]))
     assert answer.stop is None
     answer.add(piece([9], finish, stop))
-    answer.request.marks += [(0, 3)]
+    answer.request.version_starts += [(0, 3)]
     completion = answer.completion()
     assert completion.stop is expected
     assert completion.tokens.tolist() == [8, 9]
@@ -326,7 +326,7 @@ def test_tokens_after_a_stop_string_are_dropped():
     answer = PartialCompletion(asked)
     answer.add(piece([8, 9, 5]))
     answer.add(piece([6], "abort"))
-    asked.marks += [(0, 1), (1, 2)]
+    asked.version_starts += [(0, 1), (1, 2)]
     completion = answer.completion()
     assert completion.tokens.tolist() == [8, 9]
     assert completion.stop is StopReason.STOP_STRING
@@ -336,7 +336,7 @@ def test_tokens_after_a_stop_string_are_dropped():
 def test_logits_that_are_not_finite_and_errors_of_vllm_are_raised():
     answer = PartialCompletion(request())
     answer.add(piece([8], "length", logprob=float("nan")))
-    answer.request.marks += [(0, 2)]
+    answer.request.version_starts += [(0, 2)]
     with pytest.raises(RequestFailed, match=r"aren't finite \(token 0, weights version 2\)"):
         answer.completion()
     with pytest.raises(TrainingError, match="'error'"):
@@ -539,7 +539,8 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
 
     core, told, aborted = object.__new__(InProcessCore), [], []
     requests = [
-        replace(request(), deliver=told.append, fail=told.append, marks=[(0, 0)]) for _ in range(4)
+        replace(request(), deliver=told.append, fail=told.append, version_starts=[(0, 0)])
+        for _ in range(4)
     ]
     requests[2].watch = StopStrings(("x",), Undecodable())
     pieces = [
@@ -569,7 +570,7 @@ def test_an_abort_of_the_engine_in_this_process_tells_all_though_the_logits_of_o
         {"1": PartialCompletion(broken), "2": PartialCompletion(whole)},
     )
     core._partials["1"].add(piece([8], None, logprob=float("nan")))
-    broken.marks.append((0, 0))
+    broken.version_starts.append((0, 0))
     core.abort()
     assert isinstance(found[0], RequestFailed)
     assert found[1].stop is StopReason.ABORTED
