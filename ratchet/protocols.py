@@ -310,6 +310,15 @@ class HasStopStrings(Protocol):
 
 
 @runtime_checkable
+class HasTaskCount(Protocol):
+    """An environment that can tell how many training tasks a pass over its data has."""
+
+    def task_count(self) -> int | None:
+        """Return the number of training tasks; None if they are endless."""
+        ...
+
+
+@runtime_checkable
 class HasMetrics(Protocol):
     """An environment or source that adds its own metrics of a step's groups."""
 

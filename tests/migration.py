@@ -22,6 +22,7 @@ MAIN = (
     "algorithm.minibatches",
     "algorithm.epochs",
     "steps",
+    "passes",
     "sampling.max_new_tokens",
     "sampling.temperature",
     "optimizer.lr",
@@ -167,15 +168,19 @@ def examples() -> str:
             f"### {result.peer.title}\n\n```{language}\n# {file}\n{text}```\n"
             f"`ratchet import {file} --out recipe.yaml` makes of "
             f"it:\n\n```yaml\n{write_text(result.recipe)}```\n"
-            f"It says what means something else here for {_listed(result.different)}, and why "
-            "there is nothing for "
-            f"{_listed(result.dropped)}.\n"
+            f"It says what means something else here for {_listed(result.different)}"
+            + (
+                f", and why there is nothing for {_listed(result.dropped)}"
+                if result.dropped
+                else ""
+            )
+            + ".\n"
         )
     return "\n".join(parts)
 
 
 def _listed(items: list[Item]) -> str:
-    return ", ".join(f"`{item.peer_key}`" for item in items if not item.is_default) or "no key"
+    return ", ".join(f"`{item.peer_key}`" for item in items if not item.is_default)
 
 
 def keys() -> str:

@@ -90,6 +90,10 @@ def train(
             "--try", min=0, metavar="SECONDS", help="Only try the recipe: limit each stage's time."
         ),
     ] = None,
+    try_steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only try it: each stage ends after N steps."),
+    ] = None,
 ) -> None:
     """Train with a recipe, or continue an interrupted run."""
     # Set before torch is imported, because torch's tracer would print progress notes.
@@ -99,8 +103,9 @@ def train(
 
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
-    if try_s is not None and resume is not None:
-        raise ConfigError("--try is only for a new run: remove it, or --resume")
+    if (try_s is not None or try_steps is not None) and resume is not None:
+        option = "--try" if try_s is not None else "--try-steps"
+        raise ConfigError(f"{option} is only for a new run: remove it, or --resume")
     if changed_data and resume is None:
         raise ConfigError(
             "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
@@ -113,7 +118,15 @@ def train(
         )
     assert recipe is not None
     raise typer.Exit(
-        start_run(recipe, overrides or [], run_dir, command=command, profile=profile, try_s=try_s)
+        start_run(
+            recipe,
+            overrides or [],
+            run_dir,
+            command=command,
+            profile=profile,
+            try_s=try_s,
+            try_steps=try_steps,
+        )
     )
 
 
@@ -146,11 +159,15 @@ def check(
     from ratchet.executors.threads import describe_threads
 
     config = load_config(target, overrides or [])
-    say(describe(config, describe_threads()))
-    if not offline:
+    if offline:
+        say(describe(config, threads=describe_threads()))
+    else:
+        from ratchet.training.length import Lengths, resolve_lengths
         from ratchet.training.preflight import run_preflight
 
         report = run_preflight(config)
+        lengths = Lengths(config) if report.problems else resolve_lengths(config)
+        say(describe(lengths.config, lengths.notes, threads=describe_threads()))
         say("\n" + "\n".join(["opened", *(f"  {line}" for line in report.opened)]))
         for warning in report.warnings:
             say(f"  warning: {warning}")

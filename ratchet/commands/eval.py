@@ -20,6 +20,7 @@ from ratchet.algorithms.base import Algorithm
 from ratchet.commands.model_target import Target, open_target, parse_checkpoint_path, require_config
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
+from ratchet.config.length import shorten
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
@@ -268,7 +269,8 @@ def build_eval_setup(
     if config is None:
         spec = StageSpec("eval", 1, 1, sampling=Sampling(max_new_tokens=MAX_NEW_TOKENS))
     else:
-        spec = build_stage_spec(config, len(config.stages) - 1)
+        # No step is trained, so the passes of a recipe need not be counted.
+        spec = build_stage_spec(shorten(config, 1)[0], len(config.stages) - 1)
     if evaluation.on is not None:
         section = make_env_section(evaluation.on, evaluation.overrides)
         setup = build_eval_env_setup(section)

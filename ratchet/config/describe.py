@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from math import prod
 from pathlib import Path
 from typing import Any
 
 from ratchet.config.checks.model import known_context
 from ratchet.config.checks.staleness import cautions
+from ratchet.config.length import count_warmup_steps
 from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.utils.object_store import is_address
 
@@ -23,10 +25,16 @@ LEARNER_PARALLELISM = (
 VLLM_PARALLELISM = ("tensor_parallel", "pipeline_parallel", "data_parallel")
 
 
-def describe(config: RunConfig, threads: str = "") -> str:
+def describe(
+    config: RunConfig, lengths: Mapping[int, str] | None = None, *, threads: str = ""
+) -> str:
     """Return a description of the run and the batch arithmetic of each stage.
 
-    `threads` says what `threads: auto` means on this machine, which this module does not measure.
+    Args:
+        config: The recipe. Of a stage whose passes are not yet steps, nothing that depends on
+            their number is said.
+        lengths: The length of stages in words, by index (`ratchet.training.length.Lengths.notes`).
+        threads: What `threads: auto` means on this machine, which this module does not measure.
     """
     model = config.model
     source = f"preset {model.preset}, random weights" if model.preset else f"{model.path}"
@@ -42,20 +50,17 @@ def describe(config: RunConfig, threads: str = "") -> str:
         head.append(ROW.format("learner", ranks))
     if workers := _workers(config):
         head.append(ROW.format("generator", workers))
-    total = sum(stage.steps for stage in config.stages)
+    is_known = all(stage.steps is not None for stage in config.stages)
+    total = sum(stage.n_steps for stage in config.stages) if is_known else 0
     blocks = ["\n".join(head)]
     first_step = 0
     for index, stage in enumerate(config.stages):
         place = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
-        blocks.append(
-            "\n".join(
-                [
-                    f"{place} (steps {first_step + 1} to {first_step + stage.steps} of {total})",
-                    *_describe_stage(stage, first_step),
-                ]
-            )
-        )
-        first_step += stage.steps
+        if is_known:
+            place += f" (steps {first_step + 1} to {first_step + stage.n_steps} of {total})"
+        length = (lengths or {}).get(index, "")
+        blocks.append("\n".join([place, *_describe_stage(stage, first_step, length)]))
+        first_step += stage.steps or 0
     return "\n\n".join(blocks)
 
 
@@ -110,8 +115,9 @@ def _rows_per_rank(stage: StageConfig) -> str:
     )
 
 
-def _describe_stage(stage: StageConfig, first_step: int) -> list[str]:
+def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
     rows = [
+        ("length", length or ("" if stage.passes is None else f"{stage.passes:g} passes")),
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
         ("teacher", _teacher(stage)),
         ("agent", _kind(stage.agent)),
@@ -187,16 +193,21 @@ def _updates(stage: StageConfig) -> str:
     )
     low, extra = divmod(count, stage.minibatches)
     size = f"{low} to {low + 1} {noun}s" if extra else _count(low, noun)
-    return (
+    each = (
         f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
-        f"{_count(stage.epochs, 'epoch')}), "
-        f"{_count(stage.optimizer_steps, 'optimizer step')} in all, {stage.optimizer.warmup_steps} "
-        "of them warm-up"
+        f"{_count(stage.epochs, 'epoch')})"
     )
+    if stage.steps is None:
+        return each
+    total, optimizer = stage.optimizer_steps, stage.optimizer
+    warmup = count_warmup_steps(optimizer.warmup_steps, optimizer.warmup_share, total)
+    return f"{each}, {_count(total, 'optimizer step')} in all, {warmup} of them warm-up"
 
 
 def _data(stage: StageConfig) -> str:
-    n_tasks = stage.steps * stage.batch_size
+    if stage.steps is None:
+        return ""
+    n_tasks = stage.n_steps * stage.batch_size
     if stage.examples is None:
         return f"{_count(n_tasks, 'task')} drawn"
     return (
@@ -218,6 +229,9 @@ def _evaluation(stage: StageConfig, first_step: int) -> str:
         f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, "
         f"{' and '.join(kinds)})"
     )
+    if stage.steps is None:
+        interval = f", every {_count(settings.every, 'step')}" if settings.every else ""
+        return f"before and after{interval}, {size}"
     between = _count_multiples(stage, first_step, settings.every)
     times = (
         f"before, after and {_count(between, 'time')} between" if between else "before and after"
@@ -226,6 +240,8 @@ def _evaluation(stage: StageConfig, first_step: int) -> str:
 
 
 def _checkpoints(stage: StageConfig, first_step: int) -> str:
+    if stage.steps is None:
+        return f"the newest {stage.checkpoint.keep} kept"
     return (
         f"{1 + _count_multiples(stage, first_step, stage.checkpoint.every)} written, the newest "
         f"{stage.checkpoint.keep} kept"
@@ -234,7 +250,7 @@ def _checkpoints(stage: StageConfig, first_step: int) -> str:
 
 def _count_multiples(stage: StageConfig, first_step: int, every: int) -> int:
     """Return how many steps of the stage, its last excluded, are multiples of `every`."""
-    return (first_step + stage.steps - 1) // every - first_step // every if every else 0
+    return (first_step + stage.n_steps - 1) // every - first_step // every if every else 0
 
 
 def _count(number: int, noun: str) -> str:

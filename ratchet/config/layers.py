@@ -15,6 +15,13 @@ from ratchet.errors import ConfigError
 
 Path = tuple[str, ...]
 
+# Keys that set one thing in two ways, by the key of their section ("": the recipe, or a stage). A
+# layer that sets one of them drops the other from the layer below.
+ALTERNATIVES: Mapping[str, frozenset[str]] = {
+    "": frozenset({"steps", "passes"}),
+    "optimizer": frozenset({"warmup_steps", "warmup_share"}),
+}
+
 
 def merge(
     base: Node,
@@ -39,6 +46,10 @@ def merge(
     if not (base.is_section and over.is_section) or _kinds_differ(base, over, key):
         return over
     children = dict(base.value)
+    alternatives = ALTERNATIVES.get(key, frozenset())
+    if not alternatives.isdisjoint(over.value):
+        for name in alternatives:
+            children.pop(name, None)
     for name, child in over.value.items():
         if name in children:
             child = merge(children[name], child, problems, key=name, names=names)
@@ -192,7 +203,11 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
         )
     for key in STAGE_KEYS:
         for path, leaf in _leaves(layer.get(key), (key,)):
-            setters = [name for name in stages if _sets(stages[name], path, base, layer)]
+            setters = [
+                name
+                for name in stages
+                if any(_sets(stages[name], same, base, layer) for same in _list_alternatives(path))
+            ]
             if setters:
                 # The fix names the stages whose kind has the key, or all if none has it.
                 fixable = [name for name in setters if _has_key(stages[name], path)] or setters
@@ -203,6 +218,13 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
                         f"has no effect, because the stages set it themselves: set {fix} instead",
                     )
                 )
+
+
+def _list_alternatives(path: Path) -> list[Path]:
+    """Return the path and those of the keys that set the same in another way."""
+    *sections, last = path
+    names = ALTERNATIVES.get(sections[-1] if sections else "", frozenset())
+    return [path, *((*sections, name) for name in names if last in names - {name})]
 
 
 def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:

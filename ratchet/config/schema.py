@@ -19,6 +19,7 @@ from ratchet.config.experience import (
     Temperature,
 )
 from ratchet.config.logs import LoggingConfig, RecordConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
@@ -99,6 +100,13 @@ class OptimizerConfig(Section):
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps in which the learning rate rises to lr."
     )
+    warmup_share: float = Field(
+        default=0.0,
+        ge=0,
+        le=1,
+        description="Share of the stage's optimizer steps in which the rate rises to lr, in place "
+        "of warmup_steps.",
+    )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="constant",
         description="Learning rate after the warm-up; wsd: constant, then linear over the last "
@@ -120,39 +128,6 @@ class OptimizerConfig(Section):
         description="Decay of an exponential moving average (EMA) of the weights, saved in "
         "model-ema/; null: none.",
     )
-
-
-class LoRAConfig(Section):
-    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x.
-
-    Only A and B train; W is frozen.
-    """
-
-    rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
-    alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
-    dropout: float = Field(
-        default=0.0, ge=0, lt=1, description="Dropout of A's inputs during updates."
-    )
-    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
-        default="all-linear",
-        description="Linear maps of each layer that get an adapter: all-linear, or their names "
-        "(q_proj, ...).",
-    )
-    init: Literal["kaiming", "gaussian"] = Field(
-        default="kaiming",
-        description="Initial values of A. B begins at 0: training starts from the base model.",
-    )
-    rslora: bool = Field(
-        default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
-    )
-    base: Literal["nf4", "float8"] | None = Field(
-        default=None,
-        description="Quantisation of the base weights: nf4 (4 bits, QLoRA), float8; null: none.",
-    )
-
-    @property
-    def scale(self) -> float:
-        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)
 
 
 AnySection = SerializeAsAny[Section]
@@ -325,7 +300,14 @@ class StageConfig(Section):
         description="Agent that plays the attempts, through an OpenAI-compatible server; null: "
         "the environment's own turns.",
     )
-    steps: int = Field(default=100, ge=1, description="Batches to train on.")
+    steps: int | None = Field(
+        default=100, ge=1, description="Batches to train on; null: as many as passes need."
+    )
+    passes: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over the training data, in place of steps; parts of one too (0.5).",
+    )
     batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
     examples: int | None = Field(
         default=None, ge=1, description="Distinct training tasks; null: no limit."
@@ -394,8 +376,21 @@ class StageConfig(Section):
         return int(getattr(self.algorithm, "epochs", 1))
 
     @property
+    def n_steps(self) -> int:
+        """Return the number of batches, which must be known (`ratchet.training.length`)."""
+        assert self.steps is not None, "passes become steps before the stage is used"
+        return self.steps
+
+    @property
     def optimizer_steps(self) -> int:
-        return self.steps * self.minibatches * self.epochs
+        return self.n_steps * self.minibatches * self.epochs
+
+    @model_validator(mode="before")
+    @classmethod
+    def _passes_replace_the_default_steps(cls, values: Any) -> Any:
+        if isinstance(values, dict) and values.get("passes") is not None and "steps" not in values:
+            return {**values, "steps": None}
+        return values
 
 
 def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:

@@ -23,6 +23,7 @@ from ratchet.protocols import (
     HasPreferencePairs,
     HasStepLabels,
     HasStopStrings,
+    HasTaskCount,
     HasTools,
     Step,
 )
@@ -120,6 +121,15 @@ class Mixture:
         if split == "test":
             return itertools.islice(self._test(seed), start, None)
         return self._train(seed, start)
+
+    def task_count(self) -> int | None:
+        """Return the number of training tasks of all parts together, whatever their weights."""
+        counts = [
+            part.task_count() if isinstance(part, HasTaskCount) else None
+            for part in self._parts.values()
+        ]
+        known = [count for count in counts if count is not None]
+        return sum(known) if len(known) == len(counts) else None
 
     def _train(self, seed: int, start: int) -> Iterator[Task]:
         upcoming: dict[int, Iterator[Task]] = {}

@@ -173,6 +173,9 @@ class Rows(SingleTurn):
             raise DataError(f"environment '{self.name}' has no rows for its {split} split")
         return self._passes(rows, seed, start) if split == "train" else iter(rows[start:])
 
+    def task_count(self) -> int:
+        return len(self.rows("train"))
+
     def _passes(self, rows: Sequence[Task], seed: int, start: int) -> Iterator[Task]:
         first, skip = divmod(start, len(rows))
         for epoch in itertools.count(first):

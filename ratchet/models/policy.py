@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
-from ratchet.config.schema import LoRAConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost, TokenCost
 from ratchet.models.layers.expert_routing import Routing

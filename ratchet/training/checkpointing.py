@@ -248,7 +248,7 @@ def refuse_lost_checkpoints(
             f"{store.root} is no directory, so no checkpoint can be written. Move it away"
         )
     config = stage.checkpoint
-    first_save = min(config.every or stage.steps, stage.steps)
+    first_save = min(config.every or stage.n_steps, stage.n_steps)
     rows = read_jsonl(directory.metrics)
     is_due = bool(rows) and rows[-1]["step"] > 2 * first_save and config.on_error != "warn"
     if store.steps() or not (is_due or (rows and directory.summary.exists())):

@@ -30,7 +30,7 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import require_peft
 from ratchet.models.model_source import ModelSource
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.protocols import Executor, Reward
+from ratchet.protocols import Environment, Executor, Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.training.build import make_run
 from ratchet.training.generator_workers import get_generator_resources, start_generators
@@ -267,10 +267,15 @@ def get_chat_template(config: RunConfig) -> str | None:
     return getattr(config.tokenizer, "template", None)
 
 
-def build_env_setup(stage: StageConfig) -> EnvSetup:
-    """Return the environment and rewards of a stage."""
+def build_env_setup(stage: StageConfig, environment: Environment | None = None) -> EnvSetup:
+    """Return the environment and rewards of a stage.
+
+    Args:
+        stage: The stage.
+        environment: Its environment, if it has been built already.
+    """
     return EnvSetup(
-        build(stage.environment),
+        environment or build(stage.environment),
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
         agent=None if stage.agent is None else build(stage.agent),
@@ -301,6 +306,7 @@ def build_run(
     policy: Policy,
     *,
     directory: Path = Path("runs"),
+    environment: Environment | None = None,
     **run_fields: Any,
 ) -> StageRun:
     """Return the run of stage `index`, whose step numbers follow those of the earlier stages.
@@ -310,6 +316,7 @@ def build_run(
         index: The stage.
         policy: The model to train.
         directory: The run directory.
+        environment: The stage's environment, if it has been built already.
         run_fields: Further fields of `StageRun`.
     """
     stage = config.stages[index]
@@ -320,7 +327,7 @@ def build_run(
     )
     return make_run(
         policy,
-        build_env_setup(stage),
+        build_env_setup(stage, environment),
         build(stage.algorithm),
         spec,
         save_every=stage.checkpoint.every,
@@ -333,7 +340,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
     stage = config.stages[index]
     return StageSpec(
         name=stage.name,
-        steps=stage.steps,
+        steps=stage.n_steps,
         batch_size=stage.batch_size,
         sampling=Sampling(**dict(stage.sampling)),
         optimizer=stage.optimizer,
@@ -343,7 +350,7 @@ def build_stage_spec(config: RunConfig, index: int) -> StageSpec:
         examples=stage.examples,
         curriculum=stage.curriculum,
         seed=config.seed,
-        first_step=sum(earlier.steps for earlier in config.stages[:index]),
+        first_step=sum(earlier.n_steps for earlier in config.stages[:index]),
         parity=stage.parity,
         sentinels=stage.sentinels,
         algorithm=stage.algorithm,

@@ -46,6 +46,7 @@ from ratchet.training.from_config import (
     resolve_resume_config,
     start_processes,
 )
+from ratchet.training.length import Lengths
 from ratchet.training.loop import train
 from ratchet.training.metering import metering
 from ratchet.training.profiling import choose_profiled_stage, profiling
@@ -86,8 +87,9 @@ class TrainingSession:
         profile: Number of steps to profile; None profiles none.
         changed_data: True to resume even if data files have changed.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
+        lengths: How the stages of `passes` got their numbers of steps; None if no stage has any.
         mirror: Uploads the run to a remote address; None keeps it local.
-        notes: Sentences for the beginning of run.log.
+        notes: Sentences for the beginning of run.log and the console.
     """
 
     def __init__(
@@ -100,11 +102,11 @@ class TrainingSession:
         *,
         changed_data: bool = False,
         try_s: float | None = None,
+        lengths: Lengths | None = None,
         mirror: Mirror | None = None,
         notes: Sequence[str] = (),
     ) -> None:
         self.config = config
-        self.notes = notes
         self.directory = directory
         self.command = command
         self.profile = profile
@@ -113,6 +115,8 @@ class TrainingSession:
         self._plain_config = plain(config)
         self.changed_data = changed_data
         self.try_s = try_s
+        self.environments = {} if lengths is None else dict(lengths.environments)
+        self.notes = [*(() if lengths is None else lengths.lines), *notes]
         self.console = make_robust_console()
         self.summaries: list[StageSummary] = []  # of finished stages
         self.ledger = PromptLedger(directory.ledger)
@@ -131,11 +135,9 @@ class TrainingSession:
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
             log.info("%s", self.command)
-            for note in self.notes:
-                log.info("%s", note)
             for folder in sweep():
                 log.info("removed %s, which a killed process has left", folder)
-            for note in () if self.mirror is None else self.mirror.notes:
+            for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
                 log.info("%s", note)
                 self.console.print(note, markup=False, highlight=False, soft_wrap=True)
             try:
@@ -262,7 +264,13 @@ class TrainingSession:
         self.store.keep_best = checkpoint_config.keep_best
         self.store.keep_every = checkpoint_config.keep_every
         run = build_run(
-            self.config, index, policy, directory=self.directory.path, ledger=self.ledger, stop=stop
+            self.config,
+            index,
+            policy,
+            directory=self.directory.path,
+            environment=self.environments.pop(index, None),
+            ledger=self.ledger,
+            stop=stop,
         )
         _log_stage(run, stage)
         previous_measure = self.measures

@@ -7,6 +7,7 @@ import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+from ratchet.config.length import shorten
 from ratchet.config.loader import load_config, plain
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.freeze import find_unfrozen_key, freeze
@@ -14,6 +15,7 @@ from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.length import resolve_lengths
 from ratchet.training.preflight import run_preflight
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 
@@ -26,6 +28,7 @@ def start_run(
     command: str,
     profile: int | None = None,
     try_s: float | None = None,
+    try_steps: int | None = None,
 ) -> int:
     """Train by a recipe in a new run directory.
 
@@ -37,21 +40,26 @@ def start_run(
         command: The command line, which is stored with the run.
         profile: The number of steps to profile; None profiles none.
         try_s: Seconds of training after which each stage ends.
+        try_steps: Steps to which each stage is cut short; None leaves them as they are.
 
     Returns:
         The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
             `ratchet.training.run`.
     """
     unfrozen = load_config(recipe, overrides)
-    reasons: list[str] = []
-    config = freeze(unfrozen, reasons)
+    notes: list[str] = []
     torchrun_rank = TorchrunRank.here()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
+    if try_steps is not None:
+        unfrozen, clipped = shorten(unfrozen, try_steps)
+        notes += clipped
     # Before the run directory exists, so that a start that fails leaves none.
-    report = run_preflight(config, scan=False)
+    report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
-    reasons += report.warnings
+    notes += report.warnings
+    lengths = resolve_lengths(unfrozen)
+    config = freeze(lengths.config, notes)
     directory, store, mirror = open_run(
         run_dir or config.run_dir or _find_free_path(Path("runs") / config.name)
     )
@@ -87,8 +95,9 @@ def start_run(
                 command,
                 profile,
                 try_s=try_s,
+                lengths=lengths,
                 mirror=mirror,
-                notes=reasons,
+                notes=notes,
             ),
         )
 

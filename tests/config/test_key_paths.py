@@ -57,7 +57,7 @@ def _field(path):
 
 def test_every_stage_key_but_its_name_can_stand_at_the_top():
     assert set(STAGE_KEYS) == {
-        "algorithm", "environment", "rewards", "eval_rewards", "steps", "batch_size", "examples", "sampling", "optimizer",
+        "algorithm", "environment", "rewards", "eval_rewards", "steps", "passes", "batch_size", "examples", "sampling", "optimizer",
         "learner", "generator", "evaluation", "checkpoint", "agent", "rollouts", "parity", "weight_sync", "lora", "curriculum",
         "sentinels",
     }  # fmt: skip

@@ -62,7 +62,7 @@ FIRST = {
         {
             "name": "b", "algorithm": {"kind": "grpo", "group_size": 2}, "environment": {"kind": "countdown"},
             "sentinels": {"canaries": {"kind": "sorting"}, "every": 1},
-            "examples": 4, "curriculum": {"difficulty": "target", "full_by_step": 1},
+            "passes": 0.5, "examples": 4, "curriculum": {"difficulty": "target", "full_by_step": 1},
             "rollouts": {"max_staleness": 1, "adaptive": {"staleness": 0.5}},
         },
         {
@@ -359,6 +359,7 @@ GRPO_KNOBS = [
     ("optimizer__weight_decay", 0.0, 0.1, "weights", {}),
     ("optimizer__max_grad_norm", 1e-3, None, "weights", {"optimizer__eps": 1e-2}),
     ("optimizer__warmup_steps", 0, 3, "lr", {}),
+    ("optimizer__warmup_share", 0.0, 0.5, "lr", {}),
     ("optimizer__schedule", "constant", "linear", "lr", {}),
     ("optimizer__schedule", "linear", "cosine", "lr", {}),
     ("optimizer__decay_steps", 1, 2, "lr", {"optimizer__schedule": "wsd"}),

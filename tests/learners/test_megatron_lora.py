@@ -11,7 +11,7 @@ from learners.spread_cases import assembled
 from learners.test_megatron import SEQUENCE, by_case, check_alike, world
 
 from ratchet.commands.convert.dcp import DcpFiles
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, merge_lazily
 from ratchet.models.lora.files import load_adapter

@@ -9,8 +9,8 @@ from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
 from weight_sync.components import ENGINE
 from weight_sync.test_adapters import furthest
 
+from ratchet.config.lora import LoRAConfig, OptimizerConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.schema import LoRAConfig, OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig

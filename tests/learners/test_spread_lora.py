@@ -6,7 +6,7 @@ from learners.ranks import run_ranks
 from learners.spread_cases import SHAPE, SPARSE, UNTIED, alone, check_alike, first
 
 from ratchet.checkpoint.sharded import BlockFiles
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.learners.distributed.topology import Topology
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.weight_layout import PEFT

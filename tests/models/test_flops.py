@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.schema import LoRAConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.flops import DecoderCost
 from ratchet.models.layers.attention import PackedAttention

@@ -234,9 +234,9 @@ def _common(section: str) -> tuple[KeyRow, ...]:
             f"{section}.max_num_steps",
             "steps",
             "there max_num_epochs may end the run earlier",
-            positive(shared.EPOCHS),
+            to.steps(section),
         ),
-        KeyRow(f"{section}.max_num_epochs", note=shared.EPOCHS),
+        KeyRow(f"{section}.max_num_epochs", "passes", convert=to.passes(section)),
         KeyRow(
             f"{section}.val_period", "evaluation.every", EVALUATION_NOTE, at_least_0, default=10
         ),

@@ -331,6 +331,34 @@ def batches(value: Any, config: PeerConfig) -> int:
     return numbers.whole(value, least=0) * (updates(config) if has_batch_sizes else 1)
 
 
+def _counts_steps(section: str, config: PeerConfig) -> bool:
+    """True if steps are the length, not passes. The first that is over ends training there, which
+    depends on the data: steps count unless there are so many that it never ends."""
+    steps, passes = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
+    if steps is None or numbers.number(steps) <= 0:
+        return False
+    return passes is None or numbers.number(steps) < shared.ENDLESS
+
+
+def steps(section: str) -> Convert:
+    def convert(value: Any, config: PeerConfig) -> Any:
+        count = numbers.whole(value)
+        return count if _counts_steps(section, config) else Inert("max_num_epochs counts")
+
+    return convert
+
+
+def passes(section: str) -> Convert:
+    def convert(value: Any, config: PeerConfig) -> Any:
+        if _counts_steps(section, config):
+            return Dropped(
+                "max_num_steps is taken: set passes in place of steps where these end before"
+            )
+        return shared.passes(value)
+
+    return convert
+
+
 def warmup(value: Any, config: PeerConfig) -> Any:
     """Convert a chain of torch's schedulers: a warm-up, then a constant rate or a cosine.
 

@@ -85,8 +85,15 @@ def _optimizer(role: str) -> tuple[KeyRow, ...]:
             default=0.999,
         ),
         KeyRow(f"{args}.warmup_steps", "optimizer.warmup_steps", convert=whole),
-        KeyRow(f"{args}.warmup_ratio", note="set optimizer.warmup_steps, a number of steps"),
-        KeyRow(f"{args}.num_train_epochs", note=shared.EPOCHS),
+        KeyRow(
+            f"{args}.warmup_ratio",
+            "optimizer.warmup_share",
+            convert=to.warmup_ratio(f"{args}.warmup_steps"),
+        ),
+        KeyRow(
+            f"{args}.num_train_epochs",
+            note="max_steps is the length: set passes in place of steps for passes over the data",
+        ),
     )
 
 

@@ -480,3 +480,14 @@ def max_answer_tokens(value: Any, config: PeerConfig) -> Any:
         if config["response_length"] is not None
         else numbers.whole(value)
     )
+
+
+def warmup_ratio(steps_key: str) -> Convert:
+    """Return the conversion of a warm-up's share, which counts where its steps are not set."""
+
+    def convert(value: Any, config: PeerConfig) -> Any:
+        if config[steps_key] is not None and config.whole(steps_key, least=0) > 0:
+            return Inert(shared.STEPS_FIRST.format(key="warmup_steps"))
+        return numbers.number(value)
+
+    return convert

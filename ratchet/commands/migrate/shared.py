@@ -22,7 +22,9 @@ MICRO = (
 )
 BASE = "the config file of the command is not read: import that file, and set these keys over it"
 CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
-EPOCHS = "the length of a run is set in steps here: set steps to epochs x rows / batch_size"
+STEPS_FIRST = "{key} overrides it"
+# At least so many steps stand for "until the passes are over".
+ENDLESS = 100_000
 NUMERICS = "has no switch here: the learner chooses its numerics"
 LOADER = "rows are a function of seed and position here: there is no data loader to configure"
 OWN_REWARD = (
@@ -45,20 +47,31 @@ KL_FORWARD = (
 )
 
 
-def share(value: Any, steps: int | None, rounded: Callable[[float], int]) -> Any:
-    """Convert a share of all optimizer steps to a number of steps.
+def share(
+    value: Any, steps: int | None, rounded: Callable[[float], int], *, factor: int = 1
+) -> Sets:
+    """Convert a share of all the peer's steps to a warm-up.
 
-    rounded: rounds like the peer.
+    It stays a share if the file doesn't give the number of all steps.
+
+    Args:
+        value: The share.
+        steps: The number of all steps, as the peer counts them; None: unknown.
+        rounded: Rounds like the peer.
+        factor: Optimizer steps in one of the peer's steps.
     """
     fraction = numbers.number(value)
-    if fraction == 0:
-        return 0
-    if steps is None:
-        return Dropped(
-            "is a share of all steps, and the file has no number of steps: set "
-            "optimizer.warmup_steps"
-        )
-    return rounded(fraction * steps)
+    if fraction and steps is None:
+        return Sets({"optimizer.warmup_share": fraction})
+    return Sets({"optimizer.warmup_steps": rounded(fraction * (steps or 0)) * factor})
+
+
+def passes(value: Any) -> int | float:
+    """Convert a number of passes over the data, which must be above 0."""
+    count = numbers.number(value)
+    if count <= 0:
+        raise numbers.InvalidValue(f"is {count}, and not above 0: set passes or steps by hand")
+    return count
 
 
 def betas(first: str, second: str) -> Any:

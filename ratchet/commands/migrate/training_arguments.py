@@ -37,8 +37,16 @@ TRAINING = (
     KeyRow("model_revision", "model.revision"),
     KeyRow("trust_remote_code", "model.trust_remote_code", convert=flag),
     KeyRow("lr_scheduler_type", "optimizer.schedule", convert=to.schedule, default="linear"),
-    KeyRow("warmup_steps", "optimizer.warmup_steps", convert=to.warmup),
-    KeyRow("warmup_ratio", "optimizer.warmup_steps", convert=to.warmup),
+    KeyRow(
+        "warmup_steps",
+        "optimizer.warmup_steps, optimizer.warmup_share",
+        convert=to.warmup,
+    ),
+    KeyRow(
+        "warmup_ratio",
+        "optimizer.warmup_steps, optimizer.warmup_share",
+        convert=to.warmup,
+    ),
     KeyRow("weight_decay", "optimizer.weight_decay", "on matrices only", number),
     KeyRow(
         "adam_beta1",

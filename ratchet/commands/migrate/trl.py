@@ -71,7 +71,7 @@ ROLLOUT_ROWS = (
         "counts batches here and optimizer steps there, minibatches x epochs of them per batch",
         to.batches,
     ),
-    KeyRow("num_train_epochs", note=shared.EPOCHS, convert=to.epochs),
+    KeyRow("num_train_epochs", "passes", convert=to.epochs, default=3.0),
     KeyRow("max_completion_length", "sampling.max_new_tokens", convert=whole, default=512),
     KeyRow("temperature", "sampling.temperature", convert=number, default=1.0),
     KeyRow("top_p", "sampling.top_p", convert=number),
@@ -181,7 +181,7 @@ OFFLINE_ROWS = (
     KeyRow("per_device_train_batch_size", "batch_size", ROWS_NOTE, to.rows, default=8),
     KeyRow("gradient_accumulation_steps", "batch_size", ROWS_NOTE, to.rows, default=1),
     KeyRow("max_steps", "steps", convert=to.batches),
-    KeyRow("num_train_epochs", note=shared.EPOCHS, convert=to.epochs),
+    KeyRow("num_train_epochs", "passes", convert=to.epochs, default=3.0),
     *dropped(
         "rows are never truncated: a row that exceeds the model's context is an error that names "
         "it",

@@ -93,7 +93,7 @@ def updates(config: PeerConfig) -> int:
 def batches(value: Any, config: PeerConfig) -> Any:
     steps, steps_per_batch = numbers.whole(value, least=-1), updates(config)
     if steps <= 0:
-        return Inert(shared.EPOCHS)
+        return Inert("num_train_epochs counts")
     n_batches = max(1, math.ceil(steps / steps_per_batch))
     return (
         n_batches
@@ -106,11 +106,9 @@ def batches(value: Any, config: PeerConfig) -> Any:
 
 
 def epochs(value: Any, config: PeerConfig) -> Any:
-    return (
-        Inert("max_steps overrides it")
-        if config["max_steps"] is not None and config.number("max_steps") > 0
-        else Dropped(shared.EPOCHS)
-    )
+    if config["max_steps"] is not None and config.number("max_steps") > 0:
+        return Inert(shared.STEPS_FIRST.format(key="max_steps"))
+    return shared.passes(value)
 
 
 def rows(value: Any, config: PeerConfig) -> int:
@@ -148,7 +146,7 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     if number < 0:
         raise InvalidValue(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
     if number >= 1:
-        return math.floor(number)
+        return Sets({"optimizer.warmup_steps": math.floor(number)})
     steps = None if config["max_steps"] is None else config.whole("max_steps", least=-1)
     return shared.share(value, steps if steps and steps > 0 else None, math.ceil)
 

@@ -224,7 +224,9 @@ RUN = (
     ),
     KeyRow(f"{ACTOR}.optim.lr", "optimizer.lr", convert=number, default=1e-6),
     KeyRow(
-        f"{ACTOR}.optim.lr_warmup_steps_ratio", "optimizer.warmup_steps", convert=to.warmup_ratio
+        f"{ACTOR}.optim.lr_warmup_steps_ratio",
+        "optimizer.warmup_steps, optimizer.warmup_share",
+        convert=to.warmup_ratio,
     ),
     KeyRow(f"{ACTOR}.optim.lr_warmup_steps", "optimizer.warmup_steps", convert=to.warmup),
     KeyRow(f"{ACTOR}.optim.warmup_style", "optimizer.schedule", convert=to.schedule),
@@ -241,7 +243,13 @@ RUN = (
     ),
     KeyRow(f"{ACTOR}.grad_clip", "optimizer.max_grad_norm", convert=number),
     KeyRow("trainer.total_training_steps", "steps", convert=whole),
-    KeyRow("trainer.total_epochs", note=shared.EPOCHS),
+    KeyRow(
+        "trainer.total_epochs",
+        "passes",
+        "rows that fill no batch are left out of each pass there",
+        to.passes,
+        default=30,
+    ),
     KeyRow("trainer.save_freq", "checkpoint.every", EVERY_NOTE, at_least_0, default=-1),
     KeyRow("trainer.max_actor_ckpt_to_keep", "checkpoint.keep", convert=whole),
     KeyRow(

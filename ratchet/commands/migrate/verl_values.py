@@ -189,8 +189,16 @@ def warmup_ratio(value: Any, config: PeerConfig) -> Any:
         if config["trainer.total_training_steps"] is None
         else config.whole("trainer.total_training_steps")
     )
-    batches = shared.share(value, steps, math.floor)
-    return batches * updates(config) if isinstance(batches, int) and batches else batches
+    return shared.share(value, steps, math.floor, factor=1 if steps is None else updates(config))
+
+
+def passes(value: Any, config: PeerConfig) -> Any:
+    key = "trainer.total_training_steps"
+    return (
+        Inert(shared.STEPS_FIRST.format(key=key))
+        if config[key] is not None
+        else shared.passes(value)
+    )
 
 
 def schedule(value: Any, config: PeerConfig) -> Any:

@@ -146,7 +146,7 @@ def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device)
                 "record": int(RECORD_COPIES * n_recorded * bytes_per_step),
             },
         )
-    return StagePlan(stage.name, stage.steps, load, memory, load.flop(cost), n_recorded)
+    return StagePlan(stage.name, stage.n_steps, load, memory, load.flop(cost), n_recorded)
 
 
 def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
@@ -176,7 +176,7 @@ def count_recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -
     """
     if not record.every:
         return 0
-    n_recorded = min(stage.steps, stage.checkpoint.every or stage.steps) // record.every
+    n_recorded = min(stage.n_steps, stage.checkpoint.every or stage.n_steps) // record.every
     return min(n_recorded, MAX_STEPS, -(-MAX_TOKENS // load.tokens))
 
 

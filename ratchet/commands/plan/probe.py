@@ -84,9 +84,11 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
             [row for row in read_jsonl(run.metrics) if "time/step_s" in row],
             Record(run.steps),
         )
-        stages, last_steps = [], accumulate(stage.steps for stage in config.stages)
+        stages, last_steps = [], accumulate(stage.n_steps for stage in config.stages)
         for stage, last_step in zip(config.stages, last_steps, strict=True):
-            stage_rows = [row for row in rows if last_step - stage.steps < row["step"] <= last_step]
+            stage_rows = [
+                row for row in rows if last_step - stage.n_steps < row["step"] <= last_step
+            ]
             stages.append(_measure_stage(stage_rows, record, stage.name))
         return Probe(tuple(stages), _read_peak(run))
 

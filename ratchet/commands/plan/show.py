@@ -31,6 +31,7 @@ from ratchet.executors.freeze import freeze
 from ratchet.models.flops import DecoderCost
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.length import resolve_lengths
 from ratchet.utils.terminal_text import make_console
 
 
@@ -62,7 +63,8 @@ def show_plan(
     recipe = plain(config)
     if directory is not None:
         directory.check_recipe(recipe)
-    config, spec = freeze(config), None if cluster is None else ClusterSpec.parse(cluster)
+    lengths = resolve_lengths(config)
+    config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
     cost, stages = (
         DecoderCost(read_shape(config), config.kernels == "compiled"),
         range(len(config.stages)),
@@ -99,6 +101,8 @@ def show_plan(
         f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied "
         "with each token"
     )
+    for note in lengths.lines:
+        console.print(note)
     for plan, stage_probe, cluster_plan in stage_plans:
         _show_stage(console, plan, stage_probe, cluster_plan, spec)
     if peak is not None:

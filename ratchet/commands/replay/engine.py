@@ -310,7 +310,7 @@ class Replay:
 
     def _get_last_step_of(self, index: int) -> int:
         """Return the last step of stage `index`."""
-        return sum(stage.steps for stage in self.config.stages[: index + 1])
+        return sum(stage.n_steps for stage in self.config.stages[: index + 1])
 
     def _make_stage_run(self, config: RunConfig, policy: Policy) -> StageRun:
         """Return a run of the current stage that trains on recorded groups."""

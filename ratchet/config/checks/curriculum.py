@@ -28,14 +28,6 @@ def _check_curriculum(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
             "curriculum.prefer",
             "algorithm.kind",
         )
-    if curriculum.difficulty is not None and curriculum.full_by_step > stage.steps:
-        yield clash(
-            f"curriculum.full_by_step={curriculum.full_by_step} is more than the stage's "
-            f"steps={stage.steps}, so the hardest tasks would never "
-            "be drawn: lower it",
-            "curriculum.full_by_step",
-            "steps",
-        )
 
 
 def _check_replay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

@@ -12,6 +12,7 @@ from ratchet.config.base import Section
 from ratchet.config.checks.async_rollouts import ASYNC_CHECKS
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.checks.curriculum import SELECTION_CHECKS
+from ratchet.config.checks.length import LENGTH_CHECKS
 from ratchet.config.checks.lora import LORA_CHECKS
 from ratchet.config.checks.model import address_conflicts, known_context, model_conflicts
 from ratchet.config.checks.placement import PLACEMENT_CHECKS
@@ -61,64 +62,6 @@ def _check_minibatches(stage: StageConfig, config: RunConfig) -> Iterator[Confli
             f"set algorithm.minibatches to {maximum} or less",
             "algorithm.minibatches",
             "batch_size",
-        )
-
-
-def _check_schedule(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    optimizer = stage.optimizer
-    if optimizer.warmup_steps > stage.optimizer_steps:
-        yield clash(
-            f"optimizer.warmup_steps={optimizer.warmup_steps} is more than the stage's "
-            f"{stage.optimizer_steps} optimizer steps (steps={stage.steps} x "
-            f"minibatches={stage.minibatches} x epochs={stage.epochs}): lower it",
-            "optimizer.warmup_steps",
-            "steps",
-        )
-    if optimizer.min_lr_ratio > 0 and optimizer.schedule == "constant":
-        yield clash(
-            f"optimizer.min_lr_ratio={optimizer.min_lr_ratio:g} is not read with "
-            "optimizer.schedule=constant: set optimizer.schedule=linear, cosine or wsd, or remove "
-            "it",
-            "optimizer.min_lr_ratio",
-        )
-
-
-def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    optimizer, steps = stage.optimizer, stage.optimizer_steps
-    warmup, decay = optimizer.warmup_steps, optimizer.decay_steps
-    if optimizer.schedule != "wsd":
-        if decay:
-            yield clash(
-                f"optimizer.decay_steps={decay} is not read with "
-                f"optimizer.schedule={optimizer.schedule}: "
-                "set optimizer.schedule=wsd, or remove it",
-                "optimizer.decay_steps",
-            )
-    elif not decay:
-        yield clash(
-            "optimizer.schedule=wsd without optimizer.decay_steps never decays: set "
-            f"optimizer.decay_steps={max(1, steps // 5)} (a fifth of the stage's {steps} optimizer "
-            "steps), or optimizer.schedule=constant",
-            "optimizer.schedule",
-        )
-    elif warmup <= steps < warmup + decay:
-        yield clash(
-            f"optimizer.warmup_steps={warmup} and decay_steps={decay} together are more than the "
-            f"stage's {steps} optimizer "
-            "steps: lower one of them, or raise steps",
-            "optimizer.decay_steps",
-            "steps",
-        )
-
-
-def _check_critic_warmup(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    warmup = getattr(getattr(stage.algorithm, "critic", None), "warmup_steps", 0)
-    if warmup >= stage.steps:
-        yield clash(
-            f"algorithm.critic.warmup_steps={warmup} leaves the policy none of the stage's "
-            f"{stage.steps} steps: lower it, or raise steps",
-            "algorithm.critic.warmup_steps",
-            "steps",
         )
 
 
@@ -428,9 +371,6 @@ def _kind(stage: StageConfig) -> str:
 
 STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...] = (
     _check_minibatches,
-    _check_schedule,
-    _check_decay,
-    _check_critic_warmup,
     _check_sampling,
     _check_sampling_filters,
     _check_model_fits_generator,
@@ -446,6 +386,7 @@ STAGE_CHECKS: tuple[Callable[[StageConfig, RunConfig], Iterator[Conflict]], ...]
     _check_worker_runs,
     _check_overlong_penalty,
     _check_sentinels,
+    *LENGTH_CHECKS,
     *ASYNC_CHECKS,
     *SELECTION_CHECKS,
     *PLACEMENT_CHECKS,

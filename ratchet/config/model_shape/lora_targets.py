@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError
 
 ALL = "all-linear"

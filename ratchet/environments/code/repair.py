@@ -11,7 +11,7 @@ from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.python import describe_failure
-from ratchet.protocols import Environment, Step
+from ratchet.protocols import Environment, HasTaskCount, Step
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
@@ -70,6 +70,10 @@ class CodeRepair:
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return self.problems.tasks(split, seed=seed, start=start)
+
+    def task_count(self) -> int | None:
+        problems = self.problems
+        return problems.task_count() if isinstance(problems, HasTaskCount) else None
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self.problems.demonstration(task)

@@ -107,6 +107,9 @@ class Dataset(SingleTurn):
             yield self._task("train", rows, order.row_at(position))
             position += 1
 
+    def task_count(self) -> int:
+        return len(self.rows("train"))
+
     def rows(self, split: Split) -> SplitRows | tuple[()]:
         return self._splits.get(split, ())
 

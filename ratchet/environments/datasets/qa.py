@@ -50,6 +50,9 @@ class QA(ToolEnvironment):
         """
         return map(self.add_system_message, self._questions.tasks(split, seed=seed, start=start))
 
+    def task_count(self) -> int:
+        return self._questions.task_count()
+
     def demonstration(self, task: Task) -> Sequence[Message]:
         raise DataError("question answering has no demonstrations of searches: train with rollouts")
 

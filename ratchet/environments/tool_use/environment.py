@@ -15,7 +15,7 @@ from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, make_tools
 from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.errors import DataError
-from ratchet.protocols import Environment, Step
+from ratchet.protocols import Environment, HasTaskCount, Step
 from ratchet.types import Message, Split, Task, ToolCall
 
 
@@ -103,6 +103,10 @@ class ToolUse(ToolEnvironment):
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return map(self.add_system_message, self.problems.tasks(split, seed=seed, start=start))
+
+    def task_count(self) -> int | None:
+        problems = self.problems
+        return problems.task_count() if isinstance(problems, HasTaskCount) else None
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         """Return an episode that evaluates the prompt's expression with the calculator.

@@ -22,6 +22,7 @@ from ratchet.protocols import (
     HasPreferencePairs,
     HasStepLabels,
     HasStopStrings,
+    HasTaskCount,
     HasTools,
     Step,
 )
@@ -106,6 +107,10 @@ class WorkerEnvironment:
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         return self.local.tasks(split, seed=seed, start=start)
+
+    def task_count(self) -> int | None:
+        local = self.local
+        return local.task_count() if isinstance(local, HasTaskCount) else None
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self.local.demonstration(task)

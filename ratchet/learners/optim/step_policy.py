@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from ratchet.config.length import count_warmup_steps
 from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import TrainingError
 from ratchet.learners.optim.schedule import compute_lr_factor
@@ -32,7 +33,7 @@ class StepPolicy:
         factor = compute_lr_factor(
             self.steps_taken,
             total=self.total_steps,
-            warmup=config.warmup_steps,
+            warmup=count_warmup_steps(config.warmup_steps, config.warmup_share, self.total_steps),
             schedule=config.schedule,
             min_ratio=config.min_lr_ratio,
             decay=config.decay_steps,

@@ -14,8 +14,8 @@ from hashlib import blake2b
 import torch
 from torch import Tensor, nn
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_decoder_targets
-from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ModelError
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.layers import FusedLoRA, SwitchableAdapter

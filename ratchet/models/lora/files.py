@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from xxhash import xxh3_128
 
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.errors import CheckpointError, MissingDependency, ModelError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.weights.hf_weights import SavableTensor

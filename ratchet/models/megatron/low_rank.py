@@ -29,7 +29,7 @@ from megatron.core.tensor_parallel import (
 from megatron.core.transformer.utils import make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.models.lora.layers import SeededDropout, SwitchableAdapter, place_columns
 from ratchet.models.weights.weight_layout import WeightPiece, make_factor_piece
 

@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.lora_targets import resolve_target_modules
-from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.flops import TokenCost
 from ratchet.models.flops_transformers import estimate_token_cost

@@ -418,3 +418,26 @@ def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
     told = "\n".join(account(result))
     assert f"{ACTOR}.ppo_epochs=1" in told
     assert "Without effect on results here:" in told
+
+
+def test_passes_over_the_data_are_taken_over_where_no_steps_are() -> None:
+    trl = {"num_generations": 8, "model_name_or_path": "m", "per_device_train_batch_size": 8}
+    assert from_keys("trl", "GRPOConfig", trl).flat["passes"] == 3  # TRL's own default
+    once = from_keys("trl", "GRPOConfig", {**trl, "num_train_epochs": 0.5, "warmup_ratio": 0.1})
+    assert (once.flat["passes"], once.flat["optimizer.warmup_share"]) == (0.5, 0.1)
+    stepped = from_keys("trl", "GRPOConfig", {**trl, "max_steps": 10, "warmup_ratio": 0.1}).flat
+    assert (stepped["steps"], stepped["optimizer.warmup_steps"]) == (10, 1)
+    assert not {"passes", "optimizer.warmup_share"} & stepped.keys()
+
+    assert verl({"trainer.total_epochs": 15}).flat["passes"] == 15
+    both = verl({"trainer.total_epochs": 15, "trainer.total_training_steps": 9}).flat
+    assert both["steps"] == 9
+    assert "passes" not in both
+
+    def nemo(**keys: int) -> dict[str, Any]:
+        return from_keys("nemo-rl", "grpo", {f"grpo.{key}": keys[key] for key in keys}).flat
+
+    assert nemo(max_num_steps=1_000_000, max_num_epochs=1)["passes"] == 1
+    assert nemo(max_num_epochs=2)["passes"] == 2
+    assert nemo(max_num_steps=500, max_num_epochs=1)["steps"] == 500
+    assert "passes" not in nemo(max_num_steps=500, max_num_epochs=1)

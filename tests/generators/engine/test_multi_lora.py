@@ -8,7 +8,7 @@ import pytest
 import torch
 from models.lora.test_decoder import SHAPE, shaken
 
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine

@@ -13,8 +13,8 @@ from generators.direct_link import DirectWeightSync
 from pydantic import ValidationError
 
 from ratchet.config.loader import load_config
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.resolve import resolve
-from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, MissingDependency, ModelError, RequestFailed, TrainingError
 from ratchet.executors import env_vars
 from ratchet.generators.config import VLLMConfig

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
-from ratchet.config.schema import LoRAConfig
 from ratchet.errors import ConfigError, ModelError
 from ratchet.models.load import init_policy, load_policy
 from ratchet.models.lora.decoder import Adapter, count_adapter_parameters

@@ -9,7 +9,7 @@ import torch
 from pictures import FAMILIES, asked, dialogues, model_directory, picture, renderer
 from safetensors.torch import load_file
 
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, ModelError
 from ratchet.generators.config import EngineConfig

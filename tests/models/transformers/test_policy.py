@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from ratchet.config.schema import LoRAConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.errors import ModelError
 from ratchet.learners.compute.forward import Forward
 from ratchet.models.load import load_policy

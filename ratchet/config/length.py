@@ -1,0 +1,90 @@
+"""The length of a stage: warm-up steps, and a recipe cut short to try it."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from ratchet.config.base import Section
+from ratchet.config.schema import OptimizerConfig, RunConfig, StageConfig
+
+
+def count_warmup_steps(steps: int, share: float, total: int) -> int:
+    """Return the optimizer steps of a warm-up.
+
+    Args:
+        steps: `optimizer.warmup_steps`; 0 takes the share.
+        share: `optimizer.warmup_share`. A part of a step counts as a whole one.
+        total: Optimizer steps of the stage.
+    """
+    return steps or math.ceil(share * total)
+
+
+def shorten(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
+    """Return the recipe with at most `steps` steps a stage, and a note for each stage.
+
+    Numbers of steps that no longer fit are clipped, and the notes name them.
+    """
+    shortened = [_shorten_stage(stage, steps) for stage in config.stages]
+    stages, notes = zip(*shortened, strict=True)
+    return config.model_copy(update={"stages": stages}), list(notes)
+
+
+def _shorten_stage(stage: StageConfig, most: int) -> tuple[StageConfig, str]:
+    steps = most if stage.steps is None else min(most, stage.steps)
+    tried = stage.model_copy(update={"steps": steps, "passes": None})
+    updates = {
+        "optimizer": _clip_optimizer(stage.optimizer, tried.optimizer_steps),
+        "algorithm": _clip_critic(stage.algorithm, steps),
+        "evaluation": _clip(stage.evaluation, "every", steps),
+        "checkpoint": _clip(stage.checkpoint, "every", steps),
+        "curriculum": _clip(stage.curriculum, "full_by_step", steps),
+    }
+    evaluation, checkpoint = updates["evaluation"], updates["checkpoint"]
+    if checkpoint.every and evaluation.every % checkpoint.every:
+        # The best checkpoint needs one after each evaluation.
+        updates["checkpoint"] = checkpoint.model_copy(update={"every": evaluation.every})
+    tried = tried.model_copy(update=updates)
+    length = (
+        f"of the {stage.steps}" if stage.steps is not None else f"of the {stage.passes:g} passes"
+    )
+    note = f"stage {stage.name} is only tried: {steps} steps {length} in the recipe"
+    clipped = [change for key in updates for change in _list_changes(stage, tried, key)]
+    return tried, note + (f"; clipped: {', '.join(clipped)}" if clipped else "")
+
+
+def _clip(section: Any, key: str, most: int) -> Any:
+    if section is None or getattr(section, key) <= most:
+        return section
+    return section.model_copy(update={key: most})
+
+
+def _clip_optimizer(optimizer: OptimizerConfig, total: int) -> OptimizerConfig:
+    """Return the section with a warm-up and a decay that fit into `total` optimizer steps."""
+    decay = optimizer.decay_steps
+    warmup = count_warmup_steps(optimizer.warmup_steps, optimizer.warmup_share, total)
+    if warmup + decay <= total:
+        return optimizer
+    decay = min(decay, max(1, total // 2))
+    updates: dict[str, Any] = {"decay_steps": decay}
+    if warmup + decay > total:
+        updates |= {"warmup_steps": total - decay, "warmup_share": 0.0}
+    return optimizer.model_copy(update=updates)
+
+
+def _clip_critic(algorithm: Section, steps: int) -> Section:
+    critic = getattr(algorithm, "critic", None)
+    clipped = _clip(critic, "warmup_steps", steps - 1) if hasattr(critic, "warmup_steps") else None
+    return algorithm.model_copy(update={"critic": clipped}) if clipped is not None else algorithm
+
+
+def _list_changes(before: Section, after: Section, key: str) -> list[str]:
+    """Return the numbers below `key` in which two sections differ, as "key=before to after"."""
+    old, new = getattr(before, key), getattr(after, key)
+    if isinstance(old, Section) and isinstance(new, Section):
+        return [
+            f"{key}.{change}"
+            for name in type(new).model_fields
+            for change in _list_changes(old, new, name)
+        ]
+    return [] if old == new else [f"{key}={old:g} to {new:g}"]

@@ -1,0 +1,42 @@
+"""The section of a low-rank adapter."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from ratchet.config.base import Section
+
+
+class LoRAConfig(Section):
+    """A low-rank adapter (arXiv:2106.09685): W x becomes W x + scale B A x.
+
+    Only A and B train; W is frozen.
+    """
+
+    rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
+    alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
+    dropout: float = Field(
+        default=0.0, ge=0, lt=1, description="Dropout of A's inputs during updates."
+    )
+    target_modules: Literal["all-linear"] | Annotated[tuple[str, ...], Field(min_length=1)] = Field(
+        default="all-linear",
+        description="Linear maps of each layer that get an adapter: all-linear, or their names "
+        "(q_proj, ...).",
+    )
+    init: Literal["kaiming", "gaussian"] = Field(
+        default="kaiming",
+        description="Initial values of A. B begins at 0: training starts from the base model.",
+    )
+    rslora: bool = Field(
+        default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
+    )
+    base: Literal["nf4", "float8"] | None = Field(
+        default=None,
+        description="Quantisation of the base weights: nf4 (4 bits, QLoRA), float8; null: none.",
+    )
+
+    @property
+    def scale(self) -> float:
+        return self.alpha / (self.rank**0.5 if self.rslora else self.rank)

@@ -1,0 +1,86 @@
+"""Turn passes over the data into numbers of steps, once the data are read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ratchet.config.checks.length import length_conflicts
+from ratchet.config.resolve import build
+from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.errors import ConfigError
+from ratchet.protocols import Environment, HasTaskCount
+
+# Below this a product such as 0.1 x 30 counts as the whole number that it is meant to be.
+ROUNDING = 1e-9
+
+
+@dataclass(frozen=True)
+class Lengths:
+    """A recipe whose stages all have a number of steps.
+
+    Attributes:
+        config: The recipe.
+        notes: The length of each stage of `passes`, in words, by the stage's index.
+        environments: The environments that were built for it, by the stage's index, so that their
+            data are not read twice.
+    """
+
+    config: RunConfig
+    notes: Mapping[int, str] = field(default_factory=dict)
+    environments: Mapping[int, Environment] = field(default_factory=dict)
+
+    @property
+    def lines(self) -> Sequence[str]:
+        """The notes, each with the name of its stage."""
+        return [
+            f"stage {self.config.stages[index].name}: {note}" for index, note in self.notes.items()
+        ]
+
+
+def resolve_lengths(config: RunConfig) -> Lengths:
+    """Replace the `passes` of each stage by the number of steps that they take.
+
+    Raises:
+        ConfigError: The tasks of a stage are endless, or a key does not fit its number of steps.
+        DataError: The data can't be read.
+    """
+    stages, notes, environments = list(config.stages), {}, {}
+    for index, stage in enumerate(config.stages):
+        if stage.steps is not None or stage.passes is None:
+            continue
+        environment: Environment = build(stage.environment)
+        tasks = _count_tasks(stage, environment)
+        steps = max(1, math.ceil(stage.passes * tasks / stage.batch_size - ROUNDING))
+        stages[index] = stage.model_copy(update={"steps": steps, "passes": None})
+        plural = "" if stage.passes == 1 else "es"
+        notes[index] = (
+            f"{stage.passes:g} pass{plural} over {tasks:,} tasks, {stage.batch_size:,} a step: "
+            f"{steps:,} steps"
+        )
+        environments[index] = environment
+    if not notes:
+        return Lengths(config)
+    resolved = config.model_copy(update={"stages": tuple(stages)})
+    if problems := list(length_conflicts(resolved)):
+        raise ConfigError("\n".join(problems))
+    return Lengths(resolved, notes, environments)
+
+
+def _count_tasks(stage: StageConfig, environment: Environment) -> int:
+    """Return the number of distinct training tasks of a stage."""
+    count = environment.task_count() if isinstance(environment, HasTaskCount) else None
+    if count is None and stage.examples is None:
+        kind = getattr(stage.environment, "kind", "")
+        raise ConfigError(
+            f"stage {stage.name}: passes={stage.passes:g} counts the tasks of environment {kind}, "
+            "which are endless. Set steps, or examples to train on so many"
+        )
+    known = [number for number in (count, stage.examples) if number is not None]
+    tasks = min(known)
+    if not tasks:
+        raise ConfigError(
+            f"stage {stage.name}: passes={stage.passes:g}, but the training split has no rows"
+        )
+    return tasks
