@@ -70,7 +70,10 @@ def train(
         ),
     ] = None,
     resume: Annotated[
-        str | None, typer.Option(help="Continue the run in this directory, or at this address.")
+        str | None,
+        typer.Option(
+            help="Continue the run in this directory, or at this address, with KEY=VALUE changed."
+        ),
     ] = None,
     changed_data: Annotated[
         bool,
@@ -101,6 +104,10 @@ def train(
         os.environ.setdefault("KINETO_LOG_LEVEL", "6")
     from ratchet.training.start import resume_run, start_run
 
+    changes = list(overrides or [])
+    # Of a run that goes on, the first argument is no recipe, but a key that changes.
+    if resume is not None and recipe is not None and "=" in str(recipe):
+        changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
     if (try_s is not None or try_steps is not None) and resume is not None:
@@ -114,13 +121,13 @@ def train(
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
         raise typer.Exit(
-            resume_run(resume, command=command, profile=profile, changed_data=changed_data)
+            resume_run(resume, changes, command=command, profile=profile, changed_data=changed_data)
         )
     assert recipe is not None
     raise typer.Exit(
         start_run(
             recipe,
-            overrides or [],
+            changes,
             run_dir,
             command=command,
             profile=profile,

@@ -1,4 +1,6 @@
-"""Record a run's code and data in `provenance.json`, at each start or resume that changed them."""
+"""Record a run's code and data in `provenance.json`, at each start or resume that changed them, and
+changes of its recipe.
+"""
 
 from __future__ import annotations
 
@@ -6,7 +8,8 @@ import hashlib
 import json
 import shutil
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +25,49 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
 
     Args:
         path: The file.
-        after_step: The step that the run continues after. 0 drops earlier entries.
+        after_step: The step that the run continues after. 0 drops earlier entries, but for changes
+            of the recipe, which hold from an earlier step on if the run fell back to one.
         data: The fingerprint of each data file.
 
     Raises:
         OSError: The file can't be written.
     """
-    entries = _read_entries(path) if after_step else []
+    earlier_entries = _read_entries(path)
+    entries = [entry for entry in earlier_entries if after_step or "changes" in entry]
+    for index, entry in enumerate(entries):
+        if "changes" in entry and entry["after_step"] > after_step:
+            entries[index] = {**entry, "after_step": after_step}
     current = {"code": code_version(), "data": dict(data)}
-    if not entries or any(entries[-1].get(name) != value for name, value in current.items()):
-        replace_text(
-            path, json.dumps([*entries, {"after_step": after_step, **current}], indent=2) + "\n"
-        )
+    latest = next((entry for entry in reversed(entries) if "code" in entry), None)
+    if latest is None or any(latest.get(name) != value for name, value in current.items()):
+        entries.append({"after_step": after_step, **current})
+    if entries != earlier_entries:
+        _write_entries(path, entries)
+
+
+def record_changes(path: Path, *, after_step: int, changes: Sequence[Mapping[str, Any]]) -> None:
+    """Append changes of the recipe, with the time.
+
+    Args:
+        path: The file.
+        after_step: The step after which they hold.
+        changes: For each its `key`, the `path` to it, and its values `from` and `to`.
+
+    Raises:
+        OSError: The file can't be written.
+    """
+    time = datetime.now(UTC).isoformat(timespec="seconds")
+    entry = {"after_step": after_step, "time": time, "changes": list(changes)}
+    _write_entries(path, [*_read_entries(path), entry])
+
+
+def read_changes(path: Path) -> list[dict[str, Any]]:
+    """Return the entries of changed recipes, oldest first."""
+    return [entry for entry in _read_entries(path) if "changes" in entry]
+
+
+def _write_entries(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
+    replace_text(path, json.dumps(list(entries), indent=2) + "\n")
 
 
 def code_version() -> dict[str, str | None]:

@@ -134,6 +134,15 @@ class RunDirectory:
                 "Give this run another --run-dir, or resume with the same recipe"
             )
 
+    def change(self, config: Mapping[str, Any]) -> None:
+        """Replace the resolved recipe, and remove the summary of an earlier end.
+
+        Raises:
+            RunDirectoryError: It can't be written.
+        """
+        self._write_config(config)
+        self.summary.unlink(missing_ok=True)
+
     def check_recipe(self, recipe: Mapping[str, Any]) -> None:
         """Check that the run or plan in this directory has the recipe `recipe`.
 

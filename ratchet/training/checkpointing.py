@@ -169,8 +169,15 @@ class CheckpointSaver:
                 raise
             log.warning("%s: training continues, and the next checkpoint replaces it", error)
 
-    async def restore(self, checkpoint: Checkpoint, *, changed_data: bool = False) -> None:
+    async def restore(
+        self, checkpoint: Checkpoint, *, changed_data: bool = False, changed_recipe: bool = False
+    ) -> None:
         """Restore the stage from a checkpoint.
+
+        Args:
+            checkpoint: The checkpoint.
+            changed_data: Restore even if data files have changed.
+            changed_recipe: Say nothing of changes of the recipe, which have been said already.
 
         Raises:
             DataError: Data files have changed since, and `changed_data` is False.
@@ -193,7 +200,8 @@ class CheckpointSaver:
                 ", ".join(changed),
                 checkpoint.step,
             )
-        if recipe_changes := list_config_differences(meta["recipe"], self.recipe):
+        recipe_changes = list_config_differences(meta["recipe"], self.recipe)
+        if recipe_changes and not changed_recipe:
             log.warning(
                 "the recipe was edited since step %d; the new values apply from here on: %s",
                 checkpoint.step,

@@ -197,6 +197,13 @@ class StageRun:
             if self.profiler is not None:
                 self.profiler.end_step()
 
+    def reopen(self) -> None:
+        """Let a stage that ended early go on, because its recipe was changed since."""
+        progress, patience = self.progress, self.patience
+        progress.ended = False
+        if patience is not None and progress.fruitless >= patience.evaluations:
+            progress.fruitless = 0
+
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step. At its start is a failpoint, where tests kill the process."""

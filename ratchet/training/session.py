@@ -86,6 +86,8 @@ class TrainingSession:
         command: The command line that began this process.
         profile: Number of steps to profile; None profiles none.
         changed_data: True to resume even if data files have changed.
+        changed_recipe: True if the recipe was changed for this resumption, so that a stage that
+            ended early may continue.
         try_s: Seconds of training after which each stage ends early; None sets no limit.
         lengths: How the stages of `passes` got their numbers of steps; None if no stage has any.
         mirror: Uploads the run to a remote address; None keeps it local.
@@ -101,6 +103,7 @@ class TrainingSession:
         profile: int | None = None,
         *,
         changed_data: bool = False,
+        changed_recipe: bool = False,
         try_s: float | None = None,
         lengths: Lengths | None = None,
         mirror: Mirror | None = None,
@@ -114,6 +117,7 @@ class TrainingSession:
         self.mirror = mirror
         self._plain_config = plain(config)
         self.changed_data = changed_data
+        self.changed_recipe = changed_recipe
         self.try_s = try_s
         self.environments = {} if lengths is None else dict(lengths.environments)
         self.notes = [*(() if lengths is None else lengths.lines), *notes]
@@ -138,8 +142,7 @@ class TrainingSession:
             for folder in sweep():
                 log.info("removed %s, which a killed process has left", folder)
             for note in [*self.notes, *(() if self.mirror is None else self.mirror.notes)]:
-                log.info("%s", note)
-                self.console.print(note, markup=False, highlight=False, soft_wrap=True)
+                self._say(note)
             try:
                 status = await self._run_from_latest(stop)
             except BaseException as error:
@@ -151,10 +154,16 @@ class TrainingSession:
             is_mirrored = self.mirror is None or self.mirror.finish()
             return status if is_mirrored else status or NOT_MIRRORED
 
+    def _say(self, note: str) -> None:
+        """Write a note into the log and onto the terminal."""
+        log.info("%s", note)
+        self.console.print(note, markup=False, highlight=False, soft_wrap=True)
+
     async def _run_from_latest(self, stop: StopRequest) -> int:
         checkpoint = self.store.latest()
         if checkpoint is not None:
-            log.info("continuing after step %d", checkpoint.step)
+            total = sum(stage.n_steps for stage in self.config.stages)
+            self._say(f"resuming {self.place} from step {checkpoint.step} of {total}")
             failpoints.point("resume.begin")
             self.summaries = [StageSummary(**summary) for summary in checkpoint.meta["summaries"]]
             self.command = checkpoint.meta["command"]  # the command that began the run
@@ -296,8 +305,7 @@ class TrainingSession:
         run.evaluations = self.directory.evals / stage.name
         run.save, run.recorder = saver.save, self.recorder
         if checkpoint is not None:
-            self.store.tidy()
-            await saver.restore(checkpoint, changed_data=self.changed_data)
+            await self._restore(checkpoint, run, saver)
         else:
             failpoints.point("stage.begin")
             self._keep_base(index, run, policy)
@@ -335,6 +343,14 @@ class TrainingSession:
         failpoints.point("stage.end")
         self.summaries.append(_summarise(run))
         return run.roles["policy"]
+
+    async def _restore(self, checkpoint: Checkpoint, run: StageRun, saver: CheckpointSaver) -> None:
+        self.store.tidy()
+        await saver.restore(
+            checkpoint, changed_data=self.changed_data, changed_recipe=self.changed_recipe
+        )
+        if self.changed_recipe:
+            run.reopen()
 
     def _verify_directory(self) -> None:
         self.directory.verify(self._plain_config)

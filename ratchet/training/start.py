@@ -13,10 +13,13 @@ from ratchet.errors import RunDirectoryError
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
+from ratchet.observe.provenance import record_changes
+from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.length import resolve_lengths
+from ratchet.training.length import Lengths, resolve_lengths
 from ratchet.training.preflight import run_preflight
+from ratchet.training.recipe_changes import check_changes, list_changes, load_changed_config
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
@@ -103,14 +106,20 @@ def start_run(
 
 
 def resume_run(
-    place: str | Path, *, command: str, profile: int | None = None, changed_data: bool = False
+    place: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    command: str,
+    profile: int | None = None,
+    changed_data: bool = False,
 ) -> int:
     """Continue the run in a directory or at an address from its newest complete checkpoint.
 
-    A finished run only writes its results again.
+    A finished run only writes its results again, unless it gets more steps.
 
     Args:
         place: The directory or address.
+        overrides: Keys to change from here on, as key=value.
         command: The command line.
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
@@ -127,8 +136,10 @@ def resume_run(
     with directory.locked():
         if mirror is not None:
             mirror.resume()
+        lengths, notes = _change_recipe(place, directory, store, overrides)
+        config = lengths.config
+        if mirror is not None:
             mirror.begin()
-        config = load_config(directory.config)
         if (unresolved_key := find_unfrozen_key(config)) is not None:
             raise RunDirectoryError(
                 f"{directory.config}: {unresolved_key}=auto, but a run stores the value that it "
@@ -137,9 +148,52 @@ def resume_run(
         return _run(
             directory,
             lambda: TrainingSession(
-                config, directory, store, command, profile, changed_data=changed_data, mirror=mirror
+                config,
+                directory,
+                store,
+                command,
+                profile,
+                changed_data=changed_data,
+                changed_recipe=bool(notes),
+                lengths=lengths,
+                mirror=mirror,
+                notes=notes,
             ),
         )
+
+
+def _change_recipe(
+    place: str | Path, directory: RunDirectory, store: CheckpointStore, overrides: Sequence[str]
+) -> tuple[Lengths, list[str]]:
+    """Return the recipe of a run with changed keys, and a note of each change.
+
+    The changes are written into `provenance.json` first, and then into `config.yaml`.
+
+    Raises:
+        ConfigError: The run can't go on with a change.
+    """
+    config = load_config(directory.config)
+    if not overrides:
+        return Lengths(config), []
+    lengths = resolve_lengths(load_changed_config(directory.config, overrides, run=place))
+    changes = list_changes(config, lengths.config)
+    if not changes:
+        return Lengths(config), []
+    checkpoint = next(iter(store.whole()), None)
+    step, finished = (
+        (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))
+    )
+    check_changes(changes, lengths.config, step=step, finished=finished, run=place)
+    try:
+        record_changes(
+            directory.provenance,
+            after_step=step,
+            changes=[change.as_json() for change in changes],
+        )
+    except OSError as error:
+        raise RunDirectoryError(f"{directory.provenance} can't be written: {error}") from error
+    directory.change(plain(lengths.config))
+    return lengths, [f"changed after step {step}: {change}" for change in changes]
 
 
 def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -> int:

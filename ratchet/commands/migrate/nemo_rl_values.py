@@ -332,12 +332,10 @@ def batches(value: Any, config: PeerConfig) -> int:
 
 
 def _counts_steps(section: str, config: PeerConfig) -> bool:
-    """True if steps are the length, not passes. The first that is over ends training there, which
-    depends on the data: steps count unless there are so many that it never ends."""
-    steps, passes = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
-    if steps is None or numbers.number(steps) <= 0:
-        return False
-    return passes is None or numbers.number(steps) < shared.ENDLESS
+    """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
+    steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
+    is_set = steps is not None and numbers.number(steps) > 0
+    return is_set and (epochs is None or numbers.number(steps) < shared.ENDLESS)
 
 
 def steps(section: str) -> Convert:
@@ -352,7 +350,7 @@ def passes(section: str) -> Convert:
     def convert(value: Any, config: PeerConfig) -> Any:
         if _counts_steps(section, config):
             return Dropped(
-                "max_num_steps is taken: set passes in place of steps where these end before"
+                "max_num_steps is taken: set passes in place of steps if these end first"
             )
         return shared.passes(value)
 

@@ -63,9 +63,7 @@ def _optimizer(role: str) -> tuple[KeyRow, ...]:
             "the default is linear there, constant here",
             choose(
                 {
-                    "linear": "linear",
-                    "cosine": "cosine",
-                    "constant": "constant",
+                    **{name: name for name in ("linear", "cosine", "constant")},
                     "constant_with_warmup": "constant",
                 }
             ),

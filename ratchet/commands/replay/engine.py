@@ -18,7 +18,7 @@ from torch import Tensor
 from ratchet.algorithms.base import AlgoState
 from ratchet.batch import Batch
 from ratchet.config.base import Section
-from ratchet.config.loader import load_config
+from ratchet.config.loader import dump_config, load_config
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.data.formats.media import embed_bytes
@@ -39,10 +39,12 @@ from ratchet.training.from_config import (
     resolve_resume_config,
 )
 from ratchet.training.loop import train
+from ratchet.training.recipe_changes import restore_earlier_config
 from ratchet.training.roles import make_roles
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group, Medium, Placed
+from ratchet.utils.temp_dirs import TemporaryFolder
 
 
 class RecordedSource:
@@ -193,7 +195,9 @@ class Replay:
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
-        self.config = load_config(self.directory.config)
+        self._present = load_config(self.directory.config)
+        # The recipe of the next step, which may have been changed at a later one.
+        self.config = self._config_after(0)
         self.record = Record(self.directory.steps)
         self.store = CheckpointStore(self.directory.checkpoints)
         # The step of the checkpoint that the replay started from; 0 without a checkpoint.
@@ -248,11 +252,7 @@ class Replay:
         Raises ConfigError if the other recipe has a role that the run lacks.
         """
         run = self._next_stage_run()
-        policy = build_policy(
-            self._without_generator(
-                resolve_resume_config(config, self.stage_index, self.directory.path)
-            )
-        )
+        policy = self._build_policy(config)
         changed_run = self._make_stage_run(config, policy)
         missing_roles = sorted(set(changed_run.roles) - set(run.roles))
         if missing_roles:
@@ -275,6 +275,7 @@ class Replay:
     def _start_from(self, step: int) -> None:
         """Build the run at the checkpoint of this step; 0 is the start of the run."""
         checkpoint = self.store.load(step) if step else None
+        self.config = self._config_after(step)
         # A checkpoint has a summary of each stage that was finished by then.
         self.stage_index = 0 if checkpoint is None else len(checkpoint.meta["summaries"])
         self._require_local_learner(self.stage_index)
@@ -302,11 +303,35 @@ class Replay:
         """
         assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
+        self._follow_changes()
         if self.last_step == self._get_last_step_of(self.stage_index):
             self.stage_index += 1
             self._require_local_learner(self.stage_index)
             self.run = self._make_stage_run(self.config, self.policy)
         return self.run
+
+    def _config_after(self, step: int) -> RunConfig:
+        """Return the recipe that the run had for the step after `step`."""
+        return restore_earlier_config(self._present, self.directory.provenance, step)
+
+    def _follow_changes(self) -> None:
+        """Take over what the run's recipe was changed to at this step.
+
+        Like a run that is resumed, it builds its parts anew and loads their present state.
+        """
+        config = self._config_after(self.last_step)
+        if config == self.config:
+            return
+        assert self.run is not None, "`advance_to` must be called first"
+        earlier_run, self.config = self.run, config
+        if self.last_step < self._get_last_step_of(self.stage_index):
+            self.policy = self._build_policy(config)
+            self.run = self._make_stage_run(config, self.policy)
+            with TemporaryFolder("replay") as states:
+                for name, learner in earlier_run.roles.items():
+                    learner.save(states / name)
+                    self.run.roles[name].load(states / name)
+            self.run.state = deepcopy(earlier_run.state)
 
     def _get_last_step_of(self, index: int) -> int:
         """Return the last step of stage `index`."""
@@ -344,6 +369,14 @@ class Replay:
             last_step=first_step + spec.steps,
         )
 
+    def _build_policy(self, config: RunConfig) -> Policy:
+        """Return the policy that the run's checkpoints of the current stage are loaded into."""
+        return build_policy(
+            self._without_generator(
+                resolve_resume_config(config, self.stage_index, self.directory.path)
+            )
+        )
+
     @staticmethod
     def _without_generator(config: RunConfig) -> RunConfig:
         """Return the recipe without generators, so that none is started."""
@@ -367,7 +400,7 @@ class Replay:
 
     def _require_recorded(self, step: int, needed: range) -> None:
         """Raise DataError if the record lacks a needed step, or has only some of its groups."""
-        last = self._get_last_step_of(len(self.config.stages) - 1)
+        last = sum(stage.n_steps for stage in self._present.stages)
         if not 1 <= step <= last:
             raise DataError(f"the run has steps 1 to {last}: there is no step {step}")
         recorded_steps = self.record.steps
@@ -421,7 +454,13 @@ def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
     sections, because they would change the groups.
     """
     stage = replay.config.stages[replay.stage_index]
-    return load_config(replay.directory.config, [_qualify_key(text, stage) for text in changes])
+    overrides = [_qualify_key(text, stage) for text in changes]
+    if replay.config == load_config(replay.directory.config):
+        return load_config(replay.directory.config, overrides)
+    with TemporaryFolder("recipe") as folder:
+        earlier = folder / replay.directory.config.name
+        earlier.write_text(dump_config(replay.config), encoding="utf-8")
+        return load_config(earlier, overrides)
 
 
 # The sections of a stage that use the recorded groups but can't change them.

@@ -48,6 +48,7 @@ function origin(run) {
   (run.facts.provenance || []).forEach((start, i) => {
     const prefix = i ? `from step ${start.after_step} on: ` : "";
     for (const [name, value] of Object.entries(start.code || {})) leaves[`${prefix}${name}`] = value;
+    for (const change of start.changes || []) leaves[`${prefix}${change.key}`] = `${JSON.stringify(change.from)} -> ${JSON.stringify(change.to)}`;
     for (const [path, value] of Object.entries(start.data || {})) leaves[`${prefix}data ${path}`] = value;
   });
   if (run.facts.summary) leaves.command = run.facts.summary.command;

@@ -1,0 +1,210 @@
+"""Change the recipe of a run that is resumed, and read back which recipe each of its steps had.
+
+Only keys that a saved run can go on with may change. Each change is noted in `provenance.json`,
+with the step after which it holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path
+from typing import Any
+
+from ratchet.config.loader import load_config, plain
+from ratchet.config.schema import STAGE_KEYS, RunConfig
+from ratchet.errors import ConfigError
+from ratchet.observe.provenance import read_changes
+
+STAGES = "stages"
+WAY_OUT = "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
+
+# Patterns of keys, those of a stage without its name. The first that matches counts: why the key
+# can't change, or None if it can.
+OTHER_STATE = "the state in the checkpoint is that of the old value"
+OTHER_DATA = "the run's position in its data would mean nothing"
+RULES: Sequence[tuple[str, str | None]] = (
+    ("logging.*", None),
+    ("record.*", None),
+    ("threads", None),
+    ("cluster.*", None),
+    ("steps", None),
+    ("optimizer.kind", OTHER_STATE),
+    ("optimizer.ema_decay", OTHER_STATE),
+    ("optimizer.*", None),
+    ("sampling.*", None),
+    ("evaluation.*", None),
+    ("eval_rewards*", None),
+    ("checkpoint.*", None),
+    ("sentinels.*", None),
+    ("parity.*", None),
+    ("rollouts.max_turns", None),
+    ("rollouts.attempt_timeout_s", None),
+    ("rollouts.retries", None),
+    ("rollouts.max_failed_share", None),
+    ("rollouts.max_replaced", None),
+    ("rollouts.*", "groups that are under way are saved by the old value"),
+    ("generator*", None),
+    ("weight_sync*", None),
+    ("learner.kind", "one learner does not read the checkpoints of another"),
+    ("learner.*", None),
+    ("model.*", "the checkpoints hold the weights of the old model"),
+    ("tokenizer*", "the model was trained on the tokens of the old one"),
+    ("lora*", OTHER_STATE),
+    ("algorithm*", "the run would go on as another experiment"),
+    ("rewards*", "the run would go on as another experiment"),
+    ("environment*", OTHER_DATA),
+    ("agent*", OTHER_DATA),
+    ("examples", OTHER_DATA),
+    ("curriculum*", OTHER_DATA),
+    ("batch_size", OTHER_DATA),
+    ("*", "it is the same for the whole run"),
+)
+
+
+@dataclass(frozen=True)
+class Change:
+    """A changed key of a resolved recipe; stages go by their names in `path`."""
+
+    path: tuple[str, ...]
+    before: Any
+    after: Any
+
+    @property
+    def key(self) -> str:
+        return ".".join(self.path)
+
+    @property
+    def stage(self) -> str | None:
+        """The name of the stage that the key belongs to; None for a key of the run."""
+        return self.path[1] if self.path[0] == STAGES and len(self.path) > 1 else None
+
+    def __str__(self) -> str:
+        return f"{self.key}: {self.before} -> {self.after}"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"key": self.key, "path": list(self.path), "from": self.before, "to": self.after}
+
+
+def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path) -> RunConfig:
+    """Return the recipe of a run with keys changed.
+
+    In a run of one stage its keys need no name of the stage (`steps=200`).
+
+    Args:
+        path: The run's recipe.
+        overrides: The keys, as key=value.
+        run: The run, as commands take it.
+
+    Raises:
+        ConfigError: A key can't change, or its value is wrong.
+    """
+    stages = load_config(path).stages
+    texts: list[str] = []
+    problems: list[str] = []
+    for override in overrides:
+        key, equals, value = override.partition("=")
+        key = key.strip()
+        section = key.partition(".")[0]
+        if len(stages) == 1 and section in STAGE_KEYS:
+            key = f"{STAGES}.{stages[0].name}.{key}"
+        texts.append(f"{key}{equals}{value}")
+        # Of a key that can't change, its value is not looked at.
+        reason = _find_reason(Change(tuple(key.split(".")), None, None))
+        if reason is not None and reason is not RULES[-1][1]:
+            problems.append(f"{key} can't change: {reason}")
+    if problems:
+        raise ConfigError("\n".join([*problems, WAY_OUT.format(run=run)]))
+    return load_config(path, texts)
+
+
+def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
+    """Return the keys in which two recipes with the same stages differ."""
+    old, new = plain(before), plain(after)
+    names = [stage["name"] for stage in old[STAGES]]
+    if names != [stage["name"] for stage in new[STAGES]]:
+        return [Change((STAGES,), names, [stage["name"] for stage in new[STAGES]])]
+    return _list_changes(_by_name(old), _by_name(new), ())
+
+
+def _by_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {**recipe, STAGES: {stage["name"]: stage for stage in recipe[STAGES]}}
+
+
+def _list_changes(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
+    is_section = isinstance(old, Mapping) and isinstance(new, Mapping)
+    # Sections of different kinds have different keys, so they change as a whole.
+    if is_section and old.keys() == new.keys() and not any("." in key for key in old):
+        return [change for key in old for change in _list_changes(old[key], new[key], (*path, key))]
+    return [] if old == new and type(old) is type(new) else [Change(path, old, new)]
+
+
+def check_changes(
+    changes: Sequence[Change], config: RunConfig, *, step: int, finished: int, run: str | Path
+) -> None:
+    """Check that a run can go on with changes.
+
+    Args:
+        changes: The changes.
+        config: The recipe with them.
+        step: The step that the run goes on after.
+        finished: The number of stages that are over.
+        run: The run, as commands take it.
+
+    Raises:
+        ConfigError: It can't; the message names each key with the reason, and the way out.
+    """
+    problems = []
+    names = [stage.name for stage in config.stages]
+    for change in changes:
+        if change.stage is not None and names.index(change.stage) < finished:
+            problems.append(f"{change.key} can't change: stage {change.stage} is over")
+        elif (reason := _find_reason(change)) is not None:
+            problems.append(f"{change.key} can't change: {reason}")
+    if problems:
+        raise ConfigError("\n".join([*problems, WAY_OUT.format(run=run)]))
+    index = min(finished, len(names) - 1)
+    first = sum(stage.n_steps for stage in config.stages[:index])
+    stage = config.stages[index]
+    is_length = any(change.path == (STAGES, stage.name, "steps") for change in changes)
+    if is_length and first + stage.n_steps <= step:
+        raise ConfigError(
+            f"{STAGES}.{stage.name}.steps={stage.n_steps} is no more than the {step - first} steps "
+            f"that are done. Set it above, or end here: ratchet convert {run}@{step} DIRECTORY"
+        )
+
+
+def _find_reason(change: Change) -> str | None:
+    """Return why a key can't change, or None if it can."""
+    key = ".".join(change.path[2:]) if change.stage is not None else change.key
+    # A section that changes as a whole has another kind.
+    keys = [key, f"{key}.kind"]
+    if key == "learner" or key == "optimizer":
+        keys = keys[1:]
+    return next(
+        (reason for pattern, reason in RULES if any(fnmatchcase(name, pattern) for name in keys)),
+        None,
+    )
+
+
+def restore_earlier_config(config: RunConfig, provenance: Path, step: int) -> RunConfig:
+    """Return the recipe that a run had when it computed the step after `step`.
+
+    Args:
+        config: The recipe that it has now.
+        provenance: The run's `provenance.json`.
+        step: Steps that were done.
+    """
+    later = [entry for entry in read_changes(provenance) if entry["after_step"] > step]
+    if not later:
+        return config
+    recipe = _by_name(plain(config))
+    for entry in reversed(later):
+        for change in reversed(entry["changes"]):
+            *sections, last = change["path"]
+            section = recipe
+            for name in sections:
+                section = section[name]
+            section[last] = change["from"]
+    return RunConfig.model_validate({**recipe, STAGES: list(recipe[STAGES].values())})
