@@ -75,6 +75,16 @@ def train(
             help="Continue the run in this directory, or at this address, with KEY=VALUE changed."
         ),
     ] = None,
+    start_from: Annotated[
+        str | None,
+        typer.Option(
+            "--from", metavar="RUN[@STEP]", help="Start from the weights of this run, or its step."
+        ),
+    ] = None,
+    with_optimizer: Annotated[
+        bool,
+        typer.Option("--with-optimizer", help="With --from: take over the optimizer's state too."),
+    ] = False,
     changed_data: Annotated[
         bool,
         typer.Option("--changed-data", help="With --resume: continue even if data have changed."),
@@ -110,31 +120,39 @@ def train(
         changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
-    if (try_s is not None or try_steps is not None) and resume is not None:
-        option = "--try" if try_s is not None else "--try-steps"
-        raise ConfigError(f"{option} is only for a new run: remove it, or --resume")
+    new_run = {"--try": try_s, "--try-steps": try_steps, "--from": start_from}
+    _refuse_on_resume([name for name, value in new_run.items() if value is not None], resume)
     if changed_data and resume is None:
         raise ConfigError(
             "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
             "remove it"
         )
+    if with_optimizer and start_from is None:
+        raise ConfigError("--with-optimizer is only for --from RUN: give that, or remove it")
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
-        raise typer.Exit(
-            resume_run(resume, changes, command=command, profile=profile, changed_data=changed_data)
+        status = resume_run(
+            resume, changes, command=command, profile=profile, changed_data=changed_data
         )
+        raise typer.Exit(status)
     assert recipe is not None
+    settings = {
+        "profile": profile,
+        "try_s": try_s,
+        "try_steps": try_steps,
+        "start_from": start_from,
+    }
     raise typer.Exit(
         start_run(
-            recipe,
-            changes,
-            run_dir,
-            command=command,
-            profile=profile,
-            try_s=try_s,
-            try_steps=try_steps,
+            recipe, changes, run_dir, command=command, with_optimizer=with_optimizer, **settings
         )
     )
+
+
+def _refuse_on_resume(options: list[str], resume: str | None) -> None:
+    """Raise ConfigError for options of a new run, if a run is resumed."""
+    if options and resume is not None:
+        raise ConfigError(f"{options[0]} is only for a new run: remove it, or --resume")
 
 
 @app.command()

@@ -17,7 +17,7 @@ from rich.markdown import Markdown
 from rich.table import Table
 
 from ratchet.algorithms.base import Algorithm
-from ratchet.commands.model_target import Target, open_target, parse_checkpoint_path, require_config
+from ratchet.commands.model_target import Target, open_target, require_config
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.length import shorten
@@ -48,6 +48,7 @@ from ratchet.training.evaluators import (
     make_score_evaluator,
 )
 from ratchet.training.from_config import build_env_setup, build_eval_env_setup, build_stage_spec
+from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling
 from ratchet.utils.object_store import fetch_directory, is_address
@@ -167,8 +168,7 @@ def _print_and_save(results: EvalResults, target: str, out: Path | None, console
         return
     title = f"{results.about.get('on')} by {results.about.get('target', target)}"
     console.print(Markdown(format_report(results, title)))
-    run_and_step = parse_checkpoint_path(path)
-    run = RunDirectory(path if run_and_step is None else run_and_step[0])
+    run = RunDirectory(Path(split_step(target)[0]))
     directory = out or _choose_new_directory(
         (run.evals if run.used else Path("evals")) / str(results.about.get("on")).replace(":", ".")
     )

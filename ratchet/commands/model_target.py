@@ -13,25 +13,16 @@ import torch
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
 from ratchet.errors import ConfigError, RunDirectoryError
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
-from ratchet.learners.compute.token_outputs import SCALARS
-from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
-from ratchet.learners.export import export_saved
 from ratchet.models.load import load_policy
-from ratchet.models.scalar_head import ScalarHead
-from ratchet.runs.checkpoints import STEP, Checkpoint, CheckpointStore
+from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import MODEL, RunDirectory
-from ratchet.training.from_config import (
-    build_adapter,
-    build_policy,
-    get_chat_template,
-    resolve_resume_config,
-)
+from ratchet.training.from_config import build_policy, get_chat_template
+from ratchet.training.saved_weights import SavedWeights, export_checkpoint, split_step
 from ratchet.training.stage import Policy
 from ratchet.utils.temp_dirs import TemporaryFolder
 
@@ -54,14 +45,6 @@ class Target:
     exported: TemporaryFolder | None = None
 
 
-def parse_checkpoint_path(path: Path) -> tuple[Path, int] | None:
-    """Return (run directory, step) of a checkpoint's directory; None for any other directory."""
-    run, step = path.parent.parent, STEP.fullmatch(path.name)
-    if step is None or RunDirectory(run).checkpoints != path.parent or not RunDirectory(run).used:
-        return None
-    return run, int(step[1])
-
-
 def open_target(
     path: Path, recipe: Path | None = None, generator: str | None = None, *, step: int | None = None
 ) -> Target:
@@ -79,8 +62,9 @@ def open_target(
         RunDirectoryError: The run has no finished model yet, or `step` is set and `path` is no run.
         CheckpointError: The checkpoint is missing or damaged.
     """
-    if step is None and (run_and_step := parse_checkpoint_path(path)) is not None:
-        path, step = run_and_step
+    if step is None:
+        run, step = split_step(str(path))
+        path = Path(run)
     run_recipe = path / "config.yaml"
     if step is not None:
         return _open_step(path, step, recipe, generator)
@@ -133,61 +117,17 @@ def _load_run_policy(config: RunConfig, model: Path, generator: str | None) -> P
 
 def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
-    directory = RunDirectory(path)
-    if not directory.used:
+    if not RunDirectory(path).used:
         raise RunDirectoryError(
             f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
             "model directory"
         )
-    full_config = load_config(directory.config)
-    checkpoint = CheckpointStore(directory.checkpoints).load(step)
-    index = len(checkpoint.meta["summaries"])
-    config = full_config.model_copy(update={"stages": full_config.stages[: index + 1]})
     exported = TemporaryFolder("step")
-    _export(config, checkpoint, path, exported.path)
+    config = export_checkpoint(SavedWeights(path, step), exported.path)
     policy = _load_run_policy(config, exported.path, generator)
     return Target(
         exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported
     )
-
-
-def _export(config: RunConfig, checkpoint: Checkpoint, run: Path, target: Path) -> None:
-    """Write the model directory of a checkpoint's policy, as the end of a run does.
-
-    The checkpoint is of the last stage of `config`. Raises ConfigError for a Megatron checkpoint,
-    which this process can't read.
-    """
-    index = len(config.stages) - 1
-    stage = config.stages[index]
-    if isinstance(stage.learner, MegatronConfig):
-        raise ConfigError(
-            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only "
-            "Megatron can read: finish the run "
-            f"(`ratchet train --resume {run}`), and evaluate its model"
-        )
-    resume_config = resolve_resume_config(config, index, run)
-    stages = tuple(
-        other.model_copy(update={"generator": resolve("generator", {})})
-        for other in resume_config.stages
-    )
-    settings = {"device": "cpu", "kernels": "auto", "stages": stages}
-    policy = build_policy(freeze(resume_config.model_copy(update=settings)))
-    adapter = build_adapter(config, index, run)
-    if adapter is not None:
-        policy.model.attach(adapter)
-    if isinstance(stage.learner, DistributedConfig):
-        export_saved(policy.model, checkpoint.path / "policy", target)
-    else:
-        _export_local(stage, policy, checkpoint.path / "policy", target)
-    policy.tokenizer.save(target)
-
-
-def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
-    scores = SCALARS & build(stage.algorithm).required_outputs("policy")
-    head = ScalarHead(policy.model.hidden_size) if scores else None
-    learner = build(LocalConfig(), policy.model, head=head)
-    learner.load(saved)
-    learner.export(target)
 
 
 def _select_generator(stage: StageConfig, kind: str | None) -> Section:

@@ -37,8 +37,15 @@ EXTENDS = "extends"
 MAX_FILES = 32  # longest chain of `extends`, the recipe itself included
 
 
-def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def load_config(
+    path: str | Path, overrides: Sequence[str] = (), *, model_path: str | None = None
+) -> RunConfig:
     """Return the resolved and checked configuration of a recipe.
+
+    Args:
+        path: The recipe.
+        overrides: Keys to set, as key=value.
+        model_path: The model to start from, in place of the recipe's preset or path.
 
     Raises ConfigError, which lists all problems of the recipe.
     """
@@ -47,10 +54,21 @@ def load_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     root = _read(Path(path), problems, budget)
     if overrides:
         root = apply_layer(root, _overrides(overrides, problems, budget), problems)
+    if model_path is not None:
+        root.value["model"] = _with_model_path(root.get("model"), model_path)
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
     return _build(expand(root, problems), problems)
+
+
+def _with_model_path(model: Node | None, path: str) -> Node:
+    """Return the model's section with a path, without the keys that say otherwise which model."""
+    origin = ValueOrigin(COMMAND_LINE, None, "model")
+    kept = model.value if model is not None and model.is_section else {}
+    others = ("preset", "overrides", "path", "revision")
+    children = {key: node for key, node in kept.items() if key not in others}
+    return Node({**children, "path": Node(path, origin.below("path"))}, origin)
 
 
 def dump_config(config: RunConfig) -> str:

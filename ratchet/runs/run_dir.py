@@ -23,6 +23,8 @@ log = logging.getLogger(__name__)
 
 MODEL = "model"  # the trained model, as a Hugging Face directory
 ADAPTER = "adapter"  # the LoRA adapter that a stage trained, in peft's format
+# Copy of the checkpoint of another run that the run starts from. No stage has this name.
+START = "base/0-start"
 AVERAGE = "model-ema"  # the running average of the weights, if there is one
 MAX_NAMED = 8  # differing keys that a message lists
 

@@ -192,7 +192,7 @@ class CheckpointSaver:
             raise DataError(
                 f"{', '.join(changed)} changed since step {checkpoint.step}, so the checkpoint's "
                 "position in the data is invalid. Restore the files, allow the change with "
-                "--changed-data, or begin a new run from an exported model"
+                "--changed-data, or start a new run from its weights (--from)"
             )
         if changed:
             log.warning(

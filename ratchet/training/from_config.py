@@ -386,7 +386,11 @@ def build_adapter(config: RunConfig, index: int, directory: Path) -> Adapter | N
     if stage.lora is None:
         return None
     base = get_adapter_base_dir(config, index, directory)
-    location = str(config.model.path) if base is None else str(base.absolute())
+    path = str(config.model.path)
+    # The adapter is read from other working directories than this one.
+    if base is None and Path(path).is_dir():
+        base = Path(path)
+    location = path if base is None else str(base.absolute())
     return Adapter(stage.lora, seed=config.seed, base=location)
 
 

@@ -26,6 +26,7 @@ from ratchet.models.load import find_model, is_hub_id
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment
 from ratchet.training.from_config import build_reward, get_chat_template, load_policy_processor
+from ratchet.training.saved_weights import find_saved
 from ratchet.types import Failed, Message, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
 from ratchet.utils.user_frames import describe_user_error
@@ -102,10 +103,20 @@ def _is_local(config: RunConfig) -> bool:
     return path is None or not (is_address(path) or is_hub_id(path))
 
 
-def _open_model(config: RunConfig, report: PreflightReport) -> Renderer:
-    """Return the renderer of the recipe's tokenizer, and read the model's config.json."""
+def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
+    """Return the renderer of the recipe's tokenizer, and read the model's config.json.
+
+    The checkpoint of a run has neither before it is exported, so its renderer is None.
+    """
     path = config.model.path
     processor = None
+    saved = None if path is None else find_saved(path)
+    if saved is not None and saved.step is not None:
+        report.opened.append(f"model: step {saved.step} of {saved.run}, exported at the start")
+        return None
+    if saved is not None:
+        path = str(saved.path)
+        config = config.model_copy(update={"model": config.model.model_copy(update={"path": path})})
     if path is not None:
         directory = find_model(path)
         architecture = read_json(directory / "config.json").get("architectures") or ["unnamed"]

@@ -51,6 +51,7 @@ from ratchet.training.loop import train
 from ratchet.training.metering import metering
 from ratchet.training.profiling import choose_profiled_stage, profiling
 from ratchet.training.run import PAUSED, StageRun, StopRequest
+from ratchet.training.saved_weights import load_start_state, localize_model
 from ratchet.training.stage import Policy
 from ratchet.utils import failpoints
 from ratchet.utils.temp_dirs import sweep
@@ -109,7 +110,7 @@ class TrainingSession:
         mirror: Mirror | None = None,
         notes: Sequence[str] = (),
     ) -> None:
-        self.config = config
+        self.config = localize_model(config, directory.path)
         self.directory = directory
         self.command = command
         self.profile = profile
@@ -256,7 +257,7 @@ class TrainingSession:
                 self.config.name,
                 get_run_id(path),
                 path,
-                plain(self.config),
+                self._plain_config,
                 resumed=keep_through >= 0,
             )
             with shield_programs():
@@ -308,6 +309,8 @@ class TrainingSession:
             await self._restore(checkpoint, run, saver)
         else:
             failpoints.point("stage.begin")
+            if not index:
+                load_start_state(run, self.directory.path)
             self._keep_base(index, run, policy)
             await self._measure_start(index, run, is_same_measure=previous_measure == self.measures)
         self._note_provenance(run.first_step, saver.data)

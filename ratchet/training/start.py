@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ratchet.config.length import shorten
 from ratchet.config.loader import load_config, plain
+from ratchet.config.schema import RunConfig
 from ratchet.errors import RunDirectoryError
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
@@ -16,10 +17,16 @@ from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import open_run
-from ratchet.runs.run_dir import RunDirectory
+from ratchet.runs.run_dir import START, RunDirectory
 from ratchet.training.length import Lengths, resolve_lengths
 from ratchet.training.preflight import run_preflight
 from ratchet.training.recipe_changes import check_changes, list_changes, load_changed_config
+from ratchet.training.saved_weights import (
+    SavedWeights,
+    copy_start,
+    find_saved,
+    find_start,
+)
 from ratchet.training.session import DISK_ERRORS, TrainingSession
 
 
@@ -32,6 +39,8 @@ def start_run(
     profile: int | None = None,
     try_s: float | None = None,
     try_steps: int | None = None,
+    start_from: str | None = None,
+    with_optimizer: bool = False,
 ) -> int:
     """Train by a recipe in a new run directory.
 
@@ -44,16 +53,21 @@ def start_run(
         profile: The number of steps to profile; None profiles none.
         try_s: Seconds of training after which each stage ends.
         try_steps: Steps to which each stage is cut short; None leaves them as they are.
+        start_from: The run whose weights the model starts with, or RUN@STEP; None starts from the
+            recipe's model.
+        with_optimizer: Start from the state of that run's optimizer too.
 
     Returns:
         The exit status: 0, 128 + the signal that stopped the run, NOT_MIRRORED, or a status of
             `ratchet.training.run`.
     """
-    unfrozen = load_config(recipe, overrides)
     notes: list[str] = []
     torchrun_rank = TorchrunRank.here()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
+    unfrozen, saved = _load_recipe(recipe, overrides, start_from, with_optimizer=with_optimizer)
+    if saved is not None:
+        notes.append(f"starts from the weights of {saved.path}")
     if try_steps is not None:
         unfrozen, clipped = shorten(unfrozen, try_steps)
         notes += clipped
@@ -74,7 +88,7 @@ def start_run(
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
         )
-    allowed_prefixes = (".", directory.plan.name)
+    allowed_prefixes = (".", directory.plan.name, Path(START).parts[0])
     if path.is_dir() and any(
         not entry.name.startswith(allowed_prefixes) for entry in path.iterdir()
     ):
@@ -86,6 +100,8 @@ def start_run(
         if mirror is not None:
             # Do this before any local write, so that the command can be repeated if it fails.
             mirror.begin()
+        if saved is not None and saved.step is not None:
+            copy_start(saved, config, path, with_optimizer=with_optimizer)
         directory.write_or_check_config(plain(config))
         if mirror is not None:
             mirror.begin()
@@ -103,6 +119,24 @@ def start_run(
                 notes=notes,
             ),
         )
+
+
+def _load_recipe(
+    recipe: Path, overrides: Sequence[str], start_from: str | None, *, with_optimizer: bool
+) -> tuple[RunConfig, SavedWeights | None]:
+    """Return the recipe, and the run whose weights it starts from; None for any other model.
+
+    `model.path` of a run becomes the path of its model or checkpoint.
+    """
+    if start_from is None:
+        config = load_config(recipe, overrides)
+        saved = None if config.model.path is None else find_saved(config.model.path)
+    else:
+        saved = find_start(start_from, with_optimizer=with_optimizer)
+        config = load_config(recipe, overrides, model_path=str(saved.path))
+    if saved is not None and config.model.path != str(saved.path):
+        config = load_config(recipe, overrides, model_path=str(saved.path))
+    return config, saved
 
 
 def resume_run(

@@ -2,11 +2,21 @@
 
 from __future__ import annotations
 
+import shutil
+from hashlib import sha256
 from pathlib import Path
 
+from ratchet.checkpoint.manifest import MANIFEST
 from ratchet.commands.convert.command import Say, convert
 from ratchet.errors import CheckpointError, ConfigError
+from ratchet.learners.config import MegatronConfig
 from ratchet.runs.resolve import check_address, fetch_weights
+from ratchet.training.saved_weights import (
+    export_checkpoint,
+    find_saved,
+    load_recipe,
+    localize_model,
+)
 from ratchet.utils.object_store import (
     Store,
     get_cached_path,
@@ -40,9 +50,10 @@ def convert_places(
         _require_free_target(target, output)
     else:
         output = Path(target)
-    local_source = str(fetch_weights(source)) if is_address(source) else source
     if not (is_remote and output.exists()):
         output.parent.mkdir(parents=True, exist_ok=True)
+        exported = output.absolute().with_name(f".{output.name}.source")
+        local_source, config = _read_source(source, config, exported, say)
         convert(
             local_source,
             output,
@@ -52,6 +63,7 @@ def convert_places(
             say=say,
             adapter=_get_local_path(adapter),
         )
+        shutil.rmtree(exported, ignore_errors=True)
     if not is_remote:
         return
     try:
@@ -62,6 +74,41 @@ def convert_places(
         ) from error
     remove_cached_copy(output)
     say(f"{output.name} is at {target}")
+
+
+def _read_source(
+    source: str, config: str | None, exported: Path, say: Say
+) -> tuple[str, str | None]:
+    """Return what to convert, and the directory of its config.json.
+
+    A run's checkpoint is exported in Hugging Face's form first. An interrupted conversion finds the
+    export again.
+
+    Args:
+        source: What is to be converted, as the user names it.
+        config: The directory that the user names for config.json.
+        exported: Where a checkpoint is exported.
+        say: Prints a note.
+    """
+    # With --config, the folder of a checkpoint's role is read as it is.
+    saved = find_saved(source.removesuffix("/policy") if config is None else source)
+    if saved is None or saved.step is None:
+        return (str(fetch_weights(source)) if is_address(source) else source), config
+    checkpoint = saved.load()
+    recipe = load_recipe(saved.run, checkpoint)
+    megatron = saved.path / "policy" / "megatron"
+    if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
+        # Megatron's weights are converted as they are, beside the files of the run's first model.
+        return str(megatron), config or localize_model(recipe, saved.run).model.path
+    note = f"{saved.path.resolve()}\n{sha256((saved.path / MANIFEST).read_bytes()).hexdigest()}\n"
+    marker = exported / ".checkpoint"
+    if not marker.is_file() or marker.read_text(encoding="utf-8") != note:
+        shutil.rmtree(exported, ignore_errors=True)
+        exported.mkdir(parents=True)
+        export_checkpoint(saved, exported)
+        marker.write_text(note, encoding="utf-8")
+    say(f"step {saved.step} of {saved.run}")
+    return str(exported), config
 
 
 def _require_free_target(target: str, output: Path) -> None:

@@ -349,9 +349,7 @@ def steps(section: str) -> Convert:
 def passes(section: str) -> Convert:
     def convert(value: Any, config: PeerConfig) -> Any:
         if _counts_steps(section, config):
-            return Dropped(
-                "max_num_steps is taken: set passes in place of steps if these end first"
-            )
+            return Dropped("max_num_steps is taken: set passes in place of steps if they end first")
         return shared.passes(value)
 
     return convert

@@ -42,6 +42,7 @@ from ratchet.training.loop import train
 from ratchet.training.recipe_changes import restore_earlier_config
 from ratchet.training.roles import make_roles
 from ratchet.training.run import StageRun
+from ratchet.training.saved_weights import load_start_state, localize_model
 from ratchet.training.stage import Policy
 from ratchet.types import Group, Medium, Placed
 from ratchet.utils.temp_dirs import TemporaryFolder
@@ -195,7 +196,7 @@ class Replay:
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
-        self._present = load_config(self.directory.config)
+        self._present = localize_model(load_config(self.directory.config), path)
         # The recipe of the next step, which may have been changed at a later one.
         self.config = self._config_after(0)
         self.record = Record(self.directory.steps)
@@ -288,7 +289,9 @@ class Replay:
         self.run = self._make_stage_run(self.config, self.policy)
         self.start_step = self.last_step = step
         self.diverged_step = None
-        if checkpoint is not None:
+        if checkpoint is None:
+            load_start_state(self.run, self.directory.path)
+        else:
             self._load_checkpoint(self.run, checkpoint)
 
     def _load_checkpoint(self, run: StageRun, checkpoint: Checkpoint) -> None:

@@ -1,0 +1,262 @@
+"""Find and export the weights that a run has saved, and start another run from them.
+
+A run is named by its directory or address. `RUN@48` and `RUN/checkpoints/step-48` name the
+checkpoint of its step 48; `RUN` alone names its finished model.
+"""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+from ratchet.config.loader import load_config
+from ratchet.config.resolve import build, resolve
+from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
+from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
+from ratchet.executors.freeze import freeze
+from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
+from ratchet.learners.export import export_saved
+from ratchet.learners.fresh_schedule import copy_with_fresh_schedule
+from ratchet.models.scalar_head import ScalarHead
+from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
+from ratchet.runs.resolve import fetch_run_model
+from ratchet.runs.run_dir import MODEL, START, RunDirectory
+from ratchet.training.from_config import build_adapter, build_policy, resolve_resume_config
+from ratchet.training.run import StageRun
+from ratchet.training.stage import Policy
+from ratchet.utils.object_store import is_address
+
+CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d+)")
+# The optimizer's state in the directory of the model that a run starts from.
+OPTIMIZER = "optimizer"
+
+
+@dataclass(frozen=True)
+class SavedWeights:
+    """Weights that a run has saved.
+
+    Attributes:
+        run: The run's local directory, or the local copy of one at an address.
+        step: The step of the checkpoint; None for the finished model.
+    """
+
+    run: Path
+    step: int | None
+
+    @property
+    def path(self) -> Path:
+        """The directory of the finished model, or of the checkpoint."""
+        if self.step is None:
+            return self.run / MODEL
+        return RunDirectory(self.run).checkpoints / f"step-{self.step:08d}"
+
+    def load(self) -> Checkpoint:
+        """Return the checkpoint, after its files were verified.
+
+        Raises:
+            CheckpointError: It is missing or damaged.
+        """
+        assert self.step is not None, "a finished model is no checkpoint"
+        return CheckpointStore(RunDirectory(self.run).checkpoints).load(self.step)
+
+
+def find_saved(place: str | Path) -> SavedWeights | None:
+    """Return the saved weights that a path or an address names; None if it names no run.
+
+    Raises:
+        RunDirectoryError: A step is named, but no run; or the run has no finished model.
+        CheckpointError: The run at the address has no such checkpoint.
+    """
+    text, step = split_step(str(place).rstrip("/"))
+    if is_address(text) and step is None:
+        return None  # whether a run or a model is there, `find_model` and others say
+    path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
+    directory = RunDirectory(path)
+    if not directory.used:
+        if step is None:
+            return None
+        raise RunDirectoryError(
+            f"{text} holds no run (no config.yaml), so no step {step} of it. Leave out the step of "
+            "a model directory"
+        )
+    if step is None and not (path / MODEL).is_dir():
+        steps = CheckpointStore(directory.checkpoints).steps()
+        saved = f", or give a step of it: {path}@{steps[-1]}" if steps else ""
+        raise RunDirectoryError(
+            f"{path} has no finished model yet. Continue with `ratchet train --resume {path}`{saved}"
+        )
+    if step is not None:
+        _require_step(directory, step)
+    return SavedWeights(path, step)
+
+
+def _require_step(directory: RunDirectory, step: int) -> None:
+    steps = CheckpointStore(directory.checkpoints).steps()
+    if step not in steps:
+        raise CheckpointError(
+            f"{directory.path} has no checkpoint of step {step}. There are {steps or 'none'}"
+        )
+
+
+def split_step(text: str) -> tuple[str, int | None]:
+    """Return the run and the step that a place names; the place itself if it names no step."""
+    if checkpoint := CHECKPOINT.fullmatch(text):
+        return checkpoint[1], int(checkpoint[2])
+    run, _, number = text.rpartition("@")
+    if run and number.isdecimal() and not Path(text).exists():
+        return run, int(number)
+    return text, None
+
+
+# --- exports
+
+
+def export_checkpoint(saved: SavedWeights, target: Path) -> RunConfig:
+    """Write the model directory of a checkpoint's policy, as the end of a run does.
+
+    Returns:
+        The run's recipe up to the stage of the checkpoint.
+
+    Raises:
+        CheckpointError: The checkpoint is missing or damaged.
+        ConfigError: It is one of Megatron's, which this process can't read.
+    """
+    checkpoint = saved.load()
+    config = load_recipe(saved.run, checkpoint)
+    index = len(config.stages) - 1
+    stage = config.stages[index]
+    if isinstance(stage.learner, MegatronConfig):
+        raise ConfigError(
+            f"stage {stage.name} trained with learner.kind=megatron, whose checkpoints only "
+            "Megatron can read: finish the run "
+            f"(`ratchet train --resume {saved.run}`), and use its model"
+        )
+    resume_config = resolve_resume_config(localize_model(config, saved.run), index, saved.run)
+    stages = tuple(
+        other.model_copy(update={"generator": resolve("generator", {})})
+        for other in resume_config.stages
+    )
+    settings = {"device": "cpu", "kernels": "auto", "stages": stages}
+    policy = build_policy(freeze(resume_config.model_copy(update=settings)))
+    adapter = build_adapter(config, index, saved.run)
+    if adapter is not None:
+        policy.model.attach(adapter)
+    if isinstance(stage.learner, DistributedConfig):
+        export_saved(policy.model, checkpoint.path / "policy", target)
+    else:
+        _export_local(stage, policy, checkpoint.path / "policy", target)
+    policy.tokenizer.save(target)
+    return config
+
+
+def load_recipe(run: Path, checkpoint: Checkpoint) -> RunConfig:
+    """Return the recipe of a run up to the stage of a checkpoint."""
+    config = load_config(RunDirectory(run).config)
+    n_stages = len(checkpoint.meta["summaries"]) + 1
+    return config.model_copy(update={"stages": config.stages[:n_stages]})
+
+
+def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
+    scores = SCALARS & build(stage.algorithm).required_outputs("policy")
+    head = ScalarHead(policy.model.hidden_size) if scores else None
+    learner = build(LocalConfig(), policy.model, head=head)
+    learner.load(saved)
+    learner.export(target)
+
+
+# --- the start of a run
+
+
+def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
+    """Return the saved weights that `--from` names.
+
+    Args:
+        place: The run, with a step or without.
+        with_optimizer: True if the optimizer's state is wanted too. Only checkpoints hold it, so
+            that a run without a step stands for its newest one.
+
+    Raises:
+        RunDirectoryError: It names no run.
+        CheckpointError: There is no such checkpoint.
+    """
+    text, step = split_step(place.rstrip("/"))
+    path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
+    if with_optimizer and step is None and RunDirectory(path).used:
+        steps = CheckpointStore(RunDirectory(path).checkpoints).steps()
+        if not steps:
+            raise RunDirectoryError(
+                f"{path} has no checkpoint, and --with-optimizer reads one. Leave it out"
+            )
+        return SavedWeights(path, steps[-1])
+    saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
+    if saved is None or not RunDirectory(saved.run).used:
+        raise RunDirectoryError(
+            f"--from {place} is no run (no config.yaml). Set model.path for a model directory"
+        )
+    return saved
+
+
+def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimizer: bool) -> None:
+    """Put the weights of a checkpoint, and its optimizer's state, where a new run starts from.
+
+    The copy is complete or absent.
+
+    Args:
+        saved: The checkpoint.
+        config: The recipe of the new run.
+        run: The new run's directory.
+        with_optimizer: True to copy the optimizer's state too.
+
+    Raises:
+        ConfigError: The new run can't take over the optimizer's state.
+    """
+    target = run / START
+    draft = target.with_name(f".{target.name}")
+    for directory in (draft, target):
+        if directory.exists():
+            shutil.rmtree(directory)
+    draft.parent.mkdir(parents=True, exist_ok=True)
+    source = export_checkpoint(saved, draft)
+    if with_optimizer:
+        _check_optimizer(source.stages[-1], config.stages[0])
+        copy_with_fresh_schedule(saved.path / "policy", draft / OPTIMIZER)
+    draft.rename(target)
+
+
+def _check_optimizer(old: StageConfig, new: StageConfig) -> None:
+    for key in ("learner", "optimizer"):
+        kinds = [getattr(getattr(stage, key), "kind", "") for stage in (old, new)]
+        if kinds[0] != kinds[1]:
+            raise ConfigError(
+                f"--with-optimizer takes over the state of {key}.kind={kinds[0]}, and the recipe "
+                f"has {kinds[1]}. Set {key}.kind={kinds[0]}, or leave out --with-optimizer"
+            )
+    if old.lora is not None or new.lora is not None:
+        raise ConfigError(
+            "--with-optimizer can't take over the state of an adapter: the new run starts from "
+            "the merged weights. Leave it out"
+        )
+    if (old.optimizer.ema_decay is None) != (new.optimizer.ema_decay is None):
+        raise ConfigError(
+            "--with-optimizer takes over the running average too: set optimizer.ema_decay in both "
+            "runs, or in none"
+        )
+
+
+def localize_model(config: RunConfig, run: Path) -> RunConfig:
+    """Return the recipe with the copy of the model that the run starts from, if it has one."""
+    start = run / START
+    if not start.is_dir():
+        return config
+    kept = {key: getattr(config.model, key) for key in ("backend", "train_encoders")}
+    return config.model_copy(update={"model": ModelConfig(path=str(start), **kept)})
+
+
+def load_start_state(run: StageRun, directory: Path) -> None:
+    """Load the optimizer's state that a run starts from, if it has one, into its first stage."""
+    state = directory / START / OPTIMIZER
+    if state.is_dir():
+        run.roles["policy"].load(state)
