@@ -348,7 +348,7 @@ def score(
         str,
         typer.Argument(
             help="JSON lines: prompt, response, answer; or response and the columns that the "
-            "reward reads."
+            "reward reads. Or a run, whose recorded attempts are judged again."
         ),
     ],
     keys: Annotated[
@@ -356,8 +356,15 @@ def score(
     ] = None,
     reward: Annotated[
         str,
-        typer.Option(help="A kind of reward, or the import path of yours: my_pkg.my_mod:my_reward"),
+        typer.Option(
+            help="A kind of reward, or the import path of yours: my_pkg.my_mod:my_reward; for a "
+            "run, its own by default."
+        ),
     ] = "",
+    step: Annotated[
+        list[int] | None,
+        typer.Option(min=1, help="Of a run, only this step; may be given several times."),
+    ] = None,
     json: Annotated[
         bool,
         typer.Option("--json", help="Print a line of JSON for each row instead of the summary."),
@@ -367,10 +374,19 @@ def score(
         typer.Option(min=1, help="Rows judged at once; default: the cores of this machine."),
     ] = None,
 ) -> None:
-    """Apply a reward to the answers in a file."""
+    """Apply a reward to the answers in a file, or in the record of a run."""
     from ratchet.commands.score import score_file
     from ratchet.executors.threads import count_usable_cores
+    from ratchet.runs.run_dir import RunDirectory
 
+    workers = workers or count_usable_cores()
+    if RunDirectory(Path(file)).used:
+        from ratchet.commands.score_run import score_run
+
+        score_run(file, reward, keys or [], steps=step or [], as_json=json, workers=workers)
+        return
+    if step:
+        raise ConfigError("--step is only for a run, and a file has no steps: remove it")
     if not reward:
         raise ConfigError(
             "--reward is missing: give a kind (exact_match, math, code, ...) or the import path of "
@@ -381,7 +397,7 @@ def score(
         reward,
         keys or [],
         as_json=json,
-        workers=workers or count_usable_cores(),
+        workers=workers,
     )
 
 

@@ -40,13 +40,16 @@ TRAJECTORY_COLUMNS = ("response", "messages")
 class Score:
     """The result of a row.
 
-    seconds: time to judge the row, without the wait for a free worker.
+    Attributes:
+        seconds: Time to judge the row, without the wait for a free worker.
+        facts: Where the row is, in place of its line, if it is not from a file.
     """
 
     line: int
     id: str
     outcome: Outcome
     seconds: float
+    facts: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:
@@ -69,7 +72,7 @@ class Score:
         }
         return json.dumps(
             {
-                "line": self.line,
+                **(self.facts or {"line": self.line}),
                 "id": self.id,
                 "reward": self.reward,
                 "parts": parts,
@@ -90,7 +93,7 @@ def score_file(
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
-            f"{path} is a directory: give a file of rows (a run directory has no texts of answers)"
+            f"{path} is a directory, but no run: give a file of rows, or a run directory"
         )
     reward = compose_rewards([reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
@@ -241,8 +244,9 @@ def _name_type(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """A running summary of rows, in constant memory."""
+    """A running summary of rows, in constant memory. `place`: the fact that says where a row is."""
 
+    place: str = "line"
     outcome_counts: Counter[str] = field(default_factory=Counter)
     # Sum of each part of the reward, and the number of rows with that part.
     sums: dict[str, tuple[float, int]] = field(default_factory=dict)
@@ -280,11 +284,10 @@ class Summary:
             for name, (total, count) in self.sums.items():
                 means.add_row(escape(name), f"{total / count:.4g}", str(count))
             console.print(means)
-        worst = Table("line", "id", "outcome", "reward", "detail", title="the worst rows")
+        worst = Table(self.place, "id", "outcome", "reward", "detail", title="the worst rows")
         for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
             last_line = shorten_text(score.detail.strip().rpartition("\n")[2], 400)
             reward = "-" if score.reward is None else f"{score.reward:.4g}"
-            worst.add_row(
-                str(score.line), escape(score.id), score.outcome_name, reward, escape(last_line)
-            )
+            where = str(score.facts.get(self.place, score.line))
+            worst.add_row(where, escape(score.id), score.outcome_name, reward, escape(last_line))
         console.print(worst)

@@ -86,7 +86,8 @@ def find_saved(place: str | Path) -> SavedWeights | None:
         steps = CheckpointStore(directory.checkpoints).steps()
         saved = f", or give a step of it: {path}@{steps[-1]}" if steps else ""
         raise RunDirectoryError(
-            f"{path} has no finished model yet. Continue with `ratchet train --resume {path}`{saved}"
+            f"{path} has no finished model yet. Continue with `ratchet train --resume {path}`"
+            f"{saved}"
         )
     if step is not None:
         _require_step(directory, step)

@@ -1,0 +1,214 @@
+"""`ratchet score RUN`: apply a reward to the attempts that a run has recorded."""
+
+from __future__ import annotations
+
+import asyncio
+import sys
+import time
+import traceback
+from collections import Counter, deque
+from collections.abc import AsyncIterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from rich.console import Console
+from rich.table import Table
+
+from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, reward_section
+from ratchet.config.loader import load_config
+from ratchet.config.schema import RunConfig
+from ratchet.errors import ConfigError, DataError
+from ratchet.observe.records.groups import read_groups
+from ratchet.observe.records.reader import Record
+from ratchet.protocols import Reward
+from ratchet.rewards.weighted_sum import compose_rewards
+from ratchet.runs.resolve import fetch_run_record
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.types import Failed, Group, Outcome, Trajectory
+from ratchet.utils.terminal_text import make_console
+
+# Smallest difference of two rewards that counts; sums may be added in another order.
+DIFFERENT = 1e-9
+
+
+@dataclass(frozen=True)
+class RecordedAttempt:
+    """An attempt of a run, and the reward that it got in training; None if nobody judged it."""
+
+    step: int
+    group: Group
+    number: int
+    trajectory: Trajectory
+
+
+def score_run(
+    place: str | Path,
+    kind: str,
+    overrides: Sequence[str],
+    *,
+    steps: Sequence[int],
+    as_json: bool,
+    workers: int,
+) -> None:
+    """Write a line of JSON for each recorded attempt to stdout, or a summary.
+
+    Args:
+        place: The run.
+        kind: The reward; "" for the rewards of each stage's recipe.
+        overrides: Keys of the reward, as key=value.
+        steps: Steps to judge; empty for all that were recorded.
+        as_json: True for lines of JSON.
+        workers: Groups judged at once.
+
+    Raises:
+        ConfigError: There is no reward, or it can't be built.
+        DataError: The record can't be read, or holds no attempts.
+    """
+    directory = RunDirectory(fetch_run_record(place))
+    record = Record(directory.steps)
+    if missing := sorted(set(steps) - record.steps.keys()):
+        raise DataError(f"step {missing[0]} is not in the record of {place}")
+    rewards = _build_rewards(load_config(directory.config), kind, overrides, workers)
+    scores = _score_record(record, rewards, steps or sorted(record.steps), workers)
+    asyncio.run(_write(scores, str(place), as_json=as_json))
+
+
+def _build_rewards(
+    config: RunConfig, kind: str, overrides: Sequence[str], workers: int
+) -> Mapping[str, Reward]:
+    """Return the reward of each stage that has one, by the stage's name."""
+    if kind:
+        reward = compose_rewards([reward_section(kind, overrides, workers)])
+        return {stage.name: reward for stage in config.stages}
+    if overrides:
+        raise ConfigError(f"{overrides[0]} is a key of a reward: name it by --reward")
+    return {
+        stage.name: compose_rewards(stage.rewards)
+        for stage in config.stages
+        if stage.rewards and stage.source in ("rollouts", None)
+    }
+
+
+async def _score_record(
+    record: Record, rewards: Mapping[str, Reward], steps: Sequence[int], workers: int
+) -> AsyncIterator[tuple[RecordedAttempt, Score]]:
+    """Yield the scores of all attempts in the order of the record."""
+    free_workers = asyncio.Semaphore(workers)
+    pending: deque[asyncio.Task[list[tuple[RecordedAttempt, Score]]]] = deque()
+    try:
+        for step in steps:
+            reward = rewards.get(record.steps[step].stage)
+            if reward is None:
+                continue
+            for group in read_groups(record.step(step), record.media(step)):
+                attempts = _list_attempts(step, group)
+                if attempts:
+                    pending.append(
+                        asyncio.create_task(_score_group(attempts, reward, free_workers))
+                    )
+                while len(pending) >= ROWS_PER_WORKER * workers or (pending and pending[0].done()):
+                    for scored in await pending.popleft():
+                        yield scored
+                await asyncio.sleep(0)  # lets the started tasks run while the record is read
+        while pending:
+            for scored in await pending.popleft():
+                yield scored
+    finally:
+        for task in pending:
+            task.cancel()
+
+
+def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
+    """Return the attempts that the policy wrote to an end; the last row has all messages."""
+    return [
+        RecordedAttempt(step, group, rows[-1].attempt, rows[-1])
+        for rows in group.attempts
+        if rows[-1].sampled and rows[-1].counts
+    ]
+
+
+async def _score_group(
+    attempts: Sequence[RecordedAttempt], reward: Reward, free_workers: asyncio.Semaphore
+) -> list[tuple[RecordedAttempt, Score]]:
+    """Judge the attempts of a group together, as training does."""
+    task = attempts[0].group.task
+    async with free_workers:
+        start = time.perf_counter()
+        outcomes: Sequence[Outcome]
+        try:
+            # A reward must not see what was judged before.
+            rows = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
+            outcomes = await reward.score(rows, task)
+        # A reward may be user code: its bug must fail one group, not the rest.
+        except Exception:
+            outcomes = [Failed("reward", traceback.format_exc())] * len(attempts)
+        seconds = (time.perf_counter() - start) / len(attempts)
+    return [
+        (
+            attempt,
+            Score(
+                attempt.number,
+                task.id,
+                outcome,
+                seconds,
+                facts={
+                    "step": attempt.step,
+                    "group": attempt.group.id,
+                    "attempt": attempt.number,
+                    "recorded": attempt.trajectory.reward,
+                },
+            ),
+        )
+        for attempt, outcome in zip(attempts, outcomes, strict=True)
+    ]
+
+
+async def _write(
+    scores: AsyncIterator[tuple[RecordedAttempt, Score]], place: str, *, as_json: bool
+) -> None:
+    summary, against = Summary(place="step"), RewardComparison()
+    count = 0
+    async for attempt, score in scores:
+        count += 1
+        if as_json:
+            sys.stdout.write(score.as_json() + "\n")
+            sys.stdout.flush()
+        else:
+            summary.add(replace(score, line=count))
+            against.add(score.reward, attempt.trajectory.reward)
+    if not count:
+        raise DataError(
+            f"{place} has recorded no attempts to judge: --reward is missing, or its stages train "
+            "on given text"
+        )
+    if not as_json:
+        console = make_console()
+        summary.show(console)
+        against.show(console)
+
+
+class RewardComparison:
+    """A running comparison of new rewards with the recorded ones."""
+
+    def __init__(self) -> None:
+        self.counts: Counter[str] = Counter()
+        self.recorded = 0.0
+
+    def add(self, reward: float | None, recorded: float | None) -> None:
+        if reward is None or recorded is None:
+            return
+        difference = reward - recorded
+        is_equal = abs(difference) <= DIFFERENT
+        self.counts["equal" if is_equal else "higher" if difference > 0 else "lower"] += 1
+        self.recorded += recorded
+
+    def show(self, console: Console) -> None:
+        total = self.counts.total()
+        if not total:
+            return
+        table = Table("recorded mean", "equal", "higher now", "lower now")
+        table.add_row(
+            f"{self.recorded / total:.4g}",
+            *(str(self.counts[name]) for name in ("equal", "higher", "lower")),
+        )
+        console.print(table)
