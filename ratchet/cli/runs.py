@@ -40,6 +40,18 @@ def compare_runs(
     show(paths, as_json=json)
 
 
+@runs.command("clean")
+def clean_runs(
+    place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",
+    yes: Annotated[bool, typer.Option("--yes", help="Remove them without a question.")] = False,
+) -> None:
+    """Remove runs that never finished a step."""
+    from ratchet.commands.runs import clean_runs as clean
+    from ratchet.runs.resolve import require_local_run
+
+    clean(require_local_run(place), confirmed=yes)
+
+
 @runs.command("prune")
 def prune_runs(
     place: Annotated[str, typer.Argument(help="A run, or a directory of runs.")] = "runs",

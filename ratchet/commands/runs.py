@@ -1,14 +1,18 @@
-"""The command `ratchet runs`: list and compare runs, and prune their checkpoints."""
+"""The command `ratchet runs`: list and compare runs, remove those without steps, and prune
+checkpoints."""
 
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
@@ -18,8 +22,9 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.resolve import fetch_run_record, list_runs_at
 from ratchet.runs.run_dir import RunDirectory, list_config_differences
+from ratchet.runs.unstarted import is_unstarted
 from ratchet.utils.object_store import is_address
-from ratchet.utils.terminal_text import make_console
+from ratchet.utils.terminal_text import make_console, shorten_text
 
 LARGEST = 1e300  # a metric beyond it is damaged, or infinite
 
@@ -151,25 +156,41 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
     if as_json:
         print_json([asdict(row) for row in rows])
         return
-    table = Table("run", "state", "step", "training", "accuracy", "checkpoints")
+    table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    # A long name goes on in the next line: the ends of names are where they differ.
+    table.add_column("run", overflow="fold")
+    for name in ("state", "step", "training", "accuracy", "checkpoints"):
+        table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
+    parent = f"{place}".rstrip("/")
     for row in rows:
         accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
         step = f"{row.step:,} of {row.steps:,}"
         table.add_row(
-            Text(row.path),
+            Text(row.path.removeprefix(f"{parent}/")),
             row.state,
             step,
             format_duration(row.seconds),
             accuracy,
-            f"{row.checkpoints / 2**20:,.1f} MiB",
+            _format_size(row.checkpoints),
         )
+    if len(rows) > 1:
+        make_console(soft_wrap=True).print(f"in {parent}", markup=False, highlight=False)
     make_console().print(table)
+
+
+def _format_size(size: int) -> str:
+    mib = size / 2**20
+    return f"{mib:,.1f} MiB" if mib < 1000 else f"{mib / 1024:,.1f} GiB"
+
+
+MAX_LINE = 300  # characters of a difference that are printed
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
     """Print how the first run differs from each of the other runs.
 
-    Compare the keys of the recipe, the first step with different metrics, and the last metrics.
+    Compare the keys of the recipe, stages by name, the first step with different metrics, and the
+    last metrics.
     """
     runs = [_open_run(path) for path in paths]
     path_pairs = [{"a": str(paths[0]), "b": str(path)} for path in paths[1:]]
@@ -186,7 +207,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
         for line in comparison["recipe"] or ["the recipes are the same"]:
-            console.print(f"  {line}", markup=False, highlight=False)
+            console.print(f"  {shorten_text(line, MAX_LINE)}", markup=False, highlight=False)
         step = comparison["first_different_step"]
         shared = comparison["shared_steps"]
         console.print(
@@ -196,8 +217,26 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             if shared
             else "  no step has numbers of both"
         )
-        for name, (a, b) in comparison["last"].items():
+        for name, ends in comparison["last"].items():
+            a, b = ("-" if end is None else f"{end:.4g}" for end in ends)
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
+
+
+def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Return the leaves in which two recipes differ; stages are compared by name."""
+    stages = [{stage["name"]: stage for stage in recipe["stages"]} for recipe in (a, b)]
+    shared = [name for name in stages[0] if name in stages[1]]
+    before, after = (
+        {**recipe, "stages": {name: named[name] for name in shared}}
+        for recipe, named in zip((a, b), stages, strict=True)
+    )
+    lines = list_config_differences(before, after)
+    for where, named in zip(("first", "second"), stages, strict=True):
+        for name in [name for name in named if name not in shared]:
+            stage = named[name]
+            kind = stage["algorithm"].get("kind", "")
+            lines.append(f"stages.{name}: only in the {where} ({kind}, {stage['steps']} steps)")
+    return lines
 
 
 COMPARED_METRICS = ("eval/accuracy", "rollout/reward", "policy/loss")
@@ -212,7 +251,7 @@ def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
         (step for step in shared_steps if first_rows[step] != second_rows[step]), None
     )
     return {
-        "recipe": list_config_differences(a.read_config(), b.read_config()),
+        "recipe": _list_recipe_differences(a.read_config(), b.read_config()),
         "first_different_step": different_step,
         "shared_steps": len(shared_steps),
         "last": {
@@ -266,6 +305,32 @@ def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
         f"{freed_bytes / 2**20:,.1f} MiB"
         + ("" if confirmed or not freed_bytes else "; add --yes to remove them")
     )
+
+
+def clean_runs(place: Path, *, confirmed: bool) -> None:
+    """Remove the runs that never finished a step.
+
+    Args:
+        place: A run, or a directory of runs.
+        confirmed: False asks on a terminal, and only names them elsewhere.
+    """
+    console = make_console(soft_wrap=True)
+    unstarted = [run for run in find_runs(place) if is_unstarted(run)]
+    for run in unstarted:
+        console.print(f"{run.path} has no step", markup=False, highlight=False)
+    if not unstarted:
+        console.print("every run has steps, or is under way")
+        return
+    if not confirmed:
+        if not sys.stdin.isatty():
+            console.print("add --yes to remove them")
+            return
+        if not Confirm.ask(f"remove {len(unstarted)} of them?", console=console):
+            return
+    for run in unstarted:
+        with run.locked():
+            shutil.rmtree(run.path)
+    console.print(f"removed {len(unstarted)}")
 
 
 def _open_run(path: str | Path) -> RunDirectory:

@@ -170,6 +170,11 @@ class RunDirectory:
         return self.config.exists()
 
     @property
+    def begun(self) -> bool:
+        """True if a run began here, even if it did not come to write its recipe."""
+        return self.used or self._lock.is_file()
+
+    @property
     def is_locked(self) -> bool:
         """True if a running process holds the lock."""
         try:

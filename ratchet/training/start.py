@@ -16,8 +16,10 @@ from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
-from ratchet.runs.run_dir import START, RunDirectory
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.runs.unstarted import clear, is_unstarted
 from ratchet.training.length import Lengths, resolve_lengths
 from ratchet.training.preflight import run_preflight
 from ratchet.training.recipe_changes import check_changes, list_changes, load_changed_config
@@ -77,31 +79,16 @@ def start_run(
     notes += report.warnings
     lengths = resolve_lengths(unfrozen)
     config = freeze(lengths.config, notes)
-    directory, store, mirror = open_run(
-        run_dir or config.run_dir or _find_free_path(Path("runs") / config.name)
+    directory, store, mirror = _open_new_run(
+        run_dir or config.run_dir or _find_free_path(Path("runs") / config.name), notes
     )
-    path = directory.path
-    place = path if mirror is None else mirror.address
-    if mirror is not None:
-        mirror.check_empty()
-    if directory.used:
-        raise RunDirectoryError(
-            f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
-        )
-    allowed_prefixes = (".", directory.plan.name, Path(START).parts[0])
-    if path.is_dir() and any(
-        not entry.name.startswith(allowed_prefixes) for entry in path.iterdir()
-    ):
-        raise RunDirectoryError(
-            f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
-        )
     directory.check_recipe(plain(unfrozen))
     with directory.locked():
         if mirror is not None:
             # Do this before any local write, so that the command can be repeated if it fails.
             mirror.begin()
         if saved is not None and saved.step is not None:
-            copy_start(saved, config, path, with_optimizer=with_optimizer)
+            copy_start(saved, config, directory.path, with_optimizer=with_optimizer)
         directory.write_or_check_config(plain(config))
         if mirror is not None:
             mirror.begin()
@@ -119,6 +106,39 @@ def start_run(
                 notes=notes,
             ),
         )
+
+
+def _open_new_run(
+    place: str | Path, notes: list[str]
+) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
+    """Open an empty directory or address for a new run, or one whose run never finished a step.
+
+    Args:
+        place: The directory or address.
+        notes: Receives a note of a run that was cleared.
+
+    Raises:
+        RunDirectoryError: It holds another run, or other files.
+    """
+    directory, store, mirror = open_run(place)
+    path = directory.path
+    if mirror is not None:
+        mirror.check_empty()
+    if mirror is None and is_unstarted(directory):
+        if directory.used:
+            notes.append(f"takes the place of a run without steps in {path}")
+        with directory.locked():
+            clear(directory)
+    if directory.used:
+        raise RunDirectoryError(
+            f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
+        )
+    names = [entry.name for entry in path.iterdir()] if path.is_dir() else []
+    if any(not name.startswith((".", directory.plan.name)) for name in names):
+        raise RunDirectoryError(
+            f"{path} holds other files. Choose a --run-dir that is empty or does not exist"
+        )
+    return directory, store, mirror
 
 
 def _load_recipe(
@@ -250,11 +270,11 @@ def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -
 def _find_free_path(path: Path) -> Path:
     """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
 
-    A new run never writes into an old one.
+    A new run never writes into an old one, but into one that never finished a step.
     """
     candidate = path
     number = 1
-    while candidate.exists():
+    while candidate.exists() and not is_unstarted(RunDirectory(candidate)):
         number += 1
         candidate = path.with_name(f"{path.name}-{number}")
     return candidate

@@ -12,8 +12,11 @@ from typer.testing import CliRunner
 
 from ratchet.cli.main import app
 from ratchet.commands.runs import describe_run, find_runs, prune_runs, rows_in
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import DataError, RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.runs.unstarted import is_unstarted
+from ratchet.training import start
+from ratchet.training.preflight import PreflightReport
 from ratchet.training.start import start_run
 
 RECIPE = """
@@ -90,7 +93,7 @@ def test_a_run_under_way_says_so(place: Path) -> None:
 
 def test_runs_are_compared(place: Path) -> None:
     (found,) = json.loads(said("compare", str(place / "a"), str(place / "b"), "--json"))
-    assert found["recipe"] == ["stages.0.optimizer.lr: 1e-05 -> 0.01"]
+    assert found["recipe"] == ["stages.sft.optimizer.lr: 1e-05 -> 0.01"]
     assert found["first_different_step"] == 1
     (same,) = json.loads(said("compare", str(place / "a"), str(place / "c"), "--json"))
     assert (same["recipe"], same["first_different_step"]) == ([], None)
@@ -116,3 +119,93 @@ def test_old_checkpoints_go_when_asked_to(place: Path, capsys: pytest.CaptureFix
 def test_a_place_without_runs_says_so(tmp_path: Path) -> None:
     with pytest.raises(RunDirectoryError, match="holds no runs"):
         find_runs(tmp_path)
+
+
+def test_names_are_whole_at_80_columns(
+    place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    long = "a-name-that-is-longer-than-its-column-"
+    for number in "12":
+        shutil.copytree(place / "a", tmp_path / "runs" / f"{long}{number}")
+    lines = said("list", str(tmp_path / "runs")).splitlines()
+    assert max(map(len, lines[1:])) <= 80
+    cells = [line[:30].strip().partition(" ")[0] for line in lines[2:]]
+    assert "".join(cells) == f"{long}1{long}2"
+
+
+def test_stages_are_compared_by_name(tmp_path: Path, place: Path) -> None:
+    recipe = place / "two.yaml"
+    recipe.write_text(
+        RECIPE.replace("algorithm: {kind: sft}\n", "").replace("steps: 4\n", "")
+        + "stages:\n- {name: first, algorithm: {kind: sft}, steps: 1}\n"
+        + "- {name: sft, algorithm: {kind: sft}, steps: 1}\n"
+    )
+    assert start_run(recipe, [], tmp_path / "two", command="train") == 0
+    (found,) = json.loads(said("compare", str(place / "a"), str(tmp_path / "two"), "--json"))
+    assert found["recipe"] == [
+        "name: 'recipe' -> 'two'",
+        "stages.sft.steps: 4 -> 1",
+        "stages.first: only in the second (sft, 1 steps)",
+    ]
+
+
+# --- runs without steps
+
+
+@pytest.fixture
+def broken(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run whose data can't be read, which the check before it missed, beside one with steps."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(start, "run_preflight", lambda config, scan: PreflightReport())
+    shutil.copytree(place / "a", "runs/a")
+    with pytest.raises(DataError):
+        start_run(
+            place / "recipe.yaml",
+            ["environment={kind: dataset, train: nothing.jsonl}", "rewards=[{kind: boxed}]"],
+            None,
+            command="train",
+        )
+    return Path("runs/recipe")
+
+
+def test_the_corrected_run_keeps_the_name(place: Path, broken: Path) -> None:
+    assert is_unstarted(RunDirectory(broken))
+    assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
+    log = (broken / "run.log").read_text()
+    assert f"takes the place of a run without steps in {broken}" in log
+    assert "nothing.jsonl" not in log
+    assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
+    assert sorted(path.name for path in Path("runs").iterdir()) == ["a", "recipe", "recipe-2"]
+    with pytest.raises(RunDirectoryError, match="holds a run"):
+        start_run(place / "recipe.yaml", [], broken, command="train")
+
+
+def test_what_a_user_put_there_and_what_is_under_way_stay(place: Path, broken: Path) -> None:
+    (broken / "notes.txt").write_text("mine")
+    assert not is_unstarted(RunDirectory(broken))
+    (broken / "notes.txt").unlink()
+    with RunDirectory(broken).locked():
+        assert not is_unstarted(RunDirectory(broken))
+        assert start_run(place / "recipe.yaml", ["steps=1"], None, command="train") == 0
+    assert Path("runs/recipe-2/model").is_dir()
+
+
+@pytest.mark.parametrize("kept", ["model", "checkpoints", "steps", "metrics.jsonl"])
+def test_a_run_with_any_result_has_steps(place: Path, broken: Path, kept: str) -> None:
+    source, target = place / "a" / kept, broken / kept
+    if source.is_dir():
+        shutil.copytree(source, target, dirs_exist_ok=True)
+    else:
+        shutil.copy(source, target)
+    assert not is_unstarted(RunDirectory(broken))
+
+
+def test_runs_without_steps_are_removed_when_asked_to(broken: Path) -> None:
+    text = said("clean", "runs")
+    assert f"{broken} has no step" in text
+    assert "add --yes" in text
+    assert broken.exists()
+    assert "removed 1" in said("clean", "runs", "--yes")
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+    assert "every run has steps" in said("clean", "runs")

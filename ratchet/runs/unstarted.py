@@ -1,0 +1,55 @@
+"""Recognise and remove runs that never finished a step, such as those of a mistyped recipe."""
+
+from __future__ import annotations
+
+import shutil
+
+from ratchet.errors import RunDirectoryError
+from ratchet.observe.sinks import read_jsonl
+from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, START, RunDirectory
+
+
+def is_unstarted(directory: RunDirectory) -> bool:
+    """Return True if a run began here, finished no step, and no process is in it.
+
+    A directory with files that no run writes never counts, so that nothing of a user's is lost.
+    """
+    if not directory.begun or directory.is_locked:
+        return False
+    written = {path for path in vars(directory).values() if getattr(path, "name", None)}
+    names = {path.name for path in written} | {START.partition("/")[0]}
+    foreign = [
+        entry
+        for entry in directory.path.iterdir()
+        if entry.name not in names and not entry.name.startswith(".")
+    ]
+    return not foreign and not _has_results(directory)
+
+
+def _has_results(directory: RunDirectory) -> bool:
+    results = [directory.path / name for name in (MODEL, AVERAGE, ADAPTER)]
+    if any(path.exists() for path in (directory.summary, *results)):
+        return True
+    if any(directory.checkpoints.glob("*")) or any(directory.steps.glob("*.parquet")):
+        return True
+    return any(row.get("step", 0) > 0 for row in read_jsonl(directory.metrics))
+
+
+def clear(directory: RunDirectory) -> None:
+    """Remove all that a run without steps has left, but for its plan.
+
+    The process must hold the directory's lock, whose file stays.
+
+    Raises:
+        RunDirectoryError: Something can't be removed.
+    """
+    try:
+        for entry in directory.path.iterdir():
+            if entry.name in (".lock", directory.plan.name):
+                continue
+            if entry.is_dir() and not entry.is_symlink():
+                shutil.rmtree(entry)
+            else:
+                entry.unlink()
+    except OSError as error:
+        raise RunDirectoryError(f"{directory.path} can't be cleared: {error}") from error
