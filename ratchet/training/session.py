@@ -285,11 +285,8 @@ class TrainingSession:
         _log_stage(run, stage)
         previous_measure = self.measures
         self.measures = run.evaluator and run.evaluator.measures
-        run.deadline = (
-            None
-            if checkpoint_config.limit_s is None
-            else self.started_at + checkpoint_config.limit_s
-        )
+        limit_s = checkpoint_config.limit_s
+        run.deadline = None if limit_s is None else self.started_at + limit_s
         run.limit_s = self.try_s
         run.sentinels = Sentinels(stage.sentinels, self.directory.sentinels)
         saver = CheckpointSaver(

@@ -16,13 +16,13 @@ from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
+from ratchet.runs.recipe_changes import check_changes, list_changes, load_changed_config
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.unstarted import clear, is_unstarted
 from ratchet.training.length import Lengths, resolve_lengths
 from ratchet.training.preflight import run_preflight
-from ratchet.training.recipe_changes import check_changes, list_changes, load_changed_config
 from ratchet.training.saved_weights import (
     SavedWeights,
     copy_start,
@@ -233,7 +233,7 @@ def _change_recipe(
     changes = list_changes(config, lengths.config)
     if not changes:
         return Lengths(config), []
-    checkpoint = next(iter(store.whole()), None)
+    checkpoint = next(iter(store.list_complete()), None)
     step, finished = (
         (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))
     )

@@ -15,7 +15,7 @@ from ratchet.commands.replay.engine import Replay
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
 from ratchet.observe.sinks import read_jsonl
-from ratchet.training.recipe_changes import list_changes, restore_earlier_config
+from ratchet.runs.recipe_changes import list_changes, restore_earlier_config
 from ratchet.training.start import resume_run, start_run
 
 RECIPE = {

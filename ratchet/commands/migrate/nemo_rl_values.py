@@ -334,14 +334,13 @@ def batches(value: Any, config: PeerConfig) -> int:
 def _counts_steps(section: str, config: PeerConfig) -> bool:
     """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
     steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
-    is_set = steps is not None and numbers.number(steps) > 0
-    return is_set and (epochs is None or numbers.number(steps) < shared.ENDLESS)
+    count = 0 if steps is None else numbers.number(steps)
+    return 0 < count and (epochs is None or count < shared.ENDLESS)
 
 
 def steps(section: str) -> Convert:
     def convert(value: Any, config: PeerConfig) -> Any:
-        count = numbers.whole(value)
-        return count if _counts_steps(section, config) else Inert("max_num_epochs counts")
+        return numbers.whole(value) if _counts_steps(section, config) else Inert("epochs count")
 
     return convert
 
@@ -349,7 +348,7 @@ def steps(section: str) -> Convert:
 def passes(section: str) -> Convert:
     def convert(value: Any, config: PeerConfig) -> Any:
         if _counts_steps(section, config):
-            return Dropped("max_num_steps is taken: set passes in place of steps if they end first")
+            return Dropped("max_num_steps is taken: set passes instead if they end first")
         return shared.passes(value)
 
     return convert

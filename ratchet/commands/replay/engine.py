@@ -31,6 +31,7 @@ from ratchet.observe.records.reader import Record
 from ratchet.observe.records.table import build_table
 from ratchet.protocols import Fingerprinted, Learner
 from ratchet.runs.checkpoints import Checkpoint, CheckpointStore
+from ratchet.runs.recipe_changes import restore_earlier_config
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.from_config import (
     build_adapter,
@@ -39,7 +40,6 @@ from ratchet.training.from_config import (
     resolve_resume_config,
 )
 from ratchet.training.loop import train
-from ratchet.training.recipe_changes import restore_earlier_config
 from ratchet.training.roles import make_roles
 from ratchet.training.run import StageRun
 from ratchet.training.saved_weights import load_start_state, localize_model

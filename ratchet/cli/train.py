@@ -1,0 +1,115 @@
+"""The command `ratchet train`."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ratchet.errors import ConfigError
+
+Overrides = Annotated[
+    list[str] | None, typer.Argument(help="Overrides of any key: algorithm.group_size=16")
+]
+Resume = Annotated[
+    str | None,
+    typer.Option(
+        help="Continue the run in this directory, or at this address, with KEY=VALUE changed."
+    ),
+]
+StartFrom = Annotated[
+    str | None,
+    typer.Option(
+        "--from", metavar="RUN[@STEP]", help="Start from the weights of this run, or its step."
+    ),
+]
+Profile = Annotated[
+    int | None,
+    typer.Option(
+        min=1,
+        metavar="N",
+        help="Profile N steps after a warm-up: writes a trace and a table to profile/.",
+    ),
+]
+RunDir = Annotated[
+    str | None,
+    typer.Option(help="Directory of the run, or s3://bucket/run; default: runs/<name>-<number>."),
+]
+
+
+def train(
+    recipe: Annotated[
+        Path | None, typer.Argument(help="A recipe (YAML). Not needed with --resume.")
+    ] = None,
+    overrides: Overrides = None,
+    run_dir: RunDir = None,
+    resume: Resume = None,
+    start_from: StartFrom = None,
+    with_optimizer: Annotated[
+        bool,
+        typer.Option("--with-optimizer", help="With --from: take over the optimizer's state too."),
+    ] = False,
+    changed_data: Annotated[
+        bool,
+        typer.Option("--changed-data", help="With --resume: continue even if data have changed."),
+    ] = False,
+    profile: Profile = None,
+    try_s: Annotated[
+        float | None,
+        typer.Option(
+            "--try", min=0, metavar="SECONDS", help="Only try the recipe: limit each stage's time."
+        ),
+    ] = None,
+    try_steps: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Only try it: each stage ends after N steps."),
+    ] = None,
+) -> None:
+    """Train with a recipe, or continue an interrupted run."""
+    # Set before torch is imported, because torch's tracer would print progress notes.
+    if profile is not None:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")
+    from ratchet.training.start import resume_run, start_run
+
+    changes = list(overrides or [])
+    # Of a run that goes on, the first argument is no recipe, but a key that changes.
+    if resume is not None and recipe is not None and "=" in str(recipe):
+        changes, recipe = [str(recipe), *changes], None
+    if (recipe is None) == (resume is None):
+        raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
+    new_run = {"--try": try_s, "--try-steps": try_steps, "--from": start_from}
+    _refuse_on_resume([name for name, value in new_run.items() if value is not None], resume)
+    if changed_data and resume is None:
+        raise ConfigError(
+            "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
+            "remove it"
+        )
+    if with_optimizer and start_from is None:
+        raise ConfigError("--with-optimizer is only for --from RUN: give that, or remove it")
+    command = " ".join(["ratchet", *sys.argv[1:]])
+    if resume is not None:
+        status = resume_run(
+            resume, changes, command=command, profile=profile, changed_data=changed_data
+        )
+        raise typer.Exit(status)
+    assert recipe is not None
+    settings = {
+        "profile": profile,
+        "try_s": try_s,
+        "try_steps": try_steps,
+        "start_from": start_from,
+    }
+    raise typer.Exit(
+        start_run(
+            recipe, changes, run_dir, command=command, with_optimizer=with_optimizer, **settings
+        )
+    )
+
+
+def _refuse_on_resume(options: list[str], resume: str | None) -> None:
+    """Raise ConfigError for options of a new run, if a run is resumed."""
+    if options and resume is not None:
+        raise ConfigError(f"{options[0]} is only for a new run: remove it, or --resume")
