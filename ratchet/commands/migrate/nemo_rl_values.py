@@ -335,7 +335,7 @@ def _counts_steps(section: str, config: PeerConfig) -> bool:
     """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
     steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
     count = 0 if steps is None else numbers.number(steps)
-    return 0 < count and (epochs is None or count < shared.ENDLESS)
+    return count > 0 and (epochs is None or count < shared.ENDLESS)
 
 
 def steps(section: str) -> Convert:

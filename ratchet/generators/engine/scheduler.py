@@ -123,9 +123,8 @@ class Scheduler:
         self.version = version
         self._is_cache_stale |= bool(self.running) and not keep_kv
         for row, request in enumerate(self.running):
-            request.version_starts.append(
-                (int(self.slots.lengths[row] - self.slots.prompts[row]), version)
-            )
+            generated = int(self.slots.lengths[row] - self.slots.prompts[row])
+            request.version_starts.append((generated, version))
 
     # --- a step
 
@@ -347,8 +346,8 @@ class Scheduler:
     def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
         """Return hidden states of the requests' last tokens, [N, d] and padding rows.
 
-        If the compiled step is available, it computes every request without an adapter, even if
-        other requests have one, because a request's bits must not depend on its neighbours.
+        If the compiled step is available, it always computes the requests that have no adapter,
+        also beside requests that have one: a request's bits must not depend on its neighbours.
         """
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
@@ -459,11 +458,11 @@ class Scheduler:
         for request, (tokens, logprobs, log_kept), stop, request_routes in zip(
             requests, results, ended.values(), routes, strict=True
         ):
-            error = errors.get(request, stop)
-            if isinstance(error, Exception):
-                request.fail(error)
+            end = errors.get(request, stop)
+            if isinstance(end, Exception):
+                request.fail(end)
             else:
-                request.deliver(request.complete(tokens, logprobs, log_kept, error, request_routes))
+                request.deliver(request.complete(tokens, logprobs, log_kept, end, request_routes))
 
     def _explain_errors(
         self, broken: Mapping[GenerationRequest, int]
