@@ -120,7 +120,8 @@ class Learner(Protocol):
             output_names: some of "logprobs", "entropy", "values", "token_scores" [T], "scores" [S],
                 "topk_ids" [T, K], "topk_logprobs" [T, K + 1].
             top_k: K. "topk_logprobs" has the K likeliest tokens, then all others together.
-                0 gives all V tokens in order of their ids, [T, V].
+                0 gives all V tokens in order of their ids, [T, V], or those of the batch's
+                column `teacher_ids` if it has one.
         """
         ...
 

@@ -23,7 +23,7 @@ from ratchet.config.from_words import section_from_words
 from ratchet.config.length import shorten
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build
-from ratchet.config.schema import RunConfig
+from ratchet.config.schema import OptimizerConfig, RunConfig
 from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
@@ -32,12 +32,13 @@ from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_
 from ratchet.evals.paired_test import compare
 from ratchet.evals.report import format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
-from ratchet.evals.score_evaluator import ScoreLoss
+from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
 from ratchet.observe.summary import get_installed_versions
+from ratchet.protocols import Learner
 from ratchet.rewards.llm.http_client import Endpoint, EndpointConfig
 from ratchet.runs.resolve import fetch_run_model
 from ratchet.runs.run_dir import RunDirectory
@@ -45,12 +46,13 @@ from ratchet.training.evaluators import (
     list_held_out_tasks,
     make_eval_sampling,
     make_evaluator,
-    make_score_evaluator,
+    make_stage_evaluator,
 )
 from ratchet.training.from_config import build_env_setup, build_eval_env_setup, build_stage_spec
+from ratchet.training.roles import make_roles
 from ratchet.training.saved_weights import split_step
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
-from ratchet.types import Sampling
+from ratchet.types import Sampling, Task
 from ratchet.utils.object_store import fetch_directory, is_address
 from ratchet.utils.terminal_text import make_console
 
@@ -121,33 +123,50 @@ def evaluate_target(
     console = make_console()
     target, against = _fetch_results(target), against and _fetch_results(against)
     results = _get_results(target, evaluation)
-    if isinstance(results, ScoreLoss):
-        if against is not None:
-            raise ConfigError(
-                "--against compares answers, and this model gives scores: remove --against"
-            )
-        console.print(_make_score_table(results))
+    if results.answers is None and against is not None:
+        raise ConfigError(
+            "--against compares answers, and nothing judges answers here: remove --against"
+        )
+    _print_numbers(results, console)
+    if results.answers is None:
         return
-    _print_and_save(results, target, out, console)
+    _print_and_save(results.answers, target, out, console)
     if against is None:
         return
     second_results = _get_results(against, replace(evaluation, step=None))
-    assert isinstance(second_results, EvalResults), "both targets are evaluated in the same way"
-    _print_and_save(second_results, against, None if out is None else out / "against", console)
-    console.print(Markdown(format_comparison(compare(results, second_results), target, against)))
+    assert second_results.answers is not None, "both targets are evaluated in the same way"
+    _print_numbers(second_results, console)
+    directory = None if out is None else out / "against"
+    _print_and_save(second_results.answers, against, directory, console)
+    comparison = compare(results.answers, second_results.answers)
+    console.print(Markdown(format_comparison(comparison, target, against)))
 
 
-def _get_results(target: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+@dataclass(frozen=True)
+class _Results:
+    """The results of an evaluation.
+
+    answers: those of the policy's answers; None if nothing judges answers.
+    tasks: number of held-out tasks.
+    numbers: all other metrics, such as the held-out loss.
+    """
+
+    answers: EvalResults | None
+    tasks: int = 0
+    numbers: Mapping[str, float] = field(default_factory=dict)
+
+
+def _get_results(target: str, evaluation: Evaluation) -> _Results:
     """Return the results of evaluating a target, or those that an earlier evaluation saved."""
     if is_endpoint(target):
-        return _evaluate_endpoint(target, evaluation)
+        return _Results(_evaluate_endpoint(target, evaluation))
     path = fetch_run_model(target, evaluation.step)
     if evaluation.step is not None and not RunDirectory(path).used:
         raise ConfigError(
             f"--step {evaluation.step} is only for runs, and {target} is no run: remove --step"
         )
     if (path / RESULTS).is_file() or path.name == RESULTS:
-        return EvalResults.read(path)
+        return _Results(EvalResults.read(path))
     return _evaluate_model(path, target, evaluation)
 
 
@@ -180,7 +199,7 @@ def _print_and_save(results: EvalResults, target: str, out: Path | None, console
         raise RatchetError(f"no attempt has a reward; the first: {reason[-500:]}")
 
 
-def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> EvalResults | ScoreLoss:
+def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> _Results:
     """Evaluate the model in a directory.
 
     name: the target's name in the results.
@@ -190,16 +209,28 @@ def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> EvalResult
     setup, spec = build_eval_setup(config, evaluation)
     spec = replace(spec, sampling=target.policy.with_stop_ids(spec.sampling))
     algorithm = None if config is None or evaluation.on else build(config.stages[-1].algorithm)
-    if algorithm is not None and SCALARS & algorithm.required_outputs("policy"):
-        return _evaluate_scores(target, algorithm, spec, setup)
-    evaluator = make_evaluator(target.policy, setup, spec)
+    if algorithm is None:
+        _require_judge(setup)
+        evaluator: StageEvaluator | None = make_evaluator(target.policy, setup, spec)
+    else:
+        roles = _load_roles(target, algorithm, setup)
+        evaluator = make_stage_evaluator(target.policy, setup, algorithm, spec, roles)
     if evaluator is None:
         raise ConfigError(NO_TASKS)
+    result = asyncio.run(_run_and_close(target.policy, evaluator.run()))
+    tasks = list_held_out_tasks(setup, spec)
+    sampling = make_eval_sampling(spec)
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
         name = f"{name}, step {evaluation.step}"
-    results = asyncio.run(_run_and_close(target.policy, evaluator.run()))
-    return _add_metadata(results, name, generator, evaluation, evaluator)
+    numbers: dict[str, float] = {}
+    answers = None
+    for part in list_parts(result):
+        if isinstance(part, EvalResults):
+            answers = _add_metadata(part, name, generator, evaluation, tasks, sampling)
+        else:
+            numbers |= part.numbers()
+    return _Results(answers, len(tasks), numbers)
 
 
 def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
@@ -217,6 +248,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
             "an endpoint has no recipe that names tasks: add --on KIND, or --recipe RECIPE"
         )
     setup, spec = build_eval_setup(config, evaluation)
+    _require_judge(setup)
     rollouts = spec.rollouts
     section = EndpointConfig(
         api_key_env=settings.api_key_env,
@@ -249,7 +281,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         pass_threshold=spec.evaluation.pass_threshold,
     )
     results = asyncio.run(_run_evaluator(evaluator))
-    return _add_metadata(results, url, settings.model, evaluation, evaluator)
+    return _add_metadata(results, url, settings.model, evaluation, tasks, evaluator.sampling)
 
 
 async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
@@ -288,11 +320,6 @@ def build_eval_setup(
             f"'{evaluation.overrides[0]}' is a key of the environment that --on names: add --on "
             "KIND, or change the recipe"
         )
-    if not setup.judges:
-        raise ConfigError(
-            "the environment has no reward to judge answers: name one with a reward of its own, or "
-            "a recipe with rewards"
-        )
     settings = {
         "tasks": evaluation.tasks or spec.evaluation.tasks,
         "samples": evaluation.samples,
@@ -313,6 +340,14 @@ def build_eval_setup(
     return setup, replace(
         spec, evaluation=spec.evaluation.model_copy(update=settings), seed=evaluation.seed
     )
+
+
+def _require_judge(setup: EnvSetup) -> None:
+    if not setup.judges:
+        raise ConfigError(
+            "the environment has no reward to judge answers: name one with a reward of its own, or "
+            "a recipe with rewards"
+        )
 
 
 def make_env_section(name: str, overrides: Sequence[str]) -> Section:
@@ -336,10 +371,10 @@ def _add_metadata(
     target: str,
     generator: str,
     evaluation: Evaluation,
-    evaluator: Evaluator,
+    tasks: Sequence[Task],
+    sampling: Sampling,
 ) -> EvalResults:
     """Return the results with a description of what was evaluated, and how."""
-    tasks, sampling = evaluator.tasks, evaluator.sampling
     about = {
         "target": target,
         "generator": generator,
@@ -362,30 +397,47 @@ async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]
         await policy.close()
 
 
-def _evaluate_scores(
-    target: Target, algorithm: Algorithm, spec: StageSpec, setup: EnvSetup
-) -> ScoreLoss:
-    """Return the loss of a model that gives scores, such as a reward model, on held-out tasks."""
-    model = target.policy.model
-    head = load_head(target.model, model.hidden_size)
-    if head is None:
+def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mapping[str, Learner]:
+    """Return the learners that the evaluation reads: the policy, and teachers of a path.
+
+    The local learner is right for any run, because this process has the whole model.
+
+    Raises:
+        ConfigError: The target has no scalar head although the algorithm trains one, or its loss
+            compares with the model before the stage.
+    """
+    policy = target.policy
+    if SCALARS & algorithm.required_outputs("policy"):
+        head = load_head(target.model, policy.model.hidden_size)
+        if head is None:
+            raise ConfigError(
+                f"{target.model} has no scalar head, but algorithm {algorithm.name} trains one: "
+                "give a run of that algorithm"
+            )
+        device = next(policy.model.parameters()).device
+        return {"policy": build(LocalConfig(), policy.model, head=head.to(device))}
+    copied = [name for name, role in algorithm.roles.items() if role.path is None]
+    if copied and algorithm.source != "pairs" and not setup.judges:
         raise ConfigError(
-            f"{target.model} has no scalar head, but algorithm {algorithm.name} trains one: give a "
-            "run of that algorithm"
+            f"the loss of {algorithm.name} compares with the model before its stage ({copied[0]}), "
+            "which is not kept. Add --on KIND, or give the recipe eval_rewards"
         )
-    # The local learner is right for any run, because this process has the whole model.
-    scorer = build(LocalConfig(), model, head=head.to(next(model.parameters()).device))
-    evaluator = make_score_evaluator(target.policy, setup, algorithm, spec, scorer)
-    if evaluator is None:
-        raise ConfigError(NO_TASKS)
-    return asyncio.run(_run_and_close(target.policy, evaluator.run()))
+    if copied or not algorithm.roles:
+        return {"policy": build(LocalConfig(), policy.model)}
+    frozen = replace(algorithm, losses={})
+    section, optimizer = LocalConfig(), OptimizerConfig()
+    return make_roles(
+        policy.model, policy.tokenizer, frozen, section=section, optimizer=optimizer, steps=1
+    )
 
 
-def _make_score_table(loss: ScoreLoss) -> Table:
-    numbers = loss.numbers()
-    table = Table("held-out tasks", *numbers)
-    table.add_row(str(loss.tasks), *(f"{value:.3g}" for value in numbers.values()))
-    return table
+def _print_numbers(results: _Results, console: Console) -> None:
+    """Print the metrics that are not of answers."""
+    if not results.numbers:
+        return
+    table = Table("held-out tasks", *results.numbers)
+    table.add_row(str(results.tasks), *(f"{value:.4g}" for value in results.numbers.values()))
+    console.print(table)
 
 
 def _choose_new_directory(path: Path) -> Path:

@@ -39,7 +39,8 @@ class RunRow:
         step: The last step with metrics.
         steps: Number of steps in the recipe.
         seconds: Time of all steps.
-        accuracy: The latest accuracy.
+        accuracy: The latest held-out accuracy.
+        loss: The latest held-out loss.
         checkpoints: Bytes of the checkpoints.
     """
 
@@ -49,6 +50,7 @@ class RunRow:
     steps: int
     seconds: float
     accuracy: float | None
+    loss: float | None
     checkpoints: int
 
 
@@ -73,14 +75,14 @@ def find_runs(place: Path) -> list[RunDirectory]:
 def describe_run(run: RunDirectory) -> RunRow:
     """Return the row of a run, read from its files."""
     rows = read_jsonl(run.metrics)
-    accuracies = _numbers(rows, "eval/accuracy")
     return RunRow(
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
         steps=sum(_stage_values(run, "steps")),
         seconds=sum(_numbers(rows, "time/step_s")),
-        accuracy=accuracies[-1] if accuracies else None,
+        accuracy=_find_last(rows, "eval/accuracy"),
+        loss=_find_last(rows, "eval/loss"),
         checkpoints=_measure_bytes(run.checkpoints),
     )
 
@@ -89,7 +91,9 @@ def _describe_whole_or_damaged(run: RunDirectory) -> RunRow:
     try:
         return describe_run(run)
     except RunDirectoryError:  # it must not hide the other runs
-        return RunRow(str(run.path), "damaged", 0, 0, 0.0, None, _measure_bytes(run.checkpoints))
+        return RunRow(
+            str(run.path), "damaged", 0, 0, 0.0, None, None, _measure_bytes(run.checkpoints)
+        )
 
 
 def _stage_values(run: RunDirectory, *path: str) -> list[int]:
@@ -120,6 +124,11 @@ def _numbers(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
         for name, value in row.items()
         if name.endswith(ending) and type(value) in (int, float) and abs(value) < LARGEST
     ]
+
+
+def _find_last(rows: Sequence[Mapping[str, Any]], ending: str) -> float | None:
+    """Return the last finite number of the metrics with this ending, or None without one."""
+    return next(reversed(_numbers(rows, ending)), None)
 
 
 def make_rows(place: str | Path) -> list[RunRow]:
@@ -159,11 +168,13 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
     # A long name goes on in the next line: the ends of names are where they differ.
     table.add_column("run", overflow="fold")
-    for name in ("state", "step", "training", "accuracy", "checkpoints"):
+    for name in ("state", "step", "training", "accuracy", "loss", "checkpoints"):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
     parent = f"{place}".rstrip("/")
     for row in rows:
-        accuracy = "-" if row.accuracy is None else f"{row.accuracy:.3f}"
+        accuracy, loss = (
+            "-" if value is None else f"{value:.3f}" for value in (row.accuracy, row.loss)
+        )
         step = f"{row.step:,} of {row.steps:,}"
         table.add_row(
             Text(row.path.removeprefix(f"{parent}/")),
@@ -171,6 +182,7 @@ def list_runs(place: str | Path, *, as_json: bool) -> None:
             step,
             format_duration(row.seconds),
             accuracy,
+            loss,
             _format_size(row.checkpoints),
         )
     if len(rows) > 1:
@@ -239,7 +251,7 @@ def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list
     return lines
 
 
-COMPARED_METRICS = ("eval/accuracy", "rollout/reward", "policy/loss")
+COMPARED_METRICS = ("eval/accuracy", "eval/loss", "rollout/reward", "policy/loss")
 
 
 def _compare_pair(a: RunDirectory, b: RunDirectory) -> dict[str, Any]:
@@ -269,8 +281,7 @@ def _drop_timings(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def _get_last_value(rows: dict[int, dict[str, Any]], name: str) -> float | None:
-    values = _numbers([rows[step] for step in sorted(rows)], name)
-    return values[-1] if values else None
+    return _find_last([rows[step] for step in sorted(rows)], name)
 
 
 def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:

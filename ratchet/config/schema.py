@@ -134,11 +134,12 @@ AnySection = SerializeAsAny[Section]
 
 
 class EvaluationConfig(Section):
-    """Accuracy on held-out tasks, before and after each stage."""
+    """Accuracy or loss on held-out tasks, before and after each stage."""
 
     environment: Annotated[AnySection | None, Slot("environment", is_optional=True)] = Field(
         default=None,
-        description="Environment of the held-out tasks, with its own reward; null: the stage's.",
+        description="Environment of the held-out tasks, judged by its own reward if it has one, "
+        "else by eval_rewards; null: the stage's.",
     )
 
     every: int = Field(
@@ -169,9 +170,10 @@ class EvaluationConfig(Section):
         description="Early stopping: the stage ends after this many evaluations in a row without a "
         "better metric; 0: never.",
     )
-    metric: str = Field(
-        default="eval/accuracy",
-        description="Metric of early stopping; with - before it, lower is better: -eval/loss.",
+    metric: str | None = Field(
+        default=None,
+        description="Metric of early stopping. Less is better of eval/loss, eval/perplexity, "
+        "and of any with - before it: -policy/kl/kl. null: eval/accuracy, or eval/loss without it.",
     )
     min_gain: float = Field(
         default=0.0,
@@ -207,10 +209,10 @@ class CheckpointConfig(Section):
         ge=0,
         description="Number of best checkpoints to keep, among those with the metric.",
     )
-    metric: str = Field(
-        default="eval/accuracy",
-        description="Metric of the best checkpoints: higher is better; with - before it, lower: "
-        "-eval/loss.",
+    metric: str | None = Field(
+        default=None,
+        description="Metric of the best checkpoints. Less is better of eval/loss, eval/perplexity, "
+        "and of any with - before it. null: eval/accuracy, or eval/loss without it.",
     )
     end_with: Literal["last", "best"] = Field(
         default="last",

@@ -8,15 +8,29 @@ from dataclasses import dataclass
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import ConfigError
 
+# Metrics of which less is better, with and without a leading minus.
+LOWER_IS_BETTER = frozenset({"eval/loss", "eval/perplexity"})
+# Metrics that decide where a recipe names none. The first one that an evaluation reports is taken.
+DEFAULT_METRICS = ("eval/accuracy", "eval/loss")
 
-def get_signed_metric(metric: str, metrics: Mapping[str, float | None]) -> float | None:
-    """Return the value of a metric, or None if it was not measured.
 
-    A leading minus in the name, as in "-eval/loss", negates the value. Higher is then better for
-    every metric.
+def choose_metric(metric: str | None, metrics: Mapping[str, float | None]) -> str:
+    """Return the metric of a recipe, or for None the first of `DEFAULT_METRICS` in `metrics`."""
+    if metric is not None:
+        return metric
+    return next((name for name in DEFAULT_METRICS if name in metrics), DEFAULT_METRICS[0])
+
+
+def get_signed_metric(metric: str | None, metrics: Mapping[str, float | None]) -> float | None:
+    """Return the value of a metric, signed so that higher is better; None: it was not measured.
+
+    Losses and metrics with a leading minus in their name, as "-policy/kl/kl", are negated.
     """
-    value = metrics.get(metric.removeprefix("-"))
-    return -value if metric.startswith("-") and value is not None else value
+    metric = choose_metric(metric, metrics)
+    name = metric.removeprefix("-")
+    value = metrics.get(name)
+    is_negated = metric.startswith("-") or name in LOWER_IS_BETTER
+    return -value if is_negated and value is not None else value
 
 
 @dataclass(frozen=True)
@@ -25,12 +39,12 @@ class EarlyStopping:
 
     Attributes:
         evaluations: The stage ends after this many evaluations in a row without an improvement.
-        metric: The metric that must improve.
+        metric: The metric that must improve; None: accuracy if it is measured, else the loss.
         min_gain: An improvement must be larger than this.
     """
 
     evaluations: int
-    metric: str
+    metric: str | None
     min_gain: float = 0.0
 
     @classmethod
@@ -57,11 +71,11 @@ class EarlyStopping:
         Raises:
             ConfigError: If the evaluation does not report the metric.
         """
-        name = self.metric.removeprefix("-")
-        if name not in metrics:
+        metric = choose_metric(self.metric, metrics)
+        if metric.removeprefix("-") not in metrics:
             reported = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
             raise ConfigError(
-                f"evaluation.metric={self.metric} is not reported by the evaluation. Set it to one "
+                f"evaluation.metric={metric} is not reported by the evaluation. Set it to one "
                 f"of {reported}"
             )
         value = get_signed_metric(self.metric, metrics)

@@ -37,7 +37,7 @@ class Evaluator:
     pass_threshold: float = 1.0
 
     # Accuracies of two stages are compared only if their evaluators measure the same.
-    measures = "answers of the policy"
+    measures = frozenset({"answers of the policy"})
 
     @property
     def managers(self) -> Sequence[RolloutManager]:

@@ -37,7 +37,7 @@ class PairEvaluator:
     """
 
     managers: Sequence[RolloutManager] = ()
-    measures = "likelier answers"
+    measures = frozenset({"likelier answers"})
 
     def __init__(self, learner: Learner, pairs: PairSource, tasks: Sequence[Task]) -> None:
         self.learner, self.pairs, self.tasks = learner, pairs, tasks

@@ -1,11 +1,11 @@
-"""The summary of a run: `summary.json`, and the table of accuracy before and after training."""
+"""The summary of a run: `summary.json`, and tables of accuracy and loss before and after it."""
 
 from __future__ import annotations
 
 import json
 import math
 import platform
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -41,7 +41,8 @@ class StageSummary:
 
     Args:
         seconds: training time, without evaluation and saving.
-        accuracy_before, accuracy_after: held-out accuracy, 0 to 1; None without evaluation.
+        accuracy_before, accuracy_after: held-out accuracy, 0 to 1; None if it was not measured.
+        loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
     """
@@ -54,6 +55,8 @@ class StageSummary:
     accuracy_after: float | None
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
+    loss_before: float | None = None
+    loss_after: float | None = None
 
     @property
     def tokens_per_s(self) -> dict[str, float | None]:
@@ -71,6 +74,8 @@ class StageSummary:
             "seconds": self.seconds,
             "accuracy_before": _finite(self.accuracy_before),
             "accuracy_after": _finite(self.accuracy_after),
+            "loss_before": _finite(self.loss_before),
+            "loss_after": _finite(self.loss_after),
             "tokens_per_s": self.tokens_per_s,
         }
 
@@ -103,41 +108,72 @@ class RunSummary:
         """Replace the file as a whole. Raises OSError."""
         replace_text(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
-    def table(self) -> Table:
-        table = Table(title="Held-out accuracy")
-        for heading in (
-            "stage",
-            "algorithm",
-            "steps",
-            "before",
-            "after",
-            "change",
-            "training",
-            "tokens/s",
-        ):
-            table.add_column(
-                heading, justify="left" if heading in ("stage", "algorithm") else "right"
+    def tables(self) -> list[Table]:
+        """Return the table of accuracy, of loss, or both.
+
+        The first table has every stage, also those without evaluation. The table of loss beside
+        that of accuracy has only the stages that measure one.
+        """
+        has_accuracy = any(_is_measured(s.accuracy_before, s.accuracy_after) for s in self.stages)
+        with_loss = [s for s in self.stages if _is_measured(s.loss_before, s.loss_after)]
+        tables = []
+        if has_accuracy or not with_loss:
+            tables.append(
+                _table("Held-out accuracy", [_accuracy_row(stage) for stage in self.stages])
             )
-        for stage in self.stages:
-            before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
-            change = (
-                f"{100 * (after - before):+.1f}"
-                if before is not None and after is not None
-                else "-"
-            )
-            speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
-            # Text, because rich would read brackets in a stage's name as markup.
-            table.add_row(
-                Text(stage.name),
-                Text(stage.algorithm),
-                str(stage.steps),
-                _percent(before),
-                _percent(after),
-                change,
-                format_duration(stage.seconds),
-                f"{speed:,.0f}" if speed is not None else "-",
-            )
-        return table
+        if with_loss:
+            stages = with_loss if has_accuracy else self.stages
+            tables.append(_table("Held-out loss", [_loss_row(stage) for stage in stages]))
+        return tables
+
+
+def _table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
+    table = Table(title=title)
+    for heading in (
+        "stage",
+        "algorithm",
+        "steps",
+        "before",
+        "after",
+        "change",
+        "training",
+        "tokens/s",
+    ):
+        table.add_column(heading, justify="left" if heading in ("stage", "algorithm") else "right")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def _accuracy_row(stage: StageSummary) -> list[str | Text]:
+    before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
+    change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
+    return _row(stage, _percent(before), _percent(after), change)
+
+
+def _loss_row(stage: StageSummary) -> list[str | Text]:
+    before, after = _finite(stage.loss_before), _finite(stage.loss_after)
+    change = f"{after - before:+.3f}" if before is not None and after is not None else "-"
+    return _row(stage, _number(before), _number(after), change)
+
+
+def _row(stage: StageSummary, before: str, after: str, change: str) -> list[str | Text]:
+    speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
+    return [
+        # Text, because rich would read brackets in a stage's name as markup.
+        Text(stage.name),
+        Text(stage.algorithm),
+        str(stage.steps),
+        before,
+        after,
+        change,
+        format_duration(stage.seconds),
+        f"{speed:,.0f}" if speed is not None else "-",
+    ]
+
+
+def _is_measured(before: float | None, after: float | None) -> bool:
+    return before is not None or after is not None
 
 
 def _finite(value: float | None) -> float | None:
@@ -146,3 +182,7 @@ def _finite(value: float | None) -> float | None:
 
 def _percent(value: float | None) -> str:
     return f"{100 * value:.1f} %" if value is not None else "-"
+
+
+def _number(value: float | None) -> str:
+    return f"{value:.3f}" if value is not None else "-"

@@ -100,7 +100,7 @@ def make_run(
         )
     pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     environment = setup.environment
-    evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles["policy"])
+    evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
     probes = _make_probes(policy, setup, spec)
     return StageRun(
         name=spec.name,

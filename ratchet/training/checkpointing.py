@@ -227,10 +227,11 @@ class CheckpointSaver:
             "stage %s ends with the weights of step %d, its best by %s",
             self.run.name,
             best.step,
-            self.config.metric,
+            self.config.metric or "evaluation",
         )
         self._load(best)
-        self.run.progress.accuracy = best.meta["progress"]["accuracy"]
+        progress = Progress(**best.meta["progress"])
+        self.run.progress.accuracy, self.run.progress.loss = progress.accuracy, progress.loss
         await self.run.weight_sync.push(version=self.run.done)
 
     def _load(self, checkpoint: Checkpoint) -> None:

@@ -1,20 +1,23 @@
-"""Create the evaluator of a stage, which judges answers, pairs or scores on held-out tasks."""
+"""Create the evaluator of a stage: accuracy of answers, accuracy of pairs, or a held-out loss."""
 
 from __future__ import annotations
 
 import itertools
 import logging
+from collections.abc import Mapping
 from dataclasses import replace
 
 from ratchet.algorithms.base import Algorithm
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.loss_evaluator import LossEvaluator
 from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.evals.score_evaluator import ScoreEvaluator
+from ratchet.evals.stage_evaluator import CombinedEvaluator, StageEvaluator
 from ratchet.experience.seeds import derive_seed
 from ratchet.learners.compute.token_outputs import SCALARS
 from ratchet.protocols import Learner
 from ratchet.training.managers import make_manager
+from ratchet.training.roles import get_max_row_length
 from ratchet.training.sources import SOURCES, make_pairs
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
 from ratchet.types import Sampling, Task
@@ -80,7 +83,7 @@ def make_pair_evaluator(
     tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         return None
-    pairs = make_pairs(policy, setup, algorithm, spec)
+    pairs = make_pairs(policy, setup, algorithm, _without_selection(spec))
     try:
         pairs.pair(tasks[0])
     except DataError as error:
@@ -91,29 +94,109 @@ def make_pair_evaluator(
     return PairEvaluator(learner, pairs, tasks)
 
 
-def make_score_evaluator(
-    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
-) -> ScoreEvaluator | None:
-    """Return the evaluator of a scoring model, which measures its loss on held-out rows.
+def make_loss_evaluator(
+    policy: Policy,
+    setup: EnvSetup,
+    algorithm: Algorithm,
+    spec: StageSpec,
+    roles: Mapping[str, Learner],
+) -> LossEvaluator | None:
+    """Return the evaluator of the algorithm's own loss on held-out tasks.
 
-    Returns None without held-out tasks.
+    Attempts of the policy, where the algorithm learns from these, need no reward. Returns None
+    without held-out tasks.
     """
     tasks = list_held_out_tasks(setup, spec)
     if not tasks:
         return None
-    source = SOURCES[algorithm.source](
-        policy, setup, algorithm, spec, make_manager(policy, setup, None, spec.rollouts)
+    manager = make_manager(
+        policy,
+        setup,
+        None,
+        spec.rollouts,
+        max_context=get_max_row_length(policy.model, roles),
+        needs_reward=False,
     )
-    return ScoreEvaluator(learner, source, tasks, algorithm)
+    source = SOURCES[algorithm.source](policy, setup, algorithm, _without_selection(spec), manager)
+    return LossEvaluator(roles, source, tasks, algorithm, (manager,))
+
+
+def _without_selection(spec: StageSpec) -> StageSpec:
+    """Return the spec without the keys that select training tasks: held-out tasks are given."""
+    return replace(spec, examples=None, curriculum=None)
+
+
+def _lacks_answers(setup: EnvSetup, spec: StageSpec) -> str:
+    """Return why the held-out tasks have no answer to learn from; "" if the first one has."""
+    task = next(iter(setup.environment.tasks("test", seed=spec.seed)), None)
+    if task is None:
+        return ""
+    demonstration = getattr(setup.environment, "demonstration", None)
+    if demonstration is None:
+        return f"environment {type(setup.environment).__name__} has no demonstration(task)"
+    try:
+        demonstration(task)
+    except DataError as error:
+        return str(error)
+    return ""
 
 
 def make_stage_evaluator(
-    policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, learner: Learner
-) -> Evaluator | PairEvaluator | ScoreEvaluator | None:
-    """Return the stage's evaluator of scores, pairs or answers; None without held-out tasks."""
+    policy: Policy,
+    setup: EnvSetup,
+    algorithm: Algorithm,
+    spec: StageSpec,
+    roles: Mapping[str, Learner],
+) -> StageEvaluator | None:
+    """Return the stage's evaluator; None without held-out tasks.
+
+    A model that scores is evaluated by its loss. Otherwise the policy's answers are judged, where
+    something judges them, and else pairs are compared. Beside it stands the loss of given text, and
+    of distillation.
+
+    Raises:
+        ConfigError: The held-out tasks have nothing that the algorithm can be evaluated on.
+    """
     setup = setup.evaluation or setup
+    if not list_held_out_tasks(setup, spec):
+        return None
     if SCALARS & algorithm.required_outputs("policy"):
-        return make_score_evaluator(policy, setup, algorithm, spec, learner)
-    if not setup.judges:
-        return make_pair_evaluator(policy, setup, algorithm, spec, learner)
-    return make_evaluator(policy, setup, spec)
+        return make_loss_evaluator(policy, setup, algorithm, spec, roles)
+    parts: list[StageEvaluator | None] = []
+    if setup.judges:
+        parts.append(make_evaluator(policy, setup, spec))
+    elif algorithm.source == "pairs":
+        parts.append(make_pair_evaluator(policy, setup, algorithm, spec, roles["policy"]))
+    if has_held_out_loss(algorithm, setup, spec):
+        parts.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
+    elif not parts:
+        raise ConfigError(
+            f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss on "
+            "tasks alone. Set eval_rewards, or evaluation.tasks=0"
+        )
+    evaluators = tuple(part for part in parts if part is not None)
+    return CombinedEvaluator(evaluators) if len(evaluators) > 1 else next(iter(evaluators), None)
+
+
+def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
+    """True if the algorithm's loss is a measure of held-out tasks.
+
+    It is if the loss is of given text, or if a teacher alone guides it. The loss of a policy
+    gradient is none, as it depends on rewards relative to other attempts.
+
+    Raises:
+        ConfigError: The tasks have no text to compute it on, and nothing else to evaluate.
+    """
+    if algorithm.source == "rows":
+        reason = _lacks_answers(setup, spec)
+        if reason and not setup.judges:
+            raise ConfigError(
+                f"evaluation computes the loss of held-out answers, and there are none ({reason}). "
+                "Set evaluation.tasks=0"
+            )
+        if reason:
+            log.info("stage %s: no held-out loss is measured: %s", spec.name, reason)
+        return not reason
+    if algorithm.source == "rollouts":
+        return not algorithm.reads_reward and "routers" not in algorithm.required_outputs("policy")
+    return algorithm.source != "pairs" and not setup.judges

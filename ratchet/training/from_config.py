@@ -274,6 +274,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
+    is_own = stage.eval_rewards == own_rewards(stage.environment)
     return EnvSetup(
         environment or build(stage.environment),
         reward=build_reward(stage.rewards),
@@ -283,13 +284,21 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
-        else build_eval_env_setup(stage.evaluation.environment),
+        else build_eval_env_setup(
+            stage.evaluation.environment, () if is_own else stage.eval_rewards
+        ),
     )
 
 
-def build_eval_env_setup(environment: Section) -> EnvSetup:
-    """Return an environment that is judged by its own reward."""
-    return EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
+def build_eval_env_setup(environment: Section, otherwise: Sequence[Section] = ()) -> EnvSetup:
+    """Return an environment that is judged by its own reward.
+
+    Args:
+        environment: The environment's section.
+        otherwise: The rewards of an environment that has none and whose steps give none.
+    """
+    setup = EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
+    return setup if setup.judges else replace(setup, reward=build_reward(otherwise))
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:

@@ -18,12 +18,9 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.batch import Batch
-from ratchet.evals.early_stopping import EarlyStopping
-from ratchet.evals.evaluator import Evaluator
-from ratchet.evals.pair_evaluator import PairEvaluator
+from ratchet.evals.early_stopping import EarlyStopping, choose_metric
 from ratchet.evals.report import save_report
-from ratchet.evals.results import EvalResults
-from ratchet.evals.score_evaluator import ScoreEvaluator
+from ratchet.evals.stage_evaluator import StageEvaluator, list_answer_results
 from ratchet.executors.signals import reinstall_handlers
 from ratchet.experience.checks.logprob_parity import ParityGate
 from ratchet.experience.checks.reward_hacking import ProbeFindings, RewardHackingProbes
@@ -108,6 +105,8 @@ class Progress:
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
+    loss_before: float | None = None  # on held-out tasks
+    loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
     fruitless: int = 0  # evaluations in a row without an improvement
     ended: bool = False  # stopped early, or by `limit_s`
@@ -143,7 +142,7 @@ class StageRun:
     metrics: MetricsManager = field(default_factory=MetricsManager)
     observers: Sequence[Observer] = ()
     recorder: StepRecorder | None = None
-    evaluator: Evaluator | PairEvaluator | ScoreEvaluator | None = None
+    evaluator: StageEvaluator | None = None
     managers: Sequence[GroupPlayer] = ()
     trainable: Mapping[str, float] = field(default_factory=dict)
     environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
@@ -342,7 +341,7 @@ class StageRun:
                 self.name,
                 self.done,
                 self.last_step,
-                patience.metric,
+                choose_metric(patience.metric, metrics),
                 progress.fruitless,
             )
             progress.ended = True
@@ -380,15 +379,14 @@ class StageRun:
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
-        if self.evaluations is not None and isinstance(results, EvalResults):
-            save_report(
-                results,
-                self.evaluations / f"step-{self.done:08d}",
-                f"{self.name}, step {self.done}",
-            )
+        if self.evaluations is not None:
+            directory = self.evaluations / f"step-{self.done:08d}"
+            for answers in list_answer_results(results):
+                save_report(answers, directory, f"{self.name}, step {self.done}")
         metrics = results.numbers()
         self.metrics.add("eval", metrics)
         self.progress.accuracy = metrics.get("accuracy")
+        self.progress.loss = metrics.get("loss")
         return metrics
 
     async def close(self) -> None:

@@ -130,7 +130,7 @@ class TrainingSession:
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
         self._profiled = 0  # index of the stage that `profile` applies to
-        self.measures: str | None = None  # what the latest stage's evaluator measures
+        self.measures = frozenset[str]()  # what the latest stage's evaluator measures
 
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
@@ -283,8 +283,8 @@ class TrainingSession:
             stop=stop,
         )
         _log_stage(run, stage)
-        previous_measure = self.measures
-        self.measures = run.evaluator and run.evaluator.measures
+        previous_measures = self.measures
+        self.measures = frozenset() if run.evaluator is None else run.evaluator.measures
         limit_s = checkpoint_config.limit_s
         run.deadline = None if limit_s is None else self.started_at + limit_s
         run.limit_s = self.try_s
@@ -309,7 +309,8 @@ class TrainingSession:
             if not index:
                 load_start_state(run, self.directory.path)
             self._keep_base(index, run, policy)
-            await self._measure_start(index, run, is_same_measure=previous_measure == self.measures)
+            is_same_measure = bool(self.measures) and self.measures <= previous_measures
+            await self._measure_start(index, run, is_same_measure=is_same_measure)
         self._note_provenance(run.first_step, saver.data)
         mode = self.config.logging.progress
         progress = show_progress(
@@ -380,9 +381,9 @@ class TrainingSession:
         )
 
     async def _measure_start(self, index: int, run: StageRun, *, is_same_measure: bool) -> None:
-        """Measure accuracy before the stage.
+        """Measure accuracy and loss before the stage.
 
-        If the previous stage was evaluated in the same way, its last result is reused.
+        If the previous stage was evaluated in the same way, its last accuracy is reused.
         """
         if (
             index
@@ -393,6 +394,7 @@ class TrainingSession:
             return
         numbers = await run.evaluate()
         run.progress.accuracy_before = numbers.get("accuracy")
+        run.progress.loss_before = numbers.get("loss")
         flushed = run.metrics.flush(run.first_step)
         # The metrics file gets a line for step 0. The first step of a later stage has one already.
         if index == 0:
@@ -421,7 +423,8 @@ class TrainingSession:
         )
         summary.write(self.directory.summary)
         failpoints.point("finish.summary")
-        self.console.print(summary.table())
+        for table in summary.tables():
+            self.console.print(table)
         rows: list[tuple[str, str | Path]] = [
             ("run", self.place),
             *models,
@@ -479,6 +482,8 @@ def _summarise(run: StageRun) -> StageSummary:
         seconds=progress.seconds,
         accuracy_before=progress.accuracy_before,
         accuracy_after=progress.accuracy,
+        loss_before=progress.loss_before,
+        loss_after=progress.loss,
         trained_tokens=progress.trained_tokens,
         generated_tokens=progress.generated_tokens,
     )

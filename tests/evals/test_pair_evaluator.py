@@ -17,8 +17,8 @@ from ratchet.config.checks.stages import conflicts
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
 from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.loss_evaluator import LossEvaluator, compute_correlation
 from ratchet.evals.pair_evaluator import PairEvaluator
-from ratchet.evals.score_evaluator import ScoreEvaluator, compute_correlation
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.run import StageRun
 from ratchet.training.start import start_run
@@ -55,7 +55,7 @@ def preferences(folder: Path, rows: list[dict[str, Any]]) -> dict[str, Any]:
 
 def test_scores_that_say_nothing_are_right_half_of_the_time():
     evaluator = made("reward_model", ENVIRONMENT).evaluator
-    assert isinstance(evaluator, ScoreEvaluator)
+    assert isinstance(evaluator, LossEvaluator)
     found = asyncio.run(evaluator.run())
     assert found.tasks == 20
     assert found.numbers() == pytest.approx({"loss": math.log(2), "accuracy": 0.5, "margin": 0.0})
@@ -92,12 +92,12 @@ def test_without_pairs_to_compare_the_fix_is_said(tmp_path: Path):
         tmp_path, [{"prompt": f"{i}?", "completion": "a", "label": True} for i in range(60)]
     )
     with pytest.raises(ConfigError, match=r"there are none .*Set evaluation.tasks=0"):
-        made("kto", environment)
-    assert made("kto", environment, tasks=0).evaluator is None
+        made("dpo", environment)
+    assert made("dpo", environment, tasks=0).evaluator is None
 
 
 def evaluated(run: StageRun) -> dict[str, float]:
-    assert isinstance(run.evaluator, ScoreEvaluator)
+    assert isinstance(run.evaluator, LossEvaluator)
     return asyncio.run(run.evaluator.run()).numbers()
 
 
@@ -114,7 +114,7 @@ def test_scores_are_held_to_held_out_labels(tmp_path: Path):
         for i in range(90)
     ]
     run = made("score_regression", preferences(tmp_path, rows), tasks=90)
-    assert isinstance(run.evaluator, ScoreEvaluator)
+    assert isinstance(run.evaluator, LossEvaluator)
     labels = [task.meta["about"].reward for task in run.evaluator.tasks]
     assert 0 < len(labels) < 20  # one prompt in ten is held out
     # Scores of 0: the mean squared label, and nothing that could be related to it

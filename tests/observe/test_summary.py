@@ -27,7 +27,8 @@ def summary(*stages: StageSummary) -> RunSummary:
 
 def shown(made: RunSummary) -> str:
     console = Console(file=io.StringIO(), width=120)
-    console.print(made.table())
+    for table in made.tables():
+        console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
 
@@ -44,6 +45,8 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 120.0,
                 "accuracy_before": 0.1,
                 "accuracy_after": 0.5,
+                "loss_before": None,
+                "loss_after": None,
                 "tokens_per_s": {"trained": 50.0, "generated": 0.0},
             },
             {
@@ -53,6 +56,8 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 200.0,
                 "accuracy_before": 0.5,
                 "accuracy_after": 0.875,
+                "loss_before": None,
+                "loss_after": None,
                 "tokens_per_s": {"trained": 250.0, "generated": 200.0},
             },
         ],
@@ -90,7 +95,7 @@ def test_table() -> None:
 def test_table_on_a_terminal_without_unicode() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=120, force_terminal=True).print(
-        summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).table()
+        *summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).tables()
     )
 
 

@@ -129,7 +129,8 @@ def _check_evaluation(stage: StageConfig, config: RunConfig) -> Iterator[Conflic
 def _check_end_with_best(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check end_with=best: only a checkpoint of an evaluated step has a score."""
     checkpoint, every = stage.checkpoint, stage.evaluation.every
-    if checkpoint.end_with != "best" or not checkpoint.metric.removeprefix("-").startswith("eval/"):
+    metric = (checkpoint.metric or "eval/").removeprefix("-")
+    if checkpoint.end_with != "best" or not metric.startswith("eval/"):
         return
     if not every or not checkpoint.every or every % checkpoint.every:
         yield clash(
@@ -169,7 +170,10 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
     users = [
         other
         for other in config.stages
-        if other.evaluation.tasks and other.evaluation.environment is None
+        if other.evaluation.tasks
+        and (
+            other.evaluation.environment is None or not _judges_itself(other.evaluation.environment)
+        )
     ]
     is_default = stage.eval_rewards == (own_rewards(stage.environment) or stage.rewards)
     if is_default or any(other.eval_rewards == stage.eval_rewards for other in users):
@@ -186,6 +190,10 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
         "eval_rewards",
         key,
     )
+
+
+def _judges_itself(environment: Section) -> bool:
+    return bool(own_rewards(environment)) or getattr(environment, "judges", True)
 
 
 def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

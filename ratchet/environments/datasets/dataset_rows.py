@@ -149,8 +149,8 @@ class _RowParser:
     def conversation(self, common: Mapping[str, Any]) -> RowContents:
         """Return a conversation's contents.
 
-        If the assistant has the last message, that is the solution. All other messages are the
-        prompt.
+        If the assistant has the last message, that is the solution, and its text the answer unless
+        the row has another. All other messages are the prompt.
         """
         column = f"column '{self.reader.names['messages']}'"
         messages = read_messages(self.get("messages"), f"{self.where}: {column}")
@@ -172,10 +172,13 @@ class _RowParser:
                 f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
                 f"tools}}, or rename it"
             )
+        answer = self.answer()
+        if answer is None and has_solution:
+            answer = messages[-1].text.strip() or None
         return RowContents(
             prompt=self.with_system(prompt),
             solution=messages[-1:] if has_solution else (),
-            answer=self.answer(),
+            answer=answer,
             tools=tools,
             **common,
         )

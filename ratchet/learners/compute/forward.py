@@ -187,7 +187,10 @@ class Forward:
 
         hidden_Td: the hidden states; None: compute them.
         """
-        spec = TokenOutputSpec.from_names(output_names, top_k=top_k, shared=self.shared_vocab)
+        has_ids = not top_k and micro.has("teacher_ids")
+        spec = TokenOutputSpec.from_names(
+            output_names, has_ids=has_ids, top_k=top_k, shared=self.shared_vocab
+        )
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
             hidden_Td = self.hidden(micro, needs=output_names) if hidden_Td is None else hidden_Td

@@ -140,9 +140,9 @@ FORMS = {
     ),
     "tulu3_sft": (
         lambda i: {"id": f"t{i}", "messages": listed(user(f"Q{i}"), assistant("A")), "source": "x"},
-        (user("Q3"),), None, assistant("A"),
+        (user("Q3"),), "A", assistant("A"),
     ),
-    "oasst1": (oasst, (user("Q3"), assistant("better"), user("and?")), None, assistant("so")),
+    "oasst1": (oasst, (user("Q3"), assistant("better"), user("and?")), "so", assistant("so")),
     "humaneval": (
         lambda i: {
             "task_id": f"HumanEval/{i}", "prompt": f"def f{i}():\n", "entry_point": f"f{i}", "canonical_solution": " return 1",

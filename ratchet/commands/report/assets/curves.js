@@ -2,7 +2,7 @@
 // The curves of every metric of all visible runs, grouped by the first part of the metric's name.
 
 const HIGHLIGHTS = [
-  "rollout/reward", "eval/accuracy", "policy/entropy/entropy", "policy/kl/kl", "policy/policy_gradient/old_kl",
+  "rollout/reward", "eval/accuracy", "eval/loss", "policy/entropy/entropy", "policy/kl/kl", "policy/policy_gradient/old_kl",
   "policy/policy_gradient/clipped", "policy/loss", "policy/grad_norm", "rollout/length_mean", "time/tokens_per_s",
 ];
 const MAX_HIGHLIGHTS = 8;
@@ -139,9 +139,12 @@ function matcher(text) {
 
 /** Returns a table with a line for each run: its progress and results. */
 function runTable(runs) {
+  const losses = runs.some((run) => !Number.isNaN(run.last("eval/loss"))); // a column only where one is measured
   const rows = runs.map((run) => {
     const [first, last] = [run.first("eval/accuracy"), run.last("eval/accuracy")];
     const accuracy = Number.isNaN(last) ? "–" : `${percent(first)} → ${percent(last)}`;
+    const [lossFirst, lossLast] = [run.first("eval/loss"), run.last("eval/loss")];
+    const loss = Number.isNaN(lossLast) ? "–" : `${short(lossFirst)} → ${short(lossLast)}`;
     const seconds = (run.columns["time/step_s"] || []).reduce((sum, x) => sum + (x || 0), 0);
     const tokens = (run.columns["rollout/trained_tokens"] || []).reduce((sum, x) => sum + (x || 0), 0);
     const stages = (run.facts.summary?.stages || []).map((stage) => `${stage.name} (${stage.algorithm})`).join(", ");
@@ -151,12 +154,14 @@ function runTable(runs) {
       whole(run.steps.at(-1) ?? 0),
       short(run.last("rollout/reward")),
       accuracy,
+      ...(losses ? [loss] : []),
       duration(seconds),
       short(tokens),
       stages || run.facts.config["name"],
     ];
   });
-  return table(["Run", "State", "Step", "Reward", "Held-out accuracy", "Time in steps", "Trained tokens", "Stages"], rows, "runs");
+  const headings = ["Run", "State", "Step", "Reward", "Held-out accuracy", ...(losses ? ["Held-out loss"] : [])];
+  return table([...headings, "Time in steps", "Trained tokens", "Stages"], rows, "runs");
 }
 
 /** Returns a folded list of the sentinels' alarms; null without alarms. */

@@ -1,0 +1,72 @@
+"""Evaluate a stage in one or several ways at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from ratchet.evals.results import EvalResults
+from ratchet.experience.rollout.manager import RolloutManager
+
+
+class EvaluationResult(Protocol):
+    """The result of an evaluation: of answers, of pairs, or a loss."""
+
+    def numbers(self) -> dict[str, float]:
+        """Return the metrics by name, without the prefix eval/."""
+        ...
+
+
+class StageEvaluator(Protocol):
+    """An evaluator of the weights that a stage trains.
+
+    Attributes:
+        managers: Rollout managers to close with the run.
+        measures: Names of what it measures. A stage whose evaluator measures nothing else than the
+            one before begins with its last numbers.
+    """
+
+    @property
+    def managers(self) -> Sequence[RolloutManager]: ...
+    @property
+    def measures(self) -> frozenset[str]: ...
+    async def run(self) -> EvaluationResult: ...
+
+
+@dataclass(frozen=True)
+class CombinedResult:
+    """The results of several evaluators, whose metrics have different names."""
+
+    parts: tuple[EvaluationResult, ...]
+
+    def numbers(self) -> dict[str, float]:
+        return {name: value for part in self.parts for name, value in part.numbers().items()}
+
+
+@dataclass(frozen=True)
+class CombinedEvaluator:
+    """Evaluators that run one after another."""
+
+    parts: tuple[StageEvaluator, ...]
+
+    @property
+    def managers(self) -> Sequence[RolloutManager]:
+        return [manager for part in self.parts for manager in part.managers]
+
+    @property
+    def measures(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.measures for part in self.parts))
+
+    async def run(self) -> CombinedResult:
+        return CombinedResult(tuple([await part.run() for part in self.parts]))
+
+
+def list_parts(result: EvaluationResult) -> Sequence[EvaluationResult]:
+    """Return the results of the single evaluators."""
+    return result.parts if isinstance(result, CombinedResult) else (result,)
+
+
+def list_answer_results(result: EvaluationResult) -> list[EvalResults]:
+    """Return the results that hold answers of the policy, which are worth a report."""
+    return [part for part in list_parts(result) if isinstance(part, EvalResults)]
