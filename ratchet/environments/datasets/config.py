@@ -72,6 +72,7 @@ class PreferencesConfig(EnvironmentConfig):
 # Usual column names by the kind of row that has them.
 PROMPT_COLUMNS = ("prompt", "answer", "solution")
 CONVERSATION_COLUMNS = ("messages", "tools")
+TEXT_COLUMNS = ("text",)
 PREFERENCE_COLUMNS = ("first", "second", "preference")  # two answers, and which is better
 COMMON_COLUMNS = ("id", "system", "difficulty")
 USUAL_COLUMNS = tuple(
@@ -80,6 +81,7 @@ USUAL_COLUMNS = tuple(
             *COMMON_COLUMNS,
             *PROMPT_COLUMNS,
             *CONVERSATION_COLUMNS,
+            *TEXT_COLUMNS,
             *PreferencesConfig.usual_columns,
             *PREFERENCE_COLUMNS,
             *MEDIA_COLUMNS,

@@ -30,6 +30,7 @@ from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
 from ratchet.environments.datasets.preference_rows import LabelledSteps
 from ratchet.environments.datasets.preferences import GOOD_STEP
+from ratchet.environments.datasets.usual_columns import explain_ambiguous
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.errors import DataError
 from ratchet.types import READ_FROM, Comparison, Judged, Message, Split, Task
@@ -119,7 +120,7 @@ class Dataset(SingleTurn):
         """Return the messages to imitate. Raises DataError if the row has none.
 
         They are the better of two answers, an answer that is labelled as good, the solution (for
-        example the end of a conversation), or else the task's answer.
+        example the end of a conversation, or plain text), or else the task's answer.
         """
         contents = self._read_contents(task)
         match contents.judgement:
@@ -133,8 +134,12 @@ class Dataset(SingleTurn):
                 return contents.solution
             case None if contents.answer is not None:
                 return (Message("assistant", contents.answer),)
+            case None if contents.unclear:
+                raise DataError(
+                    f"{contents.where}: {explain_ambiguous('answer', contents.unclear)}"
+                )
             case None:
-                self._raise_missing(contents, "solution", "an answer")
+                self._raise_missing(contents, "answer", "an answer")
         raise DataError(
             f"{contents.where}: the answer is labelled as bad, so there is none to learn from: "
             "drop such rows with `keep`"
@@ -153,7 +158,11 @@ class Dataset(SingleTurn):
         return (
             contents.judgement
             if isinstance(contents.judgement, Judged)
-            else self._raise_missing(contents, "completion", "one labelled answer")
+            else self._raise_missing(
+                contents,
+                "label" if "completion" in contents.columns else "completion",
+                "one labelled answer",
+            )
         )
 
     def steps(self, task: Task) -> LabelledSteps:
@@ -166,8 +175,9 @@ class Dataset(SingleTurn):
 
     def _raise_missing(self, contents: RowContents, usual: str, needed: str) -> NoReturn:
         name = self.reader.names.get(usual, usual)
+        problem = f"column '{name}' is null" if name in contents.values else f"no column '{name}'"
         raise DataError(
-            f"{contents.where}: no column '{name}'; the row has {', '.join(contents.columns)}, but "
+            f"{contents.where}: {problem}; the row has {', '.join(contents.columns)}, but "
             f"this algorithm learns from {needed}: "
             f"name yours in `columns`: {{{usual}: ...}}, or use another algorithm"
         )
@@ -176,6 +186,15 @@ class Dataset(SingleTurn):
         """Return the contents of a task's row, from the values in the task's `meta`."""
         values = {name: value for name, value in task.meta.items() if name != READ_FROM}
         return self.reader.read_again(DataRow(0, values), task.where)
+
+    async def reset(self, task: Task) -> Sequence[Message]:
+        """Return the prompt. Raises DataError for a row of plain text, which has none."""
+        if not task.messages:
+            raise DataError(
+                f"{task.where}: the row is plain text without a prompt to answer: name its prompt "
+                "in `columns`: {prompt: ...}"
+            )
+        return task.messages
 
     # --- Rows and splits.
 
@@ -314,8 +333,12 @@ class Dataset(SingleTurn):
                 continue
             contents = self.reader.read(row, where)
             self.reader.placer.check(contents.prompt, where)
+            # Plain text has no prompt, so it is identified by itself.
             prompt = _hash(
-                [[message.role, self.reader.placer.key(message)] for message in contents.prompt]
+                [
+                    [message.role, self.reader.placer.key(message)]
+                    for message in contents.prompt or contents.solution
+                ]
             )
             if is_distinct and prompt in seen:
                 continue
@@ -337,6 +360,12 @@ class Dataset(SingleTurn):
             return (
                 f"name its files in `{split}`, or the split on the Hub in "
                 f"`{split}_split`{alternative}"
+            )
+        if split == "test" and not self.config.test and self.config.test_name == "":
+            share = self.config.test_share
+            return (
+                f"test_share={share:g} of so few rows holds none out. Raise test_share, name "
+                "`test`, or set evaluation.tasks: 0"
             )
         return f"`keep` filters out all rows, or all are in the {other} split: loosen it"
 

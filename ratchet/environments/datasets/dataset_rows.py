@@ -1,7 +1,7 @@
 """Read the contents of a row: a prompt with an answer, a solution or judged answers.
 
-A conversation is split into a prompt and a solution. Every error names the file, the row and the
-column (by its name in the file).
+A conversation is split into a prompt and a solution. A row of plain text has no prompt, and its
+text is the solution. Every error names the file, the row and the column (by its name in the file).
 """
 
 from __future__ import annotations
@@ -22,10 +22,17 @@ from ratchet.environments.datasets.config import (
     PreferencesConfig,
 )
 from ratchet.environments.datasets.preference_rows import Judgement, Messages, PreferenceReader
+from ratchet.environments.datasets.usual_columns import (
+    INPUT,
+    explain_ambiguous,
+    explain_no_prompt,
+    join_input,
+    list_candidates,
+)
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
-ANSWER_COLUMNS = ("chosen", "rejected", "completion", "completions")
+ANSWER_COLUMNS = ("chosen", "rejected", "completions")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +43,7 @@ class RowContents:
         where: The file and the row, for errors.
         values: The whole row, for rewards that read further columns.
         judgement: A comparison of answers, one reward, or a label for each step.
+        unclear: Columns that may each be the answer, if there are several.
         columns: Names of the columns that are not null, as in the file.
     """
 
@@ -48,6 +56,7 @@ class RowContents:
     judgement: Judgement | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     difficulty: float | None = None
+    unclear: tuple[str, ...] = ()
     columns: tuple[str, ...] = field(default=())
 
 
@@ -61,6 +70,9 @@ class DatasetRowReader:
         self.declared = frozenset(config.columns) | (
             frozenset(published.columns) if published else frozenset()
         )
+        self.taken = frozenset(config.columns.values())
+        # A preset says what all of its columns mean.
+        self.finds_others = published is None
         self.template = (
             config.prompt if config.prompt is not None else published.prompt if published else ""
         )
@@ -132,17 +144,24 @@ class _RowParser:
             else read_number(difficulty, self.reader.names["difficulty"], self.where),
             "columns": self.columns,
         }
-        if self.has_any(PREFERENCE_COLUMNS) or self.has_any(ANSWER_COLUMNS):
+        if self.has_any(PREFERENCE_COLUMNS) or self.has_any(ANSWER_COLUMNS) or self.is_labelled():
             prompt, judgement = self.judged_answers()
             return RowContents(prompt=prompt, judgement=judgement, answer=self.answer(), **common)
         if self.get("messages") is not None:
             return self.conversation(common)
+        if self.is_plain_text():
+            return RowContents(
+                prompt=(), solution=(Message("assistant", self.plain_text()),), **common
+            )
         prompt = self.prompt()
         solution = self.text("solution")
-        solution_messages = () if solution is None else (Message("assistant", solution),)
-        return RowContents(
-            prompt=prompt, answer=self.answer(), solution=solution_messages, **common
-        )
+        if solution is not None:
+            messages = (Message("assistant", solution),)
+            return RowContents(prompt=prompt, answer=self.answer(), solution=messages, **common)
+        answer = self.answer()
+        if answer is not None:
+            return RowContents(prompt=prompt, answer=answer, **common)
+        return RowContents(prompt=prompt, **self.response(), **common)
 
     # --- Kinds of rows.
 
@@ -191,7 +210,9 @@ class _RowParser:
         }
         values = dict(self.row.values)
         for usual, name in names.items():
-            if usual in self.reader.names:
+            # A row of only answers needs a prompt, which `PreferenceReader` then finds under
+            # another usual name.
+            if name in self.row.values or usual in self.reader.declared:
                 values[name] = self.get(usual)
         if self.has_any(PREFERENCE_COLUMNS):
             names["chosen"], names["rejected"] = self.ordered_responses()
@@ -219,6 +240,56 @@ class _RowParser:
             )
         return (first, second) if preference_value < 0 else (second, first)
 
+    def is_labelled(self) -> bool:
+        """True if the row has one answer with a label. Without the label it is a plain answer."""
+        return self.get("completion") is not None and (
+            "completion" in self.reader.declared
+            or "label" in self.row.values
+            or self.get("label") is not None
+        )
+
+    def is_plain_text(self) -> bool:
+        """True if the row is text without a prompt, as for language modelling."""
+        if self.get("text") is None or self.reader.template or "prompt" in self.reader.declared:
+            return False
+        return "text" in self.reader.declared or self.find("prompt") is None
+
+    def plain_text(self) -> str:
+        text = self.text("text")
+        if not text:
+            name = self.reader.names["text"]
+            raise DataError(f"{self.where}: column '{name}' is empty: drop the row with `keep`")
+        return text
+
+    def response(self) -> dict[str, Any]:
+        """Return the fields of the answer where it stands under another usual name.
+
+        What trains keeps its white space; what a reward compares with does not.
+        """
+        candidates = self.candidates("answer")
+        if len(candidates) != 1:
+            return {"unclear": candidates}
+        (name,) = candidates
+        value = self.row.values[name]
+        column = f"{self.where}: column '{name}'"
+        if value is None or value == "":
+            return {}
+        if isinstance(value, list):
+            messages = read_messages(value, column)
+            if messages[-1].role != "assistant":
+                raise DataError(f"{column} ends without an answer of the assistant: add it")
+            return {"solution": messages, "answer": messages[-1].text.strip() or None}
+        if isinstance(value, bool) or not isinstance(value, str | int | float):
+            raise DataError(
+                f"{column} is {describe_type(value)}, must be text, a number or messages: name "
+                "another in `columns`: {answer: ...}"
+            )
+        check_surrogates(str(value), column)
+        return {
+            "solution": (Message("assistant", str(value)),),
+            "answer": self.after_marker(str(value), f"column '{name}'"),
+        }
+
     # --- Columns of a row.
 
     def prompt(self) -> Messages:
@@ -226,16 +297,17 @@ class _RowParser:
             return self.with_system(
                 (Message("user", fill(self.reader.template, self.row.values, self.where)),)
             )
+        name = self.find("prompt")
+        if name is None and "prompt" not in self.reader.declared and self.reader.finds_others:
+            raise DataError(f"{self.where}: {explain_no_prompt(self.columns)}")
         value = self.need("prompt")
         if isinstance(value, list):
-            return self.with_system(
-                read_messages(value, f"{self.where}: column '{self.reader.names['prompt']}'")
-            )
+            return self.with_system(read_messages(value, f"{self.where}: column '{name}'"))
         text = self.text("prompt")
         if not text:
-            raise DataError(
-                f"{self.where}: column '{self.reader.names['prompt']}' is empty: write a prompt"
-            )
+            raise DataError(f"{self.where}: column '{name}' is empty: write a prompt")
+        if name != self.reader.names["prompt"] and name != INPUT:
+            text = join_input(text, self.row.values, self.reader.taken)
         return self.with_system((Message("user", text),))
 
     def with_system(self, prompt: Messages) -> Messages:
@@ -245,7 +317,7 @@ class _RowParser:
         return (Message("system", system), *prompt)
 
     def answer(self) -> str | None:
-        value, marker = self.get("answer"), self.reader.answer_marker
+        value = self.get("answer")
         if value is None:
             if "answer" in self.reader.declared:
                 self.need("answer")
@@ -261,13 +333,17 @@ class _RowParser:
                 f"{self.where}: column '{self.reader.names['answer']}' is {describe_type(value)}, "
                 "must be text or a number: name a nested value with dots in `columns`"
             )
-        has_marker = not marker or marker in str(value)
-        answer = str(value).rpartition(marker)[2] if marker else str(value)
+        return self.after_marker(str(value), f"column '{self.reader.names['answer']}'")
+
+    def after_marker(self, text: str, column: str) -> str:
+        """Return what follows `answer_after` in an answer, or all of it without a marker."""
+        marker = self.reader.answer_marker
+        has_marker = not marker or marker in text
+        answer = text.rpartition(marker)[2] if marker else text
         if not has_marker or not answer.strip():
             problem = f"has no answer after '{marker}'" if marker else "is empty"
             raise DataError(
-                f"{self.where}: column '{self.reader.names['answer']}' {problem}: add it, or drop "
-                "the row with `keep`"
+                f"{self.where}: {column} {problem}: add it, or drop the row with `keep`"
             )
         return answer.strip()
 
@@ -286,15 +362,11 @@ class _RowParser:
         value = self.get(usual)
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.where}: column '{self.reader.names[usual]}' is {describe_type(value)}, "
-                "must be a string"
+                f"{self.where}: column '{self.find(usual)}' is {describe_type(value)}, must be a "
+                "string"
             )
-        if value is not None and any("\ud800" <= c <= "\udfff" for c in value):
-            name = self.reader.names[usual]
-            raise DataError(
-                f"{self.where}: column '{name}' holds half of a surrogate pair (\\ud800 to "
-                "\\udfff): remove it"
-            )
+        if value is not None:
+            check_surrogates(value, f"{self.where}: column '{self.find(usual)}'")
         return value
 
     def has_any(self, usual: tuple[str, ...]) -> bool:
@@ -305,17 +377,35 @@ class _RowParser:
 
         Raises DataError for a declared column that the row does not have.
         """
+        name = self.find(usual)
+        return None if name is None else find_value(self.row.values, name, self.where)
+
+    def find(self, usual: str) -> str | None:
+        """Return the name in the row of a column by its usual name, or None if the row has none.
+
+        The prompt and the messages are also found by other usual names.
+
+        Raises DataError for several that may be meant.
+        """
         if usual not in self.reader.names:
             return None
         name = self.reader.names[usual]
-        if name not in self.row.values and usual not in self.reader.declared:
-            return None
-        return find_value(self.row.values, name, self.where)
+        if name in self.row.values or usual in self.reader.declared:
+            return name
+        candidates = self.candidates(usual) if usual in ("prompt", "messages") else ()
+        if len(candidates) > 1:
+            raise DataError(f"{self.where}: {explain_ambiguous(usual, candidates)}")
+        return next(iter(candidates), None)
+
+    def candidates(self, usual: str) -> tuple[str, ...]:
+        if not self.reader.finds_others or usual in self.reader.declared:
+            return ()
+        return list_candidates(usual, self.row.values, self.reader.taken)
 
     def need(self, usual: str) -> Any:
         value = self.get(usual)
         if value is None:
-            name = self.reader.names.get(usual, usual)
+            name = self.find(usual) or self.reader.names.get(usual, usual)
             problem = (
                 f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             )
@@ -325,3 +415,8 @@ class _RowParser:
                 f"{{{usual}: ...}}"
             )
         return value
+
+
+def check_surrogates(text: str, column: str) -> None:
+    if any("\ud800" <= c <= "\udfff" for c in text):
+        raise DataError(f"{column} holds half of a surrogate pair (\\ud800 to \\udfff): remove it")

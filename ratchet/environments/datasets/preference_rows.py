@@ -13,6 +13,12 @@ from typing import Any, NoReturn, get_args
 
 from ratchet.data.formats.media_columns import read_content as read_parts
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
+from ratchet.environments.datasets.usual_columns import (
+    INPUT,
+    explain_ambiguous,
+    join_input,
+    list_candidates,
+)
 from ratchet.errors import DataError
 from ratchet.types import Comparison, Judged, Message, Role
 
@@ -70,6 +76,30 @@ class _PreferenceParser:
         self.columns = tuple(name for name, value in row.values.items() if value is not None)
         values = {usual: row.values.get(name) for usual, name in reader.names.items()}
         self.values = {usual: value for usual, value in values.items() if value is not None}
+        if reader.names.get("prompt") == "prompt" and "prompt" not in row.values:
+            self._find_prompt(row.values)
+
+    def _find_prompt(self, columns: Mapping[str, Any]) -> None:
+        """Read the prompt of answers alone from another usual column.
+
+        Whole conversations hold their prompt.
+        """
+        answer = self.values.get("chosen", self.values.get("completion"))
+        if isinstance(answer, list):
+            first = answer[0] if answer else None
+            needs_prompt = isinstance(first, dict) and first.get("role") == "assistant"
+        else:
+            needs_prompt = not (isinstance(answer, str) and SPEAKER.match(answer))
+        if not needs_prompt:
+            return
+        candidates = list_candidates("prompt", columns, self.reader.names.values())
+        if len(candidates) > 1:
+            self.refuse(explain_ambiguous("prompt", candidates))
+        value = columns[candidates[0]] if candidates else None
+        if isinstance(value, str) and candidates[0] != INPUT:
+            value = join_input(value, columns)
+        if value is not None:
+            self.values["prompt"] = value
 
     def parse(self) -> PreferenceRow:
         formats = [

@@ -38,6 +38,8 @@ class TextRenderer:
     ) -> Trajectory:
         """Return a trajectory of a task's messages and an answer.
 
+        A task without messages is plain text: its answer alone, without the chat template.
+
         Args:
             task: The task.
             answer: The messages that follow the task's.
@@ -46,11 +48,34 @@ class TextRenderer:
             tools: The tools that were offered.
         """
         messages = (*task.messages, *answer)
+        if not task.messages:
+            with _prefix_errors_with_task(task):
+                plain = self._plain_text(answer[-1].text)
+            return self._checked(task, plain, reward)
         with _prefix_errors_with_task(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)
         return self._finish(
             task, Trajectory.supervised(tokens, trainable, messages=messages, media=media), reward
+        )
+
+    def _plain_text(self, text: str) -> Trajectory:
+        """Return a trajectory that trains on a whole text, and on its end.
+
+        Control tokens that are written in the text are those tokens. BOS stands before it where the
+        tokenizer adds it, and EOS after it. The first token has nothing to be predicted from.
+        """
+        tokenizer = self.renderer.tokenizer
+        tokens = tokenizer.encode(text, allow_special=True)
+        if tokenizer.adds_bos and tokens[:1] != [tokenizer.bos_id]:
+            assert tokenizer.bos_id is not None
+            tokens.insert(0, tokenizer.bos_id)
+        if tokenizer.eos_ids and tokens[-1:] != [tokenizer.eos_ids[0]]:
+            tokens.append(tokenizer.eos_ids[0])
+        return Trajectory.supervised(
+            tokens,
+            [i > 0 for i in range(len(tokens))],
+            messages=(Message("assistant", text),),
         )
 
     def row_from_steps(self, task: Task, steps: Sequence[tuple[str, float]]) -> Trajectory:

@@ -96,11 +96,12 @@ class TaskStream:
 
     def _collect_distinct(self, seed: int, count: int) -> list[Task]:
         """Return the first `count` tasks with distinct prompts, or all if there are fewer."""
-        pool: dict[tuple[Message, ...], Task] = {}
+        pool: dict[tuple[Message, ...] | str, Task] = {}
         repeats = 0  # in a row
         for task in self.environment.tasks("train", seed=seed):
-            repeats = repeats + 1 if task.messages in pool else 0
-            pool.setdefault(task.messages, task)
+            key = task.messages or task.id  # plain text has no prompt
+            repeats = repeats + 1 if key in pool else 0
+            pool.setdefault(key, task)
             if len(pool) == count or repeats > MAX_REPEATS:
                 break
         return list(pool.values())
