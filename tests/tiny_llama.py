@@ -45,8 +45,8 @@ def make_llama(path: Path, texts: Iterable[str], *, positions: int = 256, seed: 
             num_attention_heads=2,
             num_key_value_heads=2,
             max_position_embeddings=positions,
-            bos_token_id=tokenizer.convert_tokens_to_ids("<|begin|>"),
-            eos_token_id=tokenizer.convert_tokens_to_ids("<|end|>"),
+            bos_token_id=SPECIAL.index("<|begin|>"),
+            eos_token_id=SPECIAL.index("<|end|>"),
             tie_word_embeddings=True,
         )
     )

@@ -417,7 +417,13 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
         device = next(policy.model.parameters()).device
         return {"policy": build(LocalConfig(), policy.model, head=head.to(device))}
     copied = [name for name, role in algorithm.roles.items() if role.path is None]
-    if copied and algorithm.source != "pairs" and not setup.judges:
+    is_read = algorithm.source != "pairs" and not setup.judges
+    if copied and is_read and (start := _find_start(target)) is not None:
+        roles = {
+            name: replace(role, path=role.path or start) for name, role in algorithm.roles.items()
+        }
+        algorithm, copied = replace(algorithm, roles=roles), []
+    if copied and is_read:
         raise ConfigError(
             f"the loss of {algorithm.name} compares with the model before its stage ({copied[0]}), "
             "which is not kept. Add --on KIND, or give the recipe eval_rewards"
@@ -429,6 +435,12 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
     return make_roles(
         policy.model, policy.tokenizer, frozen, section=section, optimizer=optimizer, steps=1
     )
+
+
+def _find_start(target: Target) -> str | None:
+    """Return the model that the target's last stage began with; None if the run has not kept it."""
+    config = target.config
+    return config.model.path if config is not None and len(config.stages) == 1 else None
 
 
 def _print_numbers(results: _Results, console: Console) -> None:

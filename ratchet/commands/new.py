@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import keyword
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from string import Template
 
@@ -133,6 +134,25 @@ def test_it_keeps_the_contract():
 '''
 
 
+@dataclass(frozen=True)
+class RecipeRequest:
+    """The options of a new recipe for a file and a model.
+
+    Attributes:
+        like: An algorithm's kind, or the name of a recipe in recipes/.
+        data: A file, pattern, directory or address.
+        model: A Hugging Face directory, or a Hub id.
+        reward: A kind of reward, `module:function`, or `file.py:function`; None: no reward.
+        teacher: The model directory that a distillation learns from.
+    """
+
+    like: str
+    data: str
+    model: str
+    reward: str | None = None
+    teacher: str | None = None
+
+
 def _make_module_name(name: str) -> str:
     """Return a name in the form of a Python module's: MyMaze and my-maze become my_maze.
 
@@ -149,9 +169,13 @@ def _make_module_name(name: str) -> str:
 
 def _make_recipe(name: str) -> tuple[Mapping[str, str], str]:
     """Return the text of a recipe by file name, and the next command."""
+    _check_recipe_name(name)
+    return {f"{name}.yaml": _fill(RECIPE, name=name)}, f"ratchet train {name}.yaml"
+
+
+def _check_recipe_name(name: str) -> None:
     if not re.fullmatch(r"[A-Za-z0-9][\w.+-]*", name):
         raise ConfigError(f"'{name}' can't name a recipe: use letters, digits and _ . + -")
-    return {f"{name}.yaml": _fill(RECIPE, name=name)}, f"ratchet train {name}.yaml"
 
 
 def _make_environment(name: str) -> tuple[Mapping[str, str], str]:
@@ -196,10 +220,40 @@ def scaffold(kind: str, name: str, directory: Path = Path()) -> tuple[list[Path]
     Raises ConfigError if the name is invalid or a file exists already. Then nothing is written.
     """
     files, command = KINDS[kind](name)
-    texts = {directory / file: text for file, text in files.items()}
-    for path in texts:
+    return _write(files, directory), command
+
+
+def scaffold_recipe(
+    name: str | None, request: RecipeRequest, directory: Path = Path()
+) -> tuple[list[Path], str]:
+    """Write a recipe for a file and a model; return its path and the command to run next.
+
+    Args:
+        name: The name of the recipe; None: the value of --like.
+        request: The options of the recipe.
+        directory: The directory of the file.
+
+    Raises ConfigError or DataError, and then nothing is written.
+    """
+    from ratchet.commands.new_recipe import write_recipe  # it imports torch
+
+    name = name or request.like.removesuffix(".yaml")
+    _check_recipe_name(name)
+    files = {f"{name}.yaml": ""}
+    _refuse_existing(files, directory)
+    files = {f"{name}.yaml": write_recipe(name, request)}
+    return _write(files, directory), f"ratchet check {name}.yaml && ratchet train {name}.yaml"
+
+
+def _refuse_existing(files: Iterable[str], directory: Path) -> None:
+    for path in (directory / file for file in files):
         if path.exists():
             raise ConfigError(f"{path} exists already, and is not overwritten: choose another name")
+
+
+def _write(files: Mapping[str, str], directory: Path) -> list[Path]:
+    _refuse_existing(files, directory)
+    texts = {directory / file: text for file, text in files.items()}
     for path, text in texts.items():
         path.write_text(text, encoding="utf-8")
-    return list(texts), command
+    return list(texts)

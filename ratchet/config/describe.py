@@ -229,6 +229,14 @@ def _evaluation(stage: StageConfig, first_step: int) -> str:
         f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, "
         f"{' and '.join(kinds)})"
     )
+    environment = settings.environment or stage.environment
+    is_judged = bool(stage.eval_rewards) or getattr(environment, "judges", True)
+    if not is_judged:
+        size = f"the loss of {_count(settings.tasks, 'task')} at most"
+        if stage.source == "pairs":
+            size = f"{_count(settings.tasks, 'pair')} at most, compared"
+    elif stage.source == "rows":
+        size += ", and the loss of the tasks"
     if stage.steps is None:
         interval = f", every {_count(settings.every, 'step')}" if settings.every else ""
         return f"before and after{interval}, {size}"

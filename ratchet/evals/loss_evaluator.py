@@ -140,7 +140,8 @@ class LossEvaluator:
         for term in terms:
             value, metrics = term(outputs, part)
             sums.loss += float(value)
-            for name, metric in metrics.items():
+            # Without an update the ratio of new and old probabilities says nothing.
+            for name, metric in () if "old_logprobs" in term.needs else metrics.items():
                 sums.metrics[name] = sums.metrics.get(name, 0.0) + float(metric)
         if "scores" in columns:
             judged_S = part.train_S & part.scored_S

@@ -95,11 +95,12 @@ class _PreferenceParser:
         candidates = list_candidates("prompt", columns, self.reader.names.values())
         if len(candidates) > 1:
             self.refuse(explain_ambiguous("prompt", candidates))
-        value = columns[candidates[0]] if candidates else None
-        if isinstance(value, str) and candidates[0] != INPUT:
-            value = join_input(value, columns)
-        if value is not None:
-            self.values["prompt"] = value
+        for name in candidates:
+            value = columns[name]
+            if isinstance(value, str) and name != INPUT:
+                value = join_input(value, columns)
+            if value is not None:
+                self.values["prompt"] = value
 
     def parse(self) -> PreferenceRow:
         formats = [

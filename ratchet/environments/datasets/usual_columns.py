@@ -54,11 +54,13 @@ def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
 
 def explain_no_prompt(columns: Sequence[str]) -> str:
     """Return what is missing in a row without a prompt, and the line that mends it."""
-    known = ", ".join((*OTHER_NAMES["prompt"], "messages", *OTHER_NAMES["messages"], "text"))
-    guess = ", ".join(
-        f"{usual}: {name}" for usual, name in zip(("prompt", "answer"), columns, strict=False)
-    )
+    known = (*OTHER_NAMES["prompt"], "messages", *OTHER_NAMES["messages"], "text")
+    answers = [name for name in columns if name in ("answer", "solution", *OTHER_NAMES["answer"])]
+    others = [name for name in columns if name not in answers]
+    line = f"prompt: {others[0] if others else '...'}"
+    if len(others) > 1 and not answers:
+        line += f", answer: {others[1]}"
     return (
-        f"no column 'prompt' ({known}); the row has {', '.join(columns) or 'no columns'}: name yours "
-        f"in `columns`: {{{guess or 'prompt: ...'}}}"
+        f"no column 'prompt'; the row has {', '.join(columns) or 'no columns'}, and none of "
+        f"{', '.join(known)}: name yours in `columns`: {{{line}}}"
     )

@@ -51,7 +51,7 @@ class TextRenderer:
         if not task.messages:
             with _prefix_errors_with_task(task):
                 plain = self._plain_text(answer[-1].text)
-            return self._checked(task, plain, reward)
+            return self._finish(task, plain, reward)
         with _prefix_errors_with_task(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)

@@ -537,8 +537,10 @@ def test_a_directory_in_the_form_of_the_hub_is_read_by_the_hub_s_own_library(tmp
 @pytest.mark.parametrize(
     ("row", "settings", "message"),
     [
-        ({"q": "Q", "a": "A"}, {}, "; the row has q, a: name yours in `columns`: "
-                                "{prompt: q, answer: a}"),
+        ({"q": "Q", "a": "A"}, {}, "no column 'prompt'; the row has q, a, and none of "
+                                "question, instruction, problem, query, input, messages, "
+                                "conversations, text: name yours in `columns`: {prompt: q, "
+                                "answer: a}"),
         ({"q": 3, "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is an integer, must be "
                                                                 "a string"),
         ({"q": "", "answer": "a"}, {"columns": {"prompt": "q"}}, "column 'q' is empty: write a prompt"),

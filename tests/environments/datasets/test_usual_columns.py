@@ -128,9 +128,16 @@ def test_pairs_find_their_prompt(kind: str, row: dict[str, Any], prompt: str, tm
     [
         (
             {"q": "Q", "a": "A"}, {},
-            "no column 'prompt' (question, instruction, problem, query, input, messages, "
-            "conversations, text); the row has q, a: name yours in `columns`: {prompt: q, "
+            "no column 'prompt'; the row has q, a, and none of question, instruction, problem, "
+            "query, input, messages, conversations, text: name yours in `columns`: {prompt: q, "
             "answer: a}",
+        ),
+        ({"answer": "A"}, {}, "no column 'prompt'; the row has answer, and none of"),
+        (
+            {"answer": "A", "q": "Q", "r": "R"}, {},
+            "no column 'prompt'; the row has answer, q, r, and none of question, instruction, "
+            "problem, query, input, messages, conversations, text: name yours in `columns`: "
+            "{prompt: q}",
         ),
         (
             {"question": "Q", "problem": "P"}, {},
