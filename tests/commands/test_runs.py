@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.runs import describe_run, find_runs, prune_runs, rows_in
+from ratchet.commands.runs import describe_run, find_runs, make_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.unstarted import is_unstarted
@@ -64,11 +64,11 @@ def test_a_damaged_run_hides_no_other(place: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(text)
         with pytest.raises(RunDirectoryError, match=r"config.yaml"):
-            rows_in(tmp_path / name)
+            make_rows(tmp_path / name)
         with pytest.raises(RunDirectoryError, match=r"config.yaml"):
-            prune_runs(tmp_path / name, keep=1, really=False)
+            prune_runs(tmp_path / name, keep=1, confirmed=False)
     os.mkfifo(tmp_path / "pipe")
-    states = {Path(row.path).name: row.state for row in rows_in(tmp_path)}
+    states = {Path(row.path).name: row.state for row in make_rows(tmp_path)}
     assert states == {"a": "finished", **dict.fromkeys("bcde", "damaged")}
 
 

@@ -474,7 +474,7 @@ def costs(monkeypatch) -> dict[str, int]:
         most("chunk_rows", lambda head, *a: head.chunk_rows),
     )
     count(ThreadPool, "run", most("jobs", lambda crew, jobs: len(jobs)))
-    count(Scheduler, "_enter", add("prefills"))
+    count(Scheduler, "_start_batch", add("prefills"))
     count(Scheduler, "_decode", most("running", lambda scheduler: len(scheduler.running)))
     count(
         Decoder,

@@ -131,7 +131,7 @@ def prepares_otherwise(directory: Path) -> Path:
         (
             reads_text,
             {"kind": "on_policy_distillation", "teacher_tokens": "aligned"},
-            "asked about the text alone.* with teacher_tokens=same",
+            "reads text alone.* with teacher_tokens=same",
         ),
     ],
 )

@@ -33,8 +33,8 @@ WRONG = {
     "device=cpu learner={kind: megatron, fp8: hybrid, weights: bfloat16}": "works only on CUDA devices, and",
     "learner={kind: megatron, fp8: e4m3}": "needs weights in bfloat16, and learner.weights=float32: set learner.weights=bfloat16",
     "lora={rank: 4} learner={kind: megatron, weights: bfloat16}": "is for training them: set learner.weights=float32",
-    "device=cpu generator={kind: vllm, quantise: float8}": "vLLM multiplies in 8 bits on "
-    "accelerators alone: remove it",
+    "device=cpu generator={kind: vllm, quantise: float8}": "works in vLLM only on CUDA devices, "
+    "and there is none here: remove it",
 }
 
 
