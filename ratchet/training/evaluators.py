@@ -87,10 +87,7 @@ def make_pair_evaluator(
     try:
         pairs.pair(tasks[0])
     except DataError as error:
-        raise ConfigError(
-            f"evaluation compares pairs of held-out answers, and there are none ({error}). Set "
-            "evaluation.tasks=0"
-        ) from error
+        raise ConfigError(explain_no_answers("pairs", str(error))) from error
     return PairEvaluator(learner, pairs, tasks)
 
 
@@ -119,6 +116,18 @@ def make_loss_evaluator(
     )
     source = SOURCES[algorithm.source](policy, setup, algorithm, _without_selection(spec), manager)
     return LossEvaluator(roles, source, tasks, algorithm, (manager,))
+
+
+def explain_no_answers(source: str, reason: str) -> str:
+    """Return the error of held-out tasks that lack the answers that the evaluation reads.
+
+    source: "pairs" or "rows", as in `StageConfig.source`.
+    """
+    measure = "compares pairs" if source == "pairs" else "computes the loss"
+    return (
+        f"evaluation {measure} of held-out answers, and there are none ({reason}). Set "
+        "evaluation.tasks=0"
+    )
 
 
 def _without_selection(spec: StageSpec) -> StageSpec:
@@ -190,10 +199,7 @@ def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) ->
     if algorithm.source == "rows":
         reason = _lacks_answers(setup, spec)
         if reason and not setup.judges:
-            raise ConfigError(
-                f"evaluation computes the loss of held-out answers, and there are none ({reason}). "
-                "Set evaluation.tasks=0"
-            )
+            raise ConfigError(explain_no_answers("rows", reason))
         if reason:
             log.info("stage %s: no held-out loss is measured: %s", spec.name, reason)
         return not reason

@@ -274,7 +274,6 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         stage: The stage.
         environment: Its environment, if it has been built already.
     """
-    is_own = stage.eval_rewards == own_rewards(stage.environment)
     return EnvSetup(
         environment or build(stage.environment),
         reward=build_reward(stage.rewards),
@@ -284,21 +283,34 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None
         if stage.evaluation.environment is None
-        else build_eval_env_setup(
-            stage.evaluation.environment, () if is_own else stage.eval_rewards
-        ),
+        else _build_other_env_setup(stage, stage.evaluation.environment),
     )
 
 
-def build_eval_env_setup(environment: Section, otherwise: Sequence[Section] = ()) -> EnvSetup:
-    """Return an environment that is judged by its own reward.
+def build_eval_env_setup(environment: Section) -> EnvSetup:
+    """Return an environment that is judged by its own reward."""
+    return EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
 
-    Args:
-        environment: The environment's section.
-        otherwise: The rewards of an environment that has none and whose steps give none.
+
+def _build_other_env_setup(stage: StageConfig, section: Section) -> EnvSetup:
+    environment = build(section)
+    return EnvSetup(environment, reward=build_reward(choose_eval_rewards(stage, environment)))
+
+
+def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequence[Section]:
+    """Return the rewards that judge held-out answers in `environment`, which is built already.
+
+    An `evaluation.environment` is judged by its own reward. One that has none, and whose steps give
+    none, is judged by `eval_rewards`, unless these are the own reward of the stage's environment.
     """
-    setup = EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
-    return setup if setup.judges else replace(setup, reward=build_reward(otherwise))
+    section = stage.evaluation.environment
+    if section is None:
+        return stage.eval_rewards
+    rewards = own_rewards(section)
+    if rewards or getattr(environment, "judges", True):
+        return rewards
+    is_own = stage.eval_rewards == own_rewards(stage.environment)
+    return () if is_own else stage.eval_rewards
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:

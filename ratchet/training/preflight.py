@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
-from ratchet.config.schema import RunConfig, StageConfig, own_rewards
+from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.data.chat.renderer import Renderer
 from ratchet.errors import ConfigError, DataError, RatchetError
 from ratchet.experience.sources.offline import TextRenderer
@@ -25,7 +25,13 @@ from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id
 from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment
-from ratchet.training.from_config import build_reward, get_chat_template, load_policy_processor
+from ratchet.training.evaluators import explain_no_answers
+from ratchet.training.from_config import (
+    build_reward,
+    choose_eval_rewards,
+    get_chat_template,
+    load_policy_processor,
+)
 from ratchet.training.saved_weights import find_saved
 from ratchet.types import Failed, Message, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
@@ -166,10 +172,13 @@ class _StageCheck:
         environment = build(section)
         try:
             task = self._first_task(environment, "test", "evaluation")
-            rewards = (
-                self.stage.eval_rewards if settings.environment is None else own_rewards(section)
-            )
-            if task is not None and rewards != self.stage.rewards:
+            if task is None:
+                return
+            rewards = choose_eval_rewards(self.stage, environment)
+            is_judged = bool(rewards) or getattr(environment, "judges", True)
+            if not is_judged and self.stage.source in OFFLINE_SOURCES:
+                self._render_held_out(environment, task)
+            if rewards != self.stage.rewards:
                 self._judge(environment, task, rewards, "eval_rewards")
         finally:
             asyncio.run(environment.close())
@@ -183,14 +192,23 @@ class _StageCheck:
             self.report.opened.append(f"{self.stage.name}, {split} split: {name}")
         return task
 
-    def _render(self, environment: Environment, task: Task) -> None:
+    def _render_held_out(self, environment: Environment, task: Task) -> None:
+        """Render a held-out task, whose loss or pair is all that the evaluation measures."""
+        try:
+            self._render(environment, task, "a held-out row")
+        except RatchetError as error:
+            if self.stage.source not in ("rows", "pairs"):
+                raise
+            raise ConfigError(explain_no_answers(str(self.stage.source), str(error))) from error
+
+    def _render(self, environment: Environment, task: Task, noun: str = "a row") -> None:
         """Render the task's text as the algorithm learns from it."""
         if self.renderer is None:
             return
         turns = getattr(build(self.stage.algorithm), "turns", "all")
         rows = render_task(environment, task, self.renderer, str(self.stage.source), turns=turns)
         lengths = ", ".join(f"{len(row):,}" for row in rows)
-        self.report.opened.append(f"{self.stage.name}: a row has {lengths} tokens")
+        self.report.opened.append(f"{self.stage.name}: {noun} has {lengths} tokens")
 
     def _play(self, environment: Environment, task: Task, rewards: Sequence[Section]) -> None:
         """Reset the environment once, and judge its demonstration."""

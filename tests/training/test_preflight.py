@@ -9,6 +9,7 @@ import yaml
 from ratchet.cli.errors import WRONG_INPUT
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError, RatchetError
+from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.preflight import run_preflight
 from ratchet.training.start import start_run
 from ratchet.utils.user_frames import describe_user_error
@@ -137,3 +138,46 @@ def test_a_traceback_becomes_the_users_last_frame():
     described = "ValueError: invalid literal (/home/me/mine.py, line 7, in reward)"
     assert describe_user_error(text) == described
     assert describe_user_error("the server is down") == "the server is down"
+
+
+def test_usual_columns_and_plain_text_need_no_columns(folder):
+    (folder / "text.jsonl").write_text('{"text": "some words"}\n' * 4)
+    data = {"kind": "dataset", "train": "qa.csv"}
+    stages = [
+        {"name": "qa", "algorithm": {"kind": "sft"}, "environment": data},
+        {
+            "name": "text",
+            "algorithm": {"kind": "sft"},
+            "environment": data | {"train": "text.jsonl"},
+            "evaluation": {"tasks": 0},
+        },
+    ]
+    report = run_preflight(load(folder, stages=stages))
+    assert report.problems == report.warnings == []
+    text = "\n".join(report.opened)
+    assert "text: a row has " in text
+    stages[1]["algorithm"] = {"kind": "grpo"}
+    stages[1]["rewards"] = [{"kind": "exact_match"}]
+    with pytest.raises(RatchetError, match="plain text without a prompt"):
+        run_preflight(load(folder, stages=stages)).raise_problems()
+
+
+@pytest.mark.parametrize("kind", ["sft", "dpo"])
+def test_held_out_rows_without_answers_are_told_as_in_a_run(folder, kind):
+    (folder / "prompts.csv").write_text("question\n1+100=\n2+100=\n")
+    pairs = '{{"prompt": "{0}", "chosen": "{0}a", "rejected": "{0}b"}}\n'
+    (folder / "pairs.jsonl").write_text("".join(pairs.format(n) for n in range(4)))
+    train = "pairs.jsonl" if kind == "dpo" else "qa.csv"
+    held_out = {"kind": "dataset", "train": "qa.csv", "test": "prompts.csv"}
+    config = load(
+        folder,
+        device="cpu",
+        algorithm={"kind": kind},
+        environment={"kind": "dataset", "train": train},
+        evaluation={"tasks": 2, "environment": held_out},
+    )
+    problem = r"of held-out answers, and there are none \(.*prompts.csv.*evaluation.tasks=0"
+    with pytest.raises(ConfigError, match=problem):
+        run_preflight(config).raise_problems()
+    with pytest.raises(ConfigError, match=problem):
+        build_run(config, 0, build_policy(config))

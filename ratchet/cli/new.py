@@ -1,0 +1,64 @@
+"""The command `ratchet new`."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+from ratchet.cli.errors import say
+from ratchet.errors import ConfigError
+
+
+def new(
+    kind: Annotated[
+        Literal["recipe", "environment", "reward"], typer.Argument(help="What to create.")
+    ],
+    name: Annotated[
+        str | None,
+        typer.Argument(help="Its name, and that of its file; with --like: by default like NAME."),
+    ] = None,
+    like: Annotated[
+        str | None,
+        typer.Option(
+            metavar="NAME",
+            help="A recipe like this: an algorithm (sft, dpo, grpo), or a shipped one.",
+        ),
+    ] = None,
+    data: Annotated[
+        str | None,
+        typer.Option(metavar="FILE", help="With --like: rows to train on, as csv, jsonl, parquet."),
+    ] = None,
+    model: Annotated[
+        str | None,
+        typer.Option(metavar="DIR", help="With --like: a Hugging Face directory, or a Hub id."),
+    ] = None,
+    reward: Annotated[
+        str | None,
+        typer.Option(metavar="FILE.py:F", help="With --like: a function, or a kind of reward."),
+    ] = None,
+    teacher: Annotated[
+        str | None, typer.Option(metavar="DIR", help="With --like, for distillation.")
+    ] = None,
+) -> None:
+    """Create a recipe, an environment or a reward of your own, as small files that work.
+
+    With --like, --data and --model the recipe is for your own file and model.
+    """
+    from ratchet.commands.new import RecipeRequest, scaffold, scaffold_recipe
+
+    options = {"like": like, "data": data, "model": model, "reward": reward, "teacher": teacher}
+    if any(options.values()):
+        missing = [f"--{key}" for key in ("like", "data", "model") if not options[key]]
+        if kind != "recipe" or like is None or data is None or model is None:
+            raise ConfigError(
+                f"{missing[0]} is missing: --like, --data and --model go together"
+                if missing and kind == "recipe"
+                else f"--like, --data and --model are for a recipe, not a new {kind}: remove them"
+            )
+        files, command = scaffold_recipe(name, RecipeRequest(like, data, model, reward, teacher))
+    elif name is None:
+        raise ConfigError(f"the name is missing: ratchet new {kind} NAME")
+    else:
+        files, command = scaffold(kind, name)
+    say("\n".join([*map(str, files), f"next: {command}"]))
