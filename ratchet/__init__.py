@@ -5,7 +5,6 @@ cluster.
 it is needed.
 """
 
-import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -45,13 +44,6 @@ if TYPE_CHECKING:
     from ratchet.types import Trajectory as Trajectory
 
 __version__ = "0.1.0"
-
-# OpenMP's threads (libgomp, which PyTorch brings) wait for each other by spinning, some 300,000
-# times before they sleep. On cores that other programs use, the thread that is waited for may not
-# run meanwhile: a step of a small model took 6 times as long with two threads as with one, and as
-# long as with one after 1,000 spins (benchmarks/threads.py). libgomp reads this when torch loads.
-if "OMP_WAIT_POLICY" not in os.environ:
-    os.environ.setdefault("GOMP_SPINCOUNT", "1000")
 
 _NAMES_BY_MODULE = {
     "ratchet.algorithms.config.named_policy_gradients": ("GRPOConfig",),

@@ -380,7 +380,7 @@ def turned(model: type[Section], options: Any, key: str) -> tuple[type[Section],
         return next(
             c for c in reversed(model.__mro__) if first in getattr(c, "__annotations__", {})
         ), first
-    if slot is not None and slot.many:
+    if slot is not None and slot.is_list:
         (part,) = options[first]
         return turned(section_class(slot.name, part["kind"]), part, rest.partition(".")[2])
     if slot is not None:

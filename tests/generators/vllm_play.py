@@ -24,8 +24,9 @@ from direct_link import DirectWeightSync
 
 from ratchet.config.experience import ParityConfig
 from ratchet.config.loader import load_config
-from ratchet.config.lora import LoRAConfig, OptimizerConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.errors import ConfigError, DataError, ModelError, WeightSyncError
 from ratchet.executors import env_vars

@@ -13,8 +13,9 @@ from ratchet.algorithms.config.preference import DPOConfig
 from ratchet.algorithms.policy_gradient import build_policy_gradient
 from ratchet.algorithms.preference import build_pairs
 from ratchet.checkpoint.serialization import load_state
-from ratchet.config.lora import LoRAConfig, OptimizerConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
 from ratchet.data.packing import pack
 from ratchet.errors import CheckpointError

@@ -9,8 +9,9 @@ from learners.test_local import ALGORITHMS, VOCAB, groups, prepared
 from weight_sync.components import ENGINE
 from weight_sync.test_adapters import furthest
 
-from ratchet.config.lora import LoRAConfig, OptimizerConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.schema import OptimizerConfig
 from ratchet.data.packing import pack
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import LocalConfig
@@ -63,7 +64,7 @@ def test_the_base_takes_its_bits_and_nothing_keeps_the_plain_one(form):
         <= RELATIVE[form] * plain
     )
     assert not {parameter.data_ptr() for parameter in net.parameters()} & set(gone)
-    assert not engine._staging._open
+    assert not engine._staging._open_views
 
 
 def test_the_adapter_learns_over_a_base_that_rests(form):

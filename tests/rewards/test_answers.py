@@ -18,7 +18,7 @@ from ratchet.rewards.answers.final_answer import (
 from ratchet.rewards.answers.format import Format, FormatConfig
 from ratchet.rewards.answers.length import Length, LengthConfig
 from ratchet.rewards.answers.multiple_choice import MultipleChoice, MultipleChoiceConfig
-from ratchet.rewards.answers.numeric import final_number
+from ratchet.rewards.answers.numeric import extract_final_number
 from ratchet.rewards.answers.regex import Regex, RegexConfig
 from ratchet.rewards.answers.similarity import (
     Similarity,
@@ -473,5 +473,5 @@ def test_a_remark_on_another_option_is_no_choice(text, letter):
 
 @pytest.mark.parametrize("text", [r"\leq 5", r"\pm 5", "±5", r"\log 5", r"\sin(5)", "-(5)"])
 def test_a_bound_or_a_function_is_no_number(text):
-    assert final_number(rf"\boxed{{{text}}}") is None
-    assert final_number("It is about\n- (5 apples)") == 5
+    assert extract_final_number(rf"\boxed{{{text}}}") is None
+    assert extract_final_number("It is about\n- (5 apples)") == 5

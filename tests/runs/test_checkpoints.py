@@ -351,7 +351,7 @@ DAMAGE: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "pickle": (
         lambda step: (step / "model.pt").write_bytes(b"\x80"),
-        "'model.pt' is of none of the allowed",
+        "'model.pt' has none of the allowed",
     ),
     "no manifest": (lambda step: (step / "manifest.json").unlink(), "has no manifest.json"),
     "empty manifest": (lambda step: (step / "manifest.json").write_text(""), "is not JSON"),

@@ -194,7 +194,7 @@ def test_on_a_disk_a_file_is_replaced_as_a_whole(machine, tmp_path, monkeypatch)
     run = Run(address)
     run.mirror.resume()
     monkeypatch.setattr(
-        type(run.mirror.remote.store._system), "mv", lambda *paths: (_ for _ in ()).throw(Died)
+        type(run.mirror.remote.store._filesystem), "mv", lambda *paths: (_ for _ in ()).throw(Died)
     )
     with pytest.raises(Died):
         run.step(2)

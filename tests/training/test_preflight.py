@@ -132,10 +132,10 @@ def test_a_traceback_becomes_the_users_last_frame():
     text = (
         "Traceback (most recent call last):\n"
         '  File "/x/site-packages/lib.py", line 3, in call\n    f()\n'
-        '  File "/home/me/mine.py", line 7, in reward\n    return int("x")\n'
+        '  File "/project/mine.py", line 7, in reward\n    return int("x")\n'
         "ValueError: invalid literal\n"
     )
-    described = "ValueError: invalid literal (/home/me/mine.py, line 7, in reward)"
+    described = "ValueError: invalid literal (/project/mine.py, line 7, in reward)"
     assert describe_user_error(text) == described
     assert describe_user_error("the server is down") == "the server is down"
 

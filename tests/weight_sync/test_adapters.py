@@ -10,8 +10,9 @@ from weight_sync.components import ENGINE
 from weight_sync.test_transfer import LINKS
 
 from ratchet.config.experience import ParityConfig
-from ratchet.config.lora import LoRAConfig, OptimizerConfig
+from ratchet.config.lora import LoRAConfig
 from ratchet.config.model_shape.decoder_config import DecoderConfig
+from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import WeightSyncError
 from ratchet.experience.checks.logprob_parity import ParityGate, ParityPair
 from ratchet.generators.engine.engine import EmbeddedEngine

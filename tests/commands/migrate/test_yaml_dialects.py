@@ -319,7 +319,7 @@ def test_a_script_that_multiplies_its_variables_or_has_no_end_is_read_in_time() 
     doubling = "A=xxxx\n" + "A=$A$A\n" * 60
     read = script(f"{doubling}python -m x a.b=$A a.c={'$B' * 9} a.d={'$A' * 1000}\n")
     assert read.nested == {}
-    assert set(read.unread) == {"a.b", "a.c", "a.d"}
+    assert set(read.unresolved) == {"a.b", "a.c", "a.d"}
     assert script(f"python -m x a.b={'x' * 300_000}\n").nested == {"a": {"b": "x" * 300_000}}
     with pytest.raises(ConfigError, match="no script is"):
         script("x" * 1_000_000)

@@ -707,8 +707,8 @@ def test_a_program_that_a_worker_judges_pauses_the_drivers_deadline():
     async def main():
         environment = made()
         first, second = copies(environment, 2)
-        await first.reset(first.here.task())
-        await second.reset(first.here.task())
+        await first.reset(first.local.task())
+        await second.reset(first.local.task())
         async with Deadline(1000) as deadline:
             before = deadline._timeout.when()
             judging = asyncio.ensure_future(tell(first, "judge"))

@@ -43,7 +43,7 @@ from ratchet.protocols import Shard
 from ratchet.testing.conformance import check_generator
 from ratchet.testing.fakes import FakeGenerator
 from ratchet.types import Sampling, StopReason
-from ratchet.utils.temp_dirs import OWNER
+from ratchet.utils.temp_dirs import OWNER_FILE
 from ratchet.weight_sync.factory import SyncEndpoints, make_weight_sync
 from ratchet.weight_sync.in_process import SharedWeightSync
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
@@ -472,7 +472,7 @@ def test_a_push_is_checked_before_the_engine_halts(generation, decoder):
             4,
             4,
         ]
-        assert [path.name for path in generation._directory.iterdir()] == [OWNER]
+        assert [path.name for path in generation._directory.iterdir()] == [OWNER_FILE]
 
     asyncio.run(run())
 
