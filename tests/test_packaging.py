@@ -216,6 +216,7 @@ def test_the_source_rules_allow() -> None:
 DATED = {
     "data/chat/chat_templates.py",
     "experience/openai_proxy/schema.py",
+    "observe/provenance.py",
     "observe/sinks.py",
     "observe/trackers.py",
     "observe/tracing/perfetto.py",

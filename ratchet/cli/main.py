@@ -91,12 +91,11 @@ def check(
     if offline:
         say(describe(config, threads=describe_threads()))
     else:
-        from ratchet.training.length import Lengths, resolve_lengths
+        from ratchet.training.length import describe_lengths
         from ratchet.training.preflight import run_preflight
 
         report = run_preflight(config)
-        lengths = Lengths(config) if report.problems else resolve_lengths(config)
-        say(describe(lengths.config, lengths.notes, threads=describe_threads()))
+        say(describe(*describe_lengths(config), threads=describe_threads()))
         say("\n" + "\n".join(["opened", *(f"  {line}" for line in report.opened)]))
         for warning in report.warnings:
             say(f"  warning: {warning}")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from ratchet.config.checks.length import length_conflicts
 from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig, StageConfig
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, DataError, MissingDependency
 from ratchet.protocols import Environment, HasTaskCount
 
 # Below this a product such as 0.1 x 30 counts as the whole number that it is meant to be.
@@ -66,6 +66,26 @@ def resolve_lengths(config: RunConfig) -> Lengths:
     if problems := list(length_conflicts(resolved)):
         raise ConfigError("\n".join(problems))
     return Lengths(resolved, notes, environments)
+
+
+def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
+    """Return the recipe with its numbers of steps, and the length of stages in words, by index.
+
+    Where the data can't be read from here, the recipe stays as it is, and the words say why.
+
+    Raises:
+        ConfigError: As `resolve_lengths`.
+    """
+    try:
+        lengths = resolve_lengths(config)
+    except (DataError, MissingDependency) as error:
+        why = f"the data tell how many steps that is, and can't be read here: {error}"
+        return config, {
+            index: f"{stage.passes:g} passes; {why}"
+            for index, stage in enumerate(config.stages)
+            if stage.passes is not None
+        }
+    return lengths.config, lengths.notes
 
 
 def _count_tasks(stage: StageConfig, environment: Environment) -> int:

@@ -124,6 +124,13 @@ def test_check_and_plan_say_how_many_steps(recipe: Path) -> None:
     assert line in said("plan", str(recipe))
 
 
+def test_check_tells_why_it_can_not_count(recipe: Path) -> None:
+    Path("rows.jsonl").unlink()
+    text = said("check", str(recipe))
+    assert "2 passes; the data tell how many steps that is, and can't be read here: rows.j" in text
+    assert "steps 1 to" not in text
+
+
 def test_a_try_has_so_many_steps_and_says_what_it_clipped(recipe: Path) -> None:
     overrides = ["optimizer.warmup_steps=6", "checkpoint.every=4"]
     assert start_run(recipe, overrides, "run", command="train", try_steps=2) == 0

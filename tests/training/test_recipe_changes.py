@@ -10,7 +10,7 @@ import yaml
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.replay.command import verdicts
+from ratchet.commands.replay.command import compare_steps
 from ratchet.commands.replay.engine import Replay
 from ratchet.config.loader import load_config
 from ratchet.errors import ConfigError
@@ -121,7 +121,7 @@ def test_steps_before_and_after_a_change_replay_bit_for_bit(
         shutil.rmtree(path / "checkpoints" / "step-00000007")
 
     async def play() -> list:
-        return [verdict async for verdict in verdicts(Replay(path), [2, 6, 7, 8, 10])]
+        return [verdict async for verdict in compare_steps(Replay(path), [2, 6, 7, 8, 10])]
 
     for verdict in asyncio.run(play()):
         assert verdict.equal, (verdict.played.step, verdict.unequal)
