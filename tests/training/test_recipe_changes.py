@@ -124,7 +124,7 @@ def test_steps_before_and_after_a_change_replay_bit_for_bit(
         return [verdict async for verdict in compare_steps(Replay(path), [2, 6, 7, 8, 10])]
 
     for verdict in asyncio.run(play()):
-        assert verdict.equal, (verdict.played.step, verdict.unequal)
+        assert verdict.is_equal, (verdict.replayed.step, verdict.differences)
 
 
 def test_a_run_that_goes_on_in_parts_ends_in_the_same_bits(run: Path, longer: Path) -> None:
