@@ -172,7 +172,7 @@ class AssertionJudge:
             end = "lost"
         call = self.calls_made[self.break_index] if self.break_index < len(self.calls_made) else ""
         held, broken = self._shares(to_the_end)
-        return {"end": end, "reason": reason[:2000], "held": held, "broken": broken, "call": call}
+        return {"end": end, "why": reason[:2000], "held": held, "broken": broken, "call": call}
 
     def _shares(self, to_the_end: bool) -> tuple[float, float]:
         """Return (assertions that held, assertions that broke); one in a loop counts by its share.
