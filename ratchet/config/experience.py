@@ -65,7 +65,7 @@ class ReplayConfig(Section):
     capacity: int = Field(
         default=256,
         ge=1,
-        description="Groups in the buffer; the earliest trained on are dropped first.",
+        description="Groups in the buffer; those trained on longest ago are dropped first.",
     )
     priority: Literal["uniform", "spread"] = Field(
         default="spread",

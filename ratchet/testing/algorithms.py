@@ -327,7 +327,7 @@ def _check_isolated(
         has_leak = slope.index_fill(0, indices, 0.0).any()
         _require_property(
             not has_leak,
-            f"term '{term.name}' gives a row's value a slope by the {name} of other rows",
+            f"term '{term.name}' makes a row's value depend on the {name} of other rows",
         )
         same_slope = _close(slope[indices], other_slopes[name][indices])
         _require_property(
@@ -367,7 +367,7 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 def _check_policy_gradient(
     term: AlgorithmTerm, update: Update, differences: dict[str, Tensor]
 ) -> None:
-    """Raise Broken unless the slopes are -weight * advantage, and ratios are 1."""
+    """Raise PropertyBroken unless the slopes are -weight * advantage, and ratios are 1."""
     batch = update.batch
     weight_T, advantages_T = (
         term.weighting(batch),
@@ -426,7 +426,7 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
 
 
 def _require_property(condition: bool | Tensor, message: str) -> None:
-    """Raise Broken with the message unless the condition holds."""
+    """Raise PropertyBroken with the message unless the condition holds."""
     if not condition:
         raise PropertyBroken(message)
 

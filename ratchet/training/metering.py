@@ -70,7 +70,7 @@ class StageMeter:
         self.flop_counter.add("policy", [len(row) for row in new_rows if row.sampled])
         flop = self.flop_counter.flop - self._flop_before
         idle = 1 - (self.activity.busy_s - self._busy_s_before) / seconds
-        # The two clocks are read one after the other, so the share may lie outside [0, 1].
+        # `seconds` and `busy_s` are read one after the other, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.flop_counter.works:
             metrics |= {

@@ -79,7 +79,7 @@ class ConfigReader:
     dialect: Dialect
     values: int = 0
     files: int = 0
-    _ancestors: set[int] = field(default_factory=set)  # ids of the nodes that contain this one
+    _ancestors: set[int] = field(default_factory=set)  # ids of the nodes around the one being read
 
     def yaml(self, path: Path) -> dict[str, Any]:
         """Return the keys and values of a YAML file. Raises ConfigError."""

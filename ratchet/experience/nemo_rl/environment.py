@@ -1,4 +1,4 @@
-"""Define batched environments, step them with checks, and split and join their returns.
+"""Define batched environments, step them with checks, and split and join their return values.
 
 B = conversations in a call.
 """
@@ -96,7 +96,7 @@ def step_rows(
     The environment gets copies, so it can't change the caller's logs and metadata.
 
     Raises:
-        DataError: The return has the wrong shape. Exceptions of `step` are raised unchanged.
+        DataError: The return value has the wrong shape. Exceptions of `step` are raised unchanged.
     """
     log_copies = [
         [{"role": entry["role"], "content": entry["content"]} for entry in log] for log in logs
@@ -221,7 +221,7 @@ def _check_observation(observation: Any, name: str) -> dict[str, str]:
         )
     if as_message(observation).role == "assistant":
         raise DataError(
-            f"{name}.step gave an observation the role assistant. Use another one, such as 'user'"
+            f"{name}.step returned an observation with the role 'assistant'. Use another one, such as 'user'"
         )
     return {"role": observation["role"], "content": observation["content"]}
 

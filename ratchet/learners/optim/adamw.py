@@ -59,8 +59,8 @@ class AdamW:
 
     def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
         """Update the given parameters, which all have a gradient."""
-        for matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
-            group = [(name, p) for name, p in parameters if (p.dim() >= 2) == matrices]
+        for are_matrices, decay in ((True, self.config.weight_decay), (False, 0.0)):
+            group = [(name, p) for name, p in parameters if (p.dim() >= 2) == are_matrices]
             if group:
                 self._update_group(group, lr, decay)
 
@@ -118,7 +118,7 @@ class AdamW:
     def get_moments(self, name: str) -> Moments:
         """Return the moments of a parameter except `step`, in the parameter's layout.
 
-        Quantised moments are restored.
+        Moments that are stored quantised are returned dequantised, in float32.
         """
         return {key: moment for key, moment in self.state[name].items() if key != "step"}
 

@@ -2,7 +2,7 @@
 
 Importing this file takes seconds, because it imports transformers.
 
-T = tokens of packed sequences, n = any of them, d = hidden size, V = vocabulary.
+T = tokens of packed sequences, n = any selection of these tokens, d = hidden size, V = vocabulary.
 """
 
 from __future__ import annotations
@@ -194,7 +194,7 @@ class TransformersPolicy(PolicyModel):
                 raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
-        """Return hidden states, logits and the gradients of all vectors for a few tokens, by name.
+        """Return hidden states, logits and the gradients of all one-dimensional parameters (norms, biases) for a few tokens, by name.
 
         A fault in any layer shows in the gradient of the first layer's norm.
         """

@@ -44,7 +44,7 @@ DTYPES: Mapping[str, type] = {
 def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
     """Return the groups of one step, equal bit for bit to those that the batch was packed from.
 
-    Exceptions: `Medium.inputs` are empty, since the processor computes them again. Values stored
+    What differs: `Medium.inputs` are empty, since the processor computes them again. Values stored
     as JSON (answer, `meta`, tool arguments) come back with JSON's types. `extras` are not read.
 
     Args:
