@@ -221,7 +221,8 @@ def _check_observation(observation: Any, name: str) -> dict[str, str]:
         )
     if as_message(observation).role == "assistant":
         raise DataError(
-            f"{name}.step returned an observation with the role 'assistant'. Use another one, such as 'user'"
+            f"{name}.step returned an observation with the role 'assistant'. Use another one, such "
+            "as 'user'"
         )
     return {"role": observation["role"], "content": observation["content"]}
 

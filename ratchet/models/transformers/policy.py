@@ -194,8 +194,9 @@ class TransformersPolicy(PolicyModel):
                 raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
 
     def _probe(self) -> dict[str, Tensor]:
-        """Return hidden states, logits and the gradients of all one-dimensional parameters (norms, biases) for a few tokens, by name.
+        """Return hidden states, logits and gradients for a few tokens, by name.
 
+        The gradients are those of all one-dimensional parameters (norms, biases).
         A fault in any layer shows in the gradient of the first layer's norm.
         """
         tokens = self._probe_tokens(7)
