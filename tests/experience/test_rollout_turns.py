@@ -162,7 +162,7 @@ class Wrong(Counting):
         ({"observations": ["again"]}, "must have a role and content"),
         (
             {"observations": [{"role": "assistant", "content": "me"}]},
-            "an observation the role assistant",
+            "an observation with the role 'assistant'",
         ),
         ({"next_stop_strings": ["abc"]}, "must be a list of strings"),
         ({"terminateds": torch.zeros(4, dtype=torch.bool)}, r"terminateds of shape \(4,\)"),

@@ -49,8 +49,8 @@ SPECIAL_METHODS = (
     "pos abs getattr"
 )
 # A placeholder for a value, to find out if a conversion uses a key (see `used_keys`). Any use of it
-# raises `HiddenValueUsed`. Only an `is` test and passing it on raise nothing, and a placeholder that
-# was passed on is found in the conversion's result.
+# raises `HiddenValueUsed`, except for an `is` test and passing it on. A placeholder that was passed
+# on is found in the conversion's result.
 HiddenValue: type = type(
     "Unseen",
     (),
