@@ -116,7 +116,7 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
 def test_a_base_of_another_shape_is_refused(files):
     init_policy(DecoderConfig(29, 16, 2, 4, 2, 8, 32), seed=1).save(files / "wider")
     with pytest.raises(
-        ModelError, match=r"down_proj.lora_A.weight' has shape \(2, 24\), the base wants \(2, 32\)"
+        ModelError, match=r"down_proj.lora_A.weight' has shape \(2, 24\), but the base model needs \(2, 32\)"
     ):
         convert(files / "wider", files / "merged", "hf", adapter=files / "adapter")
     init_policy(DecoderConfig(29, 16, 1, 4, 2, 8, 24), seed=1).save(files / "lower")

@@ -37,7 +37,7 @@ def test_it_brings_its_processor_and_the_limits_of_the_recipe(tmp_path):
         len(policy.renderer.media(policy.renderer.prompt([asked(picture(1))]), [asked(picture(1))]))
         == 1
     )
-    with pytest.raises(DataError, match="48 x 32 pixels, 40 at most"):
+    with pytest.raises(DataError, match="48 x 32 pixels, at most 40 on a side"):
         policy.renderer.prompt([asked(picture(1, 48))])
 
 
