@@ -99,5 +99,5 @@ def test_what_cant_be_judged_is_an_error(run: Path, tmp_path: Path) -> None:
     assert "has recorded no attempts to judge" in said(run, "--step", 1)  # given text
     assert "at_most=1 is a key of a reward" in said(run, "at_most=1")
     (tmp_path / "rows.jsonl").write_text("{}\n")
-    assert "--step is about a run" in said(tmp_path / "rows.jsonl", "--step", 1)
+    assert "--step is only for a run" in said(tmp_path / "rows.jsonl", "--step", 1)
     assert "is a directory and no run" in said(tmp_path, "--reward", "math")
