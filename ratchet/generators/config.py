@@ -46,7 +46,7 @@ class EngineConfig(Section):
         description="Running requests keep the old weights' keys and values at a commit, instead "
         "of computing them anew.",
     )
-    quantise: Literal["float8", "nf4"] | None = Field(
+    quantise: Literal["nf4", "float8"] | None = Field(
         None,
         description="Format to which the layers' matrices are quantised when they are received; "
         "for an engine that holds a copy of the weights (`workers`).",
