@@ -149,7 +149,7 @@ def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(
     with telling(told):
         assert start_run(recipe, ["checkpoint.keep=5"], address, command="ratchet train") == 0
     assert len(failed) == 3
-    assert "the save can't be uploaded" in capsys.readouterr().out
+    assert "can't upload the save" in capsys.readouterr().out
     assert_equal_runs(whole, get_mirror_work_dir(address))
     assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 3, 5, 6]
 

@@ -215,7 +215,7 @@ def test_a_store_that_fails_costs_nothing_and_gets_all_of_it_later(name, address
 
     with telling(told):
         run.step(2)
-    assert "the save can't be uploaded" in caplog.text
+    assert "can't upload the save" in caplog.text
     assert "out of order" in caplog.text
     assert sorted(MirroredRun(address).checkpoints()[0]) == [1]
     assert run.store.load(2)

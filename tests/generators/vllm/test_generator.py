@@ -628,7 +628,7 @@ def test_adapters_that_it_was_not_started_for_or_that_do_not_fit_are_refused(
         written("large", rank=3),
     )
     wide = replace(decoder.config, intermediate_size=2 * decoder.config.intermediate_size)
-    refused("the base wants", "one", written("wide", wide, rank=2))
+    refused("but the base model", "one", written("wide", wide, rank=2))
     with pytest.raises(ConfigError, match="no adapter 'one': it serves base"):
         asyncio.run(generation.generate([1], Sampling(adapter="one")))
     with pytest.raises(ValidationError, match="set lora_rank too"):
