@@ -59,7 +59,7 @@ MAX_ROW_TOKENS = 512  # of an answer, where the model's context would hold more
 
 @dataclass(frozen=True)
 class _Model:
-    """What a model directory says.
+    """The properties of a model directory.
 
     parameters, context: None if the directory is not here, or does not say.
     """
@@ -75,7 +75,7 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Data:
-    """What the file holds. sizes: rows for training and held out."""
+    """The content of a data file. sizes: rows for training and held out."""
 
     description: str
     share: float

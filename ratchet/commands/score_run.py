@@ -33,7 +33,7 @@ DIFFERENT = 1e-9
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """An attempt of a run, and the reward that it got in training; None if nobody judged it."""
+    """An attempt of a run, and the reward that it got in training; None if it was not judged."""
 
     step: int
     group: Group

@@ -130,7 +130,7 @@ class Game(Procedural, Generic[State]):
     # --- the protocol
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        """Return a game of the best player, who may lose if the game has random events."""
+        """Return the moves of the best player. They may lose if the game has random events."""
         state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
             answer = Message("assistant", self.write(player(state)))
