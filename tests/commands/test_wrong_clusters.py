@@ -77,7 +77,7 @@ REFUSED = [
     ("generator.kind=workers generator.worker.kind=workers", "'workers' is unknown"),
     (
         "generator.kind=workers generator.worker.kind=engine generator.max_restarts=2",
-        "set that, or remove max_restarts",
+        "set recovery=restart, or remove ",
     ),
     (
         "generator.kind=workers generator.worker.kind=vllm sampling.top_p=0.9",

@@ -28,7 +28,7 @@ WRONG = {
     "generator={kind: vllm}": "take turns, so no attempts are generated during an update: set rollouts.max_staleness=0",
     "rollouts={tail_batching: 2, max_staleness: 1}": "rollouts.tail_batching trains on slow groups in steps of their own, and rollouts.max_staleness already avoids waiting for them, with rollouts.order=ready: remove one of the two",
     "rollouts={tail_batching: 2, dynamic_sampling: true}": "rollouts.dynamic_sampling waits for every group that was started",
-    "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups also starts more groups",
+    "rollouts={tail_batching: 2, redundant_groups: 1}": "rollouts.redundant_groups starts more groups too",
     "rollouts={tail_batching: 2, redundant_attempts: 1}": "rollouts.redundant_attempts drops long attempts",
     "rollouts={tail_batching: 2} algorithm={kind: sft}": "rollouts.tail_batching=2 has no effect, because algorithm sft generates no attempts",
     "rollouts.adaptive={staleness: 1}": "rollouts.max_staleness=0 allows none: set it to 1 or more",
