@@ -116,11 +116,12 @@ def test_what_was_interrupted_goes_on_with_the_same_adapter_alone(files, monkeyp
 def test_a_base_of_another_shape_is_refused(files):
     init_policy(DecoderConfig(29, 16, 2, 4, 2, 8, 32), seed=1).save(files / "wider")
     with pytest.raises(
-        ModelError, match=r"down_proj.lora_A.weight' has shape \(2, 24\), but the base model needs \(2, 32\)"
+        ModelError,
+        match=r"down_proj.lora_A.weight' has shape \(2, 24\), but the base model needs \(2, 32\)",
     ):
         convert(files / "wider", files / "merged", "hf", adapter=files / "adapter")
     init_policy(DecoderConfig(29, 16, 1, 4, 2, 8, 24), seed=1).save(files / "lower")
-    with pytest.raises(ModelError, match="it has another base"):
+    with pytest.raises(ModelError, match="the adapter belongs to another base model"):
         convert(files / "lower", files / "merged", "hf", adapter=files / "adapter")
     assert SHAPE.n_layers == 2
     assert not (files / "merged").exists()

@@ -468,7 +468,7 @@ def test_a_space_between_digits_counts(one, other, same):
     ],
 )
 def test_a_remark_on_another_option_is_no_choice(text, letter):
-    assert MultipleChoice(MultipleChoiceConfig()).chosen(text) == letter
+    assert MultipleChoice(MultipleChoiceConfig()).extract_choice(text) == letter
 
 
 @pytest.mark.parametrize("text", [r"\leq 5", r"\pm 5", "±5", r"\log 5", r"\sin(5)", "-(5)"])

@@ -109,7 +109,7 @@ def test_units_of_the_picture_and_of_the_answer():
         assert graded(
             said["thousand"], task(text, size=(200, 50)), task_units=units, answer_units="thousand"
         ) == pytest.approx(1.0)
-    with pytest.raises(DataError, match="no picture and no columns width and height"):
+    with pytest.raises(DataError, match="neither a picture nor the columns width and height"):
         graded(said["unit"], task("[20, 10, 60, 40]"), answer_units="unit")
 
 
