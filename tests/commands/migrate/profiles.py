@@ -314,24 +314,50 @@ TRL_OTHER: Values = {
 }
 PAIRS: Values = TRL | {"loss_type": ["sigmoid"]}
 
+# Passes over the data where no number of steps is set; warm-up as a share of them.
+TRL_PASSES: Values = {"max_steps": -1, "num_train_epochs": 2.0}
+NEMO_PASSES: Values = {
+    f"{section}.{key}": value
+    for section in ("grpo", "dpo", "sft", "rm")
+    for key, value in (("max_num_steps", 10**6), ("max_num_epochs", 2))
+}
+VERL_PASSES: Values = {"trainer.total_training_steps": None, "trainer.total_epochs": 2}
+ROLL_SHARE: Values = {
+    "actor_train.training_args.warmup_steps": ...,
+    "actor_train.training_args.warmup_ratio": 0.1,
+}
 PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
     "nemo-rl": {
-        "grpo": [NEMO, NEMO | NEMO_APART, NEMO | NEMO_OLDER, NEMO | NEMO_COLUMNS],
-        "dpo": [NEMO],
-        "sft": [NEMO],
-        "rm": [NEMO],
+        "grpo": [
+            NEMO,
+            NEMO | NEMO_APART,
+            NEMO | NEMO_OLDER,
+            NEMO | NEMO_COLUMNS,
+            NEMO | NEMO_PASSES,
+        ],
+        "dpo": [NEMO, NEMO | NEMO_PASSES],
+        "sft": [NEMO, NEMO | NEMO_PASSES],
+        "rm": [NEMO, NEMO | NEMO_PASSES],
     },
-    "verl": {"PPO trainer": [VERL, VERL | VERL_MEGATRON, VERL | VERL_SAPO, VERL | VERL_ENGINE]},
+    "verl": {
+        "PPO trainer": [
+            VERL,
+            VERL | VERL_MEGATRON,
+            VERL | VERL_SAPO,
+            VERL | VERL_ENGINE,
+            VERL | VERL_PASSES,
+        ]
+    },
     "roll": {
-        "RLVR": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_TURNS],
-        "DPO": [ROLL, ROLL | ROLL_MEGATRON],
-        "SFT": [ROLL, ROLL | ROLL_MEGATRON],
+        "RLVR": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_TURNS, ROLL | ROLL_SHARE],
+        "DPO": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
+        "SFT": [ROLL, ROLL | ROLL_MEGATRON, ROLL | ROLL_SHARE],
     },
     "trl": {
-        "GRPOConfig": [TRL, TRL | TRL_OTHER],
+        "GRPOConfig": [TRL, TRL | TRL_OTHER, TRL | TRL_PASSES],
         "RLOOConfig": [TRL],
         "DPOConfig": [PAIRS, PAIRS | {"loss_type": ["sigmoid", "sft"], "loss_weights": [1.0, 0.5]}],
-        "SFTConfig": [TRL, TRL | TRL_OTHER],
+        "SFTConfig": [TRL, TRL | TRL_OTHER, TRL | TRL_PASSES],
         "RewardConfig": [TRL],
         "KTOConfig": [TRL | {"loss_type": "kto"}],
     },
