@@ -323,8 +323,9 @@ NEMO_PASSES: Values = {
 }
 VERL_PASSES: Values = {"trainer.total_training_steps": None, "trainer.total_epochs": 2}
 ROLL_SHARE: Values = {
-    "actor_train.training_args.warmup_steps": ...,
-    "actor_train.training_args.warmup_ratio": 0.1,
+    f"{section}.training_args.{key}": value
+    for section in ("actor_train", "sft_train")
+    for key, value in (("warmup_steps", ...), ("warmup_ratio", 0.1))
 }
 PROFILES: Mapping[str, Mapping[str, list[Values]]] = {
     "nemo-rl": {
