@@ -223,6 +223,8 @@ class _StageCheck:
     def _judge(
         self, environment: Environment, task: Task, sections: Sequence[Section], key: str
     ) -> None:
+        if self.stage.agent is not None:
+            return  # its rewards may read what only the agent's attempts have
         local = [section for section in sections if not _calls_model(section)]
         reward = build_reward(local)
         if reward is None:
