@@ -91,7 +91,7 @@ def check(
     if offline:
         say(describe(config, threads=describe_threads()))
     else:
-        from ratchet.training.length import describe_lengths
+        from ratchet.experience.sources.passes import describe_lengths
         from ratchet.training.preflight import run_preflight
 
         report = run_preflight(config)
@@ -396,9 +396,9 @@ def main() -> None:
     prepare_streams()
     # OpenMP's threads (libgomp, which PyTorch brings) wait for each other by spinning, some 300,000
     # times before they sleep. On cores that other programs use, the thread that is waited for may
-    # not run meanwhile: a step of a small model took 6 times as long with two threads as with one,
-    # and as long as with one after 1,000 spins (benchmarks/threads.py). libgomp reads this when
-    # torch is loaded, and worker processes inherit it.
+    # not run meanwhile: beside two busy programs on two cores, a step of a small model took 3 times
+    # as long with two threads as with one, and no longer with 1,000 spins (benchmarks/threads.py).
+    # libgomp reads this when torch is loaded, and worker processes inherit it.
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     # `kind: my_module:Mine` in a recipe may name a module in the current directory.

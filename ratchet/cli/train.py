@@ -75,7 +75,7 @@ def train(
     from ratchet.training.start import resume_run, start_run
 
     changes = list(overrides or [])
-    # Of a run that goes on, the first argument is no recipe, but a key that changes.
+    # With --resume the first argument is not a recipe but a key to change.
     if resume is not None and recipe is not None and "=" in str(recipe):
         changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):

@@ -15,6 +15,7 @@ from ratchet.algorithms.config.base import AlgorithmConfig
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.resolve import build
+from ratchet.config.yaml_tree import write_flow
 from ratchet.errors import ConfigError
 
 WIDTH = 100
@@ -144,17 +145,8 @@ def _describe(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
 
 def _list_keys(section: Section) -> list[str]:
     entries = []
+    values = section.model_dump(mode="json")
     for name, field in type(section).model_fields.items():
-        value = getattr(section, name)
         comment = f"  # {field.description}" if field.description else ""
-        entries.append(f"{name}={_format_value(value)}{comment}")
+        entries.append(f"{name}={write_flow(values[name])}{comment}")
     return entries
-
-
-def _format_value(value: object) -> str:
-    if isinstance(value, Section):
-        inner = ", ".join(f"{key}: {_format_value(item)}" for key, item in dict(value).items())
-        return f"{{{inner}}}"
-    if isinstance(value, tuple):
-        return f"[{', '.join(_format_value(item) for item in value)}]"
-    return "null" if value is None else str(value)

@@ -36,7 +36,7 @@ from ratchet.protocols import (
     HasStepLabels,
     HasTools,
 )
-from ratchet.training.from_config import get_chat_template, load_policy_processor
+from ratchet.training.from_config import build_renderer, load_policy_processor
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import escape_controls, make_console
 
@@ -163,10 +163,7 @@ def _setup_recipe(recipe: str, overrides: Sequence[str], stage: str | None) -> D
         if config.model.path and Path(config.model.path).is_dir()
         else None
     )
-    tool_format = getattr(config.tokenizer, "tool_format", "auto")
-    renderer = Renderer(
-        tokenizer, get_chat_template(config), processor=processor, tool_format=tool_format
-    )
+    renderer = build_renderer(config, tokenizer, processor)
     algorithm = build(stage_config.algorithm)
     turns = getattr(algorithm, "turns", "all")
     return DataSetup(

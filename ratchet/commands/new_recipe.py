@@ -17,13 +17,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 import ratchet
 from ratchet.commands.new import RecipeRequest
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import build, imported, resolve
-from ratchet.config.yaml_tree import Budget, read_file
+from ratchet.config.yaml_tree import Budget, read_file, write_flow
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -322,28 +320,26 @@ def _lines(
     every = max(1, steps // 4)
     rate, size = _choose_rate(model.parameters, source, adapter=lora is not None)
     optimizer = f"{{lr: {rate}, warmup_steps: {min(10, steps // 10)}, schedule: cosine}}"
-    is_small = model.parameters is not None and model.parameters < RATES[0][0]
     lines = [
         (f"# {algorithm['kind']} on {request.data}, by `ratchet new recipe`. Change any line.", ""),
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
         (f"#   ratchet eval runs/{name}; ratchet report runs/{name}", ""),
         (f"name: {name}", "names the run's directory, runs/" + name),
-        *([("threads: 1", "more only slow down a model so small")] if is_small else []),
-        (f"model: {_flow({'path': request.model})}", "a Hugging Face directory, or a hub id"),
+        (f"model: {write_flow({'path': request.model})}", "a Hugging Face directory, or a hub id"),
     ]
     if not model.has_template:
         lines.append(("tokenizer: {kind: auto, template: turns}", "the model has no chat template"))
     lines += [
         ("environment:", ""),
         ("  kind: dataset", "rows of files; docs/data.md says what they may hold"),
-        (f"  train: {_flow(request.data)}", f"{train + test:,} rows; {data.description}"),
+        (f"  train: {write_flow(request.data)}", f"{train + test:,} rows; {data.description}"),
         (f"  test_share: {data.share:g}", f"share held out for evaluation: {test:,} rows"),
-        (f"algorithm: {_flow(algorithm)}", f"`ratchet explain-algorithm {algorithm['kind']}`"),
+        (f"algorithm: {write_flow(algorithm)}", f"`ratchet explain-algorithm {algorithm['kind']}`"),
     ]
     if reward is not None:
-        lines.append((f"rewards: [{_flow({'kind': reward})}]", "judges each answer"))
+        lines.append((f"rewards: [{write_flow({'kind': reward})}]", "judges each answer"))
     if lora is not None:
-        lines.append((f"lora: {_flow(lora)}", "trains an adapter in place of the weights"))
+        lines.append((f"lora: {write_flow(lora)}", "trains an adapter in place of the weights"))
     if source == "rollouts" or reward is not None:
         room = (model.context or 2 * MAX_ROW_TOKENS) - data.longest_prompt
         tokens = max(1, min(MAX_ROW_TOKENS, model.context // 2 if model.context else room, room))
@@ -389,9 +385,3 @@ def _short(number: float) -> str:
         if number >= size:
             return f"{number / size:.3g} {unit}"
     return f"{number:.0f}"
-
-
-def _flow(value: Any) -> str:
-    """Return a value as YAML on one line."""
-    text = yaml.safe_dump(value, default_flow_style=True, width=10**6, sort_keys=False)
-    return text.removesuffix("\n...\n").strip()

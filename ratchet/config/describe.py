@@ -33,7 +33,7 @@ def describe(
     Args:
         config: The recipe. Of a stage whose passes are not yet steps, nothing that depends on
             their number is said.
-        lengths: The length of stages in words, by index (`ratchet.training.length.Lengths.notes`).
+        lengths: The length of stages in words, by index (`Lengths.notes`).
         threads: What `threads: auto` means on this machine, which this module does not measure.
     """
     model = config.model

@@ -125,7 +125,9 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
         return "section"
     if "const" in schema or "enum" in schema:
         values = schema.get("enum", [schema.get("const")])
-        return ", ".join("null" if value is None else str(value) for value in values)
+        # In order, because `typing` keeps one object for Literals that differ in order alone, so
+        # that the order of a Literal depends on which module is imported first.
+        return ", ".join(sorted("null" if value is None else str(value) for value in values))
     branches = schema.get("anyOf") or schema.get("allOf")
     if branches:
         return " or ".join(dict.fromkeys(describe_schema(branch) for branch in branches))

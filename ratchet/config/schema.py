@@ -379,7 +379,7 @@ class StageConfig(Section):
 
     @property
     def n_steps(self) -> int:
-        """Return the number of batches, which must be known (`ratchet.training.length`)."""
+        """Return the number of batches, which must be known (`resolve_lengths`)."""
         assert self.steps is not None, "passes become steps before the stage is used"
         return self.steps
 

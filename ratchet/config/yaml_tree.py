@@ -8,6 +8,7 @@ not quote the file, since a wrong path may point to a secret.
 from __future__ import annotations
 
 import difflib
+import math
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -391,6 +392,19 @@ def _suggest_file(path: Path) -> str:
     file_name = path.name if path.suffix in (".yaml", ".yml") else f"{path.name}.yaml"
     near = difflib.get_close_matches(file_name, recipes, n=1)
     return f": did you mean {folder / near[0]}?" if near else ""
+
+
+def write_flow(value: Any) -> str:
+    """Return a value as YAML on one line."""
+    text = yaml.dump(
+        value,
+        Dumper=_Dumper,
+        sort_keys=False,
+        allow_unicode=True,
+        default_flow_style=True,
+        width=math.inf,
+    )
+    return text.removesuffix("\n...\n").strip()
 
 
 def write_text(values: Mapping[str, Any]) -> str:

@@ -429,10 +429,8 @@ class Mirror:
         files = sorted(path for path in checkpoint.path.rglob("*") if path.is_file())
         for path in sorted(files, key=lambda path: path == checkpoint.path / MANIFEST):
             failpoints.point("mirror.checkpoint_file")
-            self.remote.store.put(
-                path,
-                f"{get_checkpoint_name(checkpoint.step)}/{path.relative_to(checkpoint.path).as_posix()}",
-            )
+            name = path.relative_to(checkpoint.path).as_posix()
+            self.remote.store.put(path, f"{get_checkpoint_name(checkpoint.step)}/{name}")
         self.remote.damaged.discard(checkpoint.step)
 
     def _remove(self, step: int, remote_names: list[str]) -> None:

@@ -20,7 +20,8 @@ _state=$1 _end=$3 _home=$PWD
 [ -r "$_state" ] && . "$_state" 2>/dev/null
 trap '_code=$?; trap - EXIT
 case $PWD/ in "$_home"/*) RATCHET_CWD=".${PWD#"$_home"}" ;; *) RATCHET_CWD=$PWD ;; esac
-export RATCHET_CWD; { export -p; echo "cd \"\$_home\" && cd \"\$RATCHET_CWD\""; } >"$_state" 2>/dev/null
+export RATCHET_CWD
+{ export -p; echo "cd \"\$_home\" && cd \"\$RATCHET_CWD\""; } >"$_state" 2>/dev/null
 printf %s "$_end"; printf %s "$_end" >&2; exit $_code' EXIT
 eval "$2"
 """

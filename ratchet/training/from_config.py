@@ -14,6 +14,7 @@ from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.resolve import build, imported
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
 from ratchet.data.chat.chat_templates import set_printed_date
+from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import AutoTokenizerConfig
@@ -260,6 +261,18 @@ def _check_tokenizer(config: RunConfig, tokenizer: Tokenizer) -> None:
             f"tokenizer differs from the one in {directory}, with which the model was trained. "
             "Remove it from the recipe"
         )
+
+
+def build_renderer(
+    config: RunConfig, tokenizer: Tokenizer, processor: Processor | None
+) -> Renderer:
+    """Return the renderer of the recipe's chat template, as `build_policy` uses it."""
+    return Renderer(
+        tokenizer,
+        get_chat_template(config),
+        processor=processor,
+        tool_format=getattr(config.tokenizer, "tool_format", "auto"),
+    )
 
 
 def get_chat_template(config: RunConfig) -> str | None:

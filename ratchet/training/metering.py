@@ -8,7 +8,6 @@ from contextlib import contextmanager
 import torch
 
 from ratchet.config.schema import RunConfig
-from ratchet.executors.datasheets import KNOWN
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
 from ratchet.models.flops import TokenCost
@@ -20,6 +19,7 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
+from ratchet.utils.datasheets import KNOWN
 
 # Side of the square matrices of the CPU peak measurement; a product takes 5 ms on one core.
 SIDE = 512

@@ -27,9 +27,9 @@ from ratchet.models.weights.hf_weights import read_json
 from ratchet.protocols import Environment
 from ratchet.training.evaluators import explain_no_answers
 from ratchet.training.from_config import (
+    build_renderer,
     build_reward,
     choose_eval_rewards,
-    get_chat_template,
     load_policy_processor,
 )
 from ratchet.training.saved_weights import find_saved
@@ -130,10 +130,7 @@ def _open_model(config: RunConfig, report: PreflightReport) -> Renderer | None:
         processor = load_policy_processor(config)
     tokenizer = build(config.tokenizer, path)
     report.opened.append(f"tokenizer: {tokenizer.vocab_size:,} tokens")
-    tool_format = getattr(config.tokenizer, "tool_format", "auto")
-    return Renderer(
-        tokenizer, get_chat_template(config), processor=processor, tool_format=tool_format
-    )
+    return build_renderer(config, tokenizer, processor)
 
 
 @dataclass
@@ -153,8 +150,9 @@ class _StageCheck:
             section = section.model_copy(update={"scan": False})
         environment = build(section)
         try:
-            task = self._first_task(environment, "train", "environment")
-            assert task is not None, "the training split always has a task"
+            task = self._open_split(environment, "train")
+            if task is None:
+                raise DataError(f"{type(environment).__name__} has no training task")
             if stage.source in OFFLINE_SOURCES:
                 self._render(environment, task)
             else:
@@ -171,7 +169,7 @@ class _StageCheck:
             return  # the rows to hold out are only known after a scan
         environment = build(section)
         try:
-            task = self._first_task(environment, "test", "evaluation")
+            task = self._open_split(environment, "test")
             if task is None:
                 return
             rewards = choose_eval_rewards(self.stage, environment)
@@ -183,13 +181,11 @@ class _StageCheck:
         finally:
             asyncio.run(environment.close())
 
-    def _first_task(self, environment: Environment, split: Split, key: str) -> Task | None:
+    def _open_split(self, environment: Environment, split: Split) -> Task | None:
+        """Return the first task of a split, or None if the split is empty."""
         task = next(iter(environment.tasks(split, seed=self.config.seed)), None)
-        name = getattr(task, "where", None) or type(environment).__name__
-        if task is None and split == "train":
-            raise DataError(f"{type(environment).__name__} has no training task")
         if task is not None:
-            self.report.opened.append(f"{self.stage.name}, {split} split: {name}")
+            self.report.opened.append(f"{self.stage.name}, {split} split: {task.where}")
         return task
 
     def _render_held_out(self, environment: Environment, task: Task) -> None:
@@ -213,7 +209,7 @@ class _StageCheck:
     def _play(self, environment: Environment, task: Task, rewards: Sequence[Section]) -> None:
         """Reset the environment once, and judge its demonstration."""
         attempt = copy.copy(environment)
-        messages = asyncio.run(asyncio.wait_for(_reset(attempt, task), RESET_TIMEOUT_S))
+        messages = asyncio.run(_reset(attempt, task))
         if self.renderer is not None:
             tokens = self.renderer.prompt(list(messages))
             self.report.opened.append(f"{self.stage.name}: a prompt has {len(tokens):,} tokens")
@@ -258,7 +254,7 @@ class _StageCheck:
 
 
 async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
-    return await environment.reset(task)
+    return await asyncio.wait_for(environment.reset(task), RESET_TIMEOUT_S)
 
 
 def _calls_model(section: object) -> bool:

@@ -17,6 +17,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.executors.freeze import get_peak_memory, prepare_process
 from ratchet.executors.signals import SecondSignal, handle_stop_signals, shield_programs
 from ratchet.executors.torchrun import TorchrunRank
+from ratchet.experience.sources.passes import Lengths
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.learners.config import DistributedConfig
 from ratchet.observe.console import make_robust_console
@@ -46,7 +47,6 @@ from ratchet.training.from_config import (
     resolve_resume_config,
     start_processes,
 )
-from ratchet.training.length import Lengths
 from ratchet.training.loop import train
 from ratchet.training.metering import metering
 from ratchet.training.profiling import choose_profiled_stage, profiling

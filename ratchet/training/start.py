@@ -14,6 +14,7 @@ from ratchet.errors import RunDirectoryError
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
+from ratchet.experience.sources.passes import Lengths, resolve_lengths
 from ratchet.observe.provenance import record_changes
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.recipe_changes import check_changes, list_changes, load_changed_config
@@ -21,7 +22,6 @@ from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.unstarted import clear, is_unstarted
-from ratchet.training.length import Lengths, resolve_lengths
 from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,

@@ -9,6 +9,7 @@ import pytest
 from ratchet.commands.help.command import key_help
 from ratchet.commands.help.entries import list_entries
 from ratchet.commands.help.page import recipe_page
+from ratchet.commands.migrate.importer import PEERS
 from ratchet.config.json_schema import recipe_schema
 from ratchet.config.key_paths import keys
 from ratchet.config.peer_names import PEER_NAMES
@@ -43,7 +44,7 @@ def test_every_key_is_described_and_listed():
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        ("optimizer.lr", "number above 0; default: 1e-05\n    Peak learning rate."),
+        ("optimizer.lr", "number above 0; default: 1.0e-05\n    Peak learning rate."),
         ("clip_high", "algorithm.loss.clip_high"),
         ("optimizer", "Kinds: adamw, adamw8bit, muon"),
         ("evaluation", "evaluation.patience"),
@@ -67,6 +68,28 @@ def test_names_of_other_libraries_lead_to_keys():
     paths = {path for paths in PEER_NAMES.values() for path in paths}
     unknown = {path for path in paths if path.removesuffix(".kind") not in known}
     assert unknown == set()
+
+
+def test_names_of_other_libraries_agree_with_the_importer():
+    """A name that `ratchet import` converts leads to one of the keys that it sets."""
+    targets: dict[str, set[str]] = {}
+    for peer in PEERS.values():
+        for method in peer.methods.values():
+            for row in method.rows:
+                name = row.peer_key.rpartition(".")[2]
+                targets.setdefault(name, set()).update(row.recipe_key.split(", "))
+    known = {name: targets[name] - {""} for name in PEER_NAMES if targets.get(name, set()) - {""}}
+    assert len(known) > 30
+    disagree = {
+        name: (PEER_NAMES[name], keys)
+        for name, keys in known.items()
+        if not any(
+            key.startswith(path) or path.startswith(key)
+            for path in PEER_NAMES[name]
+            for key in keys
+        )
+    }
+    assert disagree == {}
 
 
 @pytest.mark.parametrize("path", RECIPES, ids=lambda path: path.stem)

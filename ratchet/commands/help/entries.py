@@ -12,6 +12,7 @@ from ratchet.config.key_paths import STAGES, find_section, find_slot
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import SLOT_FIELDS, section_class
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.config.yaml_tree import write_flow
 
 
 @dataclass(frozen=True)
@@ -75,29 +76,35 @@ def list_entries() -> list[KeyEntry]:
 
 
 def _walk_all() -> Iterator[KeyEntry]:
-    walked: set[tuple[str, str]] = set()
+    walked: set[tuple[str, str]] = set()  # (import path, kind) of sections with a kind
+    yield from _walk_section(RunConfig, "", (), walked)
+    yield from _walk_section(StageConfig, "", (), walked)
 
-    def walk(section: type[Section], prefix: str, kinds: tuple[str, ...]) -> Iterator[KeyEntry]:
-        for name, field in section.model_fields.items():
-            if name == "kind" or name == STAGES:
-                continue
-            path = f"{prefix}{name}"
-            yield KeyEntry(path, kinds, section)
-            slot, inner = find_slot(field), find_section(field.annotation)
-            if slot is not None:
-                for kind, target in KINDS[slot.name].items():
-                    chosen = section_class(slot.name, kind)
-                    if (target, kind) not in walked:
-                        walked.add((target, kind))
-                        yield from walk(chosen, f"{path}.", (kind,))
-                    elif slot.name in SLOT_FIELDS:  # keys that the slot adds to its sections
-                        for added in SLOT_FIELDS[slot.name]:
-                            yield KeyEntry(f"{path}.{added}", (kind,), chosen)
-            elif inner is not None:
-                yield from walk(inner, f"{path}.", kinds)
 
-    yield from walk(RunConfig, "", ())
-    yield from walk(StageConfig, "", ())
+def _walk_section(
+    section: type[Section], prefix: str, kinds: tuple[str, ...], walked: set[tuple[str, str]]
+) -> Iterator[KeyEntry]:
+    for name, field in section.model_fields.items():
+        if name == "kind" or name == STAGES:
+            continue
+        path = f"{prefix}{name}"
+        yield KeyEntry(path, kinds, section)
+        slot, inner = find_slot(field), find_section(field.annotation)
+        if slot is not None:
+            yield from _walk_kinds(slot.name, path, walked)
+        elif inner is not None:
+            yield from _walk_section(inner, f"{path}.", kinds, walked)
+
+
+def _walk_kinds(slot: str, path: str, walked: set[tuple[str, str]]) -> Iterator[KeyEntry]:
+    for kind, target in KINDS[slot].items():
+        section = section_class(slot, kind)
+        if (target, kind) not in walked:
+            walked.add((target, kind))
+            yield from _walk_section(section, f"{path}.", (kind,), walked)
+        else:  # known from another slot, but for the keys that this slot adds to its sections
+            for added in SLOT_FIELDS.get(slot, ()):
+                yield KeyEntry(f"{path}.{added}", (kind,), section)
 
 
 def summarize(section: type[Section]) -> str:
@@ -116,14 +123,12 @@ def _is_plain(value: object) -> bool:
 
 def format_value(value: object) -> str:
     """Return a default on one line, as YAML writes it. Of a section, only what it changes."""
+    return write_flow(_to_plain(value))
+
+
+def _to_plain(value: object) -> object:
     if isinstance(value, Section):
-        shown = {"kind": getattr(value, "kind", None)} if hasattr(value, "kind") else {}
-        shown |= {key: getattr(value, key) for key in sorted(value.changed - {"kind"})}
-        return "{" + ", ".join(f"{key}: {format_value(item)}" for key, item in shown.items()) + "}"
-    if isinstance(value, tuple | list):
-        return f"[{', '.join(format_value(item) for item in value)}]"
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, dict):
-        return "{}" if not value else str(value)
-    return '""' if value == "" else str(value)
+        kind = {"kind": getattr(value, "kind", None)} if hasattr(value, "kind") else {}
+        changed = {key: getattr(value, key) for key in sorted(value.changed - {"kind"})}
+        return {key: _to_plain(item) for key, item in (kind | changed).items()}
+    return [_to_plain(item) for item in value] if isinstance(value, tuple | list) else value

@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from ratchet.commands.plan.command import FP32_BYTES, Load, MemoryPlan
 from ratchet.config.schema import StageConfig
 from ratchet.errors import ConfigError
-from ratchet.executors.datasheets import (
+from ratchet.models.flops import DecoderCost
+from ratchet.utils.datasheets import (
     DECODE_SHARE,
     GIB,
     SCORE_SHARE,
@@ -19,7 +20,6 @@ from ratchet.executors.datasheets import (
     USABLE,
     ClusterSpec,
 )
-from ratchet.models.flops import DecoderCost
 
 BF16_BYTES = 2  # bytes of a bfloat16 number
 MAX_MICRO_BATCH_TOKENS = 32768  # larger micro-batches are not faster

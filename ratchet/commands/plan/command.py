@@ -3,7 +3,7 @@
 Memory, by phase and role, is computed from shapes. A short run of the recipe (a probe,
 `ratchet.commands.plan.probe`) measures the time on this machine by phase. It also measures the
 memory, to which is added an estimate of what grows only in a longer run. Time on accelerators that
-this machine lacks is estimated from data sheets (`ratchet.executors.datasheets`).
+this machine lacks is estimated from data sheets (`ratchet.utils.datasheets`).
 """
 
 from __future__ import annotations

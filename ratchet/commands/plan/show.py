@@ -26,12 +26,12 @@ from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
-from ratchet.executors.datasheets import ClusterSpec
 from ratchet.executors.freeze import freeze
+from ratchet.experience.sources.passes import resolve_lengths
 from ratchet.models.flops import DecoderCost
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.training.length import resolve_lengths
+from ratchet.utils.datasheets import ClusterSpec
 from ratchet.utils.terminal_text import make_console
 
 

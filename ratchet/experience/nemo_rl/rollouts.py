@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.errors import DataError
-from ratchet.experience.nemo_rl.attempt import RowBarrier, StepFunction, step_alone, step_each
+from ratchet.experience.nemo_rl.attempt import RowBarrier, step_alone, step_each
 from ratchet.experience.nemo_rl.batched_data_dict import BatchedDataDict
 from ratchet.experience.nemo_rl.environment import (
     EnvironmentInterface,
@@ -308,7 +308,9 @@ async def _play_in_lockstep(
     rows = _split_rows(input_batch)
     barrier = RowBarrier[Any](len(rows))
     names = dict.fromkeys(row["task_name"] for row in rows)
-    handles = {name: partial(step_each, get_environment(task_to_env, name)) for name in names}
+    step_functions = {
+        name: partial(step_each, get_environment(task_to_env, name)) for name in names
+    }
     complete_rows = partial(complete_batch, player.policy_generation, pad_id=pad_id)
 
     async def play(i: int, row: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -317,8 +319,11 @@ async def _play_in_lockstep(
             generator = _LockstepGenerator(barrier, i, complete_rows)
         elif takes_batches(generator):
             generator = UnbatchedGenerator(generator, pad_id=pad_id)
-        handle = handles[row["task_name"]]
-        step_row: StepFunction = lambda log, metadata: barrier.submit(i, handle, (log, metadata))  # noqa: E731
+        step_batch = step_functions[row["task_name"]]
+
+        def step_row(log: Any, metadata: Any) -> Any:
+            return barrier.submit(i, step_batch, (log, metadata))
+
         try:
             return await player.play(i, row, generator, step_row)
         finally:

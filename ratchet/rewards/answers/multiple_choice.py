@@ -55,7 +55,8 @@ class MultipleChoice(FinalAnswer):
             rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
         )
         self._next_letter_pattern = re.compile(
-            rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}{WRAPPED}[{config.letters}](?![\w'’-])"
+            rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}"
+            rf"{WRAPPED}[{config.letters}](?![\w'’-])"
         )
 
     def answer(self, text: str) -> str | None:

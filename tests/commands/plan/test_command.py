@@ -25,9 +25,9 @@ from ratchet.commands.plan.probe import Probe, StageProbe, probe
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.errors import ConfigError, RatchetError, RunDirectoryError
-from ratchet.executors.datasheets import GIB, ClusterSpec
 from ratchet.executors.freeze import freeze
 from ratchet.models.flops import DecoderCost
+from ratchet.utils.datasheets import GIB, ClusterSpec
 
 RECIPE = """
 threads: 1

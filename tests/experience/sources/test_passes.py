@@ -11,9 +11,9 @@ from ratchet.cli.main import app
 from ratchet.config.loader import load_config
 from ratchet.environments.datasets.dataset import Dataset
 from ratchet.errors import ConfigError
+from ratchet.experience.sources.passes import resolve_lengths
 from ratchet.observe.sinks import read_jsonl
 from ratchet.protocols import HasTaskCount
-from ratchet.training.length import resolve_lengths
 from ratchet.training.start import resume_run, start_run
 
 RECIPE = {
