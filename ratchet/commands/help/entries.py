@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
 
 from ratchet.config.base import Section
 from ratchet.config.json_schema import describe_schema, key_schemas
@@ -51,14 +55,12 @@ class KeyEntry:
         It is "" for a required key, for a default that depends on other keys, and for a section
         whose keys all have their own defaults.
         """
-        field = self.section.model_fields[self.name]
-        if field.is_required():
-            return ""
         try:
-            value = field.get_default(call_default_factory=True)
-        except ValueError:  # the factory needs the other keys
+            default = _get_default(self.section.model_fields[self.name])
+        except LookupError:
             return ""
-        return "" if _is_plain(value) else format_value(value)
+        plain = _to_plain(default)
+        return "" if isinstance(default, Section) and not plain else write_flow(plain)
 
 
 def list_entries() -> list[KeyEntry]:
@@ -112,23 +114,36 @@ def summarize(section: type[Section]) -> str:
     return " ".join(inspect.cleandoc(section.__doc__ or "").split("\n\n")[0].split())
 
 
-def _is_plain(value: object) -> bool:
-    """Return True for a section without kind whose keys all have their default."""
-    if not isinstance(value, Section) or hasattr(value, "kind"):
-        return False
-    return not any(f.is_required() for f in type(value).model_fields.values()) and (
-        value == type(value)()
-    )
+def _get_default(field: FieldInfo) -> object:
+    """Return a key's default.
 
-
-def format_value(value: object) -> str:
-    """Return a default on one line, as YAML writes it. Of a section, only what it changes."""
-    return write_flow(_to_plain(value))
+    Raises LookupError for a required key, and for a default that depends on other keys.
+    """
+    try:
+        default = field.get_default(call_default_factory=True)
+    except ValueError as error:  # the factory needs the other keys
+        raise LookupError("the default depends on other keys") from error
+    if default is PydanticUndefined:
+        raise LookupError("the key is required")
+    return default
 
 
 def _to_plain(value: object) -> object:
+    """Return a value as YAML can hold it; of a section, its kind and the keys that it changes."""
     if isinstance(value, Section):
-        kind = {"kind": getattr(value, "kind", None)} if hasattr(value, "kind") else {}
-        changed = {key: getattr(value, key) for key in sorted(value.changed - {"kind"})}
-        return {key: _to_plain(item) for key, item in (kind | changed).items()}
+        return _list_changed_keys(value)
     return [_to_plain(item) for item in value] if isinstance(value, tuple | list) else value
+
+
+def _list_changed_keys(section: Section) -> dict[str, object]:
+    changed: dict[str, object] = {}
+    if hasattr(section, "kind"):
+        changed["kind"] = getattr(section, "kind", None)
+    for key, field in sorted(type(section).model_fields.items()):
+        value = _to_plain(getattr(section, key))
+        with suppress(LookupError):
+            # Plain values are compared: a section's class may have been made again since.
+            if value == _to_plain(_get_default(field)):
+                continue
+        changed.setdefault(key, value)
+    return changed
