@@ -162,9 +162,9 @@ DATA: Mapping[str, tuple[Any, str]] = {
     "columns.jsonl": ("{" + ", ".join(f'"k{n}": 1' for n in range(20_000)) + "}", "no column"),
     "bomb.jsonl.gz": (None, "it unpacks to more than 200 times its size"),
     "cut.jsonl.gz": (gzip.compress(ROW.encode() * 100)[:-20], "can't be read"),
-    "none.parquet": (b"PAR1" + b"\xff" * 100 + b"PAR1", "no Parquet file"),
+    "none.parquet": (b"PAR1" + b"\xff" * 100 + b"PAR1", "not a valid Parquet file"),
     "bomb.parquet": (None, "so they are repetitions"),
-    "none.arrow": (b"ARROW1\0\0" + b"\xff" * 100, "no Arrow file"),
+    "none.arrow": (b"ARROW1\0\0" + b"\xff" * 100, "not a valid Arrow file"),
     "latin.jsonl": (b'{"prompt": "caf\xe9"}', "not UTF-8"),
 }
 

@@ -347,7 +347,7 @@ def test_requests(renderer, data):
         )
     with only_refused(ApiError):
         request = ChatRequest.read(body.encode("utf-8", "surrogatepass"))
-        renderer.prompt(request.conversation, request.offered)
+        renderer.prompt(request.conversation, request.offered_tools)
 
 
 @examples(250)

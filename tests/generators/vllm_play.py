@@ -46,7 +46,7 @@ from ratchet.testing.conformance import check_generator
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
 from ratchet.types import Sampling, StopReason
-from ratchet.utils.temp_dirs import OWNER
+from ratchet.utils.temp_dirs import OWNER_FILE
 from ratchet.weight_sync.endpoints import LocalRank, WeightReceiver, WeightSender
 from ratchet.weight_sync.shared_memory import SharedMemoryWeightSync
 
@@ -466,7 +466,7 @@ async def refused_pushes(generator, learner):
     )
     await refuses(generator.receive(iter([replace(shards[0], shape=(1, 2))])), "shape")
     await generator.rollback()
-    assert [path.name for path in generator._directory.iterdir()] == [OWNER]
+    assert [path.name for path in generator._directory.iterdir()] == [OWNER_FILE]
 
 
 async def refuses(push, reason):
