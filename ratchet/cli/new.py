@@ -47,6 +47,8 @@ def new(
     """
     from ratchet.commands.new import RecipeRequest, scaffold, scaffold_recipe
 
+    if name is not None:
+        name = name.removesuffix(".yaml" if kind == "recipe" else ".py")
     options = {"like": like, "data": data, "model": model, "reward": reward, "teacher": teacher}
     if any(options.values()):
         missing = [f"--{key}" for key in ("like", "data", "model") if not options[key]]

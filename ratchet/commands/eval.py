@@ -27,7 +27,7 @@ from ratchet.config.schema import OptimizerConfig, RunConfig
 from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.errors import ConfigError, DataError, RatchetError
-from ratchet.evals.evaluator import Evaluator
+from ratchet.evals.evaluator import Evaluator, report_failures
 from ratchet.evals.openai_client import EndpointPlayer, get_completions_url, is_endpoint
 from ratchet.evals.paired_test import compare
 from ratchet.evals.report import format_comparison, format_report, save_report
@@ -227,6 +227,7 @@ def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> _Results:
     answers = None
     for part in list_parts(result):
         if isinstance(part, EvalResults):
+            report_failures(part)
             answers = _add_metadata(part, name, generator, evaluation, tasks, sampling)
         else:
             numbers |= part.numbers()
@@ -281,6 +282,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         pass_threshold=spec.evaluation.pass_threshold,
     )
     results = asyncio.run(_run_evaluator(evaluator))
+    report_failures(results)
     return _add_metadata(results, url, settings.model, evaluation, tasks, evaluator.sampling)
 
 

@@ -6,7 +6,9 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from ratchet.errors import TrainingError
 from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
+from ratchet.experience.rollout.failures import describe_failures
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import find_voter
@@ -58,9 +60,7 @@ class Evaluator:
             self._evaluate_prompt(task, greedy[i : i + 1], sampled[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
-        results = EvalResults(tuple(prompts), self.pass_threshold)
-        _warn_about_failures(results)
-        return results
+        return EvalResults(tuple(prompts), self.pass_threshold)
 
     def _evaluate_prompt(
         self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
@@ -117,14 +117,32 @@ def _describe_end(row: Trajectory) -> AttemptEnd:
     return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
 
 
-def _warn_about_failures(results: EvalResults) -> None:
-    """Log a warning if attempts have no reward."""
+def report_failures(results: EvalResults, *, is_first: bool = False) -> None:
+    """Log a warning if attempts have no reward.
+
+    Args:
+        is_first: True for the evaluation before the first step, which stops the run if it is in
+            vain.
+
+    Raises:
+        TrainingError: With `is_first`, every attempt failed.
+    """
     attempts = [attempt for prompt in results.prompts for attempt in prompt.attempts]
-    failures = [attempt for attempt in attempts if attempt.reward is None]
-    if failures:
+    unrewarded = [attempt for attempt in attempts if attempt.reward is None]
+    failures = [
+        Failed(attempt.kind, attempt.detail.partition(": ")[2])
+        for attempt in attempts
+        if attempt.end == "failed"
+    ]
+    if is_first and attempts and len(failures) == len(attempts):
+        raise TrainingError(
+            f"all {len(attempts)} attempts of the evaluation before the first step failed; "
+            f"{describe_failures(failures)}"
+        )
+    if unrewarded:
         log.warning(
             "%d of %d evaluation attempts have no reward, and are neither right nor wrong; %s",
-            len(failures),
+            len(unrewarded),
             len(attempts),
-            failures[0].detail or failures[0].end,
+            describe_failures(failures) if failures else unrewarded[0].end,
         )

@@ -19,6 +19,7 @@ from torch import Tensor
 from ratchet.algorithms.base import Algorithm, AlgoState
 from ratchet.batch import Batch
 from ratchet.evals.early_stopping import EarlyStopping, choose_metric
+from ratchet.evals.evaluator import report_failures
 from ratchet.evals.report import save_report
 from ratchet.evals.stage_evaluator import StageEvaluator, list_answer_results
 from ratchet.executors.signals import reinstall_handlers
@@ -379,6 +380,9 @@ class StageRun:
         if self.evaluator is None:
             return {}
         results = await self.evaluator.run()
+        is_first = self.done == self.origin and self.batcher.max_failed_share < 1
+        for answers in list_answer_results(results):
+            report_failures(answers, is_first=is_first)
         if self.evaluations is not None:
             directory = self.evaluations / f"step-{self.done:08d}"
             for answers in list_answer_results(results):

@@ -218,6 +218,11 @@ def test_options_go_together(here: Path):
             CliRunner().invoke(app, ["new", *words], catch_exceptions=False)
 
 
+def test_a_name_may_have_the_suffix_of_its_file(here: Path):
+    new("mine.yaml", "--like", "sft", "--data", "qa.csv", "--model", "llama")
+    assert load_config("mine.yaml").name == "mine"
+
+
 def test_a_model_of_the_hub_is_not_fetched(here: Path):
     new("--like", "dpo", "--data", "pairs.jsonl", "--model", "owner/name")
     assert load_config("dpo.yaml").model.path == "owner/name"

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 from ratchet.errors import TrainingError
+from ratchet.experience.rollout.failures import describe_failures
 from ratchet.protocols import AdaptiveSource, HasMetrics, Source
 from ratchet.types import Failed, Group
 
@@ -75,10 +76,10 @@ class Batcher:
             raise TrainingError(
                 f"{period}: {len(recent)} of {total} attempts failed "
                 f"(rollouts.max_failed_share is {self.max_failed_share:.0%}); "
-                f"{_describe_most_frequent(recent)}"
+                f"{describe_failures(recent)}"
             )
         # The terminal shows one warning. For later steps, the metrics have the counts, and the log
-        # has the most frequent traceback.
+        # has the most frequent failure.
         level = logging.INFO if self._warned else logging.WARNING
         log.log(
             level,
@@ -86,25 +87,6 @@ class Batcher:
             step + 1,
             len(failures),
             attempts,
-            _describe_most_frequent(failures),
+            describe_failures(failures),
         )
         self._warned = True
-
-
-def _describe_most_frequent(failures: Sequence[Failed]) -> str:
-    """Describe the most frequent failure, with counts of all kinds.
-
-    It is of the most frequent kind, and its traceback has the most frequent last line of that kind.
-    """
-    kinds = Counter(failure.kind for failure in failures)
-    kind, _ = kinds.most_common(1)[0]
-    details = [failure.detail.strip() for failure in failures if failure.kind == kind]
-    endings = Counter(_get_last_line(detail) for detail in details)
-    ending, count = endings.most_common(1)[0]
-    example = next(detail for detail in details if _get_last_line(detail) == ending)
-    counts = ", ".join(f"{name} {n}" for name, n in kinds.most_common())
-    return f"by kind: {counts}; the most frequent ({count}), {kind}:\n{example}"
-
-
-def _get_last_line(detail: str) -> str:
-    return detail.rpartition("\n")[2]
