@@ -94,6 +94,26 @@ def find_saved(place: str | Path) -> SavedWeights | None:
     return SavedWeights(path, step)
 
 
+def replace_saved_model(config: RunConfig) -> RunConfig:
+    """Return the recipe with a model of the same shape in place of a run in `model.path`.
+
+    It is the run's finished model, or for a checkpoint the model that the run began with.
+
+    Raises:
+        RunDirectoryError: The run has no finished model, and no step is named.
+        CheckpointError: The checkpoint is missing or damaged.
+    """
+    saved = None if config.model.path is None else find_saved(config.model.path)
+    if saved is None:
+        return config
+    if saved.step is None:
+        model = config.model.model_copy(update={"path": str(saved.path)})
+        return config.model_copy(update={"model": model})
+    first = localize_model(load_recipe(saved.run, saved.load()), saved.run)
+    changes = {"model": first.model, "tokenizer": first.tokenizer}
+    return replace_saved_model(config.model_copy(update=changes))
+
+
 def _require_step(directory: RunDirectory, step: int) -> None:
     steps = CheckpointStore(directory.checkpoints).steps()
     if step not in steps:

@@ -11,11 +11,17 @@ from typer.testing import CliRunner
 
 from ratchet.checkpoint.serialization import load_state
 from ratchet.cli.main import app
+from ratchet.commands.plan.command import read_shape
 from ratchet.config.loader import load_config
 from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import START
-from ratchet.training.saved_weights import SavedWeights, export_checkpoint, find_saved
+from ratchet.training.saved_weights import (
+    SavedWeights,
+    export_checkpoint,
+    find_saved,
+    replace_saved_model,
+)
 from ratchet.training.start import resume_run, start_run
 
 RECIPE = {
@@ -62,6 +68,13 @@ def assert_same_weights(a: Path, b: Path) -> None:
 def losses(run: Path) -> list[float]:
     rows = read_jsonl(run / "metrics.jsonl")
     return [row["policy/loss"] for row in rows if row.get("policy/loss") is not None]
+
+
+def test_a_run_and_its_checkpoint_are_planned_as_the_model_that_they_are(folder: Path) -> None:
+    shape = read_shape(load_config(folder / "recipe.yaml"))
+    for place in (folder / "first", f"{folder / 'first'}@2"):
+        config = load_config(folder / "recipe.yaml", model_path=str(place))
+        assert read_shape(replace_saved_model(config)) == shape
 
 
 def test_names_of_saved_weights(folder: Path) -> None:

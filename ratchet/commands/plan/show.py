@@ -31,6 +31,7 @@ from ratchet.experience.sources.passes import resolve_lengths
 from ratchet.models.flops import DecoderCost
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
+from ratchet.training.saved_weights import replace_saved_model
 from ratchet.utils.datasheets import ClusterSpec
 from ratchet.utils.terminal_text import make_console
 
@@ -63,7 +64,7 @@ def show_plan(
     recipe = plain(config)
     if directory is not None:
         directory.check_recipe(recipe)
-    lengths = resolve_lengths(config)
+    lengths = resolve_lengths(replace_saved_model(config))
     config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
     cost, stages = (
         DecoderCost(read_shape(config), config.kernels == "compiled"),
