@@ -121,7 +121,7 @@ def measuring(
         assert trace is not None
         ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
-        meter.flop_counter.read = counted("meter", meter.flop_counter.read)
+        meter.flop_counter.add = counted("meter", meter.flop_counter.add)
         trace.span, trace.attempt = counted("trace", trace.span), counted("trace", trace.attempt)
         trace.flush = counted("trace", trace.flush)
         started = time.process_time()

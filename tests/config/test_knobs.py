@@ -190,7 +190,7 @@ def elsewhere(key: str) -> bool:
     "bm25s",
     "gem",
     "gymnasium",
-    "httpx",
+    "httpx2",
     "langdetect",
     "mcp",
     "nsenter",

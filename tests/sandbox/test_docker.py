@@ -25,7 +25,7 @@ from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
 
 pytestmark = [
-    pytest.mark.needs("httpx"),
+    pytest.mark.needs("httpx2"),
     pytest.mark.needs("unshare"),
     pytest.mark.needs("nsenter"),
 ]

@@ -16,7 +16,7 @@ from ratchet.sandbox.remote import RemoteSandbox
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
 
-pytestmark = pytest.mark.needs("httpx")
+pytestmark = pytest.mark.needs("httpx2")
 PATIENT = Limits(wall_s=60)
 
 

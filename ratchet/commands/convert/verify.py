@@ -18,6 +18,7 @@ from torch import Tensor
 from ratchet.commands.convert.formats import Config, Weights
 from ratchet.commands.convert.megatron_format import MegatronFiles
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
+from ratchet.errors import suggest_install
 from ratchet.models.convert.dimensions import Dimensions
 from ratchet.models.policy import DecoderPolicy, PolicyModel
 from ratchet.models.weights.hf_weights import SCORE, empty_decoder, load_weights
@@ -43,7 +44,7 @@ def explain_missing_logits(weights: Weights, config: Config, forms: tuple[str, s
     if "megatron" in forms and (
         find_spec("megatron") is None or find_spec("megatron.core") is None
     ):
-        return "megatron-core is not installed: pip install 'ratchet[megatron]'"
+        return f"megatron-core is not installed: {suggest_install('megatron')}"
     if needed_bytes > _available_bytes():
         return (
             f"the model takes {needed_bytes / 2**30:.1f} GiB in float32, and this machine has less "

@@ -9,6 +9,7 @@ from typing import Any
 
 from ratchet.config.checks.clash import Conflict, clash
 from ratchet.config.schema import RunConfig, StageConfig
+from ratchet.errors import suggest_install
 
 BITSANDBYTES, TRANSFORMER_ENGINE = "bitsandbytes", "transformer_engine"
 CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of CUDA on Linux and on WSL
@@ -19,7 +20,7 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
     if package is not None and find_spec(package) is None:
         yield clash(
             f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} needs the package "
-            f"{package}, which is not installed: pip install 'ratchet[quantised]', or set "
+            f"{package}, which is not installed: {suggest_install('quantised')}, or set "
             "optimizer.kind=adamw",
             "optimizer.kind",
         )
@@ -116,8 +117,7 @@ def _explain_missing(quantisation: str) -> str:
     if quantisation != "nf4" or find_spec(BITSANDBYTES) is not None:
         return ""
     return (
-        f"needs the package {BITSANDBYTES}, which is not installed: pip install "
-        "'ratchet[quantised]'"
+        f"needs the package {BITSANDBYTES}, which is not installed: {suggest_install('quantised')}"
     )
 
 

@@ -27,7 +27,7 @@ from numpy.typing import NDArray
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors, open_binary
-from ratchet.errors import DataError, MissingDependency
+from ratchet.errors import DataError, MissingDependency, suggest_install
 from ratchet.types import MediaKind, Part
 from ratchet.utils.object_store import PACKAGES
 
@@ -455,8 +455,8 @@ def _read_soundfile(
         import soundfile  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise DataError(
-            f"{where}: is not a WAV file of integer samples: convert it, or pip install "
-            "'ratchet[audio]' for FLAC, Ogg and MP3"
+            f"{where}: is not a WAV file of integer samples: convert it, or "
+            f"{suggest_install('audio')} for FLAC, Ogg and MP3"
         ) from error
     try:
         with soundfile.SoundFile(io.BytesIO(source)) as file:

@@ -14,7 +14,7 @@ from ratchet.environments.adapters.reset_step import (
     ResetStepConfig,
     ResetStepEnvironment,
 )
-from ratchet.errors import ConfigError
+from ratchet.errors import ConfigError, suggest_install
 
 
 class GemConfig(ResetStepConfig):
@@ -87,7 +87,8 @@ def _gem_factory(name: str) -> Any:
         from gem.envs.registration import ENV_REGISTRY
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind 'gem' can't import gem ({error}): pip install gem-llm, or set path"
+            f"environment.kind 'gem' can't import gem ({error}): {suggest_install('gem')}, "
+            "or set path"
         ) from error
     finally:  # Importing gem configures the root logger, which only the program should do.
         root.handlers[:] = handlers

@@ -18,7 +18,7 @@ from pydantic import Field
 
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.environments.single_turn import Rows, held_out
-from ratchet.errors import ConfigError, DataError
+from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
 from ratchet.types import Message, Role, Split, Task
 
@@ -276,8 +276,8 @@ def _load(config: VerifiersConfig) -> vf.Env:
         import verifiers.v1 as vf
     except ImportError as error:
         raise ConfigError(
-            f"environment.kind 'verifiers' can't import the package ({error}): pip install "
-            "'verifiers>=0.4'"
+            f"environment.kind 'verifiers' can't import the package ({error}): "
+            f"{suggest_install('verifiers')}"
         ) from error
     taskset = {**config.options, "id": config.taskset}
     try:

@@ -46,7 +46,7 @@ class MCPServer:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            raise MissingDependency("mcp", extra="envs", needed_for="tools over MCP") from None
+            raise MissingDependency("mcp", extra="tools", needed_for="tools over MCP") from None
         self.config = config
         self._connection = _Connection(config)
         self._lock = threading.Lock()

@@ -86,7 +86,7 @@ class RetrieverTool:
         try:
             import bm25s
         except ImportError:
-            raise MissingDependency("bm25s", extra="envs", needed_for="the search tool") from None
+            raise MissingDependency("bm25s", extra="tools", needed_for="the search tool") from None
         if not passages:
             raise DataError("a corpus without passages can't be searched")
         self.passages, self.results, self.max_chars = passages, results, max_chars

@@ -7,6 +7,7 @@ halts between two steps, loads the new weights, and continues. Running requests 
 
 from __future__ import annotations
 
+import logging
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
@@ -19,7 +20,7 @@ from typing import Any
 import torch
 
 from ratchet.data.chat.tokenizer import Tokenizer
-from ratchet.errors import ConfigError, MissingDependency, ModelError
+from ratchet.errors import ConfigError, MissingDependency, ModelError, suggest_install
 from ratchet.generators.async_engine import AsyncEngine
 from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.multi_lora import BASE
@@ -37,7 +38,10 @@ from ratchet.protocols import Shard
 from ratchet.types import Completion, Placed, Sampling
 from ratchet.utils.temp_dirs import TemporaryFolder
 
+log = logging.getLogger(__name__)
+
 GIB = 2**30
+VERSION = "0.32"  # of vLLM, whose engine core changes with each release
 SHARED_MEMORY = Path("/dev/shm")
 BACKEND = "ratchet.generators.vllm.worker_extension.VLLMBackend"
 
@@ -68,6 +72,7 @@ class VLLMGenerator(AsyncEngine):
         # Look for the module: the distribution has another name if it is built for CPUs.
         if find_spec("vllm") is None:
             raise MissingDependency("vllm", extra="vllm", needed_for="generator.kind=vllm")
+        warn_of_version(import_module("vllm").__version__)
         on_cpu = import_module("vllm.platforms").current_platform.is_cpu()
         shapes = {name: tuple(weight.shape) for name, weight in model.canonical_weights()}
         dtype = choose_dtype(config, on_cpu=on_cpu)
@@ -309,6 +314,18 @@ class VLLMGenerator(AsyncEngine):
         self._paused = True
         self.core.close()
         self._folder.close()
+
+
+def warn_of_version(installed: str) -> None:
+    """Log a warning if the installed vLLM is not of the release that Ratchet is tested with."""
+    if not f"{installed}.".startswith(f"{VERSION}."):
+        log.warning(
+            "vLLM %s is installed, and Ratchet is tested with vLLM %s, of whose engine core it "
+            "reads parts that may have moved: %s",
+            installed,
+            VERSION,
+            suggest_install("vllm"),
+        )
 
 
 def make_engine_arguments(

@@ -44,7 +44,7 @@ class IFEval(AnswerReward):
         """Raise MissingDependency without langdetect, which three of the instructions need."""
         self.config = config
         if find_spec("langdetect") is None:
-            raise MissingDependency("langdetect", extra="envs", needed_for="reward ifeval")
+            raise MissingDependency("langdetect", extra="rewards", needed_for="reward ifeval")
 
     def grade(self, text: str, task: Task) -> Verdict:
         """Return 1 if all instructions are followed, else 0.

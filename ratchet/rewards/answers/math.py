@@ -11,7 +11,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ratchet.config.base import Section
-from ratchet.errors import MissingDependency
+from ratchet.errors import MissingDependency, suggest_install
 from ratchet.rewards.answers.boxed import gold_answer
 from ratchet.rewards.answers.final_answer import (
     MAX_ANSWER_CHARS,
@@ -75,12 +75,12 @@ class Math(FinalAnswer):
             )
         elif config.symbolic == "required":
             raise MissingDependency(
-                "math-verify", extra="envs", needed_for="reward math with symbolic=required"
+                "math-verify", extra="rewards", needed_for="reward math with symbolic=required"
             )
         else:
             log.warning(
-                "reward math compares spellings and numbers only: for algebra, pip install "
-                "'ratchet[envs]'"
+                "reward math compares spellings and numbers only: for algebra, %s",
+                suggest_install("rewards"),
             )
 
     def answer(self, text: str) -> str | None:

@@ -11,7 +11,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import AfterValidator, Field
 
 from ratchet.config.base import Section
-from ratchet.errors import MissingDependency, RatchetError
+from ratchet.errors import RatchetError
 from ratchet.utils.credentials import get_credential
 
 
@@ -103,20 +103,15 @@ class Endpoint:
     """
 
     def __init__(self, url: str, config: EndpointConfig) -> None:
-        """Raise ConfigError if the key's environment variable is not set.
+        """Raise ConfigError if the key's environment variable is not set."""
+        import httpx2
 
-        Raises MissingDependency without httpx.
-        """
-        try:
-            import httpx
-        except ImportError:
-            raise MissingDependency("httpx", extra="envs", needed_for="rewards over HTTP") from None
-        self._httpx, self.url, self.config = httpx, url, config
+        self._httpx2, self.url, self.config = httpx2, url, config
         self._headers = {"content-type": "application/json"}
         if config.api_key_env is not None:
             self._headers["authorization"] = f"Bearer {get_credential(config.api_key_env)}"
         # Reading the certificates takes 20 ms, so it is done once.
-        self._verify = httpx.create_ssl_context() if url.startswith("https") else False
+        self._verify = httpx2.create_ssl_context() if url.startswith("https") else False
         self._rate_limit = RateLimit(config.requests_per_minute)
         self._semaphore: tuple[asyncio.AbstractEventLoop, asyncio.Semaphore] | None = None
 
@@ -142,13 +137,13 @@ class Endpoint:
         async with self._get_semaphore():
             await asyncio.sleep(self._rate_limit.wait_s(time.monotonic()))
             try:
-                # The timeout of httpx restarts with each packet, so a server that trickles bytes
+                # The timeout of httpx2 restarts with each packet, so a server that trickles bytes
                 # would never time out.
                 async with asyncio.timeout(self.config.timeout_s), self._client() as client:
                     answer = await client.post(self.url, content=content)
             except TimeoutError:
                 raise _RetryableError(f"no answer within {self.config.timeout_s:g} s") from None
-            except self._httpx.TransportError as error:
+            except self._httpx2.TransportError as error:
                 raise _RetryableError(f"{type(error).__name__}: {error}") from None
         status = answer.status_code
         if status in RETRIED_STATUSES or status >= 500:
@@ -166,7 +161,7 @@ class Endpoint:
             raise _RetryableError(f"no JSON: {answer.text[:EXCERPT]!r}") from None
 
     def _client(self) -> Any:
-        return self._httpx.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
+        return self._httpx2.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
 
     def _get_semaphore(self) -> asyncio.Semaphore:
         """Return the running event loop's semaphore; a semaphore can't be shared between loops."""

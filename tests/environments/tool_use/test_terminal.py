@@ -88,7 +88,7 @@ def test_it_keeps_the_contract_in_local_sessions(made):
     check_environment(made([row(n) for n in range(3)]))
 
 
-@pytest.mark.needs("httpx")
+@pytest.mark.needs("httpx2")
 @pytest.mark.needs("nsenter")
 def test_it_keeps_the_contract_in_containers(made):
     engine = FakeDocker()

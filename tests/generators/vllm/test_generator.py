@@ -32,6 +32,7 @@ from ratchet.generators.vllm.generator import (
     choose_dtype,
     explain_misfit,
     make_engine_arguments,
+    warn_of_version,
 )
 from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
 from ratchet.generators.vllm.worker_extension import VLLMBackend
@@ -60,6 +61,16 @@ def shards(scale=1.0):
 @pytest.fixture
 def outbox(tmp_path):
     return WeightFileWriter(tmp_path, SHAPES, torch.float32)
+
+
+def test_another_release_of_vllm_is_warned_of(caplog):
+    for version in ("0.32", "0.32.0", "0.32.1+cpu"):
+        warn_of_version(version)
+    assert not caplog.records
+    for version in ("0.33.0", "0.3", "0.320.0", "dev"):
+        warn_of_version(version)
+    assert [record.args[0] for record in caplog.records] == ["0.33.0", "0.3", "0.320.0", "dev"]
+    assert "pip install 'ratchet[vllm]'" in caplog.text
 
 
 # --- the section
@@ -397,7 +408,9 @@ def generation(monkeypatch, decoder):
     monkeypatch.setattr(
         vllm,
         "import_module",
-        lambda name: SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True)),
+        lambda name: SimpleNamespace(
+            __version__=vllm.VERSION, current_platform=SimpleNamespace(is_cpu=lambda: True)
+        ),
     )
     monkeypatch.setattr(vllm, "CORES", {"async": make(MultiprocessCore)})
 

@@ -1,0 +1,84 @@
+"""What the library imports is declared, and what an error or `ratchet doctor` installs exists."""
+
+import ast
+import re
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from ratchet.commands.doctor import PURPOSES
+
+ROOT = Path(__file__).resolve().parents[1]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+EXTRAS = PROJECT["optional-dependencies"]
+# Import name -> distribution, where they differ.
+DISTRIBUTIONS = {"yaml": "pyyaml", "PIL": "pillow", "gem": "gem-llm", "megatron": "megatron-core"}
+# Imported only beside the package that brings it.
+BROUGHT_BY = {"httpcore2": "httpx2"}
+
+
+def normalise(name: str) -> str:
+    return re.sub(r"[-_.]+", "-", name).lower()
+
+
+def names(requirements: list[str]) -> set[str]:
+    return {normalise(re.split(r"[\[<>=!~ ;]", line)[0]) for line in requirements}
+
+
+DECLARED = names(PROJECT["dependencies"]).union(
+    *(names(lines) for extra, lines in EXTRAS.items() if extra not in ("dev", "peers"))
+)
+
+
+def imported() -> dict[str, str]:
+    """The third-party packages that the library imports, each with a file that does."""
+    found: dict[str, str] = {}
+    for path in sorted((ROOT / "ratchet").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            modules = []
+            if isinstance(node, ast.Import):
+                modules = [alias.name for alias in node.names]
+            elif isinstance(node, ast.ImportFrom) and not node.level:
+                modules = [node.module or ""]
+            for module in modules:
+                found.setdefault(module.partition(".")[0], str(path.relative_to(ROOT)))
+    return {
+        name: path
+        for name, path in found.items()
+        if name not in sys.stdlib_module_names and name != "ratchet"
+    }
+
+
+def test_every_import_is_declared():
+    undeclared = {
+        name: path
+        for name, path in imported().items()
+        if normalise(BROUGHT_BY.get(name, DISTRIBUTIONS.get(name, name))) not in DECLARED
+    }
+    assert not undeclared
+
+
+def test_every_extra_that_an_error_names_exists():
+    source = "\n".join(path.read_text() for path in (ROOT / "ratchet").rglob("*.py"))
+    named = set(re.findall(r"""suggest_install\(["'](\w+)["']\)|extra="(\w+)",\s+needed""", source))
+    extras = {a or b for a, b in named}
+    assert len(extras) > 8
+    assert extras <= EXTRAS.keys()
+    documented = set()
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        documented |= set(re.findall(r"ratchet\[(\w+)\]", path.read_text()))
+    assert documented <= EXTRAS.keys()
+
+
+@pytest.mark.parametrize("extra", [name for name in EXTRAS if name not in ("dev", "peers")])
+def test_doctor_lists_a_package_of_each_extra(extra: str):
+    assert names(EXTRAS[extra]) & {
+        normalise(package) for package, (of, _) in PURPOSES.items() if of == extra
+    }
+
+
+def test_doctor_knows_which_packages_belong_to_the_base():
+    base = {normalise(package) for package, (extra, _) in PURPOSES.items() if not extra}
+    assert base <= names(PROJECT["dependencies"])
