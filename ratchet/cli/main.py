@@ -344,9 +344,9 @@ def convert(
 ) -> None:
     """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, and merge
     an adapter into it on request. An interrupted conversion continues with the same command."""
-    from ratchet.commands.convert.run import convert_places
+    from ratchet.commands.convert.run import convert_paths_or_addresses
 
-    convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
+    convert_paths_or_addresses(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
 
 
 app.command()(replay)

@@ -19,7 +19,7 @@ from ratchet.commands.score import (
     make_attempt,
     reward_section,
     score_file,
-    scores,
+    score_rows,
 )
 from ratchet.errors import ConfigError, DataError
 from ratchet.types import Failed, Message, Scored, Truncated
@@ -192,7 +192,7 @@ def write_numbers(path, count):
 
 def collect(path, reward, workers):
     async def all_of_them():
-        return [score async for score in scores(path, reward, workers)]
+        return [score async for score in score_rows(path, reward, workers)]
 
     return asyncio.run(all_of_them())
 
@@ -219,7 +219,7 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
     monkeypatch.setattr("ratchet.commands.score.read_lines", lines)
 
     async def stuck():
-        waiting = asyncio.ensure_future(anext(scores(tmp_path / "rows.jsonl", Never(), 2)))
+        waiting = asyncio.ensure_future(anext(score_rows(tmp_path / "rows.jsonl", Never(), 2)))
         for _ in range(20 * ROWS_PER_WORKER):
             await asyncio.sleep(0)
         assert not waiting.done()
