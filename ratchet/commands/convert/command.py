@@ -178,7 +178,7 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 
 @contextmanager
 def _lock(partial_dir: Path) -> Iterator[None]:
-    """Lock the partial output directory. Raises CheckpointError if another process has locked it."""
+    """Lock the partial output directory. Raises CheckpointError if it is locked already."""
     (partial_dir / STATE_DIR).mkdir(parents=True, exist_ok=True)
     descriptor = os.open(partial_dir / STATE_DIR / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
