@@ -14,9 +14,9 @@ from ratchet.commands.plan.cluster import plan_cluster
 from ratchet.commands.plan.command import (
     CHECKPOINT_COPY,
     Device,
-    Workload,
     MemoryPlan,
     StagePlan,
+    Workload,
     estimate_run_peak,
     plan_stage,
     read_shape,
@@ -228,7 +228,15 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
 # --- clusters
 
 SHAPE = get_preset("qwen3-1.7b", vocab_size=151936)
-LOAD = Workload(n_rows=1024, max_prompt_tokens=512, max_sequence_tokens=4096, n_attempts=1024, n_eval_attempts=0, n_scoring_passes=1, n_updates=1)
+LOAD = Workload(
+    n_rows=1024,
+    max_prompt_tokens=512,
+    max_sequence_tokens=4096,
+    n_attempts=1024,
+    n_eval_attempts=0,
+    n_scoring_passes=1,
+    n_updates=1,
+)
 
 
 @pytest.mark.parametrize(
