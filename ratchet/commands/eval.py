@@ -239,7 +239,7 @@ def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _R
         if isinstance(part, EvalResults):
             answers = _add_metadata(part, name, generator, evaluation, tasks, sampling)
         else:
-            other_metrics |= part.numbers()
+            other_metrics |= part.get_metrics()
     return _Results(answers, len(tasks), other_metrics)
 
 

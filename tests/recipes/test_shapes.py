@@ -20,7 +20,7 @@ def accuracy(run, place, *words):
         EvaluationSettings(on="shapes", overrides=(*KEYS, *words), tasks=512, samples=0),
         out=place,
     )
-    greedy = [attempt.reward for attempt in EvalResults.read(place).first]
+    greedy = [attempt.reward for attempt in EvalResults.read(place).accuracy_attempts]
     return sum(reward == 1.0 for reward in greedy) / len(greedy)
 
 
