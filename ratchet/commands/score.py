@@ -67,7 +67,7 @@ class Score:
         return self.outcome.reason if isinstance(self.outcome, Cancelled) else ""
 
     def as_json(self) -> str:
-        finite_parts = {
+        json_parts = {
             name: value if math.isfinite(value) else None
             for name, value in getattr(self.outcome, "parts", {}).items()
         }
@@ -76,7 +76,7 @@ class Score:
                 **(self.source_fields or {"line": self.line}),
                 "id": self.id,
                 "reward": self.reward,
-                "parts": finite_parts,
+                "parts": json_parts,
                 "outcome": self.outcome_name,
                 "seconds": round(self.seconds, 6),
                 "detail": self.detail,
@@ -87,14 +87,15 @@ class Score:
 def score_file(
     path: str | Path, kind: str, overrides: Sequence[str], *, as_json: bool, workers: int
 ) -> None:
-    """Write a line of JSON for each row to stdout, or a summary. A bad row fails alone.
+    """Write a line of JSON for each row to stdout, or a summary. A bad row does not stop the rest.
 
     Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
     can't be read.
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
-            f"{path} is a directory, but not of a run: give a file of rows, or a run directory"
+            f"{path} is a directory, but not a run directory: give a file of rows, or the "
+            "directory of a run"
         )
     reward = compose_rewards([reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))

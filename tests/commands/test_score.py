@@ -328,7 +328,13 @@ def test_the_summary_keeps_little_and_names_the_worst():
     console = Console(file=io.StringIO(), width=120)
     summary.show(console)
     shown = console.file.getvalue()
-    assert [score.line for *_, score in sorted(summary.lowest_scores, reverse=True)] == [7, 14, 1, 8, 15]
+    assert [score.line for *_, score in sorted(summary.lowest_scores, reverse=True)] == [
+        7,
+        14,
+        1,
+        8,
+        15,
+    ]
     assert len(summary.lowest_scores) == 5
     assert f"{sum(line % 7 / 8 for line in range(1, 21)) / 20:.4g}" in shown
     for word in ("[bold]", "last [b]", "truncated", "scored", "failed"):

@@ -111,10 +111,15 @@ def convert(
     """Convert a model.
 
     Args:
-        source: A model in any form, a run directory with a trained one, or a Hub id.
+        source: A model in any form, a run directory with a trained model, or a Hub id.
+        target: The new directory.
+        to: The form of the new weights, a key of FORMS.
         config: A Hugging Face directory with the config.json and the tokenizer, if the source has
             none.
+        verify: True compares all weights, and the logits of a few tokens, with the source.
+        say: Prints a note.
         adapter: A directory with an adapter in peft's format, which is merged into the weights.
+        file_bytes: The maximum size of a file, unless one weight is larger.
 
     Raises ConfigError, CheckpointError or ModelError.
     """
