@@ -20,7 +20,7 @@ MAX_CHARS = 10_000  # longest message that is printed
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
-SHORT_OF_MEMORY = (
+OUT_OF_MEMORY_TEXTS = (
     "failed to map segment",
     "Cannot allocate memory",
     "can't allocate memory",
@@ -63,7 +63,7 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             f"{get_first_line(str(error))}",
             WRONG_INPUT,
         )
-    if isinstance(error, MemoryError) or any(words in str(error) for words in SHORT_OF_MEMORY):
+    if isinstance(error, MemoryError) or any(text in str(error) for text in OUT_OF_MEMORY_TEXTS):
         return (
             f"there is not enough memory ({_locate(error)}): free some, raise `ulimit -v`, or use "
             "a smaller model or batch",

@@ -105,9 +105,9 @@ def evaluate(
 ) -> None:
     """Evaluate a model on held-out tasks: greedy and sampled accuracy, pass@k, cons@k, and whether
     it beats another."""
-    from ratchet.commands.eval import EndpointSettings, Evaluation, evaluate_target
+    from ratchet.commands.eval import EndpointSettings, EvaluationSettings, evaluate_target
 
-    evaluation = Evaluation(
+    evaluation = EvaluationSettings(
         recipe=recipe,
         on=on,
         overrides=keys or [],

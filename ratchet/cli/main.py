@@ -38,8 +38,8 @@ Target = Annotated[
 ]
 
 
-def show_version(wanted: bool) -> None:
-    if wanted:
+def show_version(is_wanted: bool) -> None:
+    if is_wanted:
         say(f"ratchet {ratchet.__version__}")
         raise typer.Exit
 
@@ -134,10 +134,10 @@ def explain_key(
     ] = False,
 ) -> None:
     """Explain a key, a section or a kind of a recipe."""
-    from ratchet.commands.help.command import key_help
-    from ratchet.commands.help.page import recipe_page
+    from ratchet.commands.help.command import make_help_text
+    from ratchet.commands.help.page import make_recipe_page
 
-    say(recipe_page().rstrip() if markdown else key_help(" ".join(key or [])))
+    say(make_recipe_page().rstrip() if markdown else make_help_text(" ".join(key or [])))
 
 
 @app.command()
@@ -266,7 +266,7 @@ def score(
     ] = "",
     step: Annotated[
         list[int] | None,
-        typer.Option(min=1, help="Of a run, only this step; may be given several times."),
+        typer.Option(min=1, help="For a run: only this step; may be given several times."),
     ] = None,
     json: Annotated[
         bool,
@@ -344,9 +344,11 @@ def convert(
 ) -> None:
     """Convert a model between Hugging Face, Megatron and torch's distributed checkpoints, and merge
     an adapter into it on request. An interrupted conversion continues with the same command."""
-    from ratchet.commands.convert.run import convert_places
+    from ratchet.commands.convert.run import convert_paths_or_addresses
 
-    convert_places(source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora)
+    convert_paths_or_addresses(
+        source, target, to=to, config=config, verify=verify, say=say, adapter=merge_lora
+    )
 
 
 app.command()(replay)

@@ -16,7 +16,7 @@ def new(
     ],
     name: Annotated[
         str | None,
-        typer.Argument(help="Its name, and that of its file; with --like: by default like NAME."),
+        typer.Argument(help="Its name and its file's name; with --like, by default NAME."),
     ] = None,
     like: Annotated[
         str | None,

@@ -10,7 +10,7 @@ from ratchet.errors import ConfigError
 
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 runs = typer.Typer(
-    help="List runs, compare them, remove what they no longer need.", no_args_is_help=True
+    help="List runs, compare them, remove runs and checkpoints.", no_args_is_help=True
 )
 
 
@@ -29,7 +29,7 @@ def list_runs(
 
 @runs.command("compare")
 def compare_runs(
-    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more.")],
+    paths: Annotated[list[str], typer.Argument(metavar="RUN RUN...", help="Two or more runs.")],
     json: Json = False,
 ) -> None:
     """Show how recipes differ, from which step on the numbers differ, and where the runs end."""

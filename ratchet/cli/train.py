@@ -80,15 +80,19 @@ def train(
         changes, recipe = [str(recipe), *changes], None
     if (recipe is None) == (resume is None):
         raise ConfigError("give a recipe, or --resume RUN_DIRECTORY (and not both)")
-    new_run = {"--try": try_s, "--try-steps": try_steps, "--from": start_from}
-    _refuse_on_resume([name for name, value in new_run.items() if value is not None], resume)
+    new_run_options = {"--try": try_s, "--try-steps": try_steps, "--from": start_from}
+    _refuse_on_resume(
+        [name for name, value in new_run_options.items() if value is not None], resume
+    )
     if changed_data and resume is None:
         raise ConfigError(
             "--changed-data is only for a run that continues: give --resume RUN_DIRECTORY, or "
             "remove it"
         )
     if with_optimizer and start_from is None:
-        raise ConfigError("--with-optimizer is only for --from RUN: give that, or remove it")
+        raise ConfigError(
+            "--with-optimizer is only for --from RUN: give --from too, or remove --with-optimizer"
+        )
     command = " ".join(["ratchet", *sys.argv[1:]])
     if resume is not None:
         status = resume_run(

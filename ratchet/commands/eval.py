@@ -67,11 +67,12 @@ MAX_NEW_TOKENS = 2048  # length limit of an answer without a recipe
 class EndpointSettings:
     """Settings of requests to a target that is an OpenAI-compatible endpoint.
 
-    model: the endpoint's name for the model.
-    api_key_env: environment variable that holds the API key.
-    concurrency: maximum number of concurrent requests.
-    timeout_s: time limit of a request.
-    body: further keys of each request.
+    Attributes:
+        model: The endpoint's name for the model.
+        api_key_env: The environment variable that holds the API key.
+        concurrency: The maximum number of concurrent requests.
+        timeout_s: The time limit of a request.
+        body: Further keys of each request.
     """
 
     model: str | None = None
@@ -82,14 +83,15 @@ class EndpointSettings:
 
 
 @dataclass(frozen=True)
-class Evaluation:
+class EvaluationSettings:
     """Settings of an evaluation. None takes the value of the target's recipe.
 
-    on: a benchmark, a kind of environment, or an import path.
-    overrides: `key=value`, with keys of the environment that `on` names.
-    samples: sampled attempts per task, beside the greedy one.
-    step: step of the target's checkpoint; None takes the trained model.
-    endpoint: settings for a target that is an endpoint.
+    Attributes:
+        on: A benchmark, a kind of environment, or an import path.
+        overrides: `key=value`, with keys of the environment that `on` names.
+        samples: Sampled attempts per task, beside the greedy one.
+        step: The step of the target's checkpoint; None takes the trained model.
+        endpoint: Settings for a target that is an endpoint.
     """
 
     recipe: Path | None = None
@@ -108,12 +110,16 @@ class Evaluation:
 
 
 def evaluate_target(
-    target: str, evaluation: Evaluation, *, against: str | None = None, out: Path | None = None
+    target: str,
+    evaluation: EvaluationSettings,
+    *,
+    against: str | None = None,
+    out: Path | None = None,
 ) -> None:
     """Evaluate a target, print the results, and write them to a directory.
 
     Args:
-        target: What to evaluate; results of an earlier evaluation are printed.
+        target: The model or endpoint to evaluate, or the results of an earlier evaluation.
         against: A second target, evaluated in the same way and compared with the first.
         out: The directory. With None it is a new one in `evals` of the run, or in `evals` of the
             working directory if the target is no run.
@@ -127,7 +133,7 @@ def evaluate_target(
         raise ConfigError(
             "--against compares answers, and nothing judges answers here: remove --against"
         )
-    _print_numbers(results, console)
+    _print_other_metrics(results, console)
     if results.answers is None:
         return
     _print_and_save(results.answers, target, out, console)
@@ -135,7 +141,7 @@ def evaluate_target(
         return
     second_results = _get_results(against, replace(evaluation, step=None))
     assert second_results.answers is not None, "both targets are evaluated in the same way"
-    _print_numbers(second_results, console)
+    _print_other_metrics(second_results, console)
     directory = None if out is None else out / "against"
     _print_and_save(second_results.answers, against, directory, console)
     comparison = compare(results.answers, second_results.answers)
@@ -146,18 +152,19 @@ def evaluate_target(
 class _Results:
     """The results of an evaluation.
 
-    answers: those of the policy's answers; None if nothing judges answers.
-    tasks: number of held-out tasks.
-    numbers: all other metrics, such as the held-out loss.
+    Attributes:
+        answers: The results of the policy's answers; None if nothing judges answers.
+        n_tasks: The number of held-out tasks.
+        other_metrics: All other metrics, such as the held-out loss.
     """
 
     answers: EvalResults | None
-    tasks: int = 0
-    numbers: Mapping[str, float] = field(default_factory=dict)
+    n_tasks: int = 0
+    other_metrics: Mapping[str, float] = field(default_factory=dict)
 
 
-def _get_results(target: str, evaluation: Evaluation) -> _Results:
-    """Return the results of evaluating a target, or those that an earlier evaluation saved."""
+def _get_results(target: str, evaluation: EvaluationSettings) -> _Results:
+    """Evaluate a target and return the results, or return those that an evaluation has saved."""
     if is_endpoint(target):
         return _Results(_evaluate_endpoint(target, evaluation))
     path = fetch_run_model(target, evaluation.step)
@@ -199,10 +206,13 @@ def _print_and_save(results: EvalResults, target: str, out: Path | None, console
         raise RatchetError(f"no attempt has a reward; the first: {reason[-500:]}")
 
 
-def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> _Results:
+def _evaluate_model(path: Path, name: str, evaluation: EvaluationSettings) -> _Results:
     """Evaluate the model in a directory.
 
-    name: the target's name in the results.
+    Args:
+        path: The directory.
+        name: The target's name in the results.
+        evaluation: The settings.
     """
     target = open_target(path, evaluation.recipe, evaluation.generator, step=evaluation.step)
     config = target.config if evaluation.on else require_config(target)
@@ -223,18 +233,18 @@ def _evaluate_model(path: Path, name: str, evaluation: Evaluation) -> _Results:
     generator = type(target.policy.generator).__name__
     if evaluation.step is not None:
         name = f"{name}, step {evaluation.step}"
-    numbers: dict[str, float] = {}
+    other_metrics: dict[str, float] = {}
     answers = None
     for part in list_parts(result):
         if isinstance(part, EvalResults):
             report_failures(part)
             answers = _add_metadata(part, name, generator, evaluation, tasks, sampling)
         else:
-            numbers |= part.numbers()
-    return _Results(answers, len(tasks), numbers)
+            other_metrics |= part.get_metrics()
+    return _Results(answers, len(tasks), other_metrics)
 
 
-def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
+def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
     settings = evaluation.endpoint
     if settings.model is None:
         raise ConfigError("--model is missing: give the endpoint's name for the model")
@@ -294,7 +304,7 @@ async def _run_evaluator(evaluator: Evaluator) -> EvalResults:
 
 
 def build_eval_setup(
-    config: RunConfig | None, evaluation: Evaluation
+    config: RunConfig | None, evaluation: EvaluationSettings
 ) -> tuple[EnvSetup, StageSpec]:
     """Return the environment setup and the stage spec for an evaluation.
 
@@ -372,7 +382,7 @@ def _add_metadata(
     results: EvalResults,
     target: str,
     generator: str,
-    evaluation: Evaluation,
+    evaluation: EvaluationSettings,
     tasks: Sequence[Task],
     sampling: Sampling,
 ) -> EvalResults:
@@ -400,9 +410,9 @@ async def _run_and_close(policy: Policy, evaluation: Coroutine[Any, Any, Result]
 
 
 def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mapping[str, Learner]:
-    """Return the learners that the evaluation reads: the policy, and teachers of a path.
+    """Return the learners that the evaluation reads: the policy, and the teachers with a path.
 
-    The local learner is right for any run, because this process has the whole model.
+    They are local learners for any run, because this process has the whole model.
 
     Raises:
         ConfigError: The target has no scalar head although the algorithm trains one, or its loss
@@ -410,47 +420,56 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
     """
     policy = target.policy
     if SCALARS & algorithm.required_outputs("policy"):
-        head = load_head(target.model, policy.model.hidden_size)
+        head = load_head(target.model_dir, policy.model.hidden_size)
         if head is None:
             raise ConfigError(
-                f"{target.model} has no scalar head, but algorithm {algorithm.name} trains one: "
-                "give a run of that algorithm"
+                f"{target.model_dir} has no scalar head, but algorithm {algorithm.name} trains "
+                "one: give a run of that algorithm"
             )
         device = next(policy.model.parameters()).device
         return {"policy": build(LocalConfig(), policy.model, head=head.to(device))}
-    copied = [name for name, role in algorithm.roles.items() if role.path is None]
-    is_read = algorithm.source != "pairs" and not setup.judges
-    if copied and is_read and (start := _find_start(target)) is not None:
+    copied_roles = [name for name, role in algorithm.roles.items() if role.path is None]
+    loss_reads_roles = algorithm.source != "pairs" and not setup.judges
+    if copied_roles and loss_reads_roles and (start_model := _find_start_model(target)) is not None:
         roles = {
-            name: replace(role, path=role.path or start) for name, role in algorithm.roles.items()
+            name: replace(role, path=role.path or start_model)
+            for name, role in algorithm.roles.items()
         }
-        algorithm, copied = replace(algorithm, roles=roles), []
-    if copied and is_read:
+        algorithm, copied_roles = replace(algorithm, roles=roles), []
+    if copied_roles and loss_reads_roles:
         raise ConfigError(
-            f"the loss of {algorithm.name} compares with the model before its stage ({copied[0]}), "
-            "which is not kept. Add --on KIND, or give the recipe eval_rewards"
+            f"the loss of {algorithm.name} compares with the model before its stage "
+            f"({copied_roles[0]}), which is not kept. Add --on KIND, or give the recipe "
+            "eval_rewards"
         )
-    if copied or not algorithm.roles:
+    if copied_roles or not algorithm.roles:
         return {"policy": build(LocalConfig(), policy.model)}
-    frozen = replace(algorithm, losses={})
+    scoring_algorithm = replace(algorithm, losses={})
     section, optimizer = LocalConfig(), OptimizerConfig()
     return make_roles(
-        policy.model, policy.tokenizer, frozen, section=section, optimizer=optimizer, steps=1
+        policy.model,
+        policy.tokenizer,
+        scoring_algorithm,
+        section=section,
+        optimizer=optimizer,
+        steps=1,
     )
 
 
-def _find_start(target: Target) -> str | None:
+def _find_start_model(target: Target) -> str | None:
     """Return the model that the target's last stage began with; None if the run has not kept it."""
     config = target.config
     return config.model.path if config is not None and len(config.stages) == 1 else None
 
 
-def _print_numbers(results: _Results, console: Console) -> None:
-    """Print the metrics that are not of answers."""
-    if not results.numbers:
+def _print_other_metrics(results: _Results, console: Console) -> None:
+    """Print the metrics that are not computed from answers."""
+    if not results.other_metrics:
         return
-    table = Table("held-out tasks", *results.numbers)
-    table.add_row(str(results.tasks), *(f"{value:.4g}" for value in results.numbers.values()))
+    table = Table("held-out tasks", *results.other_metrics)
+    table.add_row(
+        str(results.n_tasks), *(f"{value:.4g}" for value in results.other_metrics.values())
+    )
     console.print(table)
 
 

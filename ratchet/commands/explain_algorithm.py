@@ -44,11 +44,11 @@ def explain_algorithm(kind: str, overrides: Sequence[str] = ()) -> str:
     title = " ".join((type(section).__doc__ or "").split())
     blocks = [
         "\n".join(textwrap.wrap(f"{kind}: {title}", WIDTH)),
-        _block("Learns from", [_describe_data(algorithm)]),
-        _block("Scored before the update, without gradient", _list_passes(algorithm)),
-        _block("Advantage, in this order", _list_advantage_steps(algorithm)),
-        _block("Loss, minimised", _list_terms(algorithm)),
-        _block("Keys", _list_keys(section)),
+        _format_block("Learns from", [_describe_data(algorithm)]),
+        _format_block("Scored before the update, without gradient", _list_passes(algorithm)),
+        _format_block("Advantage, in this order", _list_advantage_steps(algorithm)),
+        _format_block("Loss, minimised", _list_terms(algorithm)),
+        _format_block("Keys", _list_keys(section)),
     ]
     return "\n\n".join(block for block in blocks if block)
 
@@ -67,7 +67,7 @@ def _complete_section(kind: str, overrides: Sequence[str]) -> Section:
         raise
 
 
-def _block(heading: str, entries: Sequence[str]) -> str:
+def _format_block(heading: str, entries: Sequence[str]) -> str:
     """Return a heading with its entries indented below it, or "" if there are no entries."""
     lines = [
         line
@@ -92,13 +92,18 @@ def _describe_data(algorithm: Algorithm) -> str:
 
 
 def _list_passes(algorithm: Algorithm) -> list[str]:
-    return [f"{item.produces}: {item.output} of the {item.role}" for item in algorithm.passes]
+    return [
+        f"{scoring_pass.produces}: {scoring_pass.output} of the {scoring_pass.role}"
+        for scoring_pass in algorithm.passes
+    ]
 
 
 def _list_advantage_steps(algorithm: Algorithm) -> list[str]:
     if algorithm.advantage is no_advantage:
         return []
-    return [_describe(function, options) for function, options in _unfold(algorithm.advantage)]
+    return [
+        _describe_function(function, options) for function, options in _unfold(algorithm.advantage)
+    ]
 
 
 def _list_terms(algorithm: Algorithm) -> list[str]:
@@ -109,15 +114,22 @@ def _list_terms(algorithm: Algorithm) -> list[str]:
                 continue
             factor = "" if term.coef == 1 else f"{term.coef:g} x "
             entries.append(f"{role}, {factor}{term.name}:")
-            entries += [f"  {_describe(*pair)}" for pair in _unfold(term.fn)]
-            entries += [f"  aggregated by {_describe(*pair)}" for pair in _unfold(term.weighting)]
+            entries += [
+                f"  {_describe_function(*function_and_options)}"
+                for function_and_options in _unfold(term.fn)
+            ]
+            entries += [
+                f"  aggregated by {_describe_function(*function_and_options)}"
+                for function_and_options in _unfold(term.weighting)
+            ]
     return entries
 
 
 def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], dict[str, Any]]]:
     """Yield the functions that `function` is composed of, each with its options.
 
-    A `functools.partial` composes others by the options `transforms`, `parts` and `fn`.
+    A `functools.partial` is composed of the functions in its options `transforms`, `parts` and
+    `fn`.
     """
     options: dict[str, Any] = {}
     while isinstance(function, functools.partial):
@@ -131,15 +143,15 @@ def _unfold(function: Callable[..., Any]) -> Iterator[tuple[Callable[..., Any], 
         yield from _unfold(part)
 
 
-def _describe(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
+def _describe_function(function: Callable[..., Any], options: Mapping[str, Any]) -> str:
     """Return a function's name, its options and the beginning of its docstring.
 
     The beginning is the first two paragraphs, or only the first one if it cites a source.
     """
     arguments = ", ".join(f"{key}={value}" for key, value in options.items())
     paragraphs = re.split(r"\n\s*\n", inspect.getdoc(function) or "")
-    quoted = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
-    text = " ".join(" ".join(quoted[:2]).split())
+    quoted_paragraphs = paragraphs if SOURCE.search(paragraphs[0]) is None else paragraphs[:1]
+    text = " ".join(" ".join(quoted_paragraphs[:2]).split())
     return f"{function.__name__}({arguments}): {text}"
 
 

@@ -40,8 +40,8 @@ from ratchet.training.from_config import build_renderer, load_policy_processor
 from ratchet.types import Split, Task, Trajectory
 from ratchet.utils.terminal_text import escape_controls, make_console
 
-# The token sequences of a row, by kind of data.
-PARTS = {
+# The names of a row's token sequences, by kind of data.
+PARTS_BY_DATA_KIND = {
     "pairs": ("chosen", "rejected"),
     "labelled": ("answer",),
     "steps": ("answer",),
@@ -59,7 +59,7 @@ class TokenSequence:
     tokens: Sequence[int]
     trainable: Sequence[bool]  # one entry per token
 
-    def spans(self) -> Iterator[tuple[bool, int, int]]:
+    def iter_spans(self) -> Iterator[tuple[bool, int, int]]:
         """Yield (trains, start, end) for each maximal run of tokens with the same `trainable`."""
         start = 0
         for trains, run in groupby(self.trainable):
@@ -73,7 +73,7 @@ class TokenSequence:
             "part": self.part,
             "tokens": len(self.tokens),
             "trainable": sum(self.trainable),
-            "spans": [[start, end] for trains, start, end in self.spans() if trains],
+            "spans": [[start, end] for trains, start, end in self.iter_spans() if trains],
             "text": renderer.tokenizer.decode(self.tokens, skip_special=False),
             "ids": [int(token) for token in self.tokens],
             "answer": self.task.answer,
@@ -82,7 +82,7 @@ class TokenSequence:
 
 @dataclass(frozen=True)
 class DataSetup:
-    """The data to show, and the renderer of a run on them."""
+    """The data to show, and the renderer that a run on these data would use."""
 
     environment: Environment
     renderer: Renderer
@@ -125,7 +125,9 @@ def inspect(
             data.turns,
             data.seed,
         )
-    tasks = islice(_first_epoch(data.environment.tasks(split, seed=data.seed)), max(rows, sample))
+    tasks = islice(
+        _take_first_epoch(data.environment.tasks(split, seed=data.seed)), max(rows, sample)
+    )
     sequences = [sequence for task in tasks for sequence in _render_task(data, task)]
     printed_ids = list(dict.fromkeys(sequence.task.id for sequence in sequences))[:rows]
     printed_sequences = [sequence for sequence in sequences if sequence.task.id in printed_ids]
@@ -139,7 +141,7 @@ def inspect(
         _print_report(make_console(), printed_sequences, sequences, data.renderer)
 
 
-def _first_epoch(tasks: Iterator[Task]) -> Iterator[Task]:
+def _take_first_epoch(tasks: Iterator[Task]) -> Iterator[Task]:
     """Yield the tasks of the first epoch: those before a task repeats."""
     seen_ids: set[str] = set()
     for task in tasks:
@@ -207,22 +209,23 @@ def _setup_file(target: str, overrides: Sequence[str]) -> DataSetup:
 def _render_task(data: DataSetup, task: Task) -> list[TokenSequence]:
     """Return the token sequences of a task: those that train, or the prompt alone for rollouts."""
     data_kind = data.data_kind or _detect_data_kind(data.environment, task)
-    if data_kind not in PARTS:
+    if data_kind not in PARTS_BY_DATA_KIND:
         tools = data.environment.tools(task) if isinstance(data.environment, HasTools) else None
         tokens = data.renderer.prompt(task.messages, tools or None)
         return [TokenSequence(task, "prompt", tokens, [False] * len(tokens))]
-    rows = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
+    trajectories = render_task(data.environment, task, data.renderer, data_kind, turns=data.turns)
     return [
-        _from_trajectory(task, part, row) for part, row in zip(PARTS[data_kind], rows, strict=True)
+        _from_trajectory(task, part, trajectory)
+        for part, trajectory in zip(PARTS_BY_DATA_KIND[data_kind], trajectories, strict=True)
     ]
 
 
-def _from_trajectory(task: Task, part: str, row: Trajectory) -> TokenSequence:
-    return TokenSequence(task, part, row.tokens.tolist(), row.trainable.tolist())
+def _from_trajectory(task: Task, part: str, trajectory: Trajectory) -> TokenSequence:
+    return TokenSequence(task, part, trajectory.tokens.tolist(), trajectory.trainable.tolist())
 
 
 def _detect_data_kind(environment: Environment, task: Task) -> str:
-    """Return the kind of data that can be learned from a row, when no algorithm names one.
+    """Return the kind of data that a row holds, for a command without an algorithm.
 
     The values are those of `StageConfig.source`.
     """
@@ -295,10 +298,13 @@ def _print_report(
             else "between ⟦ and ⟧: tokens that train"
         )
     table = Table("", "rows", *QUANTILES, "trainable", title="tokens a row")
-    for part, numbers in summarise_lengths(sequences).items():
-        share = f"{100 * numbers['trainable_share']:.1f} %"
+    for part, statistics in summarise_lengths(sequences).items():
+        share = f"{100 * statistics['trainable_share']:.1f} %"
         table.add_row(
-            part, f"{numbers['count']:.0f}", *(f"{numbers[name]:.0f}" for name in QUANTILES), share
+            part,
+            f"{statistics['count']:.0f}",
+            *(f"{statistics[name]:.0f}" for name in QUANTILES),
+            share,
         )
     console.print(table)
 
@@ -306,10 +312,13 @@ def _print_report(
 def _colour_tokens(sequence: TokenSequence, renderer: Renderer, *, add_brackets: bool) -> Text:
     """Return the sequence's text with trained tokens in green.
 
-    add_brackets: also put brackets around trained tokens, for output without colours.
+    Args:
+        sequence: The tokens.
+        renderer: The renderer whose tokenizer decodes them.
+        add_brackets: True also puts brackets around trained tokens, for output without colours.
     """
     text = Text()
-    for trains, start, end in sequence.spans():
+    for trains, start, end in sequence.iter_spans():
         # Control characters must not reach the terminal. They are replaced by their codes before
         # rich sees them, because rich silently drops some of them, such as the bell.
         decoded = escape_controls(

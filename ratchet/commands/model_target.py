@@ -32,17 +32,17 @@ class Target:
     """A loaded policy, and where it comes from.
 
     Attributes:
-        model: Directory of the weights.
+        model_dir: Directory of the weights.
         config: The recipe that was passed, else the run's, up to the stage of the weights; None for
             a model directory without a recipe.
-        exported: The temporary directory of a checkpoint's weights, which lives as long as this
+        export_dir: The temporary directory of a checkpoint's weights. It is removed with this
             object.
     """
 
-    model: Path
+    model_dir: Path
     policy: Policy
     config: RunConfig | None
-    exported: TemporaryFolder | None = None
+    export_dir: TemporaryFolder | None = None
 
 
 def open_target(
@@ -53,13 +53,14 @@ def open_target(
     Args:
         path: The run, checkpoint or model directory, or hub id.
         recipe: Recipe to use instead of the run's.
-        generator: Kind of the generator, which runs in this process; None: the kind that the run
-            trained with (for a model directory the engine).
-        step: Step of the run's checkpoint to open; None: the finished model, unless `path` is a
+        generator: Kind of the generator, which runs in this process. None: the kind of the run, or
+            the engine for a model directory.
+        step: Step of the run's checkpoint to open. None: the finished model, unless `path` is a
             checkpoint.
 
     Raises:
-        RunDirectoryError: The run has no finished model yet, or `step` is set and `path` is no run.
+        RunDirectoryError: The run has no finished model yet, or `step` is set and `path` is not a
+            run.
         CheckpointError: The checkpoint is missing or damaged.
     """
     if step is None:
@@ -67,7 +68,7 @@ def open_target(
         path = Path(run)
     run_recipe = path / "config.yaml"
     if step is not None:
-        return _open_step(path, step, recipe, generator)
+        return _open_checkpoint(path, step, recipe, generator)
     if not run_recipe.is_file():
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else get_chat_template(config)
@@ -95,11 +96,11 @@ def open_target(
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
 
 
-def _load_run_policy(config: RunConfig, model: Path, generator: str | None) -> Policy:
+def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) -> Policy:
     """Load a run's policy into this process, even if the run trained in several processes.
 
     Args:
-        model: Directory of the weights.
+        model_dir: Directory of the weights.
         generator: Kind of the generator; None: the run's.
     """
     stages = tuple(
@@ -109,29 +110,32 @@ def _load_run_policy(config: RunConfig, model: Path, generator: str | None) -> P
     settings = {
         "device": "auto",
         "kernels": "auto",
-        "model": ModelConfig(path=str(model)),
+        "model": ModelConfig(path=str(model_dir)),
         "stages": stages,
     }
     return build_policy(freeze(config.model_copy(update=settings)))
 
 
-def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
+def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
     if not RunDirectory(path).used:
         raise RunDirectoryError(
             f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
             "model directory"
         )
-    exported = TemporaryFolder("step")
-    config = export_checkpoint(SavedWeights(path, step), exported.path)
-    policy = _load_run_policy(config, exported.path, generator)
+    export_dir = TemporaryFolder("step")
+    config = export_checkpoint(SavedWeights(path, step), export_dir.path)
+    policy = _load_run_policy(config, export_dir.path, generator)
     return Target(
-        exported.path, policy, config if recipe is None else freeze(load_config(recipe)), exported
+        export_dir.path,
+        policy,
+        config if recipe is None else freeze(load_config(recipe)),
+        export_dir,
     )
 
 
 def _select_generator(stage: StageConfig, kind: str | None) -> Section:
-    """Return the section of the generator of this kind (None: the stage's), for this process."""
+    """Return the section of a generator of this kind for this process; None: the stage's kind."""
     if kind is None:
         return stage.sampling_generator
     if getattr(stage.generator, "kind", None) == kind:

@@ -1,7 +1,7 @@
 """Write a recipe for the user's own file and model (`ratchet new recipe --like`).
 
-The file and the model are read, so that the recipe runs as it stands: what the columns hold, how
-many rows are held out, how many tokens fit.
+The recipe runs without changes, because the file and the model are read first: the columns, the
+number of rows and the length of the model's context determine its keys.
 """
 
 from __future__ import annotations
@@ -33,38 +33,42 @@ from ratchet.experience.sources.offline import TextRenderer
 from ratchet.types import Message, Task
 from ratchet.utils.object_store import is_address
 
-# Names for a family of algorithms, beside the kinds themselves.
-ALSO_CALLED = {"distillation": "distill_off_policy"}
-# Shares of the rows to hold out, in the order in which they are tried: few rows need a larger one.
-SHARES = (0.1, 0.2, 0.3, 0.5)
-MIN_HELD_OUT = 2
-MAX_HELD_OUT = 1000
-# Above this many rows a tenth is never empty, so that the file is not read for it.
-MANY_ROWS = 100_000
-SAMPLE = 200  # rows that are rendered, to know how long they are
-PASSES = 3
+# Other names of algorithms, and the kinds that they stand for.
+ALGORITHM_ALIASES = {"distillation": "distill_off_policy"}
+# Shares of the rows to hold out, in the order in which they are tried. A small file needs a large
+# share.
+HELD_OUT_SHARES = (0.1, 0.2, 0.3, 0.5)
+MIN_SPLIT_ROWS = 2
+MAX_HELD_OUT_ROWS = 1000
+# A longer file is not scanned to count its held-out rows, because a tenth of it is never empty.
+MAX_SCANNED_ROWS = 100_000
+N_SAMPLED_ROWS = 200  # rows that are rendered to measure their lengths
+N_PASSES = 3  # passes over the training rows
 MIN_STEPS, MAX_STEPS = 20, 1000
-# Peak learning rates by the model's size (upper bound in parameters): of given text, of preferences
-# and scores, of rollouts. Small models from scratch take far larger ones than pretrained models.
-RATES = (
+# Peak learning rates by the model's size (upper bound in parameters) and by the algorithm's source
+# ("" stands for preferences, labels and step labels). Small models from scratch take far larger
+# rates than pretrained models.
+PEAK_LEARNING_RATES = (
     (1e7, {"rows": "2e-3", "rollouts": "3e-4", "": "5e-4"}),
     (1e9, {"rows": "5e-5", "rollouts": "2e-6", "": "5e-6"}),
     (float("inf"), {"rows": "1e-5", "rollouts": "1e-6", "": "1e-6"}),
 )
-LORA_FACTOR = 10  # an adapter takes a rate so much larger
-MAX_ROW_TOKENS = 512  # of an answer, where the model's context would hold more
+LORA_RATE_FACTOR = 10  # the rate of an adapter, relative to that of all weights
+MAX_ANSWER_TOKENS = 512  # limit of an answer, even if the model's context is longer
 
 
 @dataclass(frozen=True)
 class _Model:
-    """The properties of a model directory.
+    """The properties of a model. They are None if the model is not in a local directory.
 
-    parameters, context: None if the directory is not here, or does not say.
+    Attributes:
+        n_parameters: The number of parameters; also None without safetensors files.
+        max_context: The maximum number of tokens; also None if config.json does not give it.
     """
 
     tokenizer: Tokenizer | None = None
-    parameters: float | None = None
-    context: int | None = None
+    n_parameters: float | None = None
+    max_context: int | None = None
 
     @property
     def has_template(self) -> bool:
@@ -73,12 +77,12 @@ class _Model:
 
 @dataclass(frozen=True)
 class _Data:
-    """The content of a data file. sizes: rows for training and held out."""
+    """The content of a data file."""
 
     description: str
-    share: float
-    sizes: tuple[int, int]
-    longest_prompt: int = 0  # in tokens, of a sample
+    held_out_share: float
+    split_sizes: tuple[int, int]  # (training rows, held-out rows)
+    max_prompt_tokens: int = 0  # tokens of the longest prompt in a sample of rows
 
 
 def write_recipe(name: str, request: RecipeRequest) -> str:
@@ -86,7 +90,7 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
 
     Raises:
         ConfigError: The algorithm is unknown, or needs a reward or a teacher.
-        DataError: The file can't be used for it. The message names the row and the way out.
+        DataError: The algorithm can't train on the file. The message names the row and a fix.
     """
     algorithm, lora = _find_algorithm(request)
     section = resolve("algorithm", algorithm)
@@ -100,7 +104,7 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
     reward = None if request.reward is None else _name_reward(request.reward)
     model = _read_model(request.model)
     data = _read_data(request, source, model)
-    lines = _lines(name, request, algorithm, lora, source, model, data, reward)
+    lines = _make_lines(name, request, algorithm, lora, source, model, data, reward)
     width = max((len(line) for line, comment in lines if comment and len(line) < 60), default=0)
     return "".join(
         f"{line}  {' ' * max(0, width - len(line))}# {comment}\n" if comment else f"{line}\n"
@@ -113,11 +117,11 @@ def write_recipe(name: str, request: RecipeRequest) -> str:
 
 def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the algorithm's section, and the adapter's if the recipe trains one."""
-    name = ALSO_CALLED.get(request.like, request.like.removesuffix(".yaml"))
+    name = ALGORITHM_ALIASES.get(request.like, request.like.removesuffix(".yaml"))
     if name in KINDS["algorithm"]:
         algorithm, lora = {"kind": name}, None
     else:
-        algorithm, lora = _read_shipped(name)
+        algorithm, lora = _read_shipped_recipe(name)
     section_class = imported(KINDS["algorithm"][algorithm["kind"]])
     needs_teacher = "teacher" in algorithm or (
         "teacher" in section_class.model_fields
@@ -130,14 +134,18 @@ def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, A
     return (algorithm | {"teacher": request.teacher} if needs_teacher else algorithm), lora
 
 
-def _read_shipped(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
+def _read_shipped_recipe(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
     """Return the sections of the last stage of a recipe in recipes/."""
     folder = Path(ratchet.__file__).parents[1] / "recipes"
     path = folder / f"{name}.yaml"
     if not re.fullmatch(r"[\w-]+", name) or not path.is_file():
-        known = [*KINDS["algorithm"], *ALSO_CALLED, *(p.stem for p in folder.glob("*.yaml"))]
-        near = get_close_matches(name, known, n=1)
-        hint = f"did you mean {near[0]}? " if near else ""
+        known_names = [
+            *KINDS["algorithm"],
+            *ALGORITHM_ALIASES,
+            *(p.stem for p in folder.glob("*.yaml")),
+        ]
+        close_names = get_close_matches(name, known_names, n=1)
+        hint = f"did you mean {close_names[0]}? " if close_names else ""
         raise ConfigError(
             f"--like {name} is no algorithm and no shipped recipe: {hint}algorithms are "
             f"{', '.join(KINDS['algorithm'])}"
@@ -148,11 +156,11 @@ def _read_shipped(name: str) -> tuple[dict[str, Any], dict[str, Any] | None]:
 
 
 def _name_reward(reward: str) -> str:
-    """Return the kind of a reward. A file is named by its module, which the run must find.
+    """Return the kind of a reward. For a file, it names the module that the run imports.
 
-    Raises ConfigError if it is none.
+    Raises ConfigError if `reward` is not a reward.
     """
-    place, colon, function = reward.rpartition(":")
+    module, colon, function = reward.rpartition(":")
     if not colon:
         if reward not in KINDS["rewards"]:
             raise ConfigError(
@@ -160,18 +168,18 @@ def _name_reward(reward: str) -> str:
                 "or a function of yours, my_reward.py:f"
             )
         return reward
-    if place.endswith(".py"):
-        path = Path(place)
+    if module.endswith(".py"):
+        path = Path(module)
         if not path.is_file():
-            raise ConfigError(f"--reward {reward}: there is no file {place}")
-        here, there = Path.cwd().resolve(), path.resolve()
-        if not there.is_relative_to(here):
+            raise ConfigError(f"--reward {reward}: there is no file {module}")
+        working_dir, resolved_path = Path.cwd().resolve(), path.resolve()
+        if not resolved_path.is_relative_to(working_dir):
             raise ConfigError(
                 f"--reward {reward}: the file must lie in this directory or below it, as a run "
                 "imports it from there"
             )
-        place = ".".join(there.relative_to(here).with_suffix("").parts)
-    kind = f"{place}:{function}"
+        module = ".".join(resolved_path.relative_to(working_dir).with_suffix("").parts)
+    kind = f"{module}:{function}"
     target = imported(kind)
     if inspect.isfunction(target) and len(inspect.signature(target).parameters) < 2:
         raise ConfigError(
@@ -185,24 +193,24 @@ def _name_reward(reward: str) -> str:
 # --- the model
 
 
-def _read_model(place: str) -> _Model:
-    directory = Path(place)
-    if is_address(place) or (not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", place)):
+def _read_model(model: str) -> _Model:
+    directory = Path(model)
+    if is_address(model) or (not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
         return _Model()  # at the hub or in a store: nothing is downloaded to write a recipe
     try:
         config = json.loads((directory / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
         raise ConfigError(
-            f"--model {place} is no Hugging Face directory: its config.json can't be read ({error})"
+            f"--model {model} is no Hugging Face directory: its config.json can't be read ({error})"
         ) from error
     config = config.get("text_config") or config
-    context = config.get("max_position_embeddings") or config.get("n_positions")
-    weights = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
-    width = 4 if "32" in str(config.get("dtype") or config.get("torch_dtype")) else 2
+    max_context = config.get("max_position_embeddings") or config.get("n_positions")
+    weight_bytes = sum(path.stat().st_size for path in directory.glob("*.safetensors"))
+    bytes_per_weight = 4 if "32" in str(config.get("dtype") or config.get("torch_dtype")) else 2
     return _Model(
         load_tokenizer(directory),
-        weights / width if weights else None,
-        context if isinstance(context, int) else None,
+        weight_bytes / bytes_per_weight if weight_bytes else None,
+        max_context if isinstance(max_context, int) else None,
     )
 
 
@@ -210,59 +218,65 @@ def _read_model(place: str) -> _Model:
 
 
 def _read_data(request: RecipeRequest, source: str, model: _Model) -> _Data:
-    """Return what the file holds, once it is known that the algorithm can use it."""
-    place = request.data
-    if not is_address(place) and not Path(place).exists() and "*" not in place:
-        raise DataError(f"--data {place}: there is no such file")
-    table = open_table(place)
-    description = _describe(table.row(0).values)
-    if len(table) > MANY_ROWS:
-        share = max(0.001, round(min(SHARES[0], MAX_HELD_OUT / len(table)), 3))
-        held_out = round(share * len(table))
-        dataset = _open(place, 0.0, scan=False)
-        sizes = (len(table) - held_out, held_out)
-    else:
-        dataset, share, sizes = _hold_out(place)
-    tasks = list(islice(dataset.tasks("train", seed=0), min(SAMPLE, sizes[0])))
-    answers = [_list_answers(dataset, task, source) for task in tasks]
-    if model.tokenizer is None:
-        return _Data(description, share, sizes)
-    renderer = Renderer(model.tokenizer, None if model.has_template else "turns")
-    writer = TextRenderer(renderer, max_context=model.context or sys.maxsize)
-    longest = 0
-    for task, given in zip(tasks, answers, strict=True):
-        for answer in given:
-            writer.row(task, answer)  # raises an error of a row that the model can't hold
-        if source == "rollouts":
-            longest = max(longest, len(renderer.prompt(task.messages)))
-    if model.context is not None and longest >= model.context:
-        raise DataError(
-            f"a prompt of {place} has {longest} tokens, but the model holds {model.context}: "
-            "shorten or drop it"
-        )
-    return _Data(description, share, sizes, longest)
+    """Return the content of the data file.
 
-
-def _open(place: str, share: float, *, scan: bool = True) -> Dataset:
-    values = {"kind": "dataset", "train": place, "test_share": share, "scan": scan}
-    return build(resolve("environment", values))
-
-
-def _hold_out(place: str) -> tuple[Dataset, float, tuple[int, int]]:
-    """Return the data with the first share that leaves rows on both sides, and their numbers.
-
-    The share is 0 if there are too few rows.
+    Raises DataError if the algorithm can't train on it.
     """
-    for share in SHARES:
-        dataset = _open(place, share)
-        train, test = len(dataset.rows("train")), len(dataset.rows("test"))
-        if share == SHARES[0] and test > MAX_HELD_OUT:
-            share = round(MAX_HELD_OUT / (train + test), 3)
-            dataset = _open(place, share)
-            train, test = len(dataset.rows("train")), len(dataset.rows("test"))
-        if train >= MIN_HELD_OUT and test >= MIN_HELD_OUT:
-            return dataset, share, (train, test)
-    dataset = _open(place, 0.0)
+    data_path = request.data
+    if not is_address(data_path) and not Path(data_path).exists() and "*" not in data_path:
+        raise DataError(f"--data {data_path}: there is no such file")
+    table = open_table(data_path)
+    description = _describe_columns(table.row(0).values)
+    if len(table) > MAX_SCANNED_ROWS:
+        held_out_share = max(
+            0.001, round(min(HELD_OUT_SHARES[0], MAX_HELD_OUT_ROWS / len(table)), 3)
+        )
+        n_held_out = round(held_out_share * len(table))
+        dataset = _open_dataset(data_path, 0.0, scan=False)
+        split_sizes = (len(table) - n_held_out, n_held_out)
+    else:
+        dataset, held_out_share, split_sizes = _hold_out(data_path)
+    tasks = list(islice(dataset.tasks("train", seed=0), min(N_SAMPLED_ROWS, split_sizes[0])))
+    answers_by_task = [_list_answers(dataset, task, source) for task in tasks]
+    if model.tokenizer is None:
+        return _Data(description, held_out_share, split_sizes)
+    renderer = Renderer(model.tokenizer, None if model.has_template else "turns")
+    text_renderer = TextRenderer(renderer, max_context=model.max_context or sys.maxsize)
+    max_prompt_tokens = 0
+    for task, row_answers in zip(tasks, answers_by_task, strict=True):
+        for answer in row_answers:
+            text_renderer.row(task, answer)  # raises DataError for a row that exceeds the context
+        if source == "rollouts":
+            max_prompt_tokens = max(max_prompt_tokens, len(renderer.prompt(task.messages)))
+    if model.max_context is not None and max_prompt_tokens >= model.max_context:
+        raise DataError(
+            f"a prompt of {data_path} has {max_prompt_tokens} tokens, but the model holds "
+            f"{model.max_context}: shorten or drop it"
+        )
+    return _Data(description, held_out_share, split_sizes, max_prompt_tokens)
+
+
+def _open_dataset(data_path: str, share: float, *, scan: bool = True) -> Dataset:
+    settings = {"kind": "dataset", "train": data_path, "test_share": share, "scan": scan}
+    return build(resolve("environment", settings))
+
+
+def _hold_out(data_path: str) -> tuple[Dataset, float, tuple[int, int]]:
+    """Return the dataset, its held-out share, and its numbers of training and held-out rows.
+
+    The share is the first of HELD_OUT_SHARES that leaves MIN_SPLIT_ROWS rows in both splits, or 0
+    if there are too few rows.
+    """
+    for share in HELD_OUT_SHARES:
+        dataset = _open_dataset(data_path, share)
+        n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+        if share == HELD_OUT_SHARES[0] and n_test > MAX_HELD_OUT_ROWS:
+            share = round(MAX_HELD_OUT_ROWS / (n_train + n_test), 3)
+            dataset = _open_dataset(data_path, share)
+            n_train, n_test = len(dataset.rows("train")), len(dataset.rows("test"))
+        if n_train >= MIN_SPLIT_ROWS and n_test >= MIN_SPLIT_ROWS:
+            return dataset, share, (n_train, n_test)
+    dataset = _open_dataset(data_path, 0.0)
     return dataset, 0.0, (len(dataset.rows("train")), 0)
 
 
@@ -288,8 +302,8 @@ def _list_answers(dataset: Dataset, task: Task, source: str) -> list[Sequence[Me
     return []
 
 
-def _describe(columns: Mapping[str, Any]) -> str:
-    """Return what the columns of a row are taken for."""
+def _describe_columns(columns: Mapping[str, Any]) -> str:
+    """Return a description of how the columns of a row are used."""
     if "chosen" in columns:
         return "pairs: chosen is better than rejected"
     if list_candidates("messages", columns):
@@ -304,7 +318,7 @@ def _describe(columns: Mapping[str, Any]) -> str:
 # --- the lines
 
 
-def _lines(
+def _make_lines(
     name: str,
     request: RecipeRequest,
     algorithm: Mapping[str, Any],
@@ -315,11 +329,11 @@ def _lines(
     reward: str | None,
 ) -> list[tuple[str, str]]:
     """Return the lines of the recipe, each with its comment."""
-    train, test = data.sizes
-    batch, steps = _choose_batch(train, source)
-    every = max(1, steps // 4)
-    rate, size = _choose_rate(model.parameters, source, adapter=lora is not None)
-    optimizer = f"{{lr: {rate}, warmup_steps: {min(10, steps // 10)}, schedule: cosine}}"
+    n_train, n_test = data.split_sizes
+    batch_size, n_steps = _choose_batch(n_train, source)
+    interval = max(1, n_steps // 4)
+    peak_rate, model_size = _choose_rate(model.n_parameters, source, with_adapter=lora is not None)
+    optimizer = f"{{lr: {peak_rate}, warmup_steps: {min(10, n_steps // 10)}, schedule: cosine}}"
     lines = [
         (f"# {algorithm['kind']} on {request.data}, by `ratchet new recipe`. Change any line.", ""),
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
@@ -332,8 +346,11 @@ def _lines(
     lines += [
         ("environment:", ""),
         ("  kind: dataset", "rows of files; docs/data.md says what they may hold"),
-        (f"  train: {write_flow(request.data)}", f"{train + test:,} rows; {data.description}"),
-        (f"  test_share: {data.share:g}", f"share held out for evaluation: {test:,} rows"),
+        (f"  train: {write_flow(request.data)}", f"{n_train + n_test:,} rows; {data.description}"),
+        (
+            f"  test_share: {data.held_out_share:g}",
+            f"share held out for evaluation: {n_test:,} rows",
+        ),
         (f"algorithm: {write_flow(algorithm)}", f"`ratchet explain-algorithm {algorithm['kind']}`"),
     ]
     if reward is not None:
@@ -341,47 +358,52 @@ def _lines(
     if lora is not None:
         lines.append((f"lora: {write_flow(lora)}", "trains an adapter in place of the weights"))
     if source == "rollouts" or reward is not None:
-        room = (model.context or 2 * MAX_ROW_TOKENS) - data.longest_prompt
-        tokens = max(1, min(MAX_ROW_TOKENS, model.context // 2 if model.context else room, room))
-        lines.append((f"sampling: {{max_new_tokens: {tokens}}}", "longest answer, in tokens"))
-    passes = steps * batch / max(1, train)
+        free_context = (model.max_context or 2 * MAX_ANSWER_TOKENS) - data.max_prompt_tokens
+        half_context = model.max_context // 2 if model.max_context else free_context
+        max_new_tokens = max(1, min(MAX_ANSWER_TOKENS, half_context, free_context))
+        lines.append(
+            (f"sampling: {{max_new_tokens: {max_new_tokens}}}", "longest answer, in tokens")
+        )
+    n_passes = n_steps * batch_size / max(1, n_train)
     unit = "prompts" if source == "rollouts" else "pairs" if source == "pairs" else "rows"
     lines += [
-        (f"steps: {steps}", f"batches: {passes:.2g} passes over {train:,} {unit}"),
-        (f"batch_size: {batch}", f"{unit} a step"),
-        (f"optimizer: {optimizer}", f"the peak rate is one for {size}"),
+        (f"steps: {n_steps}", f"batches: {n_passes:.2g} passes over {n_train:,} {unit}"),
+        (f"batch_size: {batch_size}", f"{unit} a step"),
+        (f"optimizer: {optimizer}", f"the peak rate is one for {model_size}"),
     ]
-    if test:
-        tasks = min(test, 128 if source == "rollouts" or reward is not None else 512)
-        lines.append((f"evaluation: {{every: {every}, tasks: {tasks}}}", "also before and after"))
+    if n_test:
+        n_tasks = min(n_test, 128 if source == "rollouts" or reward is not None else 512)
+        lines.append(
+            (f"evaluation: {{every: {interval}, tasks: {n_tasks}}}", "also before and after")
+        )
     else:
         lines.append(("evaluation: {tasks: 0}", "so few rows that none is held out"))
-    lines.append((f"checkpoint: {{every: {every}}}", "steps between checkpoints"))
+    lines.append((f"checkpoint: {{every: {interval}}}", "steps between checkpoints"))
     return lines
 
 
-def _choose_batch(rows: int, source: str) -> tuple[int, int]:
-    """Return rows a step and the number of steps, for few rows and for many."""
-    most = 16 if source == "rollouts" else 32
-    least = 2 if rows > 1 else 1  # KTO compares answers to different prompts
-    batch = max(least, min(most, rows // 4))
-    return batch, max(MIN_STEPS, min(MAX_STEPS, round(PASSES * rows / batch)))
+def _choose_batch(n_rows: int, source: str) -> tuple[int, int]:
+    """Return the batch size and the number of steps for `n_rows` training rows."""
+    max_size = 16 if source == "rollouts" else 32
+    min_size = 2 if n_rows > 1 else 1  # KTO compares answers to different prompts
+    batch_size = max(min_size, min(max_size, n_rows // 4))
+    return batch_size, max(MIN_STEPS, min(MAX_STEPS, round(N_PASSES * n_rows / batch_size)))
 
 
-def _choose_rate(parameters: float | None, source: str, *, adapter: bool) -> tuple[str, str]:
+def _choose_rate(n_parameters: float | None, source: str, *, with_adapter: bool) -> tuple[str, str]:
     """Return the peak learning rate, and the size of model that it is for, in words."""
-    number = float("inf") if parameters is None else parameters
-    rates = next(rates for bound, rates in RATES if number <= bound)
+    size = float("inf") if n_parameters is None else n_parameters
+    rates = next(rates for bound, rates in PEAK_LEARNING_RATES if size <= bound)
     rate = rates.get(source, rates[""])
-    if adapter:
-        rate = f"{LORA_FACTOR * float(rate):.0e}".replace("e-0", "e-")
-    if parameters is None:
+    if with_adapter:
+        rate = f"{LORA_RATE_FACTOR * float(rate):.0e}".replace("e-0", "e-")
+    if n_parameters is None:
         return rate, "a pretrained model of a billion parameters"
-    return rate, f"a model of {_short(parameters)} parameters"
+    return rate, f"a model of {_format_count(n_parameters)} parameters"
 
 
-def _short(number: float) -> str:
+def _format_count(count: float) -> str:
     for unit, size in (("B", 1e9), ("M", 1e6), ("k", 1e3)):
-        if number >= size:
-            return f"{number / size:.3g} {unit}"
-    return f"{number:.0f}"
+        if count >= size:
+            return f"{count / size:.3g} {unit}"
+    return f"{count:.0f}"

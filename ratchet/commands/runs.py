@@ -26,7 +26,7 @@ from ratchet.runs.unstarted import is_unstarted
 from ratchet.utils.object_store import is_address
 from ratchet.utils.terminal_text import make_console, shorten_text
 
-LARGEST = 1e300  # a metric beyond it is damaged, or infinite
+MAX_METRIC = 1e300  # a larger value is damaged or infinite
 
 
 @dataclass(frozen=True)
@@ -54,20 +54,22 @@ class RunRow:
     checkpoints: int
 
 
-def find_runs(place: Path) -> list[RunDirectory]:
-    """Return `place` itself if it is a run, else the runs directly in it.
+def find_runs(directory: Path) -> list[RunDirectory]:
+    """Return `directory` itself if it is a run, else the runs directly in it.
 
     Raises RunDirectoryError if there is none.
     """
-    run = RunDirectory(place)
+    run = RunDirectory(directory)
     runs_here = (
         [run]
         if run.used
-        else [RunDirectory(path) for path in sorted(place.glob("*/")) if RunDirectory(path).used]
+        else [
+            RunDirectory(path) for path in sorted(directory.glob("*/")) if RunDirectory(path).used
+        ]
     )
     if not runs_here:
         raise RunDirectoryError(
-            f"{place} holds no runs (directories with a config.yaml): name one that does"
+            f"{directory} holds no runs (directories with a config.yaml): name one that does"
         )
     return runs_here
 
@@ -79,25 +81,25 @@ def describe_run(run: RunDirectory) -> RunRow:
         path=str(run.path),
         state="running" if run.is_locked else "finished" if run.summary.exists() else "stopped",
         step=rows[-1]["step"] if rows else 0,
-        steps=sum(_stage_values(run, "steps")),
-        seconds=sum(_numbers(rows, "time/step_s")),
+        steps=sum(_read_stage_values(run, "steps")),
+        seconds=sum(_list_finite_metrics(rows, "time/step_s")),
         accuracy=_find_last(rows, "eval/accuracy"),
         loss=_find_last(rows, "eval/loss"),
         checkpoints=_measure_bytes(run.checkpoints),
     )
 
 
-def _describe_whole_or_damaged(run: RunDirectory) -> RunRow:
+def _describe_even_if_damaged(run: RunDirectory) -> RunRow:
     try:
         return describe_run(run)
-    except RunDirectoryError:  # it must not hide the other runs
+    except RunDirectoryError:  # a damaged run must not hide the other runs
         return RunRow(
             str(run.path), "damaged", 0, 0, 0.0, None, None, _measure_bytes(run.checkpoints)
         )
 
 
-def _stage_values(run: RunDirectory, *path: str) -> list[int]:
-    """Return a number of each stage's recipe.
+def _read_stage_values(run: RunDirectory, *path: str) -> list[int]:
+    """Return the integer at a path of keys in the recipe, one for each stage.
 
     Raises RunDirectoryError if the recipe is damaged.
     """
@@ -109,40 +111,40 @@ def _stage_values(run: RunDirectory, *path: str) -> list[int]:
             value = value.get(key) if isinstance(value, dict) else None
         if type(value) is not int:
             raise RunDirectoryError(
-                f"{run.config} gives no {'.'.join(path)} of a stage, so it is no resolved recipe: "
-                "put back the one of the run's newest checkpoint"
+                f"{run.config} has a stage without {'.'.join(path)}, so it is not a resolved "
+                "recipe: restore the recipe of the run's newest checkpoint"
             )
         values.append(value)
     return values
 
 
-def _numbers(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
+def _list_finite_metrics(rows: Sequence[Mapping[str, Any]], ending: str) -> list[float]:
     """Return the finite numbers of the metrics with this ending, in the order of the steps."""
     return [
         value
         for row in rows
         for name, value in row.items()
-        if name.endswith(ending) and type(value) in (int, float) and abs(value) < LARGEST
+        if name.endswith(ending) and type(value) in (int, float) and abs(value) < MAX_METRIC
     ]
 
 
 def _find_last(rows: Sequence[Mapping[str, Any]], ending: str) -> float | None:
     """Return the last finite number of the metrics with this ending, or None without one."""
-    return next(reversed(_numbers(rows, ending)), None)
+    return next(reversed(_list_finite_metrics(rows, ending)), None)
 
 
-def make_rows(place: str | Path) -> list[RunRow]:
+def list_run_rows(path_or_address: str | Path) -> list[RunRow]:
     """Return the rows of the runs in a directory or at an address.
 
     Raises RunDirectoryError if there is none.
     """
-    if not isinstance(place, str) or not is_address(place):
-        runs_here = find_runs(Path(place))
+    if not isinstance(path_or_address, str) or not is_address(path_or_address):
+        runs_here = find_runs(Path(path_or_address))
         if len(runs_here) == 1:
             return [describe_run(runs_here[0])]
-        return [_describe_whole_or_damaged(run) for run in runs_here]
+        return [_describe_even_if_damaged(run) for run in runs_here]
     rows = []
-    for address, checkpoints in list_runs_at(place):
+    for address, checkpoints in list_runs_at(path_or_address):
         row = describe_run(
             RunDirectory(
                 fetch_run_record(address, ("config.yaml", "metrics.jsonl", "summary.json"))
@@ -160,17 +162,17 @@ def make_rows(place: str | Path) -> list[RunRow]:
     return rows
 
 
-def list_runs(place: str | Path, *, as_json: bool) -> None:
-    rows = make_rows(place)
+def list_runs(path_or_address: str | Path, *, as_json: bool) -> None:
+    rows = list_run_rows(path_or_address)
     if as_json:
         print_json([asdict(row) for row in rows])
         return
     table = Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-    # A long name goes on in the next line: the ends of names are where they differ.
+    # A long name is continued in the next line, because names often differ only at their ends.
     table.add_column("run", overflow="fold")
     for name in ("state", "step", "training", "accuracy", "loss", "checkpoints"):
         table.add_column(name, no_wrap=True, justify="left" if name == "state" else "right")
-    parent = f"{place}".rstrip("/")
+    parent = f"{path_or_address}".rstrip("/")
     for row in rows:
         accuracy, loss = (
             "-" if value is None else f"{value:.3f}" for value in (row.accuracy, row.loss)
@@ -195,7 +197,7 @@ def _format_size(size: int) -> str:
     return f"{mib:,.1f} MiB" if mib < 1000 else f"{mib / 1024:,.1f} GiB"
 
 
-MAX_LINE = 300  # characters of a difference that are printed
+MAX_LINE_CHARS = 300  # characters of a difference that are printed
 
 
 def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
@@ -219,7 +221,7 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             f"{comparison['a']} -> {comparison['b']}", style="bold", markup=False, highlight=False
         )
         for line in comparison["recipe"] or ["the recipes are the same"]:
-            console.print(f"  {shorten_text(line, MAX_LINE)}", markup=False, highlight=False)
+            console.print(f"  {shorten_text(line, MAX_LINE_CHARS)}", markup=False, highlight=False)
         step = comparison["first_different_step"]
         shared = comparison["shared_steps"]
         console.print(
@@ -229,25 +231,25 @@ def compare_runs(paths: Sequence[str | Path], *, as_json: bool) -> None:
             if shared
             else "  no step has numbers of both"
         )
-        for name, ends in comparison["last"].items():
-            a, b = ("-" if end is None else f"{end:.4g}" for end in ends)
+        for name, last_values in comparison["last"].items():
+            a, b = ("-" if value is None else f"{value:.4g}" for value in last_values)
             console.print(f"  {name}: {a} -> {b}", markup=False, highlight=False)
 
 
 def _list_recipe_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
     """Return the leaves in which two recipes differ; stages are compared by name."""
-    stages = [{stage["name"]: stage for stage in recipe["stages"]} for recipe in (a, b)]
-    shared = [name for name in stages[0] if name in stages[1]]
+    stages_by_name = [{stage["name"]: stage for stage in recipe["stages"]} for recipe in (a, b)]
+    shared_names = [name for name in stages_by_name[0] if name in stages_by_name[1]]
     before, after = (
-        {**recipe, "stages": {name: named[name] for name in shared}}
-        for recipe, named in zip((a, b), stages, strict=True)
+        {**recipe, "stages": {name: recipe_stages[name] for name in shared_names}}
+        for recipe, recipe_stages in zip((a, b), stages_by_name, strict=True)
     )
     lines = list_config_differences(before, after)
-    for where, named in zip(("first", "second"), stages, strict=True):
-        for name in [name for name in named if name not in shared]:
-            stage = named[name]
+    for ordinal, recipe_stages in zip(("first", "second"), stages_by_name, strict=True):
+        for name in [name for name in recipe_stages if name not in shared_names]:
+            stage = recipe_stages[name]
             kind = stage["algorithm"].get("kind", "")
-            lines.append(f"stages.{name}: only in the {where} ({kind}, {stage['steps']} steps)")
+            lines.append(f"stages.{name}: only in the {ordinal} ({kind}, {stage['steps']} steps)")
     return lines
 
 
@@ -284,22 +286,24 @@ def _get_last_value(rows: dict[int, dict[str, Any]], name: str) -> float | None:
     return _find_last([rows[step] for step in sorted(rows)], name)
 
 
-def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
+def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
     """Remove all but the newest `keep` checkpoints of each run that is not running.
 
     Checkpoints that the recipe protects with `keep_best` and `keep_every` stay.
 
     Args:
+        directory: A run, or a directory of runs.
+        keep: The number of checkpoints to keep.
         confirmed: False only prints what would be removed.
     """
     console = make_console(soft_wrap=True)
     freed_bytes = 0
-    for run in find_runs(place):
+    for run in find_runs(directory):
         if run.is_locked:
             console.print(f"{run.path} is running, so its checkpoints are kept", markup=False)
             continue
         keep_best, keep_every = (
-            max(_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
+            max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
         for checkpoint in store.surplus():
@@ -318,15 +322,16 @@ def prune_runs(place: Path, *, keep: int, confirmed: bool) -> None:
     )
 
 
-def clean_runs(place: Path, *, confirmed: bool) -> None:
+def clean_runs(directory: Path, *, confirmed: bool) -> None:
     """Remove the runs that never finished a step.
 
     Args:
-        place: A run, or a directory of runs.
-        confirmed: False asks on a terminal, and only names them elsewhere.
+        directory: A run, or a directory of runs.
+        confirmed: True removes the runs without a question. False shows a question on a terminal,
+            and elsewhere only lists the runs.
     """
     console = make_console(soft_wrap=True)
-    unstarted = [run for run in find_runs(place) if is_unstarted(run)]
+    unstarted = [run for run in find_runs(directory) if is_unstarted(run)]
     for run in unstarted:
         console.print(f"{run.path} has no step", markup=False, highlight=False)
     if not unstarted:

@@ -30,7 +30,7 @@ from ratchet.utils.terminal_text import make_console, shorten_text
 
 # Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
 ROWS_PER_WORKER = 64
-MAX_WORST_ROWS = 5  # rows in the summary's table of the worst
+MAX_WORST_ROWS = 5  # rows in the summary's table of the worst rows
 ROLES = ("system", "user", "assistant", "tool")
 # Columns that become the trajectory, and are left out of the task's `meta`.
 TRAJECTORY_COLUMNS = ("response", "messages")
@@ -42,14 +42,15 @@ class Score:
 
     Attributes:
         seconds: Time to judge the row, without the wait for a free worker.
-        facts: Where the row is, in place of its line, if it is not from a file.
+        source_fields: Fields that `as_json` writes in place of `line`, for a row that is not from a
+            file.
     """
 
     line: int
     id: str
     outcome: Outcome
     seconds: float
-    facts: Mapping[str, Any] = field(default_factory=dict)
+    source_fields: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def reward(self) -> float | None:
@@ -66,16 +67,16 @@ class Score:
         return self.outcome.reason if isinstance(self.outcome, Cancelled) else ""
 
     def as_json(self) -> str:
-        parts = {
+        json_parts = {
             name: value if math.isfinite(value) else None
             for name, value in getattr(self.outcome, "parts", {}).items()
         }
         return json.dumps(
             {
-                **(self.facts or {"line": self.line}),
+                **(self.source_fields or {"line": self.line}),
                 "id": self.id,
                 "reward": self.reward,
-                "parts": parts,
+                "parts": json_parts,
                 "outcome": self.outcome_name,
                 "seconds": round(self.seconds, 6),
                 "detail": self.detail,
@@ -86,14 +87,15 @@ class Score:
 def score_file(
     path: str | Path, kind: str, overrides: Sequence[str], *, as_json: bool, workers: int
 ) -> None:
-    """Write a line of JSON for each row to stdout, or a summary. A bad row fails only itself.
+    """Write a line of JSON for each row to stdout, or a summary. A bad row does not stop the rest.
 
     Raises ConfigError or another RatchetError if the reward can't be built, DataError if the file
     can't be read.
     """
     if isinstance(path, Path) and path.is_dir():
         raise DataError(
-            f"{path} is a directory, but no run: give a file of rows, or a run directory"
+            f"{path} is a directory, but not a run directory: give a file of rows, or the "
+            "directory of a run"
         )
     reward = compose_rewards([reward_section(kind, overrides, workers)])
     asyncio.run(_score_file(path, reward, as_json=as_json, workers=workers))
@@ -116,7 +118,7 @@ def reward_section(kind: str, overrides: Sequence[str], workers: int) -> Section
 
 async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, workers: int) -> None:
     summary = Summary()
-    async for score in scores(path, reward, workers):
+    async for score in score_rows(path, reward, workers):
         if as_json:
             sys.stdout.write(score.as_json() + "\n")
             sys.stdout.flush()
@@ -126,7 +128,7 @@ async def _score_file(path: str | Path, reward: Reward, *, as_json: bool, worker
         summary.show(make_console())
 
 
-async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
+async def score_rows(path: str | Path, reward: Reward, workers: int) -> AsyncIterator[Score]:
     """Yield scores in row order, judging `workers` rows at once.
 
     At most ROWS_PER_WORKER * workers rows are in memory.
@@ -134,8 +136,8 @@ async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterato
     free_workers = asyncio.Semaphore(workers)
     pending: deque[asyncio.Task[Score]] = deque()
     try:
-        for line, values in read_lines(path):
-            pending.append(asyncio.create_task(_score(path, line, values, reward, free_workers)))
+        for line, row in read_lines(path):
+            pending.append(asyncio.create_task(_score(path, line, row, reward, free_workers)))
             while len(pending) >= ROWS_PER_WORKER * workers or (pending and pending[0].done()):
                 yield await pending.popleft()
             await asyncio.sleep(0)  # lets the started tasks run while the file is read
@@ -149,17 +151,17 @@ async def scores(path: str | Path, reward: Reward, workers: int) -> AsyncIterato
 async def _score(
     path: str | Path,
     line: int,
-    values: Mapping[str, Any] | DataError,
+    row: Mapping[str, Any] | DataError,
     reward: Reward,
     free_workers: asyncio.Semaphore,
 ) -> Score:
-    name = f"line {line}"
-    if isinstance(values, DataError):
-        return Score(line, name, Failed("row", str(values)), 0.0)
+    row_name = f"line {line}"
+    if isinstance(row, DataError):
+        return Score(line, row_name, Failed("row", str(row)), 0.0)
     try:
-        task, trajectory = make_attempt(values, name)
+        task, trajectory = make_attempt(row, row_name)
     except DataError as error:
-        return Score(line, name, Failed("row", f"{path}, {name}: {error}"), 0.0)
+        return Score(line, row_name, Failed("row", f"{path}, {row_name}: {error}"), 0.0)
     async with free_workers:
         start = time.perf_counter()
         try:
@@ -173,50 +175,48 @@ async def _score(
 # --- from a row to a task and a trajectory
 
 
-def make_attempt(values: Mapping[str, Any], name: str) -> tuple[Task, Trajectory]:
+def make_attempt(row: Mapping[str, Any], row_name: str) -> tuple[Task, Trajectory]:
     """Return the task and the answered conversation as text, without tokens. Raises DataError."""
-    messages = (
-        _parse_messages(values, "messages") if "messages" in values else _make_messages(values)
-    )
+    messages = _parse_messages(row, "messages") if "messages" in row else _make_messages(row)
     if not messages or messages[-1].role != "assistant":
         raise DataError("column 'messages' must end with a message of the assistant")
     task_id = next(
-        (values[key] for key in ("id", "task_id") if isinstance(values.get(key), str | int)), name
+        (row[key] for key in ("id", "task_id") if isinstance(row.get(key), str | int)), row_name
     )
-    tag = values.get("tag")
+    tag = row.get("tag")
     task = Task(
         id=str(task_id),
         messages=messages[:-1],
-        answer=values.get("answer"),
+        answer=row.get("answer"),
         tag=tag if isinstance(tag, str) else "",
-        meta={key: value for key, value in values.items() if key not in TRAJECTORY_COLUMNS},
+        meta={key: value for key, value in row.items() if key not in TRAJECTORY_COLUMNS},
     )
     return task, Trajectory.supervised([], [], messages=messages)
 
 
-def _make_messages(values: Mapping[str, Any]) -> tuple[Message, ...]:
-    response = values.get("response")
+def _make_messages(row: Mapping[str, Any]) -> tuple[Message, ...]:
+    response = row.get("response")
     if not isinstance(response, str):
-        columns = ", ".join(values) or "no columns"
+        columns = ", ".join(row) or "no columns"
         problem = (
             f"column 'response' is {_name_type(response)}, must be a string"
-            if "response" in values
+            if "response" in row
             else "no column 'response'"
         )
         raise DataError(f"{problem} (nor 'messages'); the row has {columns}")
-    prompt = values.get("prompt")
+    prompt = row.get("prompt")
     if prompt is None:
         prompt_messages: tuple[Message, ...] = ()
     elif isinstance(prompt, str):
         prompt_messages = (Message("user", prompt),)
     else:
-        prompt_messages = _parse_messages(values, "prompt")
+        prompt_messages = _parse_messages(row, "prompt")
     return (*prompt_messages, Message("assistant", response))
 
 
-def _parse_messages(values: Mapping[str, Any], column: str) -> tuple[Message, ...]:
+def _parse_messages(row: Mapping[str, Any], column: str) -> tuple[Message, ...]:
     messages: list[Message] = []
-    value = values[column]
+    value = row[column]
     if not isinstance(value, list):
         raise DataError(
             f"column '{column}' is {_name_type(value)}, must be an array of {{role, content}}"
@@ -244,50 +244,59 @@ def _name_type(value: Any) -> str:
 
 @dataclass
 class Summary:
-    """A running summary of rows, in constant memory. `place`: the fact that says where a row is."""
+    """A running summary of rows, in constant memory.
 
-    place: str = "line"
+    Attributes:
+        location_column: "line", or the key of `Score.source_fields` that locates a row.
+        sums_by_part: The sum of each part of the reward, and the number of rows with that part.
+        failed_scores: The first MAX_WORST_ROWS rows without a reward.
+        lowest_scores: A heap of the MAX_WORST_ROWS rows with the lowest rewards. The highest of
+            these rewards is on top.
+    """
+
+    location_column: str = "line"
     outcome_counts: Counter[str] = field(default_factory=Counter)
-    # Sum of each part of the reward, and the number of rows with that part.
-    sums: dict[str, tuple[float, int]] = field(default_factory=dict)
+    sums_by_part: dict[str, tuple[float, int]] = field(default_factory=dict)
     seconds: float = 0.0
-    failed: list[Score] = field(
-        default_factory=list
-    )  # the first MAX_WORST_ROWS rows without a reward
-    # Heap of the MAX_WORST_ROWS rows with the lowest rewards; on top is the highest of them.
-    lowest: list[tuple[float, int, Score]] = field(default_factory=list)
+    failed_scores: list[Score] = field(default_factory=list)
+    lowest_scores: list[tuple[float, int, Score]] = field(default_factory=list)
 
     def add(self, score: Score) -> None:
         self.outcome_counts[score.outcome_name] += 1
         self.seconds += score.seconds
         if score.reward is None:
-            self.failed = [*self.failed, score][:MAX_WORST_ROWS]
+            self.failed_scores = [*self.failed_scores, score][:MAX_WORST_ROWS]
             return
         for name, value in {"reward": score.reward, **getattr(score.outcome, "parts", {})}.items():
-            total, count = self.sums.get(name, (0.0, 0))
-            self.sums[name] = (total + value, count + 1)
+            total, count = self.sums_by_part.get(name, (0.0, 0))
+            self.sums_by_part[name] = (total + value, count + 1)
         entry = (-score.reward, -score.line, score)
-        if len(self.lowest) < MAX_WORST_ROWS:
-            heappush(self.lowest, entry)
+        if len(self.lowest_scores) < MAX_WORST_ROWS:
+            heappush(self.lowest_scores, entry)
         else:
-            heappushpop(self.lowest, entry)
+            heappushpop(self.lowest_scores, entry)
 
     def show(self, console: Console) -> None:
-        rows = self.outcome_counts.total()
+        n_rows = self.outcome_counts.total()
         table = Table("rows", *self.outcome_counts, "seconds a row")
         table.add_row(
-            str(rows), *map(str, self.outcome_counts.values()), f"{self.seconds / rows:.3g}"
+            str(n_rows), *map(str, self.outcome_counts.values()), f"{self.seconds / n_rows:.3g}"
         )
         console.print(table)
-        if self.sums:
+        if self.sums_by_part:
             means = Table("mean of", "", "rows")
-            for name, (total, count) in self.sums.items():
+            for name, (total, count) in self.sums_by_part.items():
                 means.add_row(escape(name), f"{total / count:.4g}", str(count))
             console.print(means)
-        worst = Table(self.place, "id", "outcome", "reward", "detail", title="the worst rows")
-        for score in [*self.failed, *(score for *_, score in sorted(self.lowest, reverse=True))]:
+        worst = Table(
+            self.location_column, "id", "outcome", "reward", "detail", title="the worst rows"
+        )
+        for score in [
+            *self.failed_scores,
+            *(score for *_, score in sorted(self.lowest_scores, reverse=True)),
+        ]:
             last_line = shorten_text(score.detail.strip().rpartition("\n")[2], 400)
             reward = "-" if score.reward is None else f"{score.reward:.4g}"
-            where = str(score.facts.get(self.place, score.line))
-            worst.add_row(where, escape(score.id), score.outcome_name, reward, escape(last_line))
+            location = str(score.source_fields.get(self.location_column, score.line))
+            worst.add_row(location, escape(score.id), score.outcome_name, reward, escape(last_line))
         console.print(worst)

@@ -27,22 +27,22 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import Failed, Group, Outcome, Trajectory
 from ratchet.utils.terminal_text import make_console
 
-# Smallest difference of two rewards that counts; sums may be added in another order.
-DIFFERENT = 1e-9
+# Rewards that differ by at most this count as equal, because parts may be summed in another order.
+EQUALITY_TOLERANCE = 1e-9
 
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """An attempt of a run, and the reward that it got in training; None if it was not judged."""
+    """A recorded attempt. `trajectory.reward` is its reward in training, None if it had none."""
 
     step: int
     group: Group
-    number: int
+    attempt_index: int
     trajectory: Trajectory
 
 
 def score_run(
-    place: str | Path,
+    run: str | Path,
     kind: str,
     overrides: Sequence[str],
     *,
@@ -53,8 +53,8 @@ def score_run(
     """Write a line of JSON for each recorded attempt to stdout, or a summary.
 
     Args:
-        place: The run.
-        kind: The reward; "" for the rewards of each stage's recipe.
+        run: A run directory or its address.
+        kind: The kind of the reward; "" for the rewards that the recipe gives each stage.
         overrides: Keys of the reward, as key=value.
         steps: Steps to judge; empty for all that were recorded.
         as_json: True for lines of JSON.
@@ -64,13 +64,13 @@ def score_run(
         ConfigError: There is no reward, or it can't be built.
         DataError: The record can't be read, or holds no attempts.
     """
-    directory = RunDirectory(fetch_run_record(place))
+    directory = RunDirectory(fetch_run_record(run))
     record = Record(directory.steps)
     if missing := sorted(set(steps) - record.steps.keys()):
-        raise DataError(f"step {missing[0]} is not in the record of {place}")
+        raise DataError(f"step {missing[0]} is not in the record of {run}")
     rewards = _build_rewards(load_config(directory.config), kind, overrides, workers)
     scores = _score_record(record, rewards, steps or sorted(record.steps), workers)
-    asyncio.run(_write(scores, str(place), as_json=as_json))
+    asyncio.run(_write(scores, str(run), as_json=as_json))
 
 
 def _build_rewards(
@@ -107,23 +107,26 @@ async def _score_record(
                         asyncio.create_task(_score_group(attempts, reward, free_workers))
                     )
                 while len(pending) >= ROWS_PER_WORKER * workers or (pending and pending[0].done()):
-                    for scored in await pending.popleft():
-                        yield scored
+                    for attempt_and_score in await pending.popleft():
+                        yield attempt_and_score
                 await asyncio.sleep(0)  # lets the started tasks run while the record is read
         while pending:
-            for scored in await pending.popleft():
-                yield scored
+            for attempt_and_score in await pending.popleft():
+                yield attempt_and_score
     finally:
         for task in pending:
             task.cancel()
 
 
 def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
-    """Return the attempts that the policy wrote to an end; the last row has all messages."""
+    """Return the sampled attempts without the failed ones, each as its last trajectory.
+
+    The last trajectory of an attempt has all messages.
+    """
     return [
-        RecordedAttempt(step, group, rows[-1].attempt, rows[-1])
-        for rows in group.attempts
-        if rows[-1].sampled and rows[-1].counts
+        RecordedAttempt(step, group, trajectories[-1].attempt, trajectories[-1])
+        for trajectories in group.attempts
+        if trajectories[-1].sampled and trajectories[-1].counts
     ]
 
 
@@ -136,9 +139,9 @@ async def _score_group(
         start = time.perf_counter()
         outcomes: Sequence[Outcome]
         try:
-            # A reward must not see what was judged before.
-            rows = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
-            outcomes = await reward.score(rows, task)
+            # A reward must not see the recorded outcome.
+            trajectories = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
+            outcomes = await reward.score(trajectories, task)
         # A reward may be user code: its bug must fail one group, not the rest.
         except Exception:
             outcomes = [Failed("reward", traceback.format_exc())] * len(attempts)
@@ -147,14 +150,14 @@ async def _score_group(
         (
             attempt,
             Score(
-                attempt.number,
+                attempt.attempt_index,
                 task.id,
                 outcome,
                 seconds,
-                facts={
+                source_fields={
                     "step": attempt.step,
                     "group": attempt.group.id,
-                    "attempt": attempt.number,
+                    "attempt": attempt.attempt_index,
                     "recorded": attempt.trajectory.reward,
                 },
             ),
@@ -164,27 +167,27 @@ async def _score_group(
 
 
 async def _write(
-    scores: AsyncIterator[tuple[RecordedAttempt, Score]], place: str, *, as_json: bool
+    scores: AsyncIterator[tuple[RecordedAttempt, Score]], run: str, *, as_json: bool
 ) -> None:
-    summary, against = Summary(place="step"), RewardComparison()
-    count = 0
+    summary, comparison = Summary(location_column="step"), RewardComparison()
+    n_scores = 0
     async for attempt, score in scores:
-        count += 1
+        n_scores += 1
         if as_json:
             sys.stdout.write(score.as_json() + "\n")
             sys.stdout.flush()
         else:
-            summary.add(replace(score, line=count))
-            against.add(score.reward, attempt.trajectory.reward)
-    if not count:
+            summary.add(replace(score, line=n_scores))
+            comparison.add(score.reward, attempt.trajectory.reward)
+    if not n_scores:
         raise DataError(
-            f"{place} has recorded no attempts to judge: --reward is missing, or its stages train "
+            f"{run} has recorded no attempts to judge: --reward is missing, or its stages train "
             "on given text"
         )
     if not as_json:
         console = make_console()
         summary.show(console)
-        against.show(console)
+        comparison.show(console)
 
 
 class RewardComparison:
@@ -192,15 +195,15 @@ class RewardComparison:
 
     def __init__(self) -> None:
         self.counts: Counter[str] = Counter()
-        self.recorded = 0.0
+        self.recorded_sum = 0.0
 
     def add(self, reward: float | None, recorded: float | None) -> None:
         if reward is None or recorded is None:
             return
         difference = reward - recorded
-        is_equal = abs(difference) <= DIFFERENT
+        is_equal = abs(difference) <= EQUALITY_TOLERANCE
         self.counts["equal" if is_equal else "higher" if difference > 0 else "lower"] += 1
-        self.recorded += recorded
+        self.recorded_sum += recorded
 
     def show(self, console: Console) -> None:
         total = self.counts.total()
@@ -208,7 +211,7 @@ class RewardComparison:
             return
         table = Table("recorded mean", "equal", "higher now", "lower now")
         table.add_row(
-            f"{self.recorded / total:.4g}",
+            f"{self.recorded_sum / total:.4g}",
             *(str(self.counts[name]) for name in ("equal", "higher", "lower")),
         )
         console.print(table)

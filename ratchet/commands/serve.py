@@ -31,7 +31,9 @@ CLIENT_PARAMETERS = ("temperature", "top_p")
 class ServedModel:
     """A model that answers each request independently.
 
-    sampling: defaults for requests. A request without a seed gets a random one.
+    Attributes:
+        policy: The model, its tokenizer and its generator.
+        sampling: The defaults for requests. A request without a seed gets a random one.
     """
 
     policy: Policy
@@ -74,8 +76,9 @@ def serve(
     key.
 
     Args:
-        key: API key that requests must send; "": none.
-        say: Gets the address once the model is loaded, and the port that was free for `port=0`.
+        key: The API key that requests must send; "" for none.
+        say: A function that gets the address once the model is loaded. For `port=0` the address has
+            the port that was chosen.
     """
     if host not in LOOPBACK and not key:
         raise ConfigError(
@@ -110,21 +113,25 @@ async def _serve(
         ),
         names=hosts,
     )
-    server, signals = Server(app, listener, access_log=True), list[int]()
+    server, received_signals = Server(app, listener, access_log=True), list[int]()
 
-    def stop(number: int) -> None:
-        signals.append(number)
+    def stop(signal_number: int) -> None:
+        received_signals.append(signal_number)
         server.stop()
 
-    for number in STOPPING:
-        # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. It stays so.
-        if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
-            asyncio.get_running_loop().add_signal_handler(number, stop, number)
+    for signal_number in STOPPING:
+        # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. No handler may
+        # replace that.
+        if (
+            signal_number is not signal.SIGHUP
+            or signal.getsignal(signal_number) is not signal.SIG_IGN
+        ):
+            asyncio.get_running_loop().add_signal_handler(signal_number, stop, signal_number)
     host, port = server.address
     say(f"http://{f'[{host}]' if ':' in host else host}:{port}/v1 serves {target} (Ctrl-C ends it)")
     try:
         await server.run()
     finally:
         await policy.close()
-    if signals:
-        raise SystemExit(128 + signals[0])
+    if received_signals:
+        raise SystemExit(128 + received_signals[0])

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from ratchet.config.schema import EvaluationConfig
 from ratchet.errors import ConfigError
 
-# Metrics of which less is better, with and without a leading minus.
+# Metrics whose lower values are better, also if the recipe writes them with a leading minus.
 LOWER_IS_BETTER = frozenset({"eval/loss", "eval/perplexity"})
-# Metrics that decide where a recipe names none. The first one that an evaluation reports is taken.
+# Metrics for a recipe that names none. The first one that an evaluation reports is used.
 DEFAULT_METRICS = ("eval/accuracy", "eval/loss")
 
 
@@ -22,9 +22,9 @@ def choose_metric(metric: str | None, metrics: Mapping[str, float | None]) -> st
 
 
 def get_signed_metric(metric: str | None, metrics: Mapping[str, float | None]) -> float | None:
-    """Return the value of a metric, signed so that higher is better; None: it was not measured.
+    """Return the value of a metric, signed so that higher is better; None if it was not measured.
 
-    Losses and metrics with a leading minus in their name, as "-policy/kl/kl", are negated.
+    Losses and metrics with a leading minus in their name, such as "-policy/kl/kl", are negated.
     """
     metric = choose_metric(metric, metrics)
     name = metric.removeprefix("-")
@@ -38,23 +38,19 @@ class EarlyStopping:
     """The early-stopping rule of a stage.
 
     Attributes:
-        evaluations: The stage ends after this many evaluations in a row without an improvement.
+        n_evaluations: The stage ends after this many evaluations in a row without an improvement.
         metric: The metric that must improve; None: accuracy if it is measured, else the loss.
         min_gain: An improvement must be larger than this.
     """
 
-    evaluations: int
+    n_evaluations: int
     metric: str | None
     min_gain: float = 0.0
 
     @classmethod
-    def from_config(cls, settings: EvaluationConfig) -> EarlyStopping | None:
+    def from_config(cls, config: EvaluationConfig) -> EarlyStopping | None:
         """Return the rule that a recipe sets, or None if it sets none."""
-        return (
-            cls(settings.patience, settings.metric, settings.min_gain)
-            if settings.patience
-            else None
-        )
+        return cls(config.patience, config.metric, config.min_gain) if config.patience else None
 
     def update(
         self, metrics: Mapping[str, float | None], best: float | None, evaluations_since_best: int
@@ -73,10 +69,10 @@ class EarlyStopping:
         """
         metric = choose_metric(self.metric, metrics)
         if metric.removeprefix("-") not in metrics:
-            reported = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
+            reported_metrics = ", ".join(sorted(key for key in metrics if key.startswith("eval/")))
             raise ConfigError(
                 f"evaluation.metric={metric} is not reported by the evaluation. Set it to one "
-                f"of {reported}"
+                f"of {reported_metrics}"
             )
         value = get_signed_metric(self.metric, metrics)
         if value is not None and (best is None or value > best + self.min_gain):

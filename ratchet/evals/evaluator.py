@@ -38,8 +38,8 @@ class Evaluator:
     greedy: bool = True
     pass_threshold: float = 1.0
 
-    # Accuracies of two stages are compared only if their evaluators measure the same.
-    measures = frozenset({"answers of the policy"})
+    # Accuracies of two stages are compared only if their evaluators measure the same quantities.
+    measured_quantities = frozenset({"answers of the policy"})
 
     @property
     def managers(self) -> Sequence[RolloutManager]:
@@ -48,73 +48,82 @@ class Evaluator:
     async def run(self) -> EvalResults:
         """Play all attempts and return the results."""
         jobs = [(f"eval/{task.id}", task) for task in self.tasks]
-        greedy: list[Group] = []
-        sampled: list[Group] = []
+        greedy_groups: list[Group] = []
+        sampled_groups: list[Group] = []
         if self.greedy:
-            greedy = await self.manager.groups(
+            greedy_groups = await self.manager.groups(
                 jobs, replace(self.sampling, temperature=0.0), attempts=1
             )
         if self.samples:
-            sampled = await self.manager.groups(jobs, self.sampling, attempts=self.samples)
+            sampled_groups = await self.manager.groups(jobs, self.sampling, attempts=self.samples)
         prompts = [
-            self._evaluate_prompt(task, greedy[i : i + 1], sampled[i : i + 1])
+            self._evaluate_prompt(task, greedy_groups[i : i + 1], sampled_groups[i : i + 1])
             for i, task in enumerate(self.tasks)
         ]
         return EvalResults(tuple(prompts), self.pass_threshold)
 
     def _evaluate_prompt(
-        self, task: Task, greedy: Sequence[Group], sampled: Sequence[Group]
+        self, task: Task, greedy_groups: Sequence[Group], sampled_groups: Sequence[Group]
     ) -> PromptResult:
         voting_reward = find_voter(self.manager.reward, task)
 
-        def attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
+        def record_attempts(groups: Sequence[Group]) -> tuple[AttemptResult, ...]:
             return tuple(
-                _record_attempt(rows, voting_reward, task)
+                _record_attempt(trajectories, voting_reward, task)
                 for group in groups
-                for rows in group.attempts
+                for trajectories in group.attempts
             )
 
-        greedy_attempt = next(iter(attempts(greedy)), None)
+        greedy_attempt = next(iter(record_attempts(greedy_groups)), None)
         return PromptResult(
             task.id,
             task.tag,
             hash_task(task),
             voting_reward is not None,
             greedy_attempt,
-            attempts(sampled),
+            record_attempts(sampled_groups),
         )
 
 
 def _record_attempt(
-    rows: Sequence[Trajectory], voting_reward: HasFinalAnswers | None, task: Task
+    trajectories: Sequence[Trajectory], voting_reward: HasFinalAnswers | None, task: Task
 ) -> AttemptResult:
     """Return the record of an attempt.
 
     Args:
-        rows: The trajectories of the attempt. The last one has the whole conversation.
+        trajectories: The trajectories of the attempt. The last one has the whole conversation.
         voting_reward: The reward that extracts final answers, if there is one.
         task: The task of the attempt.
     """
-    row = rows[-1]
-    answer = None if voting_reward is None or row.reward is None else voting_reward.vote(row, task)
-    replies = [message.text for message in row.messages if message.role == "assistant"]
+    last_trajectory = trajectories[-1]
+    answer = (
+        None
+        if voting_reward is None or last_trajectory.reward is None
+        else voting_reward.vote(last_trajectory, task)
+    )
+    replies = [message.text for message in last_trajectory.messages if message.role == "assistant"]
     detail = ""
-    if isinstance(row.outcome, Failed):
-        detail = f"{row.outcome.kind}: {row.outcome.detail}"
-    tokens = sum(trajectory.completion_length for trajectory in rows)
+    if isinstance(last_trajectory.outcome, Failed):
+        detail = f"{last_trajectory.outcome.kind}: {last_trajectory.outcome.detail}"
+    n_tokens = sum(trajectory.completion_length for trajectory in trajectories)
     return AttemptResult(
-        _describe_end(row), row.reward, answer, tokens, replies[-1] if replies else "", detail
+        _describe_end(last_trajectory),
+        last_trajectory.reward,
+        answer,
+        n_tokens,
+        replies[-1] if replies else "",
+        detail,
     )
 
 
-def _describe_end(row: Trajectory) -> AttemptEnd:
-    if isinstance(row.outcome, Scored):
+def _describe_end(trajectory: Trajectory) -> AttemptEnd:
+    if isinstance(trajectory.outcome, Scored):
         return "scored"
-    if isinstance(row.outcome, Failed):
+    if isinstance(trajectory.outcome, Failed):
         return "failed"
-    if isinstance(row.outcome, Cancelled):
+    if isinstance(trajectory.outcome, Cancelled):
         return "cancelled"
-    return "truncated" if isinstance(row.outcome, Truncated) else "unjudged"
+    return "truncated" if isinstance(trajectory.outcome, Truncated) else "unjudged"
 
 
 def report_failures(results: EvalResults, *, is_first: bool = False) -> None:

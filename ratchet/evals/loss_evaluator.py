@@ -21,8 +21,8 @@ from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.protocols import Learner, Outputs, needed
 from ratchet.types import Task
 
-# Tokens that are scored at a time: columns of teachers have up to 4,096 numbers for each.
-PART_TOKENS = 2**15
+# Tokens that are scored at a time. A teacher's columns have up to 4,096 numbers for each token.
+MAX_PART_TOKENS = 2**15
 
 
 @dataclass(frozen=True)
@@ -30,47 +30,47 @@ class HeldOutLoss:
     """The loss on held-out tasks.
 
     Attributes:
-        tasks: Number of tasks.
+        n_tasks: Number of tasks.
         loss: The algorithm's loss on them; NaN if none of their tokens trains.
-        measured: The metrics of the loss terms, such as accuracy and margin, and for the likelihood
-            of given text perplexity and token_accuracy.
+        term_metrics: The metrics of the loss terms, such as accuracy and margin. An algorithm that
+            learns from given text also has perplexity and token_accuracy.
         correlation: Pearson's correlation of scores and rewards; None without scores or rewards, or
             if either is constant.
     """
 
-    tasks: int
+    n_tasks: int
     loss: float
-    measured: Mapping[str, float]
+    term_metrics: Mapping[str, float]
     correlation: float | None = None
 
-    def numbers(self) -> dict[str, float]:
-        numbers = {"loss": self.loss, **self.measured}
+    def get_metrics(self) -> dict[str, float]:
+        metrics = {"loss": self.loss, **self.term_metrics}
         if self.correlation is not None:
-            numbers["correlation"] = self.correlation
-        return numbers
+            metrics["correlation"] = self.correlation
+        return metrics
 
 
 class LossEvaluator:
     """An evaluation that computes the training loss on held-out tasks.
 
-    It is the loss of one optimizer step on all of them, by the algorithm's own terms, weights and
-    mask, without an update:
+    The loss is that of one optimizer step over all held-out tasks. It has the algorithm's own
+    terms, weights and mask, and nothing is updated:
 
         loss = sum over terms of coef * sum_t w_t x_t
 
-    Of supervised fine-tuning x_t = -log p(y_t | y_<t), and w_t = 1 / N on the N tokens that train,
-    so that it is the mean NLL in nats (`weighting: sequence_mean` averages within each row first).
-    Beside it stand, of the same N tokens:
+    For supervised fine-tuning, x_t = -log p(y_t | y_<t), and w_t = 1 / N on the N tokens that
+    train. The loss is then the mean NLL in nats (`weighting: sequence_mean` averages within each
+    row first). Two more metrics are computed from the same N tokens:
 
         perplexity     = exp((1 / N) sum_t -log p(y_t | y_<t))
         token_accuracy = (1 / N) sum_t [y_t is the likeliest token]
 
-    Of distillation it is the divergence between teacher and student; of a policy gradient that a
-    teacher alone guides, the mean of log student - log teacher on sampled tokens.
+    For distillation, the loss is the divergence between teacher and student. For a policy gradient
+    that only a teacher guides, it is the mean of log student - log teacher on sampled tokens.
 
     Args:
-        roles: The stage's learners. Passes may read others than the policy.
-        source: Makes groups from the tasks, as in training.
+        roles: The stage's learners. Scoring passes may read roles other than the policy.
+        source: The source that makes groups from the tasks, as in training.
         managers: Rollout managers of the source, which are closed with the run.
     """
 
@@ -87,8 +87,8 @@ class LossEvaluator:
         self.tasks = tasks
         self.algorithm = algorithm
         self.managers = managers
-        # A later stage has another loss, so its first value is never taken from this stage.
-        self.measures = frozenset({f"loss of stage {source.name}"})
+        # The stage's name is included, so that a later stage never begins with this stage's loss.
+        self.measured_quantities = frozenset({f"loss of stage {source.name}"})
 
     async def run(self) -> HeldOutLoss:
         """Score all held-out tasks and return their loss.
@@ -100,37 +100,50 @@ class LossEvaluator:
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         algorithm, state = self.algorithm, AlgoState()
-        fills_later = algorithm.advantage is no_advantage
+        fills_each_part = algorithm.advantage is no_advantage
         batch = pack(groups)
-        if not fills_later:
+        if not fills_each_part:
             batch = algorithm.advantage(await fill_columns(batch, algorithm, self.roles), state)
         batch = algorithm.weigh(batch, state)
         sums = _Sums()
         for part in batch.cut(_split_groups(batch)):
-            filled = await fill_columns(part, algorithm, self.roles) if fills_later else part
-            await self._add(sums, filled)
-        trains = bool(batch.trainable_T.any())
-        measured = {**sums.metrics, **(sums.text_numbers() if trains else {})}
+            filled_part = (
+                await fill_columns(part, algorithm, self.roles) if fills_each_part else part
+            )
+            await self._add(sums, filled_part)
+        has_trained_tokens = bool(batch.trainable_T.any())
+        term_metrics = {
+            **sums.metrics,
+            **(sums.compute_text_metrics() if has_trained_tokens else {}),
+        }
         correlation = (
             compute_correlation(torch.cat(sums.scores), torch.cat(sums.rewards))
             if sums.scores
             else None
         )
-        return HeldOutLoss(len(groups), sums.loss if trains else math.nan, measured, correlation)
+        return HeldOutLoss(
+            len(groups), sums.loss if has_trained_tokens else math.nan, term_metrics, correlation
+        )
 
     async def _add(self, sums: _Sums, part: Batch) -> None:
-        """Add the loss and the metrics of a part, whose weights are those of the whole."""
+        """Add the loss and the metrics of a part, whose weights are normalised over the batch."""
         terms = self.algorithm.losses["policy"]
         needs = needed(terms)
-        # The probabilities of text before an update are those of the passes, or the present ones.
-        wanted = needs - {"old_logprobs"} | ({"logprobs"} if "old_logprobs" in needs else set())
-        of_text = self.algorithm.source == "rows" and "logprobs" in needs
-        names = sorted(wanted | ({"topk_ids"} if of_text else set()))
-        scored = dict(await self.roles["policy"].score(part, names, top_k=1 if of_text else 0))
-        if of_text:
-            likeliest_T = scored.pop("topk_ids")[:, 0]
-            sums.add_text(part, scored["logprobs"], likeliest_T)
-        columns = {name: column.double() for name, column in scored.items()}
+        # The old logprobs are those of a scoring pass, or the current ones without such a pass.
+        scored_names = needs - {"old_logprobs"} | (
+            {"logprobs"} if "old_logprobs" in needs else set()
+        )
+        measures_likelihood = self.algorithm.source == "rows" and "logprobs" in needs
+        output_names = sorted(scored_names | ({"topk_ids"} if measures_likelihood else set()))
+        scored_outputs = dict(
+            await self.roles["policy"].score(
+                part, output_names, top_k=1 if measures_likelihood else 0
+            )
+        )
+        if measures_likelihood:
+            likeliest_T = scored_outputs.pop("topk_ids")[:, 0]
+            sums.add_text(part, scored_outputs["logprobs"], likeliest_T)
+        columns = {name: column.double() for name, column in scored_outputs.items()}
         if "old_logprobs" in needs:
             is_recorded = part.has("old_logprobs")
             columns["old_logprobs"] = (
@@ -140,7 +153,7 @@ class LossEvaluator:
         for term in terms:
             value, metrics = term(outputs, part)
             sums.loss += float(value)
-            # Without an update the ratio of new and old probabilities says nothing.
+            # Metrics of the ratio of new and old probabilities are meaningless without an update.
             for name, metric in () if "old_logprobs" in term.needs else metrics.items():
                 sums.metrics[name] = sums.metrics.get(name, 0.0) + float(metric)
         if "scores" in columns:
@@ -157,38 +170,38 @@ class _Sums:
         self.metrics: dict[str, float] = {}
         self.scores: list[Tensor] = []
         self.rewards: list[Tensor] = []
-        self.text_tokens = 0
+        self.n_text_tokens = 0
         self.nll = 0.0
-        self.likeliest = 0
+        self.n_likeliest = 0
 
     def add_text(self, part: Batch, logprobs_T: Tensor, likeliest_T: Tensor) -> None:
         mask_T = part.trainable_T
-        self.text_tokens += int(mask_T.sum())
+        self.n_text_tokens += int(mask_T.sum())
         self.nll -= float(logprobs_T[mask_T].double().sum())
-        self.likeliest += int((likeliest_T == part.tokens_T)[mask_T].sum())
+        self.n_likeliest += int((likeliest_T == part.tokens_T)[mask_T].sum())
 
-    def text_numbers(self) -> dict[str, float]:
-        if not self.text_tokens:
+    def compute_text_metrics(self) -> dict[str, float]:
+        if not self.n_text_tokens:
             return {}
-        mean_nll = torch.tensor(self.nll / self.text_tokens, dtype=torch.float64)
+        mean_nll = torch.tensor(self.nll / self.n_text_tokens, dtype=torch.float64)
         return {
             "perplexity": float(mean_nll.exp()),  # inf where `math.exp` would raise
-            "token_accuracy": self.likeliest / self.text_tokens,
+            "token_accuracy": self.n_likeliest / self.n_text_tokens,
         }
 
 
 def _split_groups(batch: Batch) -> Iterator[list[int]]:
-    """Yield the rows of consecutive whole groups with about `PART_TOKENS` tokens at a time."""
+    """Yield the rows of consecutive whole groups, with about MAX_PART_TOKENS tokens at a time."""
     rows: list[int] = []
-    tokens, last = 0, -1
+    n_tokens, last_group = 0, -1
     for row, (group, length) in enumerate(
         zip(batch.group_S.tolist(), batch.lengths_S.tolist(), strict=True)
     ):
-        if rows and group != last and tokens + length > PART_TOKENS:
+        if rows and group != last_group and n_tokens + length > MAX_PART_TOKENS:
             yield rows
-            rows, tokens = [], 0
+            rows, n_tokens = [], 0
         rows.append(row)
-        tokens, last = tokens + length, group
+        n_tokens, last_group = n_tokens + length, group
     if rows:
         yield rows
 

@@ -41,8 +41,8 @@ from ratchet.types import (
 
 # HTTP statuses of a wrong key, address or model: every further request would fail too.
 FATAL_STATUSES = (401, 403, 404, 405)
-UNKNOWN = -1  # the token id where the server does not show tokens
-SEEDS = 2**31  # servers accept only seeds below this
+UNKNOWN_TOKEN = -1  # stands for each token, because the server does not show token ids
+SEED_LIMIT = 2**31  # servers accept only seeds below this
 
 
 @dataclass
@@ -51,18 +51,20 @@ class _AttemptState:
 
     messages: list[Message]
     tools: Tools | None = None
-    tokens: int = 0  # number of tokens that the model wrote
+    n_tokens: int = 0  # number of tokens that the model wrote
     turns: list[Turn] = field(default_factory=list)
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
     )
 
-    def trajectory(self, attempt: int, temperature: float, outcome: Outcome | None) -> Trajectory:
-        length = 1 + self.tokens
+    def make_trajectory(
+        self, attempt: int, temperature: float, outcome: Outcome | None
+    ) -> Trajectory:
+        length = 1 + self.n_tokens
         owner = np.full(length, Owner.POLICY, np.int8)
         owner[0] = Owner.PROMPT
         return Trajectory(
-            tokens=np.full(length, UNKNOWN, np.int64),
+            tokens=np.full(length, UNKNOWN_TOKEN, np.int64),
             owner=owner,
             trainable=np.zeros(length, np.bool_),
             rollout_logprobs=np.zeros(length, np.float32),
@@ -85,7 +87,7 @@ class EndpointPlayer:
         model: The model's name at the endpoint.
         body: Further keys of each request; None removes a key.
         max_turns: Number of turns after which an attempt is truncated.
-        timeout_s: Seconds for a whole attempt, waiting for a free slot included; None sets no
+        timeout_s: Seconds for a whole attempt, including the wait for a free slot; None sets no
             limit.
     """
 
@@ -113,10 +115,10 @@ class EndpointPlayer:
             EndpointError: The endpoint would refuse every request.
         """
         state = _AttemptState(list(task.messages))
-        limit = asyncio.timeout(self.timeout_s)
+        time_limit = asyncio.timeout(self.timeout_s)
         outcome: Outcome | None
         try:
-            async with limit:
+            async with time_limit:
                 outcome = await self._play_episode(state, task, environment, sampling)
         except TimeoutError:
             outcome = Failed(
@@ -130,7 +132,7 @@ class EndpointPlayer:
             if error.status in FATAL_STATUSES:
                 raise
             outcome = Failed("endpoint", str(error))
-        return [state.trajectory(attempt, sampling.temperature, outcome)]
+        return [state.make_trajectory(attempt, sampling.temperature, outcome)]
 
     async def _play_episode(
         self, state: _AttemptState, task: Task, environment: Environment, sampling: Sampling
@@ -141,19 +143,21 @@ class EndpointPlayer:
         if isinstance(environment, HasTools):
             state.tools = await get_offered_tools(environment, task) or None
             state.metrics["malformed_tool_calls"] = 0.0
-        for number in range(self.max_turns):
-            stops = environment.stop_strings if isinstance(environment, HasStopStrings) else ()
+        for turn_index in range(self.max_turns):
+            stop_strings = (
+                environment.stop_strings if isinstance(environment, HasStopStrings) else ()
+            )
             body = self._build_request(
-                state, sampling, number, tuple(dict.fromkeys((*sampling.stop, *stops)))
+                state, sampling, turn_index, tuple(dict.fromkeys((*sampling.stop, *stop_strings)))
             )
             choice = self._read_choice(state, await self.endpoint.post(body))
             start = state.turns[-1].end if state.turns else 1
-            end = 1 + state.tokens
-            message, malformed = read_message(choice["message"])
+            end = 1 + state.n_tokens
+            message, n_malformed = read_message(choice["message"])
             state.messages.append(message)
             state.metrics["turns"] += 1
             if state.tools is not None:
-                state.metrics["malformed_tool_calls"] += malformed
+                state.metrics["malformed_tool_calls"] += n_malformed
             if choice.get("finish_reason") == "length":
                 state.turns.append(Turn(start, end, cut=True))
                 return Truncated()
@@ -172,14 +176,18 @@ class EndpointPlayer:
         return Truncated()
 
     def _build_request(
-        self, state: _AttemptState, sampling: Sampling, number: int, stops: tuple[str, ...]
+        self,
+        state: _AttemptState,
+        sampling: Sampling,
+        turn_index: int,
+        stop_strings: tuple[str, ...],
     ) -> dict[str, Any]:
         body: dict[str, Any] = {
             "model": self.model,
             "messages": [format_message(message) for message in state.messages],
             "temperature": sampling.temperature,
             "max_tokens": sampling.max_new_tokens,
-            "seed": derive_seed(sampling.seed, number) % SEEDS,
+            "seed": derive_seed(sampling.seed, turn_index) % SEED_LIMIT,
         }
         defaults = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
         body |= {
@@ -187,8 +195,8 @@ class EndpointPlayer:
             for key, default in defaults.items()
             if getattr(sampling, key) != default
         }
-        if stops:
-            body["stop"] = list(stops)
+        if stop_strings:
+            body["stop"] = list(stop_strings)
         if state.tools is not None:
             body["tools"] = [dict(tool) for tool in state.tools]
         return {key: value for key, value in {**body, **self.body}.items() if value is not None}
@@ -205,7 +213,7 @@ class EndpointPlayer:
             has_message = message["role"] == "assistant" and isinstance(
                 message.get("content") or "", str
             )
-            state.tokens += int(usage.get("completion_tokens") or 0)
+            state.n_tokens += int(usage.get("completion_tokens") or 0)
         except (LookupError, TypeError, AttributeError, ValueError):
             choice, has_message = {}, False
         if not has_message:
@@ -235,13 +243,13 @@ def format_message(message: Message) -> dict[str, Any]:
 
 
 def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
-    """Return the assistant message of a choice, and how many of its tool calls can't be parsed.
+    """Return the assistant message of a choice, and the number of malformed tool calls in it.
 
-    Malformed calls are appended to the message's text, as JSON.
+    Malformed calls are appended to the message's text as JSON.
     """
     text = fields.get("content") or ""
     calls = []
-    malformed = 0
+    n_malformed = 0
     for call in fields.get("tool_calls") or ():
         try:
             name = call["function"]["name"]
@@ -250,9 +258,9 @@ def read_message(fields: Mapping[str, Any]) -> tuple[Message, int]:
                 raise ValueError(arguments)
             calls.append(ToolCall(str(call["id"]), str(name), arguments))
         except (LookupError, TypeError, ValueError):
-            malformed += 1
+            n_malformed += 1
             text += json.dumps(call)
-    return Message("assistant", text, tuple(calls)), malformed
+    return Message("assistant", text, tuple(calls)), n_malformed
 
 
 def get_completions_url(url: str) -> str:

@@ -1,4 +1,4 @@
-"""Measure held-out accuracy on preference pairs: how often the chosen answer is likelier."""
+"""Measure held-out accuracy on preference pairs, the share whose chosen answer is likelier."""
 
 from __future__ import annotations
 
@@ -17,34 +17,37 @@ class PairAccuracy:
     """The result of an evaluation on pairs.
 
     Attributes:
-        pairs: Number of pairs compared.
+        n_pairs: Number of compared pairs.
         accuracy: Share of pairs whose chosen answer is likelier; a tie counts one half.
         margin: Mean difference of the summed log-probabilities, in nats.
     """
 
-    pairs: int
+    n_pairs: int
     accuracy: float
     margin: float
 
-    def numbers(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         return {"accuracy": self.accuracy, "margin": self.margin}
 
 
 class PairEvaluator:
     """An evaluator that compares the likelihood of two existing answers to each held-out task.
 
-    pairs: source of groups of two answers, the better one first.
+    Args:
+        learner: The policy, which scores the answers.
+        source: The source of groups of two answers, the chosen one first.
+        tasks: The held-out tasks.
     """
 
     managers: Sequence[RolloutManager] = ()
-    measures = frozenset({"likelier answers"})
+    measured_quantities = frozenset({"likelier answers"})
 
-    def __init__(self, learner: Learner, pairs: PairSource, tasks: Sequence[Task]) -> None:
-        self.learner, self.pairs, self.tasks = learner, pairs, tasks
+    def __init__(self, learner: Learner, source: PairSource, tasks: Sequence[Task]) -> None:
+        self.learner, self.source, self.tasks = learner, source, tasks
 
     async def run(self) -> PairAccuracy:
         """Score all pairs with the learner and return their accuracy."""
-        groups = await self.pairs.make(
+        groups = await self.source.make(
             [(f"eval/{task.id}", task) for task in self.tasks], version=0
         )
         batch = pack(groups)

@@ -9,8 +9,8 @@ from ratchet.errors import DataError
 from ratchet.evals.results import EvalResults, PromptResult
 from ratchet.evals.statistics import PairedDifference, compare_pairs
 
-# A difference with a larger p-value may be chance.
-SIGNIFICANT = 0.05
+# A difference with a larger p-value may be due to chance.
+SIGNIFICANCE_LEVEL = 0.05
 
 
 @dataclass(frozen=True)
@@ -18,15 +18,17 @@ class EvalComparison:
     """A paired comparison of two evaluations.
 
     Attributes:
-        measures: The comparisons by name: "sampled" (mean over sampled attempts) and "greedy"
+        by_measure: The differences of "sampled" (mean over sampled attempts) and of "greedy"
             (greedy accuracy). A measure that one evaluation lacks is left out.
-        by_tag: The first of `measures` for each tag; empty unless there are several tags.
-        left_out: Number of prompts that only one evaluation contains, or that lack a reward in one.
+        by_tag: The difference of the first measure for each tag; empty unless there are several
+            tags.
+        n_excluded_prompts: The number of prompts that only one evaluation contains, or that lack a
+            reward in one.
     """
 
-    measures: Mapping[str, PairedDifference]
+    by_measure: Mapping[str, PairedDifference]
     by_tag: Mapping[str, PairedDifference]
-    left_out: int
+    n_excluded_prompts: int
 
 
 def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
@@ -44,7 +46,7 @@ def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
         raise DataError(
             "the two evaluations have no prompt in common: evaluate both on the same tasks"
         )
-    changed = next(
+    changed_id = next(
         (
             result_a.id
             for result_a, result_b in common_prompts
@@ -52,34 +54,36 @@ def compare(a: EvalResults, b: EvalResults) -> EvalComparison:
         ),
         None,
     )
-    if changed is not None:
+    if changed_id is not None:
         raise DataError(
-            f"prompt '{changed}' differs between the two evaluations: evaluate both on the same "
+            f"prompt '{changed_id}' differs between the two evaluations: evaluate both on the same "
             "data"
         )
-    measures: dict[str, PairedDifference] = {}
-    for name, get_value in VALUES.items():
-        pairs = _values(common_prompts, get_value)
+    by_measure: dict[str, PairedDifference] = {}
+    for name, get_value in VALUE_GETTERS.items():
+        pairs = _pair_values(common_prompts, get_value)
         if pairs:
-            measures[name] = _compare_values(pairs, a.seed)
-    if not measures:
+            by_measure[name] = _compare_values(pairs, a.seed)
+    if not by_measure:
         raise DataError("no prompt has a reward in both evaluations: there is nothing to compare")
-    main_value = VALUES[next(iter(measures))]
+    get_main_value = VALUE_GETTERS[next(iter(by_measure))]
     tags = sorted({result_a.tag for result_a, _ in common_prompts})
-    by_tag = (
+    pairs_by_tag = (
         {
-            tag: _values([pair for pair in common_prompts if pair[0].tag == tag], main_value)
+            tag: _pair_values(
+                [pair for pair in common_prompts if pair[0].tag == tag], get_main_value
+            )
             for tag in tags
         }
         if len(tags) > 1
         else {}
     )
-    prompt_count = len({prompt.id for prompt in (*a.prompts, *b.prompts)})
-    compared_count = next(iter(measures.values())).prompts
+    n_prompts = len({prompt.id for prompt in (*a.prompts, *b.prompts)})
+    n_compared = next(iter(by_measure.values())).n_prompts
     return EvalComparison(
-        measures,
-        {tag: _compare_values(pairs, a.seed) for tag, pairs in by_tag.items() if pairs},
-        prompt_count - compared_count,
+        by_measure,
+        {tag: _compare_values(pairs, a.seed) for tag, pairs in pairs_by_tag.items() if pairs},
+        n_prompts - n_compared,
     )
 
 
@@ -92,17 +96,17 @@ def _get_sampled_mean(prompt: PromptResult) -> float | None:
 
 
 # Sampled attempts come first: their mean is less noisy than a single greedy attempt.
-VALUES: Mapping[str, Callable[[PromptResult], float | None]] = {
+VALUE_GETTERS: Mapping[str, Callable[[PromptResult], float | None]] = {
     "sampled": _get_sampled_mean,
     "greedy": _get_greedy_mean,
 }
 
 
-def _values(
+def _pair_values(
     common_prompts: list[tuple[PromptResult, PromptResult]],
     get_value: Callable[[PromptResult], float | None],
 ) -> list[tuple[float, float]]:
-    """Return the pair of values of each prompt that has one in both evaluations."""
+    """Return the pair of values of each prompt that has a value in both evaluations."""
     values = [(get_value(result_a), get_value(result_b)) for result_a, result_b in common_prompts]
     return [(a, b) for a, b in values if a is not None and b is not None]
 
@@ -112,7 +116,7 @@ def _compare_values(pairs: list[tuple[float, float]], seed: int) -> PairedDiffer
 
 
 def name_better(test: PairedDifference) -> str:
-    """Return the better evaluation, "A" or "B", or "-" if the difference may be chance."""
-    if test.p_value > SIGNIFICANT:
+    """Return the better evaluation, "A" or "B", or "-" if the difference may be due to chance."""
+    if test.p_value > SIGNIFICANCE_LEVEL:
         return "-"
     return "A" if test.difference > 0 else "B"

@@ -7,13 +7,13 @@ import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
-from ratchet.evals.paired_test import SIGNIFICANT, EvalComparison, name_better
+from ratchet.evals.paired_test import SIGNIFICANCE_LEVEL, EvalComparison, name_better
 from ratchet.evals.results import EvalResults, Measure, list_powers_of_two
 from ratchet.evals.statistics import PairedDifference
 from ratchet.observe.write_files import replace_text
 
 REPORT = "report.md"
-SHOWN_FAILURES = 3
+MAX_SHOWN_FAILURES = 3
 
 log = logging.getLogger(__name__)
 
@@ -24,15 +24,15 @@ def format_report(results: EvalResults, title: str) -> str:
     It shows pass@k for k = 1, 2, 4, ... and all samples; results.json has every k.
     """
     measures = _select_measures(results)
-    parts = [
+    sections = [
         f"# {title}",
         _format_settings(results),
         _format_measures(measures, len(results.prompts), results.samples),
     ]
     if len(results.tags) > 1:
-        parts += ["## By tag", _format_tags(results)]
-    parts += _format_failures(results)
-    return "\n\n".join(part for part in parts if part) + "\n"
+        sections += ["## By tag", _format_tags(results)]
+    sections += _format_failures(results)
+    return "\n\n".join(section for section in sections if section) + "\n"
 
 
 def save_report(results: EvalResults, directory: Path, title: str) -> bool:
@@ -49,20 +49,27 @@ def save_report(results: EvalResults, directory: Path, title: str) -> bool:
     return True
 
 
-def format_comparison(tests: EvalComparison, a: str, b: str) -> str:
-    """Return the report of a comparison, headed by the texts `a` and `b`."""
-    rows = [_format_pair(name, test) for name, test in {**tests.measures, **tests.by_tag}.items()]
+def format_comparison(comparison: EvalComparison, a: str, b: str) -> str:
+    """Return the report of a comparison. `a` and `b` are the names of the evaluations."""
+    rows = [
+        _format_pair(name, test)
+        for name, test in {**comparison.by_measure, **comparison.by_tag}.items()
+    ]
     heading = ("", "prompts", "A - B", "95 % interval", "A wins", "B wins", "p", "better")
     lines = [f"# A against B\n\nA: {a}\n\nB: {b}", _format_table(heading, rows)]
-    test_kind = "the exact" if all(test.exact for test in tests.measures.values()) else "a sampled"
+    test_kind = (
+        "the exact"
+        if all(test.is_exact for test in comparison.by_measure.values())
+        else "a sampled"
+    )
     lines.append(
         f"p: chance of a difference at least as large if A and B were alike, by {test_kind} "
-        f"sign-flip test over prompts; better: the larger if p is at most {SIGNIFICANT:g}."
+        f"sign-flip test over prompts; better: the larger if p is at most {SIGNIFICANCE_LEVEL:g}."
     )
-    if tests.left_out:
+    if comparison.n_excluded_prompts:
         lines.append(
-            f"{tests.left_out} prompts are excluded: they are in only one evaluation, or lack a "
-            "reward in one."
+            f"{comparison.n_excluded_prompts} prompts are excluded: they are in only one "
+            "evaluation, or lack a reward in one."
         )
     return "\n\n".join(lines) + "\n"
 
@@ -71,7 +78,7 @@ def _select_measures(results: EvalResults) -> list[Measure]:
     shown_names = {f"pass_at_{k}" for k in list_powers_of_two(results.samples)}
     return [
         measure
-        for measure in results.measures()
+        for measure in results.compute_measures()
         if not measure.name.startswith("pass_at_") or measure.name in shown_names
     ]
 
@@ -82,16 +89,16 @@ def _format_settings(results: EvalResults) -> str:
     )
 
 
-def _format_measures(measures: Sequence[Measure], prompts: int, samples: int) -> str:
+def _format_measures(measures: Sequence[Measure], n_prompts: int, n_samples: int) -> str:
     rows = []
     for measure in measures:
         sampling_error = "" if measure.error == 0 else f" (sampled: ± {measure.error:.2g})"
         rows.append(
             (
-                _format_name(measure.name, samples),
+                _format_name(measure.name, n_samples),
                 f"{_format_number(measure.value)}{sampling_error}",
                 _format_interval(measure.low, measure.high),
-                f"{measure.prompts} of {prompts}",
+                f"{measure.prompts} of {n_prompts}",
             )
         )
     return _format_table(("measure", "value", "95 % interval", "prompts"), rows)
@@ -100,14 +107,14 @@ def _format_measures(measures: Sequence[Measure], prompts: int, samples: int) ->
 def _format_tags(results: EvalResults) -> str:
     rows = []
     for tag in results.tags:
-        tagged = results.for_tag(tag)
+        tag_results = results.for_tag(tag)
         rows.append(
             (
                 tag or "(none)",
-                str(len(tagged.prompts)),
+                str(len(tag_results.prompts)),
                 *(
                     f"{_format_number(measure.value)} {_format_interval(measure.low, measure.high)}"
-                    for measure in _select_main_measures(tagged)
+                    for measure in _select_main_measures(tag_results)
                 ),
             )
         )
@@ -126,7 +133,7 @@ def _format_tags(results: EvalResults) -> str:
 
 def _select_main_measures(results: EvalResults) -> list[Measure]:
     names = ("accuracy", "sampled", f"pass_at_{results.samples}", f"cons_at_{results.samples}")
-    return [measure for measure in results.measures(every_k=False) if measure.name in names]
+    return [measure for measure in results.compute_measures(every_k=False) if measure.name in names]
 
 
 def _format_failures(results: EvalResults) -> list[str]:
@@ -138,10 +145,10 @@ def _format_failures(results: EvalResults) -> list[str]:
         f"{sum(results.failures.values())} of {len(attempts)} attempts have no reward, and are "
         "neither right nor wrong:"
     )
-    shown = [(p, a) for p, a in attempts if a.reward is None][:SHOWN_FAILURES]
+    shown_failures = [(p, a) for p, a in attempts if a.reward is None][:MAX_SHOWN_FAILURES]
     examples = [
         f"- {prompt.id}: {_get_last_line(attempt.detail or attempt.end)}"
-        for prompt, attempt in shown
+        for prompt, attempt in shown_failures
     ]
     return [
         "## Without a reward",
@@ -153,19 +160,19 @@ def _format_failures(results: EvalResults) -> list[str]:
 
 def _format_pair(name: str, test: PairedDifference) -> tuple[str, ...]:
     interval = f"{test.low:+.3f} to {test.high:+.3f}"
-    numbers = (
+    cells = (
         f"{test.difference:+.3f}",
         interval,
-        str(test.better),
-        str(test.worse),
+        str(test.n_better),
+        str(test.n_worse),
         f"{test.p_value:.2g}",
     )
-    return (name, str(test.prompts), *numbers, name_better(test))
+    return (name, str(test.n_prompts), *cells, name_better(test))
 
 
-def _format_name(name: str, samples: int) -> str:
-    special_names = {"accuracy": "accuracy", "sampled": f"mean@{samples}"}
-    return special_names.get(name) or name.replace("_at_", "@")
+def _format_name(name: str, n_samples: int) -> str:
+    shown_names = {"accuracy": "accuracy", "sampled": f"mean@{n_samples}"}
+    return shown_names.get(name) or name.replace("_at_", "@")
 
 
 def _format_number(value: float) -> str:

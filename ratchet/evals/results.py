@@ -87,7 +87,7 @@ class PromptResult:
 class Measure(NamedTuple):
     """A mean over prompts with its confidence interval.
 
-    `error` is the standard error of a value that is estimated by sampling; 0 for an exact one.
+    `error` is the standard error of a value that is estimated by sampling; 0 for an exact value.
     """
 
     name: str
@@ -130,7 +130,7 @@ class EvalResults:
         return max((len(prompt.sampled) for prompt in self.prompts), default=0)
 
     @property
-    def first(self) -> list[AttemptResult]:
+    def accuracy_attempts(self) -> list[AttemptResult]:
         """Return the greedy attempts, or the sampled ones if there are none."""
         greedy = [prompt.greedy for prompt in self.prompts if prompt.greedy is not None]
         return greedy or [attempt for prompt in self.prompts for attempt in prompt.sampled]
@@ -149,46 +149,51 @@ class EvalResults:
         """Return the results of the prompts with a tag."""
         return replace(self, prompts=tuple(prompt for prompt in self.prompts if prompt.tag == tag))
 
-    def measures(self, *, every_k: bool = True) -> list[Measure]:
+    def compute_measures(self, *, every_k: bool = True) -> list[Measure]:
         """Return accuracy, mean@n, pass@k and cons@k.
 
-        Accuracy is that of greedy attempts, or of sampled ones if there are none. The k are 1, 2,
-        4, ... and n; with `every_k`, pass@k has all k from 1 to n.
+        Accuracy is that of the greedy attempts, or of the sampled ones if there are none. The k are
+        1, 2, 4, ... and n. With `every_k`, pass@k has all k from 1 to n.
         """
         measures = [self.accuracy]
         if self.samples:
-            measures.append(self._mean("sampled", lambda prompt: prompt.mean(prompt.sampled)))
-            measures += self._passes(
+            measures.append(
+                self._measure_mean("sampled", lambda prompt: prompt.mean(prompt.sampled))
+            )
+            measures += self._compute_pass_at_k(
                 range(1, self.samples + 1) if every_k else list_powers_of_two(self.samples)
             )
-            measures += self._consensus()
+            measures += self._compute_consensus()
         return measures
 
     @property
     def accuracy(self) -> Measure:
-        greedy = any(prompt.greedy for prompt in self.prompts)
-        return self._mean(
-            "accuracy", lambda prompt: prompt.mean([prompt.greedy] if greedy else prompt.sampled)
+        has_greedy = any(prompt.greedy for prompt in self.prompts)
+        return self._measure_mean(
+            "accuracy",
+            lambda prompt: prompt.mean([prompt.greedy] if has_greedy else prompt.sampled),
         )
 
-    def numbers(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Return the metrics that a run logs."""
-        first = self.first
-        named = {measure.name: measure.value for measure in self.measures(every_k=False)}
-        named |= {"accuracy_low": self.accuracy.low, "accuracy_high": self.accuracy.high}
-        named["truncated_share"] = (
-            fmean(attempt.end == "truncated" for attempt in first) if first else math.nan
+        attempts = self.accuracy_attempts
+        metrics = {measure.name: measure.value for measure in self.compute_measures(every_k=False)}
+        metrics |= {"accuracy_low": self.accuracy.low, "accuracy_high": self.accuracy.high}
+        metrics["truncated_share"] = (
+            fmean(attempt.end == "truncated" for attempt in attempts) if attempts else math.nan
         )
-        named["failed"] = float(sum(self.failures.values()))
+        metrics["failed"] = float(sum(self.failures.values()))
         if len(self.tags) > 1:
-            named |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
-        return named
+            metrics |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
+        return metrics
 
-    def _mean(self, name: str, get_value: Callable[[PromptResult], float | None]) -> Measure:
+    def _measure_mean(
+        self, name: str, get_value: Callable[[PromptResult], float | None]
+    ) -> Measure:
         values = [value for prompt in self.prompts if (value := get_value(prompt)) is not None]
         return _measure(name, values, self.seed)
 
-    def _passes(self, ks: Sequence[int]) -> Iterator[Measure]:
+    def _compute_pass_at_k(self, ks: Sequence[int]) -> Iterator[Measure]:
         """Yield pass@k, each over the prompts with at least k attempts that have a reward."""
         curves = []
         for prompt in self.prompts:
@@ -205,7 +210,7 @@ class EvalResults:
                 self.seed,
             )
 
-    def _consensus(self) -> Iterator[Measure]:
+    def _compute_consensus(self) -> Iterator[Measure]:
         """Yield cons@k over the prompts with at least k attempts that have a reward."""
         vote_counts = [_count_votes(prompt) for prompt in self.prompts if prompt.votes]
         for k in list_powers_of_two(self.samples) if vote_counts else []:
@@ -229,7 +234,7 @@ class EvalResults:
     def as_dict(self) -> dict[str, Any]:
         """Return the content of results.json."""
         by_tag = (
-            {tag: _as_rows(self.for_tag(tag).measures()) for tag in self.tags}
+            {tag: _as_rows(self.for_tag(tag).compute_measures()) for tag in self.tags}
             if len(self.tags) > 1
             else {}
         )
@@ -238,7 +243,7 @@ class EvalResults:
             "about": dict(self.about),
             "pass_threshold": self.pass_threshold,
             "seed": self.seed,
-            "measures": _as_rows(self.measures()),
+            "measures": _as_rows(self.compute_measures()),
             "by_tag": by_tag,
             "failures": self.failures,
             "prompts": [asdict(prompt) for prompt in self.prompts],

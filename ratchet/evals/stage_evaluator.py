@@ -11,9 +11,9 @@ from ratchet.experience.rollout.manager import RolloutManager
 
 
 class EvaluationResult(Protocol):
-    """The result of an evaluation: of answers, of pairs, or a loss."""
+    """The result of an evaluation of answers, of preference pairs, or of a loss."""
 
-    def numbers(self) -> dict[str, float]:
+    def get_metrics(self) -> dict[str, float]:
         """Return the metrics by name, without the prefix eval/."""
         ...
 
@@ -23,14 +23,14 @@ class StageEvaluator(Protocol):
 
     Attributes:
         managers: Rollout managers to close with the run.
-        measures: Names of what it measures. A stage whose evaluator measures nothing else than the
-            one before begins with its last numbers.
+        measured_quantities: The names of the measured quantities. If the previous stage's evaluator
+            measured them too, a stage begins with the last metrics of that evaluator.
     """
 
     @property
     def managers(self) -> Sequence[RolloutManager]: ...
     @property
-    def measures(self) -> frozenset[str]: ...
+    def measured_quantities(self) -> frozenset[str]: ...
     async def run(self) -> EvaluationResult: ...
 
 
@@ -40,8 +40,8 @@ class CombinedResult:
 
     parts: tuple[EvaluationResult, ...]
 
-    def numbers(self) -> dict[str, float]:
-        return {name: value for part in self.parts for name, value in part.numbers().items()}
+    def get_metrics(self) -> dict[str, float]:
+        return {name: value for part in self.parts for name, value in part.get_metrics().items()}
 
 
 @dataclass(frozen=True)
@@ -55,8 +55,8 @@ class CombinedEvaluator:
         return [manager for part in self.parts for manager in part.managers]
 
     @property
-    def measures(self) -> frozenset[str]:
-        return frozenset[str]().union(*(part.measures for part in self.parts))
+    def measured_quantities(self) -> frozenset[str]:
+        return frozenset[str]().union(*(part.measured_quantities for part in self.parts))
 
     async def run(self) -> CombinedResult:
         return CombinedResult(tuple([await part.run() for part in self.parts]))
@@ -68,5 +68,5 @@ def list_parts(result: EvaluationResult) -> Sequence[EvaluationResult]:
 
 
 def list_answer_results(result: EvaluationResult) -> list[EvalResults]:
-    """Return the results that hold answers of the policy, which are worth a report."""
+    """Return the results that hold answers of the policy. Only these get a report."""
     return [part for part in list_parts(result) if isinstance(part, EvalResults)]

@@ -15,15 +15,15 @@ from numpy.typing import ArrayLike, NDArray
 
 Floats = NDArray[np.float64]
 
-LEVEL = 0.95  # confidence level of all intervals
-# Number of bootstrap resamples: the error of an interval's ends is below 2 % of its width.
-RESAMPLES = 4000
-# Number of multiplications (about 0.1 s) above which a consensus is sampled.
-EXACT_COST = 50_000_000
-DRAWS = 2000  # samples of a consensus for each k
-EXACT_SUMS = 1 << 17  # distinct sums of signed differences above which the test samples them
-FLIPS = 20_000  # samples of the sign-flip test
-CHUNK = 1 << 21  # maximum resampled numbers in memory at once
+CONFIDENCE_LEVEL = 0.95  # confidence level of all intervals
+# Number of bootstrap resamples. With it, the error of an interval's ends is below 2 % of its width.
+N_RESAMPLES = 4000
+# A consensus that takes more multiplications (about 0.1 s) is sampled.
+MAX_EXACT_MULTIPLICATIONS = 50_000_000
+N_DRAWS = 2000  # samples of a consensus for each k
+MAX_EXACT_SUMS = 1 << 17  # with more distinct sums of signed differences, the test samples them
+N_SIGN_FLIPS = 20_000  # samples of the sign-flip test
+MAX_CHUNK_NUMBERS = 1 << 21  # maximum resampled numbers in memory at once
 
 
 def estimate_pass_at_k(n: int, correct: int) -> Floats:
@@ -77,7 +77,7 @@ def estimate_consensus(
     assert all(1 <= k <= n for k in ks), (n, ks)
     if exact is None:
         # C(1000, 500) is near the largest binomial coefficient that a float holds.
-        exact = n <= 1000 and _count_multiplications(counts, n) <= EXACT_COST
+        exact = n <= 1000 and _count_multiplications(counts, n) <= MAX_EXACT_MULTIPLICATIONS
     if exact:
         return Consensus(
             _enumerate_consensus(counts, values, without_answer)[
@@ -142,28 +142,28 @@ def _sample_consensus(
     ks: Sequence[int],
     rng: np.random.Generator,
 ) -> Consensus:
-    """Return values from `DRAWS` random choices for each k."""
+    """Return values from `N_DRAWS` random choices for each k."""
     estimates: list[tuple[float, float]] = []
-    worth_A = np.asarray(values, dtype=np.float64)
+    values_A = np.asarray(values, dtype=np.float64)
     for k in ks:
         votes_DA = rng.multivariate_hypergeometric(
-            [*counts, without_answer], k, size=DRAWS, method="marginals"
+            [*counts, without_answer], k, size=N_DRAWS, method="marginals"
         )[:, :-1]
-        most_D = votes_DA.max(1, initial=0)
-        wins_DA = (votes_DA == most_D[:, None]) & (votes_DA > 0)
-        worth_D = (wins_DA * worth_A).sum(1) / np.maximum(wins_DA.sum(1), 1)
-        estimates.append((worth_D.mean(), worth_D.std(ddof=1) / math.sqrt(DRAWS)))
+        max_votes_D = votes_DA.max(1, initial=0)
+        wins_DA = (votes_DA == max_votes_D[:, None]) & (votes_DA > 0)
+        winner_means_D = (wins_DA * values_A).sum(1) / np.maximum(wins_DA.sum(1), 1)
+        estimates.append((winner_means_D.mean(), winner_means_D.std(ddof=1) / math.sqrt(N_DRAWS)))
     means, errors = zip(*estimates, strict=True)
     return Consensus(np.asarray(means), np.asarray(errors))
 
 
 def bootstrap_interval(
-    values_P: ArrayLike, *, seed: int = 0, level: float = LEVEL
+    values_P: ArrayLike, *, seed: int = 0, level: float = CONFIDENCE_LEVEL
 ) -> tuple[float, float]:
     """Return the confidence interval of the mean over prompts by the percentile bootstrap.
 
-    The bootstrap draws prompts with replacement. If all values are 0, or all are 1, every resample
-    is equal: the interval is then that of Clopper and Pearson, which holds for any values in
+    The bootstrap draws prompts with replacement. If all values are 0, or all are 1, all resamples
+    are equal. The interval is then that of Clopper and Pearson, which holds for any values in
     [0, 1]. Without values it is (nan, nan).
     """
     values_P = np.asarray(values_P, dtype=np.float64)
@@ -173,12 +173,12 @@ def bootstrap_interval(
         width = 1.0 - ((1.0 - level) / 2) ** (1.0 / len(values_P))
         return (0.0, width) if values_P[0] == 0.0 else (1.0 - width, 1.0)
     rng = np.random.default_rng(seed)
-    at_once = max(1, CHUNK // len(values_P))
+    chunk_size = max(1, MAX_CHUNK_NUMBERS // len(values_P))
     means = [
         values_P[
-            rng.integers(len(values_P), size=(min(at_once, RESAMPLES - start), len(values_P)))
+            rng.integers(len(values_P), size=(min(chunk_size, N_RESAMPLES - start), len(values_P)))
         ].mean(1)
-        for start in range(0, RESAMPLES, at_once)
+        for start in range(0, N_RESAMPLES, chunk_size)
     ]
     low, high = np.quantile(np.concatenate(means), [(1 - level) / 2, (1 + level) / 2])
     return float(low), float(high)
@@ -191,26 +191,26 @@ class PairedDifference:
     Attributes:
         difference: Mean of a - b over prompts, with its interval `low` to `high`.
         p_value: Two-sided p-value.
-        exact: True if the p-value was enumerated rather than sampled.
-        better: Number of prompts at which a is larger.
-        worse: Number of prompts at which a is smaller.
+        is_exact: True if the p-value was enumerated rather than sampled.
+        n_better: Number of prompts at which a is larger.
+        n_worse: Number of prompts at which a is smaller.
     """
 
-    prompts: int
+    n_prompts: int
     difference: float
     low: float
     high: float
     p_value: float
-    exact: bool
-    better: int
-    worse: int
+    is_exact: bool
+    n_better: int
+    n_worse: int
 
 
 def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDifference:
     """Compare two sets of values on the same prompts by the sign-flip test.
 
     If a and b did not differ, each prompt's difference could as well have the other sign. So p is
-    the share of all sign choices whose sum is at least as far from 0 as the observed one.
+    the share of all sign choices whose sum is at least as far from 0 as the observed sum.
 
     The test assumes no distribution, uses the size of differences (the sign test does not), and
     keeps its significance level for any number of prompts. For single attempts scored 0 or 1 it is
@@ -221,17 +221,17 @@ def compare_pairs(a_P: ArrayLike, b_P: ArrayLike, *, seed: int = 0) -> PairedDif
     """
     difference_P = np.asarray(a_P, dtype=np.float64) - np.asarray(b_P, dtype=np.float64)
     low, high = _bootstrap_difference(difference_P, seed)
-    nonzero = difference_P[np.abs(difference_P) > 1e-12]
-    p_value, exact = _compute_p_value(nonzero, seed)
+    nonzero_differences = difference_P[np.abs(difference_P) > 1e-12]
+    p_value, is_exact = _compute_p_value(nonzero_differences, seed)
     return PairedDifference(
-        prompts=len(difference_P),
+        n_prompts=len(difference_P),
         difference=float(difference_P.mean()) if len(difference_P) else math.nan,
         low=low,
         high=high,
         p_value=p_value,
-        exact=exact,
-        better=int((nonzero > 0).sum()),
-        worse=int((nonzero < 0).sum()),
+        is_exact=is_exact,
+        n_better=int((nonzero_differences > 0).sum()),
+        n_worse=int((nonzero_differences < 0).sum()),
     )
 
 
@@ -245,27 +245,33 @@ def _bootstrap_difference(difference_P: Floats, seed: int) -> tuple[float, float
     return 2 * low - 1, 2 * high - 1
 
 
-def _compute_p_value(nonzero: Floats, seed: int) -> tuple[float, bool]:
+def _compute_p_value(nonzero_differences: Floats, seed: int) -> tuple[float, bool]:
     """Return the p-value for the nonzero differences, and whether it is exact."""
-    observed = abs(nonzero.sum()) - 1e-9
+    min_distance = abs(nonzero_differences.sum()) - 1e-9
     sums, shares = np.zeros(1), np.ones(1)
-    for size in nonzero:
+    for difference in nonzero_differences:
         # Rewards are often multiples of 1/n, so many sums are equal. Merge them.
         sums, index = np.unique(
-            np.round(np.concatenate([sums + size, sums - size]), 9), return_inverse=True
+            np.round(np.concatenate([sums + difference, sums - difference]), 9), return_inverse=True
         )
         shares = np.bincount(index, weights=np.concatenate([shares, shares]) / 2)
-        if len(sums) > EXACT_SUMS:
+        if len(sums) > MAX_EXACT_SUMS:
             break
     else:
-        return min(1.0, float(shares[np.abs(sums) >= observed].sum())), True
+        return min(1.0, float(shares[np.abs(sums) >= min_distance].sum())), True
     rng = np.random.default_rng(seed)
-    at_once = max(1, CHUNK // len(nonzero))
-    beyond = 0
-    for start in range(0, FLIPS, at_once):
+    chunk_size = max(1, MAX_CHUNK_NUMBERS // len(nonzero_differences))
+    n_beyond = 0
+    for start in range(0, N_SIGN_FLIPS, chunk_size):
         signs = (
-            rng.integers(0, 2, size=(min(at_once, FLIPS - start), len(nonzero)), dtype=np.int8) * 2
+            rng.integers(
+                0,
+                2,
+                size=(min(chunk_size, N_SIGN_FLIPS - start), len(nonzero_differences)),
+                dtype=np.int8,
+            )
+            * 2
             - 1
         )
-        beyond += int((np.abs(signs @ nonzero) >= observed).sum())
-    return (beyond + 1) / (FLIPS + 1), False
+        n_beyond += int((np.abs(signs @ nonzero_differences) >= min_distance).sum())
+    return (n_beyond + 1) / (N_SIGN_FLIPS + 1), False

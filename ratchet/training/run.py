@@ -201,7 +201,7 @@ class StageRun:
         """Let a stage that ended early go on, because its recipe was changed since."""
         progress, patience = self.progress, self.patience
         progress.ended = False
-        if patience is not None and progress.fruitless >= patience.evaluations:
+        if patience is not None and progress.fruitless >= patience.n_evaluations:
             progress.fruitless = 0
 
     @contextmanager
@@ -335,7 +335,7 @@ class StageRun:
         progress.best, progress.fruitless = patience.update(
             metrics, progress.best, progress.fruitless
         )
-        if progress.fruitless >= patience.evaluations and self.done < self.last_step:
+        if progress.fruitless >= patience.n_evaluations and self.done < self.last_step:
             log.info(
                 "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
                 "(evaluation.patience)",
@@ -387,7 +387,7 @@ class StageRun:
             directory = self.evaluations / f"step-{self.done:08d}"
             for answers in list_answer_results(results):
                 save_report(answers, directory, f"{self.name}, step {self.done}")
-        metrics = results.numbers()
+        metrics = results.get_metrics()
         self.metrics.add("eval", metrics)
         self.progress.accuracy = metrics.get("accuracy")
         self.progress.loss = metrics.get("loss")

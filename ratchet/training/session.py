@@ -284,7 +284,7 @@ class TrainingSession:
         )
         _log_stage(run, stage)
         previous_measures = self.measures
-        self.measures = frozenset() if run.evaluator is None else run.evaluator.measures
+        self.measures = frozenset() if run.evaluator is None else run.evaluator.measured_quantities
         limit_s = checkpoint_config.limit_s
         run.deadline = None if limit_s is None else self.started_at + limit_s
         run.limit_s = self.try_s

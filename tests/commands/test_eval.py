@@ -14,7 +14,12 @@ import torch
 import yaml
 from rewards.fake_http import Answer, chat, serve
 
-from ratchet.commands.eval import EndpointSettings, Evaluation, build_eval_setup, evaluate_target
+from ratchet.commands.eval import (
+    EndpointSettings,
+    EvaluationSettings,
+    build_eval_setup,
+    evaluate_target,
+)
 from ratchet.commands.model_target import Target, open_target
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import CheckpointError, ConfigError, DataError, RatchetError, RunDirectoryError
@@ -35,8 +40,8 @@ RECIPE: dict[str, Any] = {
     "batch_size": 2,
     "evaluation": {"tasks": 4, "environment": {"kind": "sorting", "digits": 3}},
 }
-FEW = Evaluation(tasks=3, samples=2)
-SORTING = Evaluation(
+FEW = EvaluationSettings(tasks=3, samples=2)
+SORTING = EvaluationSettings(
     on="sorting", overrides=["digits=2"], tasks=4, samples=2, endpoint=EndpointSettings(model="m")
 )
 
@@ -159,17 +164,19 @@ def test_a_bare_model_and_another_environment(run: Path, tmp_path: Path):
         evaluate_target(str(run / "model"), FEW, out=tmp_path)
     evaluate_target(
         str(run / "model"),
-        Evaluation(on="sorting", overrides=["digits=2"], tasks=2, max_new_tokens=2),
+        EvaluationSettings(on="sorting", overrides=["digits=2"], tasks=2, max_new_tokens=2),
         out=tmp_path,
     )
     assert EvalResults.read(tmp_path).about["max_new_tokens"] == 2
     with pytest.raises(ConfigError, match="dgits"):
-        evaluate_target(str(run), Evaluation(on="sorting", overrides=["dgits=2"]), out=tmp_path)
+        evaluate_target(
+            str(run), EvaluationSettings(on="sorting", overrides=["dgits=2"]), out=tmp_path
+        )
 
 
 def test_a_generator_may_be_chosen(run: Path, tmp_path: Path):
     with pytest.raises(RatchetError, match=r"generator\.kind to engine"):
-        evaluate_target(str(run), Evaluation(tasks=1, generator="hf"), out=tmp_path)
+        evaluate_target(str(run), EvaluationSettings(tasks=1, generator="hf"), out=tmp_path)
 
 
 def test_an_api_against_a_run(run: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -198,7 +205,7 @@ def test_a_benchmark_is_asked_whole_and_has_its_subjects(
         for i in range(24)
     ]
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    chosen = Evaluation(
+    chosen = EvaluationSettings(
         on="mmlu",
         overrides=[f"test={tmp_path / 'test.jsonl'}"],
         samples=0,
@@ -226,23 +233,29 @@ def test_other_tasks_can_not_be_compared(run: Path, tmp_path: Path):
 
 def test_keys_belong_to_an_environment_that_is_named(run: Path):
     with pytest.raises(ConfigError, match="'digits=4' is a key of the environment that --on names"):
-        evaluate_target(str(run), Evaluation(overrides=["digits=4"]))
+        evaluate_target(str(run), EvaluationSettings(overrides=["digits=4"]))
 
 
 def test_mistakes_with_an_api(tmp_path: Path):
     with pytest.raises(ConfigError, match="--model is missing"):
-        evaluate_target("http://localhost:1/v1", Evaluation(on="sorting"))
+        evaluate_target("http://localhost:1/v1", EvaluationSettings(on="sorting"))
     with pytest.raises(ConfigError, match="add --on KIND, or --recipe"):
-        evaluate_target("http://localhost:1/v1", Evaluation(endpoint=EndpointSettings(model="m")))
+        evaluate_target(
+            "http://localhost:1/v1", EvaluationSettings(endpoint=EndpointSettings(model="m"))
+        )
     with pytest.raises(ConfigError, match="--generator vllm is only for models that run here"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", generator="vllm", endpoint=EndpointSettings(model="m")),
+            EvaluationSettings(
+                on="sorting", generator="vllm", endpoint=EndpointSettings(model="m")
+            ),
         )
     with pytest.raises(ConfigError, match="leave no attempt"):
         evaluate_target(
             "http://localhost:1/v1",
-            Evaluation(on="sorting", greedy=False, samples=0, endpoint=EndpointSettings(model="m")),
+            EvaluationSettings(
+                on="sorting", greedy=False, samples=0, endpoint=EndpointSettings(model="m")
+            ),
         )
 
 

@@ -6,9 +6,9 @@ from pathlib import Path
 import jsonschema
 import pytest
 
-from ratchet.commands.help.command import key_help
+from ratchet.commands.help.command import make_help_text
 from ratchet.commands.help.entries import list_entries
-from ratchet.commands.help.page import recipe_page
+from ratchet.commands.help.page import make_recipe_page
 from ratchet.commands.migrate.importer import PEERS
 from ratchet.config.json_schema import recipe_schema
 from ratchet.config.key_paths import keys
@@ -29,7 +29,7 @@ def validator():
 
 
 def test_the_page_of_keys_is_current():
-    assert (ROOT / "docs/recipe.md").read_text() == recipe_page(), (
+    assert (ROOT / "docs/recipe.md").read_text() == make_recipe_page(), (
         "run `ratchet help --markdown > docs/recipe.md`"
     )
 
@@ -55,12 +55,12 @@ def test_every_key_is_described_and_listed():
     ],
 )
 def test_help_explains_keys_sections_and_kinds(words, expected):
-    assert expected in key_help(words)
+    assert expected in make_help_text(words)
 
 
 def test_help_suggests_a_near_name():
     with pytest.raises(ConfigError, match=r"called 'dappo'\. Did you mean dapo"):
-        key_help("dappo")
+        make_help_text("dappo")
 
 
 def test_names_of_other_libraries_lead_to_keys():

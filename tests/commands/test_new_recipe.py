@@ -171,9 +171,9 @@ def test_batches_and_rates_follow_the_size():
     assert _choose_batch(64, "rows") == (16, 20)
     assert _choose_batch(10_000, "rows") == (32, 938)
     assert _choose_batch(10**7, "rollouts") == (16, 1000)
-    assert _choose_rate(3e4, "rows", adapter=False)[0] == "2e-3"
-    assert _choose_rate(5e8, "pairs", adapter=False)[0] == "5e-6"
-    assert _choose_rate(None, "rollouts", adapter=True)[0] == "1e-5"
+    assert _choose_rate(3e4, "rows", with_adapter=False)[0] == "2e-3"
+    assert _choose_rate(5e8, "pairs", with_adapter=False)[0] == "5e-6"
+    assert _choose_rate(None, "rollouts", with_adapter=True)[0] == "1e-5"
 
 
 @pytest.mark.parametrize(

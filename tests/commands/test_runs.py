@@ -11,7 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.runs import describe_run, find_runs, make_rows, prune_runs
+from ratchet.commands.runs import describe_run, find_runs, list_run_rows, prune_runs
 from ratchet.errors import DataError, RunDirectoryError
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.runs.unstarted import is_unstarted
@@ -64,11 +64,11 @@ def test_a_damaged_run_hides_no_other(place: Path, tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.yaml").write_text(text)
         with pytest.raises(RunDirectoryError, match=r"config.yaml"):
-            make_rows(tmp_path / name)
+            list_run_rows(tmp_path / name)
         with pytest.raises(RunDirectoryError, match=r"config.yaml"):
             prune_runs(tmp_path / name, keep=1, confirmed=False)
     os.mkfifo(tmp_path / "pipe")
-    states = {Path(row.path).name: row.state for row in make_rows(tmp_path)}
+    states = {Path(row.path).name: row.state for row in list_run_rows(tmp_path)}
     assert states == {"a": "finished", **dict.fromkeys("bcde", "damaged")}
 
 

@@ -19,7 +19,7 @@ from ratchet.commands.score import (
     make_attempt,
     reward_section,
     score_file,
-    scores,
+    score_rows,
 )
 from ratchet.errors import ConfigError, DataError
 from ratchet.types import Failed, Message, Scored, Truncated
@@ -192,7 +192,7 @@ def write_numbers(path, count):
 
 def collect(path, reward, workers):
     async def all_of_them():
-        return [score async for score in scores(path, reward, workers)]
+        return [score async for score in score_rows(path, reward, workers)]
 
     return asyncio.run(all_of_them())
 
@@ -219,7 +219,7 @@ def test_a_file_is_never_read_far_ahead_of_what_is_judged(tmp_path, monkeypatch)
     monkeypatch.setattr("ratchet.commands.score.read_lines", lines)
 
     async def stuck():
-        waiting = asyncio.ensure_future(anext(scores(tmp_path / "rows.jsonl", Never(), 2)))
+        waiting = asyncio.ensure_future(anext(score_rows(tmp_path / "rows.jsonl", Never(), 2)))
         for _ in range(20 * ROWS_PER_WORKER):
             await asyncio.sleep(0)
         assert not waiting.done()
@@ -328,8 +328,14 @@ def test_the_summary_keeps_little_and_names_the_worst():
     console = Console(file=io.StringIO(), width=120)
     summary.show(console)
     shown = console.file.getvalue()
-    assert [score.line for *_, score in sorted(summary.lowest, reverse=True)] == [7, 14, 1, 8, 15]
-    assert len(summary.lowest) == 5
+    assert [score.line for *_, score in sorted(summary.lowest_scores, reverse=True)] == [
+        7,
+        14,
+        1,
+        8,
+        15,
+    ]
+    assert len(summary.lowest_scores) == 5
     assert f"{sum(line % 7 / 8 for line in range(1, 21)) / 20:.4g}" in shown
     for word in ("[bold]", "last [b]", "truncated", "scored", "failed"):
         assert word in shown

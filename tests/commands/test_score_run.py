@@ -100,4 +100,4 @@ def test_what_cant_be_judged_is_an_error(run: Path, tmp_path: Path) -> None:
     assert "at_most=1 is a key of a reward" in said(run, "at_most=1")
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert "--step is only for a run" in said(tmp_path / "rows.jsonl", "--step", 1)
-    assert "is a directory, but no run" in said(tmp_path, "--reward", "math")
+    assert "is a directory, but not a run directory" in said(tmp_path, "--reward", "math")

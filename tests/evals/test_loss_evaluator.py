@@ -130,7 +130,7 @@ def test_nll_is_that_of_float64(
     weighting: str,
     part_tokens: int,
 ):
-    monkeypatch.setattr(loss_evaluator, "PART_TOKENS", part_tokens)
+    monkeypatch.setattr(loss_evaluator, "MAX_PART_TOKENS", part_tokens)
     algorithm = {"kind": "sft", "train": train, "weighting": weighting}
     run = made(llama, written(tmp_path / "rows.jsonl", rows), algorithm)
     expected = oracle(llama, run, train=train)
@@ -141,8 +141,8 @@ def test_nll_is_that_of_float64(
     loss = mean if weighting == "token_mean" else sum(means) / len(means)
     right = [x for _, row in expected for x in row]
     found = measured(run)
-    assert found.tasks == len(expected)
-    assert found.numbers() == pytest.approx(
+    assert found.n_tasks == len(expected)
+    assert found.get_metrics() == pytest.approx(
         {
             "loss": loss,
             "perplexity": math.exp(mean),
@@ -177,7 +177,7 @@ def test_a_reward_adds_accuracy(llama: Path, tmp_path: Path):
     assert isinstance(answers, Evaluator)
     assert isinstance(loss, LossEvaluator)
     assert answers.tasks[0].answer in {"7" * i for i in range(1, 6)}
-    numbers = asyncio.run(run.evaluator.run()).numbers()
+    numbers = asyncio.run(run.evaluator.run()).get_metrics()
     assert {"accuracy", "loss", "perplexity", "token_accuracy"} <= numbers.keys()
     assert not math.isnan(numbers["accuracy"])
 
@@ -187,7 +187,7 @@ def test_other_held_out_rows(llama: Path, tmp_path: Path):
     train, other = written(tmp_path / "a.jsonl", ROWS), written(tmp_path / "b.jsonl", ROWS[:5])
     section = {"kind": "dataset", "test": other}
     run = made(llama, train, {"kind": "sft"}, evaluation={"environment": section})
-    assert measured(run).tasks == 5
+    assert measured(run).n_tasks == 5
     run = made(
         llama,
         train,

@@ -57,8 +57,10 @@ def test_scores_that_say_nothing_are_right_half_of_the_time():
     evaluator = made("reward_model", ENVIRONMENT).evaluator
     assert isinstance(evaluator, LossEvaluator)
     found = asyncio.run(evaluator.run())
-    assert found.tasks == 20
-    assert found.numbers() == pytest.approx({"loss": math.log(2), "accuracy": 0.5, "margin": 0.0})
+    assert found.n_tasks == 20
+    assert found.get_metrics() == pytest.approx(
+        {"loss": math.log(2), "accuracy": 0.5, "margin": 0.0}
+    )
 
 
 def test_the_better_answer_is_the_one_that_must_score_higher():
@@ -71,9 +73,9 @@ def test_the_better_answer_is_the_one_that_must_score_higher():
     with torch.no_grad():
         head.weight.neg_()
     back = asyncio.run(run.evaluator.run())
-    assert there.numbers()["accuracy"] == pytest.approx(1 - back.numbers()["accuracy"])
-    assert there.numbers()["margin"] == pytest.approx(-back.numbers()["margin"])
-    assert there.numbers()["accuracy"] != 0.5  # of 21 pairs
+    assert there.get_metrics()["accuracy"] == pytest.approx(1 - back.get_metrics()["accuracy"])
+    assert there.get_metrics()["margin"] == pytest.approx(-back.get_metrics()["margin"])
+    assert there.get_metrics()["accuracy"] != 0.5  # of 21 pairs
 
 
 def test_answers_that_nobody_judges_are_compared_by_their_likelihood(tmp_path: Path):
@@ -98,7 +100,7 @@ def test_without_pairs_to_compare_the_fix_is_said(tmp_path: Path):
 
 def evaluated(run: StageRun) -> dict[str, float]:
     assert isinstance(run.evaluator, LossEvaluator)
-    return asyncio.run(run.evaluator.run()).numbers()
+    return asyncio.run(run.evaluator.run()).get_metrics()
 
 
 def with_head(run: StageRun, value: float) -> StageRun:

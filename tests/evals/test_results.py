@@ -46,7 +46,7 @@ def prompt(
 
 
 def values(found: EvalResults) -> dict[str, float]:
-    return {measure.name: measure.value for measure in found.measures()}
+    return {measure.name: measure.value for measure in found.compute_measures()}
 
 
 def test_measures_by_hand():
@@ -81,13 +81,13 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
             prompt("c", 0.0, 1.0, greedy=0.0),
         )
     )
-    named = {measure.name: measure for measure in found.measures()}
+    named = {measure.name: measure for measure in found.compute_measures()}
     assert (named["accuracy"].value, named["accuracy"].prompts) == (0.5, 2)
     assert (named["sampled"].value, named["sampled"].prompts) == (0.75, 2)
     assert (named["pass_at_1"].value, named["pass_at_1"].prompts) == (0.75, 2)
     assert (named["pass_at_2"].value, named["pass_at_2"].prompts) == (1.0, 1)
     assert found.failures == {"sandbox": 4}
-    numbers = found.numbers()
+    numbers = found.get_metrics()
     assert numbers["failed"] == 4.0
     assert len(found.as_dict()["prompts"]) == 3
     text = format_report(found, "t")
@@ -100,7 +100,7 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
 def test_where_nothing_could_be_judged_nothing_is_said(tmp_path: Path):
     found = EvalResults((prompt("a", None, greedy=None),))
     assert math.isnan(found.accuracy.value)
-    assert math.isnan(found.numbers()["pass_at_1"])
+    assert math.isnan(found.get_metrics()["pass_at_1"])
     assert save_report(found, tmp_path / "e", "t")
     stored = json.loads((tmp_path / "e" / "results.json").read_text())
     assert stored["measures"][0] == {
@@ -117,7 +117,7 @@ def test_what_passes_is_said():
 def test_without_greedy_attempts_accuracy_is_of_the_sampled_ones():
     found = EvalResults((PromptResult("a", "", "", False, None, attempts(1.0, 0.0)),))
     assert values(found)["accuracy"] == 0.5
-    assert found.numbers()["truncated_share"] == 0.0
+    assert found.get_metrics()["truncated_share"] == 0.0
 
 
 def test_tags_have_numbers_of_their_own():
@@ -128,11 +128,11 @@ def test_tags_have_numbers_of_their_own():
             prompt("c", 1.0, tag="n"),
         )
     )
-    numbers = found.numbers()
+    numbers = found.get_metrics()
     assert (numbers["accuracy/m"], numbers["accuracy/n"]) == (1.0, 0.5)
     assert [row["value"] for row in found.as_dict()["by_tag"]["n"]] == [0.5, 0.5, 0.5]
     assert "| n | 2 | 0.500" in format_report(found, "t")
-    assert "accuracy/" not in " ".join(EvalResults((prompt("a", 1.0),)).numbers())
+    assert "accuracy/" not in " ".join(EvalResults((prompt("a", 1.0),)).get_metrics())
 
 
 def test_what_is_written_is_read_back(tmp_path: Path):
@@ -188,14 +188,14 @@ def test_two_are_compared_prompt_by_prompt():
         )
     )
     found = compare(a, b)
-    assert found.left_out == 1
-    assert (found.measures["sampled"].prompts, found.measures["greedy"].prompts) == (9, 10)
-    assert found.measures["sampled"].difference == 0.75
-    assert found.measures["sampled"].p_value == pytest.approx(2 / 2**9)
-    assert name_better(found.measures["sampled"]) == "A"
-    assert name_better(compare(b, a).measures["sampled"]) == "B"
-    assert name_better(compare(a, a).measures["greedy"]) == "-"
-    assert {tag: one.prompts for tag, one in found.by_tag.items()} == {"x": 5, "y": 4}
+    assert found.n_excluded_prompts == 1
+    assert (found.by_measure["sampled"].n_prompts, found.by_measure["greedy"].n_prompts) == (9, 10)
+    assert found.by_measure["sampled"].difference == 0.75
+    assert found.by_measure["sampled"].p_value == pytest.approx(2 / 2**9)
+    assert name_better(found.by_measure["sampled"]) == "A"
+    assert name_better(compare(b, a).by_measure["sampled"]) == "B"
+    assert name_better(compare(a, a).by_measure["greedy"]) == "-"
+    assert {tag: one.n_prompts for tag, one in found.by_tag.items()} == {"x": 5, "y": 4}
     text = format_comparison(found, "one", "two")
     assert "| sampled | 9 | +0.750 |" in text
     assert "the exact sign-flip test" in text

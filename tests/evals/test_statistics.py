@@ -85,7 +85,7 @@ def test_what_would_be_dear_is_sampled_and_says_so():
 def test_ninety_five_of_a_hundred_intervals_hold_the_truth(monkeypatch: pytest.MonkeyPatch):
     """Prompts of mixed difficulty, four attempts each. 600 experiments: sd of the share is 0.9
     %."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 1000)
+    monkeypatch.setattr(statistics, "N_RESAMPLES", 1000)
     rng = np.random.default_rng(1)
     held = 0
     for experiment in range(600):
@@ -119,8 +119,8 @@ def test_the_p_value_is_the_share_of_all_signs():
     assert found.p_value == pytest.approx(
         np.mean([total >= abs((a - b).sum()) - 1e-9 for total in sums])
     )
-    assert found.exact
-    assert (found.better, found.worse, found.prompts) == (3, 1, 5)
+    assert found.is_exact
+    assert (found.n_better, found.n_worse, found.n_prompts) == (3, 1, 5)
     assert found.difference == pytest.approx((a - b).mean())
 
 
@@ -155,19 +155,19 @@ def test_models_that_are_alike_differ_in_five_of_a_hundred_experiments(
 ):
     """1000 experiments: 5 % within 2.6 sd of the binomial (1.8 %); the sums are discrete, so a
     little below it."""
-    monkeypatch.setattr(statistics, "RESAMPLES", 2)
+    monkeypatch.setattr(statistics, "N_RESAMPLES", 2)
     assert 0.032 <= rejected(1000, prompts=40, samples=8) <= 0.068
 
 
 def test_the_level_holds_where_signs_are_sampled(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 2)
-    monkeypatch.setattr(statistics, "EXACT_SUMS", 4)
-    monkeypatch.setattr(statistics, "FLIPS", 999)
+    monkeypatch.setattr(statistics, "N_RESAMPLES", 2)
+    monkeypatch.setattr(statistics, "MAX_EXACT_SUMS", 4)
+    monkeypatch.setattr(statistics, "N_SIGN_FLIPS", 999)
     assert 0.032 <= rejected(1000, prompts=40, samples=8) <= 0.068
 
 
 def test_a_better_model_is_found(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(statistics, "RESAMPLES", 2)
+    monkeypatch.setattr(statistics, "N_RESAMPLES", 2)
     assert rejected(50, prompts=200, samples=8, gain=0.1) > 0.95
 
 
@@ -175,6 +175,6 @@ def test_differences_of_all_sizes_are_sampled():
     rng = np.random.default_rng(0)
     a, b = rng.normal(0.3, 1.0, 60), rng.normal(0.0, 1.0, 60)
     found = compare_pairs(a, b)
-    assert not found.exact
+    assert not found.is_exact
     assert found.low < found.difference < found.high
     assert found.p_value < 0.2

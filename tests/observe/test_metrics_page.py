@@ -136,7 +136,7 @@ def of_tags() -> dict[str, float]:
     prompts = [
         PromptResult(tag, tag, "", False, AttemptResult("scored", 1.0)) for tag in ("maths", "code")
     ]
-    return EvalResults(tuple(prompts)).numbers()
+    return EvalResults(tuple(prompts)).get_metrics()
 
 
 def of_restarts() -> dict[str, float | None]:

@@ -5,7 +5,7 @@ import json
 
 import pytest
 
-from ratchet.commands.eval import Evaluation, evaluate_target
+from ratchet.commands.eval import EvaluationSettings, evaluate_target
 from ratchet.evals.results import EvalResults
 from ratchet.testing.tiny_vlm import SHAPES, write_tiny_vlm
 from ratchet.training.start import start_run
@@ -17,10 +17,10 @@ KEYS = ("questions=[colour,shape]", "things=[1,2]")  # as in the recipe
 def accuracy(run, place, *words):
     evaluate_target(
         str(run),
-        Evaluation(on="shapes", overrides=(*KEYS, *words), tasks=512, samples=0),
+        EvaluationSettings(on="shapes", overrides=(*KEYS, *words), tasks=512, samples=0),
         out=place,
     )
-    greedy = [attempt.reward for attempt in EvalResults.read(place).first]
+    greedy = [attempt.reward for attempt in EvalResults.read(place).accuracy_attempts]
     return sum(reward == 1.0 for reward in greedy) / len(greedy)
 
 

@@ -19,7 +19,7 @@ from typing import Any
 
 from ratchet.commands.convert.formats import (
     FORMS,
-    READABLE,
+    READABLE_FORMS,
     Config,
     Record,
     Weights,
@@ -42,7 +42,7 @@ FILE_BYTES = 2**31
 # implementations, both in float32.
 TOLERANCE = 1e-4
 # Directory of a conversion's completion markers, plan and lock, inside the output directory.
-WORK = ".convert"
+STATE_DIR = ".convert"
 Say = Callable[[str], None]
 
 
@@ -70,7 +70,7 @@ class StoredModel:
         return self.form if self.adapter is None else "hf"
 
     def open(self) -> Weights:
-        weights = READABLE[self.form].open(self.directory, self.config)
+        weights = READABLE_FORMS[self.form].open(self.directory, self.config)
         return weights if self.adapter is None else merge_adapter(weights, self.adapter)
 
 
@@ -83,7 +83,7 @@ class OutputFile:
 
     @property
     def marker(self) -> Path:
-        return self.path.parent / WORK / f"{self.path.name}.json"
+        return self.path.parent / STATE_DIR / f"{self.path.name}.json"
 
     def records(self) -> list[Record] | None:
         """Return the records of the written file; None if it is missing or incomplete."""
@@ -111,10 +111,15 @@ def convert(
     """Convert a model.
 
     Args:
-        source: A model in any form, a run directory with a trained one, or a Hub id.
+        source: A model in any form, a run directory with a trained model, or a Hub id.
+        target: The new directory.
+        to: The form of the new weights, a key of FORMS.
         config: A Hugging Face directory with the config.json and the tokenizer, if the source has
             none.
+        verify: True compares all weights, and the logits of a few tokens, with the source.
+        say: Prints a note.
         adapter: A directory with an adapter in peft's format, which is merged into the weights.
+        file_bytes: The maximum size of a file, unless one weight is larger.
 
     Raises ConfigError, CheckpointError or ModelError.
     """
@@ -128,21 +133,23 @@ def convert(
     weights = stored.open()
     if weights.ignored:
         say(f"ignored: {summarize_names(list(weights.ignored))}")
-    work = target.absolute().with_name(f".{target.name}.partial")
+    partial_dir = target.absolute().with_name(f".{target.name}.partial")
     files = _group_entries(
-        FORMS[to].entries(weights, stored.config), work, FORMS[to].name_file, file_bytes
+        FORMS[to].entries(weights, stored.config), partial_dir, FORMS[to].name_file, file_bytes
     )
-    with _lock(work):
-        _save_plan(work, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)})
+    with _lock(partial_dir):
+        _save_plan(
+            partial_dir, {"to": to, "file_bytes": file_bytes, "source": _fingerprint(stored)}
+        )
         records = _write_files(files, FORMS[to].write, say)
-        copy_companions(stored.companion_dir, work)
-        FORMS[to].finish(work, records, stored.config)
+        copy_companions(stored.companion_dir, partial_dir)
+        FORMS[to].finish(partial_dir, records, stored.config)
         if verify:
-            converted = StoredModel(work, to, work, stored.config)
+            converted = StoredModel(partial_dir, to, partial_dir, stored.config)
             _compare_weights(weights, converted, files, source, say)
             _compare_logits(stored, converted, weights, say)
-        work.replace(target)
-    shutil.rmtree(target / WORK)
+        partial_dir.replace(target)
+    shutil.rmtree(target / STATE_DIR)
     say(
         f"{source} ({stored.form}) -> {target} ({to}): {len(weights.shapes)} weights, files: "
         f"{len(files)}"
@@ -175,16 +182,16 @@ def _load_adapter(source: str, adapter: Path) -> StoredAdapter:
 
 
 @contextmanager
-def _lock(work: Path) -> Iterator[None]:
-    """Lock the work directory for this process."""
-    (work / WORK).mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(work / WORK / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+def _lock(partial_dir: Path) -> Iterator[None]:
+    """Lock the partial output directory. Raises CheckpointError if it is locked already."""
+    (partial_dir / STATE_DIR).mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(partial_dir / STATE_DIR / "lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         yield
     except BlockingIOError:
         raise CheckpointError(
-            f"another process is writing to {work}: wait for it, or end it"
+            f"another process is writing to {partial_dir}: wait for it, or end it"
         ) from None
     finally:
         os.close(descriptor)
@@ -193,43 +200,46 @@ def _lock(work: Path) -> Iterator[None]:
 def _fingerprint(stored: StoredModel) -> dict[str, Any]:
     """Return what identifies a model: its files, config and adapter."""
     files = sorted(path for path in stored.directory.iterdir() if path.is_file())
-    sizes = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
+    file_stats = {path.name: [path.stat().st_size, path.stat().st_mtime_ns] for path in files}
     fingerprint = {
         "directory": str(stored.directory.resolve()),
         "form": stored.form,
-        "files": sizes,
+        "files": file_stats,
         "config": dict(stored.config),
     }
     if stored.adapter is None:
         return fingerprint
-    weights = {name: checksum(weight) for name, weight in stored.adapter.weights.items()}
+    weight_checksums = {name: checksum(weight) for name, weight in stored.adapter.weights.items()}
     return {
         **fingerprint,
-        "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weights},
+        "adapter": {"scale": stored.adapter.adapter.lora.scale, "weights": weight_checksums},
     }
 
 
 def _read_plan(path: Path) -> Any:
     try:
         return safe_read.read_json(path)
-    except (OSError, ValueError):  # a file that was not written completely
+    except (OSError, ValueError):  # an incomplete file
         return None
 
 
-def _save_plan(work: Path, plan: Mapping[str, Any]) -> None:
+def _save_plan(partial_dir: Path, plan: Mapping[str, Any]) -> None:
     """Save the plan, or raise CheckpointError if an interrupted conversion had another one."""
-    path = work / WORK / "plan.json"
+    path = partial_dir / STATE_DIR / "plan.json"
     if not path.exists():
         write_json(path, plan)
     elif _read_plan(path) != json.loads(json.dumps(plan)):
         raise CheckpointError(
-            f"{work} is of an interrupted conversion with another source, adapter or --to, or the "
-            "source has changed since: delete it to start again"
+            f"{partial_dir} is of an interrupted conversion with another source, adapter or --to, "
+            "or the source has changed since: delete it to start again"
         )
 
 
 def _group_entries(
-    entries: Iterator[WriteEntry], work: Path, name: Callable[[int, int], str], file_bytes: int
+    entries: Iterator[WriteEntry],
+    partial_dir: Path,
+    name: Callable[[int, int], str],
+    file_bytes: int,
 ) -> list[OutputFile]:
     """Put as many entries into each file as fit into `file_bytes`, in their order."""
     groups: list[list[WriteEntry]] = []
@@ -241,7 +251,7 @@ def _group_entries(
         groups[-1].append(entry)
         bytes_left -= entry.bytes
     return [
-        OutputFile(work / name(number, len(groups)), tuple(group))
+        OutputFile(partial_dir / name(number, len(groups)), tuple(group))
         for number, group in enumerate(groups)
     ]
 
@@ -288,9 +298,7 @@ def _compare_weights(
             file.mark_incomplete()
     raise CheckpointError(
         f"{len(wrong_names)} weights in {converted.directory} are not those of {source}: "
-        f"{summarize_names(wrong_names)}; "
-        "repeat the command, which writes "
-        "their files again"
+        f"{summarize_names(wrong_names)}; repeat the command, which writes their files again"
     )
 
 
@@ -306,22 +314,22 @@ def _compare_logits(
         sample_logits(model.logits_form, model.directory, model.open(), model.config)
         for model in (stored, converted)
     )
-    largest = float((converted_logits - source_logits).abs().max())
+    max_difference = float((converted_logits - source_logits).abs().max())
     say(
         f"logits of {N_TOKENS} tokens, vocabulary {source_logits.shape[1]}: max difference "
-        f"{largest:.1e}"
+        f"{max_difference:.1e}"
     )
-    if largest > TOLERANCE * max(1.0, float(source_logits.abs().max())):
+    if max_difference > TOLERANCE * max(1.0, float(source_logits.abs().max())):
         raise CheckpointError(
-            f"the logits of {converted.directory} differ by up to {largest:.1e}, although its "
-            "weights are the same"
+            f"the logits of {converted.directory} differ by up to {max_difference:.1e}, although "
+            "its weights are the same"
         )
 
 
 def _is_equal(weights: Weights, copies: Weights, name: str) -> bool:
-    expected = checksum(weights.whole(name).contiguous())
+    expected = checksum(weights.read_whole(name).contiguous())
     try:
-        copy = copies.whole(name)
+        copy = copies.read_whole(name)
     except (CheckpointError, ModelError):
         return False
     return copy.dtype == weights.dtypes[name] and checksum(copy.contiguous()) == expected

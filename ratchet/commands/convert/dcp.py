@@ -130,7 +130,10 @@ class DcpFiles:
         if self._cached_chunk is None or self._cached_chunk[0] != chunk:
             self._cached_chunk = (chunk, self._read(chunk))
         return self._cached_chunk[1][
-            tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, chunk.offsets, strict=True))
+            tuple(
+                slice(start - offset, end - offset)
+                for start, end, offset in zip(starts, ends, chunk.offsets, strict=True)
+            )
         ]
 
     def _read(self, chunk: Chunk) -> Tensor:
@@ -216,13 +219,13 @@ def write_chunks(path: Path, chunks: Iterable[Shard]) -> list[Chunk]:
     return chunks_written
 
 
-def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] = ()) -> None:
+def write_index(directory: Path, chunks: Iterable[Chunk], empty_keys: Sequence[str] = ()) -> None:
     """Write the index, which completes the directory.
 
     Args:
         directory: The directory of the files that hold the chunks.
         chunks: The chunks of all files.
-        empty: Keys without a value that readers expect.
+        empty_keys: Keys without a value that readers expect.
     """
     tensors: dict[str, Any] = {}
     locations: dict[dcp.MetadataIndex, Any] = {}
@@ -236,12 +239,12 @@ def write_index(directory: Path, chunks: Iterable[Chunk], empty: Sequence[str] =
             dcp.ChunkStorageMetadata(torch.Size(chunk.offsets), torch.Size(chunk.sizes))
         )
         locations[index] = _StorageInfo(chunk.file, chunk.start, chunk.length)
-    if empty:
+    if empty_keys:
         # All empty keys share one file.
         torch.save([None], directory / EMPTY_FILE)
-        tensors |= dict.fromkeys(empty, dcp.BytesStorageMetadata())
+        tensors |= dict.fromkeys(empty_keys, dcp.BytesStorageMetadata())
         empty_value = _StorageInfo(EMPTY_FILE, 0, (directory / EMPTY_FILE).stat().st_size)
-        locations |= {dcp.MetadataIndex(key): empty_value for key in empty}
+        locations |= {dcp.MetadataIndex(key): empty_value for key in empty_keys}
     keys = {key: (key,) for key in tensors}
     with atomic_path(directory / INDEX) as draft:
         draft.write_bytes(pickle.dumps(dcp.Metadata(tensors, keys, locations, dcp.StorageMeta())))

@@ -56,7 +56,7 @@ class Weights:
     # Names of ignored weights: constants of old checkpoints, and layers that config.json lacks.
     ignored: tuple[str, ...] = ()
 
-    def whole(self, name: str) -> Tensor:
+    def read_whole(self, name: str) -> Tensor:
         """Read a whole weight."""
         shape = self.shapes[name]
         return self.read(name, (0,) * len(shape), shape)
@@ -80,7 +80,7 @@ class WriteEntry:
         return torch.Size(self.sizes).numel() * self.dtype.itemsize
 
 
-class Readable(Protocol):
+class ReadableForm(Protocol):
     """A form of weights that can be read."""
 
     def is_in(self, directory: Path) -> bool:
@@ -95,7 +95,7 @@ class Readable(Protocol):
         ...
 
 
-class Form(Readable, Protocol):
+class Form(ReadableForm, Protocol):
     """A form of weights that can be read and written."""
 
     def entries(self, weights: Weights, config: Config) -> Iterator[WriteEntry]:
@@ -277,12 +277,12 @@ class LearnerBlocks:
 
 
 FORMS: Mapping[str, Form] = {"hf": HuggingFace(), "megatron": Megatron(), "dcp": Dcp()}
-READABLE: Mapping[str, Readable] = {**FORMS, "learner": LearnerBlocks()}
+READABLE_FORMS: Mapping[str, ReadableForm] = {**FORMS, "learner": LearnerBlocks()}
 
 
 def detect_form(directory: Path) -> str:
     """Return the name of the form in a directory. Raises CheckpointError if there is none."""
-    form_name = next((name for name, form in READABLE.items() if form.is_in(directory)), None)
+    form_name = next((name for name, form in READABLE_FORMS.items() if form.is_in(directory)), None)
     if form_name is None:
         raise CheckpointError(
             f"{directory} holds no weights of a model: neither {WEIGHTS} (Hugging Face), nor "
@@ -303,7 +303,7 @@ def _yield_whole_weights(weights: Weights) -> Iterator[WriteEntry]:
             shape,
             weights.dtypes[name],
             (name,),
-            lambda name=name: weights.whole(name),
+            lambda name=name: weights.read_whole(name),
         )
 
 
@@ -339,7 +339,7 @@ def _select_canonical(weights: Weights, config: Config) -> Weights:
     ]
     dropped = set(ignored)
     if config.get("tie_word_embeddings") and {HEAD, EMBEDDING} <= weights.shapes.keys():
-        if not torch.equal(weights.whole(HEAD), weights.whole(EMBEDDING)):
+        if not torch.equal(weights.read_whole(HEAD), weights.read_whole(EMBEDDING)):
             raise ModelError(
                 f"{HEAD} differs from the embedding, but config.json says tie_word_embeddings=true"
             )

@@ -63,7 +63,7 @@ class MegatronFiles:
     Attributes:
         shapes: The shape of each weight, by its name.
         locations: The location of each Megatron parameter, by its name.
-        rows: The rows of parameters that each weight consists of, by the weight's name.
+        rows_by_weight: The rows of parameters that each weight consists of, by the weight's name.
     """
 
     def __init__(self, directory: Path, dimensions: Dimensions) -> None:
@@ -74,19 +74,19 @@ class MegatronFiles:
         """
         self.files = DcpFiles(directory)
         self.layout: Layout = megatron_layout(dimensions, MegatronShard())
-        self.locations = {name: self._find(name, dimensions) for name in self.layout}
-        self.rows: dict[str, list[_Rows]] = {}
+        self.locations = {name: self._find_location(name, dimensions) for name in self.layout}
+        self.rows_by_weight: dict[str, list[_Rows]] = {}
         for parameter, pieces in self.layout.items():
             for piece in pieces:
-                self.rows.setdefault(piece.name, []).append(_Rows(piece, parameter))
-        self.shapes = {name: rows[0].piece.shape for name, rows in self.rows.items()}
+                self.rows_by_weight.setdefault(piece.name, []).append(_Rows(piece, parameter))
+        self.shapes = {name: rows[0].piece.shape for name, rows in self.rows_by_weight.items()}
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.files.dtype(self.locations[self.rows[name][0].parameter].key)
+        return self.files.dtype(self.locations[self.rows_by_weight[name][0].parameter].key)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a weight. Raises CheckpointError if a file is missing or damaged."""
-        block, missing = assemble_block(self.rows[name], offsets, sizes, self._slice_rows)
+        block, missing = assemble_block(self.rows_by_weight[name], offsets, sizes, self._slice_rows)
         assert block is not None, f"no block of '{name}' is empty"
         assert not missing, f"the layout lacks {missing} elements of '{name}'"
         return block
@@ -114,10 +114,10 @@ class MegatronFiles:
         """Return the values from `starts` to `ends` of a weight, which lie within `rows`."""
         # `starts` counts rows of the weight, and `_read` counts rows of the parameter.
         shift = rows.piece.rows.start - rows.piece.offsets[0]
-        sizes = [b - a for a, b in zip(starts, ends, strict=True)]
+        sizes = [end - start for start, end in zip(starts, ends, strict=True)]
         return self._read(self.locations[rows.parameter], (starts[0] + shift, *starts[1:]), sizes)
 
-    def _find(self, parameter: str, dimensions: Dimensions) -> ParameterLocation:
+    def _find_location(self, parameter: str, dimensions: Dimensions) -> ParameterLocation:
         """Return the location of a parameter, tried under all names and with and without stacking.
 
         Raises CheckpointError if it is missing or has another shape.
@@ -134,15 +134,17 @@ class MegatronFiles:
                 f"{self.files.directory} lacks '{parameter}', which the model in config.json has"
             )
         location, pieces = locations[0], self.layout[parameter]
-        rows, shape = pieces[-1].rows.stop, self.files.shape(location.key)
-        expected = (*location.stack_sizes, rows, *pieces[0].shape[1:])
+        n_rows, shape = pieces[-1].rows.stop, self.files.shape(location.key)
+        expected_shape = (*location.stack_sizes, n_rows, *pieces[0].shape[1:])
         is_padded = (
-            parameter in VOCABULARY_PARAMETERS and shape[0] > rows and shape[1:] == expected[1:]
+            parameter in VOCABULARY_PARAMETERS
+            and shape[0] > n_rows
+            and shape[1:] == expected_shape[1:]
         )
-        if shape != expected and not is_padded:
+        if shape != expected_shape and not is_padded:
             raise CheckpointError(
                 f"'{location.key}' in {self.files.directory} has shape {shape}, but by config.json "
-                f"it is {expected}"
+                f"it is {expected_shape}"
             )
         return location
 

@@ -25,7 +25,7 @@ class _StoredTensor:
         return torch.Size(self.weights.shapes[self.name]).numel()
 
     def to(self, device: str, dtype: torch.dtype, *, copy: bool) -> Tensor:
-        return self.weights.whole(self.name).to(device, dtype, copy=copy)
+        return self.weights.read_whole(self.name).to(device, dtype, copy=copy)
 
 
 def merge_adapter(weights: Weights, stored: StoredAdapter) -> Weights:

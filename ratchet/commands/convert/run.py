@@ -28,7 +28,7 @@ from ratchet.utils.object_store import (
 LAST_FILE = "config.json"  # uploaded last: a directory without it is not taken for a model
 
 
-def convert_places(
+def convert_paths_or_addresses(
     source: str,
     target: str,
     *,
@@ -38,10 +38,10 @@ def convert_places(
     say: Say,
     adapter: str | None = None,
 ) -> None:
-    """Convert a model like `convert`, from and to local paths or addresses.
+    """Convert a model with `convert`, from and to local paths or addresses.
 
     The output for an address is built in the cache, and stays there until its upload is complete.
-    If the upload fails, the same command tries again.
+    If the upload fails, the same command uploads it again.
     """
     is_remote = is_address(target)
     if is_remote:
@@ -52,8 +52,8 @@ def convert_places(
         output = Path(target)
     if not (is_remote and output.exists()):
         output.parent.mkdir(parents=True, exist_ok=True)
-        exported = output.absolute().with_name(f".{output.name}.source")
-        local_source, config = _read_source(source, config, exported, say)
+        export_dir = output.absolute().with_name(f".{output.name}.source")
+        local_source, config = _read_source(source, config, export_dir, say)
         convert(
             local_source,
             output,
@@ -63,7 +63,7 @@ def convert_places(
             say=say,
             adapter=_get_local_path(adapter),
         )
-        shutil.rmtree(exported, ignore_errors=True)
+        shutil.rmtree(export_dir, ignore_errors=True)
     if not is_remote:
         return
     try:
@@ -77,17 +77,17 @@ def convert_places(
 
 
 def _read_source(
-    source: str, config: str | None, exported: Path, say: Say
+    source: str, config: str | None, export_dir: Path, say: Say
 ) -> tuple[str, str | None]:
-    """Return what to convert, and the directory of its config.json.
+    """Return the local path or hub id of the source, and the directory of its config.json.
 
-    A run's checkpoint is exported in Hugging Face's form first. An interrupted conversion finds the
-    export again.
+    A run's checkpoint is exported in Hugging Face's form first. An interrupted conversion uses the
+    same export when it continues.
 
     Args:
-        source: What is to be converted, as the user names it.
+        source: The model to convert, as the user names it.
         config: The directory that the user names for config.json.
-        exported: Where a checkpoint is exported.
+        export_dir: The directory that a checkpoint is exported to.
         say: Prints a note.
     """
     # With --config, the folder of a checkpoint's role is read as it is.
@@ -100,15 +100,16 @@ def _read_source(
     if isinstance(recipe.stages[-1].learner, MegatronConfig) and megatron.is_dir():
         # Megatron's weights are converted as they are, beside the files of the run's first model.
         return str(megatron), config or localize_model(recipe, saved.run).model.path
-    note = f"{saved.path.resolve()}\n{sha256((saved.path / MANIFEST).read_bytes()).hexdigest()}\n"
-    marker = exported / ".checkpoint"
-    if not marker.is_file() or marker.read_text(encoding="utf-8") != note:
-        shutil.rmtree(exported, ignore_errors=True)
-        exported.mkdir(parents=True)
-        export_checkpoint(saved, exported)
-        marker.write_text(note, encoding="utf-8")
+    manifest_digest = sha256((saved.path / MANIFEST).read_bytes()).hexdigest()
+    checkpoint_identity = f"{saved.path.resolve()}\n{manifest_digest}\n"
+    marker = export_dir / ".checkpoint"
+    if not marker.is_file() or marker.read_text(encoding="utf-8") != checkpoint_identity:
+        shutil.rmtree(export_dir, ignore_errors=True)
+        export_dir.mkdir(parents=True)
+        export_checkpoint(saved, export_dir)
+        marker.write_text(checkpoint_identity, encoding="utf-8")
     say(f"step {saved.step} of {saved.run}")
-    return str(exported), config
+    return str(export_dir), config
 
 
 def _require_free_target(target: str, output: Path) -> None:
@@ -126,7 +127,7 @@ def _require_free_target(target: str, output: Path) -> None:
         raise ConfigError(f"{target} holds files: give another place, or delete them first")
 
 
-def _get_local_path(place: str | None) -> Path | None:
-    if place is None:
+def _get_local_path(path_or_address: str | None) -> Path | None:
+    if path_or_address is None:
         return None
-    return fetch_weights(place) if is_address(place) else Path(place)
+    return fetch_weights(path_or_address) if is_address(path_or_address) else Path(path_or_address)

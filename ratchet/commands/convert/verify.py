@@ -1,7 +1,7 @@
 """Compute the logits of a few tokens with a model on disk, to verify a conversion.
 
-A Megatron checkpoint is run by Megatron-core, and every other form by the built-in decoder. So the
-check of a conversion to or from Megatron compares two implementations.
+Megatron-core computes the logits of a Megatron checkpoint, and the built-in decoder those of every
+other form. A conversion to or from Megatron is therefore checked by two implementations.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def _decoder_logits(
 ) -> Tensor:
     """Return the logits of the built-in decoder."""
     decoder = empty_decoder(shape, dtype=torch.float32, device="cpu")
-    load_weights(decoder, ((name, weights.whole(name)) for name in weights.shapes))
+    load_weights(decoder, ((name, weights.read_whole(name)) for name in weights.shapes))
     return _logits(DecoderPolicy(decoder))
 
 

@@ -14,11 +14,11 @@ from ratchet.errors import ConfigError
 MAX_KINDS = 5  # kinds of one entry that are listed by name
 
 
-def key_help(words: str = "") -> str:
+def make_help_text(words: str = "") -> str:
     """Return what `ratchet help WORDS` prints.
 
     WORDS is a key, the end of its path, a section, a kind, the key's name in another library, or
-    words of its description: the first of these that matches is shown. Without WORDS the keys at
+    words of its description. The first of these that matches is shown. Without WORDS, the keys at
     the top of a recipe are shown.
 
     Raises:
@@ -36,17 +36,17 @@ def key_help(words: str = "") -> str:
         if pages:
             return "\n\n".join(pages)
     names = {entry.name for entry in entries} | {kind for kinds in KINDS.values() for kind in kinds}
-    near = get_close_matches(words, names, n=3)
-    hint = f" Did you mean {' or '.join(near)}?" if near else ""
+    close_names = get_close_matches(words, names, n=3)
+    hint = f" Did you mean {' or '.join(close_names)}?" if close_names else ""
     raise ConfigError(f"no key, section or kind is called '{words}'.{hint}")
 
 
 def _list_top(entries: Sequence[KeyEntry]) -> str:
-    top = [entry for entry in entries if "." not in entry.path]
-    width = max(len(entry.path) for entry in top) + 2
+    top_entries = [entry for entry in entries if "." not in entry.path]
+    width = max(len(entry.path) for entry in top_entries) + 2
     return "\n".join(
         [
-            *(f"{entry.path:<{width}}{entry.description}" for entry in top),
+            *(f"{entry.path:<{width}}{entry.description}" for entry in top_entries),
             "",
             "ratchet help KEY shows one key, section or kind: ratchet help optimizer.lr",
         ]
@@ -55,17 +55,21 @@ def _list_top(entries: Sequence[KeyEntry]) -> str:
 
 def _explain_path(path: str, entries: Sequence[KeyEntry]) -> list[str]:
     """Explain the key at a path, with the keys directly below it if it is a section."""
-    exact = [entry for entry in entries if entry.path == path]
-    matches = exact or [entry for entry in entries if entry.path.endswith(f".{path}")]
+    exact_matches = [entry for entry in entries if entry.path == path]
+    matches = exact_matches or [entry for entry in entries if entry.path.endswith(f".{path}")]
     matches = sorted(matches, key=lambda entry: entry.path.count("."))
     pages = [_describe(entry) for entry in matches]
     if len({entry.path for entry in matches}) == 1:
-        below = [e for e in entries if e.path.rpartition(".")[0] == matches[0].path]
-        kinds = list(dict.fromkeys(kind for entry in below for kind in entry.kinds))
+        inner_entries = [
+            inner_entry
+            for inner_entry in entries
+            if inner_entry.path.rpartition(".")[0] == matches[0].path
+        ]
+        kinds = list(dict.fromkeys(kind for entry in inner_entries for kind in entry.kinds))
         if kinds and not matches[0].kinds:
             pages.append(f"Kinds: {', '.join(kinds)}\nratchet help KIND shows the keys of one.")
         else:
-            pages += [_describe(entry) for entry in below]
+            pages += [_describe(entry) for entry in inner_entries]
     return pages
 
 
@@ -74,7 +78,7 @@ def _explain_kind(kind: str, entries: Sequence[KeyEntry]) -> list[str]:
     if not slots:
         return []
     title = f"{slots[0]}: {{kind: {kind}}}\n    {summarize(section_class(slots[0], kind))}"
-    # An algorithm and its loss may have one name (ppo): show the keys of the first slot.
+    # An algorithm and its loss may have the same name (ppo): show the keys of the first slot.
     keys = [entry for entry in entries if kind in entry.kinds]
     depth = min((entry.path.count(".") for entry in keys), default=0)
     return [title, *(_describe(entry, "") for entry in keys if entry.path.count(".") == depth)]
@@ -87,11 +91,11 @@ def _explain_peer_name(name: str, entries: Sequence[KeyEntry]) -> list[str]:
 
 
 def _explain_mentions(words: str, entries: Sequence[KeyEntry]) -> list[str]:
-    wanted = words.lower().split()
+    searched_words = words.lower().split()
     pages = [
         _describe(entry)
         for entry in entries
-        if all(word in f"{entry.path} {entry.description}".lower() for word in wanted)
+        if all(word in f"{entry.path} {entry.description}".lower() for word in searched_words)
     ]
     return [f"Keys that mention '{words}':", *pages] if pages else []
 
@@ -106,6 +110,6 @@ def _describe(entry: KeyEntry, kinds: str | None = None) -> str:
 def _list_kinds(kinds: Sequence[str]) -> str:
     if not kinds:
         return ""
-    rest = f" and {len(kinds) - MAX_KINDS} more" if len(kinds) > MAX_KINDS + 1 else ""
-    shown = kinds[:MAX_KINDS] if rest else kinds
-    return f"  (kind: {', '.join(shown)}{rest})"
+    omission = f" and {len(kinds) - MAX_KINDS} more" if len(kinds) > MAX_KINDS + 1 else ""
+    shown_kinds = kinds[:MAX_KINDS] if omission else kinds
+    return f"  (kind: {', '.join(shown_kinds)}{omission})"

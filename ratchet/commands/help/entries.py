@@ -68,23 +68,23 @@ def list_entries() -> list[KeyEntry]:
 
     Entries that differ only in the kind of their section are merged.
     """
-    merged: dict[tuple[str, ...], KeyEntry] = {}
+    entry_by_identity: dict[tuple[str, ...], KeyEntry] = {}
     for entry in _walk_all():
         identity = (entry.path, entry.values, entry.default, entry.description)
-        known = merged.get(identity)
-        kinds = dict.fromkeys([*(known.kinds if known else ()), *entry.kinds])
-        merged[identity] = KeyEntry(entry.path, tuple(kinds), entry.section)
-    return list(merged.values())
+        earlier_entry = entry_by_identity.get(identity)
+        kinds = dict.fromkeys([*(earlier_entry.kinds if earlier_entry else ()), *entry.kinds])
+        entry_by_identity[identity] = KeyEntry(entry.path, tuple(kinds), entry.section)
+    return list(entry_by_identity.values())
 
 
 def _walk_all() -> Iterator[KeyEntry]:
-    walked: set[tuple[str, str]] = set()  # (import path, kind) of sections with a kind
-    yield from _walk_section(RunConfig, "", (), walked)
-    yield from _walk_section(StageConfig, "", (), walked)
+    walked_kinds: set[tuple[str, str]] = set()  # (import path, kind) of sections with a kind
+    yield from _walk_section(RunConfig, "", (), walked_kinds)
+    yield from _walk_section(StageConfig, "", (), walked_kinds)
 
 
 def _walk_section(
-    section: type[Section], prefix: str, kinds: tuple[str, ...], walked: set[tuple[str, str]]
+    section: type[Section], prefix: str, kinds: tuple[str, ...], walked_kinds: set[tuple[str, str]]
 ) -> Iterator[KeyEntry]:
     for name, field in section.model_fields.items():
         if name == "kind" or name == STAGES:
@@ -93,20 +93,20 @@ def _walk_section(
         yield KeyEntry(path, kinds, section)
         slot, inner = find_slot(field), find_section(field.annotation)
         if slot is not None:
-            yield from _walk_kinds(slot.name, path, walked)
+            yield from _walk_kinds(slot.name, path, walked_kinds)
         elif inner is not None:
-            yield from _walk_section(inner, f"{path}.", kinds, walked)
+            yield from _walk_section(inner, f"{path}.", kinds, walked_kinds)
 
 
-def _walk_kinds(slot: str, path: str, walked: set[tuple[str, str]]) -> Iterator[KeyEntry]:
+def _walk_kinds(slot: str, path: str, walked_kinds: set[tuple[str, str]]) -> Iterator[KeyEntry]:
     for kind, target in KINDS[slot].items():
         section = section_class(slot, kind)
-        if (target, kind) not in walked:
-            walked.add((target, kind))
-            yield from _walk_section(section, f"{path}.", (kind,), walked)
-        else:  # known from another slot, but for the keys that this slot adds to its sections
-            for added in SLOT_FIELDS.get(slot, ()):
-                yield KeyEntry(f"{path}.{added}", (kind,), section)
+        if (target, kind) not in walked_kinds:
+            walked_kinds.add((target, kind))
+            yield from _walk_section(section, f"{path}.", (kind,), walked_kinds)
+        else:  # walked under another slot, except for the keys that this slot adds to its sections
+            for added_key in SLOT_FIELDS.get(slot, ()):
+                yield KeyEntry(f"{path}.{added_key}", (kind,), section)
 
 
 def summarize(section: type[Section]) -> str:
@@ -129,21 +129,21 @@ def _get_default(field: FieldInfo) -> object:
 
 
 def _to_plain(value: object) -> object:
-    """Return a value as YAML can hold it; of a section, its kind and the keys that it changes."""
+    """Return a value as plain data. A section becomes its kind and its changed keys."""
     if isinstance(value, Section):
         return _list_changed_keys(value)
     return [_to_plain(item) for item in value] if isinstance(value, tuple | list) else value
 
 
 def _list_changed_keys(section: Section) -> dict[str, object]:
-    changed: dict[str, object] = {}
+    changed_values: dict[str, object] = {}
     if hasattr(section, "kind"):
-        changed["kind"] = getattr(section, "kind", None)
+        changed_values["kind"] = getattr(section, "kind", None)
     for key, field in sorted(type(section).model_fields.items()):
         value = _to_plain(getattr(section, key))
         with suppress(LookupError):
-            # Plain values are compared: a section's class may have been made again since.
+            # Plain values are compared, because a section's class may have been created again.
             if value == _to_plain(_get_default(field)):
                 continue
-        changed.setdefault(key, value)
-    return changed
+        changed_values.setdefault(key, value)
+    return changed_values

@@ -23,57 +23,61 @@ JSON schema for editors, and `ratchet check RECIPE` checks a whole recipe.
   your own (`my_package.module:Class`), whose parameters are then its keys.
 - `extends: other.yaml` starts from another recipe.
 - On the command line a key is written with dots: `stages.grpo.algorithm.group_size=16`."""
-TABLE = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
+TABLE_HEAD = "| Key | Values | Default | Meaning |\n|---|---|---|---|"
 
 
-def recipe_page() -> str:
+def make_recipe_page() -> str:
     """Return the text of docs/recipe.md."""
     page = _Page()
     blocks = [
         HEAD,
-        *page.section("Keys of the run", "", RunConfig),
-        *page.section("Keys of a stage", "", StageConfig),
-        *page.rest(),
+        *page.write_section("Keys of the run", "", RunConfig),
+        *page.write_section("Keys of a stage", "", StageConfig),
+        *page.write_rest(),
     ]
     return "\n\n".join(block for block in blocks if block) + "\n"
 
 
 class _Page:
-    """The sections written so far, and those that they name and that are still to be written."""
+    """The state of the page: which sections and slots are written, and which are still pending."""
 
     def __init__(self) -> None:
         self._written: set[object] = set()
         self._kinds_written: set[tuple[str, str]] = set()
-        self._inner: list[tuple[str, type[Section]]] = []
-        self._slots: list[tuple[str, str]] = []
+        self._pending_sections: list[tuple[str, type[Section]]] = []
+        self._pending_slots: list[tuple[str, str]] = []
 
-    def section(self, title: str, prefix: str, section: type[Section]) -> Iterator[str]:
+    def write_section(self, title: str, prefix: str, section: type[Section]) -> Iterator[str]:
         yield f"## {title}"
         yield summarize(section)
-        yield self._table(section, prefix, list(section.model_fields))
+        yield self._make_table(section, prefix, list(section.model_fields))
 
-    def rest(self) -> Iterator[str]:
-        """Yield the inner sections and the kinds, in the order in which they were named."""
-        while self._inner or self._slots:
-            if self._inner:
-                path, section = self._inner.pop(0)
-                yield from self.section(f"`{path}`", f"{path}.", section)
+    def write_rest(self) -> Iterator[str]:
+        """Yield the pending sections and slots, in the order in which they were queued."""
+        while self._pending_sections or self._pending_slots:
+            if self._pending_sections:
+                path, section = self._pending_sections.pop(0)
+                yield from self.write_section(f"`{path}`", f"{path}.", section)
             else:
-                yield from self._kinds(*self._slots.pop(0))
+                yield from self._write_kinds(*self._pending_slots.pop(0))
 
-    def _kinds(self, path: str, slot: str) -> Iterator[str]:
+    def _write_kinds(self, path: str, slot: str) -> Iterator[str]:
         yield f"## `{path}`"
         default = DEFAULT_KIND.get(slot)
         yield f"The default kind is `{default}`." if default else ""
-        known = [
+        written_kinds = [
             kind for kind, target in KINDS[slot].items() if (kind, target) in self._kinds_written
         ]
-        if known:
-            yield f"Kinds as above: {', '.join(f'`{kind}`' for kind in known)}."
-            added = list(SLOT_FIELDS.get(slot, {}))
-            yield self._table(section_class(slot, known[0]), f"{path}.", added) if added else ""
+        if written_kinds:
+            yield f"Kinds as above: {', '.join(f'`{kind}`' for kind in written_kinds)}."
+            added_keys = list(SLOT_FIELDS.get(slot, {}))
+            yield (
+                self._make_table(section_class(slot, written_kinds[0]), f"{path}.", added_keys)
+                if added_keys
+                else ""
+            )
         for kind, target in KINDS[slot].items():
-            if kind in known:
+            if kind in written_kinds:
                 continue
             self._kinds_written.add((kind, target))
             section = section_class(slot, kind)
@@ -86,38 +90,42 @@ class _Page:
             yield f"### `{path}: {{kind: {kind}}}`"
             yield summarize(section)
             yield f"The keys of `{parent[0]}`{', but:' if names else '.'}" if parent else ""
-            yield self._table(section, f"{path}.", names) if names else ""
+            yield self._make_table(section, f"{path}.", names) if names else ""
 
-    def _table(self, section: type[Section], prefix: str, names: Sequence[str]) -> str:
+    def _make_table(self, section: type[Section], prefix: str, names: Sequence[str]) -> str:
         rows = []
         for name in names:
             if name == STAGES:
                 continue
             entry = KeyEntry(f"{prefix}{name}", (), section)
             cells = (f"`{name}`", entry.values, entry.default and f"`{entry.default}`")
-            rows.append(f"| {' | '.join(_escape(c) for c in (*cells, entry.description))} |")
-            self._note_inner(entry)
-        return "\n".join([TABLE, *rows])
+            rows.append(f"| {' | '.join(_escape(cell) for cell in (*cells, entry.description))} |")
+            self._queue_inner(entry)
+        return "\n".join([TABLE_HEAD, *rows])
 
-    def _note_inner(self, entry: KeyEntry) -> None:
+    def _queue_inner(self, entry: KeyEntry) -> None:
         field = entry.section.model_fields[entry.name]
         slot, inner = find_slot(field), find_section(field.annotation)
-        if slot is not None and self._is_new(slot.name):
-            self._slots.append((entry.path, slot.name))
-        elif slot is None and inner is not None and self._is_new(inner):
-            self._inner.append((entry.path, inner))
+        if slot is not None and self._add_if_new(slot.name):
+            self._pending_slots.append((entry.path, slot.name))
+        elif slot is None and inner is not None and self._add_if_new(inner):
+            self._pending_sections.append((entry.path, inner))
 
-    def _is_new(self, thing: object) -> bool:
-        is_new = thing not in self._written
-        self._written.add(thing)
+    def _add_if_new(self, section_or_slot: object) -> bool:
+        is_new = section_or_slot not in self._written
+        self._written.add(section_or_slot)
         return is_new
 
 
 def _find_parent(slot: str, kind: str, section: type[Section]) -> tuple[str, type[Section]] | None:
     """Return the kind of the same slot whose class this kind's class extends."""
-    others = {k: section_class(slot, k) for k in KINDS[slot] if k != kind}
+    other_sections = {
+        other_kind: section_class(slot, other_kind)
+        for other_kind in KINDS[slot]
+        if other_kind != kind
+    }
     for base in section.__mro__[1:]:
-        for name, other in others.items():
+        for name, other in other_sections.items():
             if base in (other, *other.__bases__) and base.__name__ == other.__name__:
                 return name, other
     return None
@@ -126,8 +134,11 @@ def _find_parent(slot: str, kind: str, section: type[Section]) -> tuple[str, typ
 def _differs(name: str, section: type[Section], parent: type[Section]) -> bool:
     if name not in parent.model_fields:
         return True
-    here, there = KeyEntry(name, (), section), KeyEntry(name, (), parent)
-    return any(getattr(here, part) != getattr(there, part) for part in ("values", "default"))
+    entry, parent_entry = KeyEntry(name, (), section), KeyEntry(name, (), parent)
+    return any(
+        getattr(entry, attribute) != getattr(parent_entry, attribute)
+        for attribute in ("values", "default")
+    )
 
 
 def _escape(text: str) -> str:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from ratchet.commands.plan.command import FP32_BYTES, Load, MemoryPlan
+from ratchet.commands.plan.command import FP32_BYTES, MemoryPlan, Workload
 from ratchet.config.schema import StageConfig
 from ratchet.errors import ConfigError
 from ratchet.models.flops import DecoderCost
@@ -32,29 +32,33 @@ KV_CACHE_SHARE = 0.35  # share of an accelerator's memory that is kept for the K
 class ParallelLayout:
     """The parallel sizes of a learner and of generators colocated with it."""
 
-    tensor: int  # the learner's tensor-parallel size
-    shards: int  # data-parallel ranks over which the learner shards its weights
+    tensor_parallel: int  # the learner's tensor-parallel size
+    dp_shard: int  # data-parallel ranks over which the learner shards its weights
     micro_batch_tokens: int
-    checkpointing: bool  # activation checkpointing
-    generator_tensor: int  # the generator's tensor-parallel size
-    replicas: int  # number of generators
+    activation_checkpointing: bool
+    generator_tensor_parallel: int
+    n_generators: int
 
-    def recipe(self) -> dict[str, object]:
+    def make_sections(self) -> dict[str, object]:
         """Return the sections of a recipe that set this layout."""
         learner: dict[str, object] = {
             "kind": "dtensor",
-            "dp_shard": self.shards,
+            "dp_shard": self.dp_shard,
             "micro_batch_tokens": self.micro_batch_tokens,
         }
-        if self.tensor > 1:
-            learner |= {"tensor_parallel": self.tensor, "sequence_parallel": True}
-        if self.checkpointing:
+        if self.tensor_parallel > 1:
+            learner |= {"tensor_parallel": self.tensor_parallel, "sequence_parallel": True}
+        if self.activation_checkpointing:
             learner["activation_checkpointing"] = True
         engine = {
             "kind": "vllm",
-            **({"tensor_parallel": self.generator_tensor} if self.generator_tensor > 1 else {}),
+            **(
+                {"tensor_parallel": self.generator_tensor_parallel}
+                if self.generator_tensor_parallel > 1
+                else {}
+            ),
         }
-        generator = {"kind": "workers", "workers": self.replicas, "worker": engine}
+        generator = {"kind": "workers", "workers": self.n_generators, "worker": engine}
         return {
             "learner": learner,
             "generator": generator,
@@ -68,12 +72,17 @@ class ClusterPlan:
 
     layout: ParallelLayout
     memory: MemoryPlan  # bytes on each accelerator
-    seconds: Mapping[str, float]  # time of a step by phase
+    seconds_by_phase: Mapping[str, float]  # of one step
     bottleneck: str  # the longest phase and its limit, such as "sample: memory bandwidth"
 
 
 def plan_cluster(
-    stage: StageConfig, cost: DecoderCost, load: Load, trained: int, frozen: int, spec: ClusterSpec
+    stage: StageConfig,
+    cost: DecoderCost,
+    workload: Workload,
+    n_trained: int,
+    n_frozen: int,
+    spec: ClusterSpec,
 ) -> ClusterPlan:
     """Return the cheapest parallel layout that fits into memory, with its cost.
 
@@ -81,17 +90,17 @@ def plan_cluster(
 
     Args:
         cost: Cost of the model.
-        load: Work of a step.
-        trained: Number of parameters that optimizers update.
-        frozen: Number of parameters of models that only score.
+        workload: Work of a step.
+        n_trained: Number of parameters that optimizers update.
+        n_frozen: Number of parameters of models that only score.
     """
     limit, smallest_peak_gib = spec.accelerator.memory * USABLE, float("inf")
-    for layout in _list_layouts(cost, load, spec):
-        memory = _estimate_memory(cost, load, trained, frozen, layout)
-        if memory.peak <= limit:
-            seconds, bottleneck = _estimate_seconds(cost, load, layout, spec)
-            return ClusterPlan(layout, memory, seconds, bottleneck)
-        smallest_peak_gib = min(smallest_peak_gib, memory.peak / GIB)
+    for layout in _list_layouts(cost, workload, spec):
+        memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout)
+        if memory.peak_bytes <= limit:
+            seconds_by_phase, bottleneck = _estimate_seconds(cost, workload, layout, spec)
+            return ClusterPlan(layout, memory, seconds_by_phase, bottleneck)
+        smallest_peak_gib = min(smallest_peak_gib, memory.peak_bytes / GIB)
     raise ConfigError(
         f"stage {stage.name} does not fit on {spec.count} {spec.kind}: the best parallel layout "
         f"takes {smallest_peak_gib:.0f} GiB of the "
@@ -100,7 +109,9 @@ def plan_cluster(
     )
 
 
-def _list_layouts(cost: DecoderCost, load: Load, spec: ClusterSpec) -> Iterator[ParallelLayout]:
+def _list_layouts(
+    cost: DecoderCost, workload: Workload, spec: ClusterSpec
+) -> Iterator[ParallelLayout]:
     """Yield parallel layouts, the cheapest first.
 
     Small tensor-parallel sizes come first. For each size, layouts without activation checkpointing
@@ -114,91 +125,105 @@ def _list_layouts(cost: DecoderCost, load: Load, spec: ClusterSpec) -> Iterator[
         if spec.per_node % size == 0 and cost.shape.n_kv_heads % size == 0
     ]
     # The generator uses the smallest size whose weights leave room for its KV cache.
-    generator_tensor = next(
+    generator_tensor_parallel = next(
         (size for size in sizes if weight_bytes / size <= max_weight_bytes), sizes[-1]
     )
-    replicas = spec.count // generator_tensor
-    for tensor in sizes:
-        shards = spec.count // tensor
-        for checkpointing in (False, True):
+    n_generators = spec.count // generator_tensor_parallel
+    for tensor_parallel in sizes:
+        dp_shard = spec.count // tensor_parallel
+        for activation_checkpointing in (False, True):
             micro_batch_tokens = MAX_MICRO_BATCH_TOKENS
-            while micro_batch_tokens >= load.length:
+            while micro_batch_tokens >= workload.max_sequence_tokens:
                 yield ParallelLayout(
-                    tensor, shards, micro_batch_tokens, checkpointing, generator_tensor, replicas
+                    tensor_parallel,
+                    dp_shard,
+                    micro_batch_tokens,
+                    activation_checkpointing,
+                    generator_tensor_parallel,
+                    n_generators,
                 )
                 micro_batch_tokens //= 2
             # The smallest micro-batch is one sequence of the largest length.
             yield ParallelLayout(
-                tensor, shards, load.length, checkpointing, generator_tensor, replicas
+                tensor_parallel,
+                dp_shard,
+                workload.max_sequence_tokens,
+                activation_checkpointing,
+                generator_tensor_parallel,
+                n_generators,
             )
 
 
 def _estimate_memory(
-    cost: DecoderCost, load: Load, trained: int, frozen: int, layout: ParallelLayout
+    cost: DecoderCost, workload: Workload, n_trained: int, n_frozen: int, layout: ParallelLayout
 ) -> MemoryPlan:
     """Return the bytes that a layout takes on each accelerator."""
-    ranks = layout.tensor * layout.shards
-    micro_batch_tokens = min(layout.micro_batch_tokens, load.tokens)
-    layer_parameters = cost.parameters / max(1, cost.shape.n_layers) / layout.tensor
+    ranks = layout.tensor_parallel * layout.dp_shard
+    micro_batch_tokens = min(layout.micro_batch_tokens, workload.max_trained_tokens)
+    layer_parameters = cost.parameters / max(1, cost.shape.n_layers) / layout.tensor_parallel
     resident = {
         "process": GIB,
         "weights": cost.parameters * FP32_BYTES // ranks,
-        "optimizer": trained * 2 * FP32_BYTES // ranks,
+        "optimizer": n_trained * 2 * FP32_BYTES // ranks,
     }
-    if frozen:
-        resident["frozen roles"] = frozen * FP32_BYTES // ranks
+    if n_frozen:
+        resident["frozen roles"] = n_frozen * FP32_BYTES // ranks
     update = {
-        "gradients": trained * FP32_BYTES // ranks,
+        "gradients": n_trained * FP32_BYTES // ranks,
         "gathered layers": int(2 * layer_parameters * (BF16_BYTES + FP32_BYTES)),
         "activations": micro_batch_tokens
-        * cost.activation_bytes(BF16_BYTES, checkpointing=layout.checkpointing)
-        // layout.tensor,
+        * cost.activation_bytes(BF16_BYTES, checkpointing=layout.activation_checkpointing)
+        // layout.tensor_parallel,
         "logits": LOGITS_BYTES,
     }
     # Sequences that a generator runs at a time, rounded up; 0 without generation.
-    rows = -(-max(load.attempts, load.eval_attempts) // layout.replicas)
+    n_running = -(-max(workload.n_attempts, workload.n_eval_attempts) // layout.n_generators)
     sample = (
         {
-            "keys and values": rows
-            * load.length
+            "keys and values": n_running
+            * workload.max_sequence_tokens
             * cost.kv_bytes(BF16_BYTES)
-            // layout.generator_tensor
+            // layout.generator_tensor_parallel
         }
-        if rows
+        if n_running
         else {}
     )
     sample |= (
-        {"generator's weights": cost.parameters * BF16_BYTES // layout.generator_tensor}
-        if rows
+        {"generator's weights": cost.parameters * BF16_BYTES // layout.generator_tensor_parallel}
+        if n_running
         else {}
     )
     return MemoryPlan(resident, {"update": update, "sample": sample}, phases_take_turns=True)
 
 
 def _estimate_seconds(
-    cost: DecoderCost, load: Load, layout: ParallelLayout, spec: ClusterSpec
+    cost: DecoderCost, workload: Workload, layout: ParallelLayout, spec: ClusterSpec
 ) -> tuple[dict[str, float], str]:
-    """Return the seconds of a step by phase, and the longest phase with its bottleneck."""
-    accelerator, flop = spec.accelerator, load.flop(cost)
-    update = flop["update"] / (spec.count * accelerator.flop_s * UPDATE_SHARE)
-    score = flop["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
-    if not load.attempts:
+    """Return the seconds of a step by phase, and the longest phase with its limit."""
+    accelerator, flop_by_phase = spec.accelerator, workload.count_flop(cost)
+    update = flop_by_phase["update"] / (spec.count * accelerator.flop_s * UPDATE_SHARE)
+    score = flop_by_phase["score"] / (spec.count * accelerator.flop_s * SCORE_SHARE)
+    if not workload.n_attempts:
         return {"update": update, "score": score}, "update: arithmetic"
-    rows = -(-load.attempts // layout.replicas)
+    n_running = -(-workload.n_attempts // layout.n_generators)
     # Decoding one token of each row reads all weights once, and the KV cache at its mean length.
-    mean_length = (load.prompt + load.length) / 2
-    bytes_read = cost.parameters * BF16_BYTES + rows * mean_length * cost.kv_bytes(BF16_BYTES)
-    bandwidth_s = bytes_read / layout.generator_tensor / (accelerator.bandwidth * DECODE_SHARE)
-    arithmetic_s = cost.forward_flop(rows, load.length / 2) / (
-        layout.generator_tensor * accelerator.flop_s * SCORE_SHARE
+    mean_length = (workload.max_prompt_tokens + workload.max_sequence_tokens) / 2
+    bytes_read = cost.parameters * BF16_BYTES + n_running * mean_length * cost.kv_bytes(BF16_BYTES)
+    bandwidth_s = (
+        bytes_read / layout.generator_tensor_parallel / (accelerator.bandwidth * DECODE_SHARE)
     )
-    sample = (load.length - load.prompt) * max(bandwidth_s, arithmetic_s)
+    arithmetic_s = cost.forward_flop(n_running, workload.max_sequence_tokens / 2) / (
+        layout.generator_tensor_parallel * accelerator.flop_s * SCORE_SHARE
+    )
+    sample = (workload.max_sequence_tokens - workload.max_prompt_tokens) * max(
+        bandwidth_s, arithmetic_s
+    )
     # Weight sync. The data sheet's rate of a link is the sum of both directions.
-    sync = cost.parameters * BF16_BYTES / layout.generator_tensor / (accelerator.link / 2)
-    seconds = {"sample": sample, "score": score, "update": update, "sync": sync}
-    longest = max(seconds, key=lambda phase: seconds[phase])
+    sync = cost.parameters * BF16_BYTES / layout.generator_tensor_parallel / (accelerator.link / 2)
+    seconds_by_phase = {"sample": sample, "score": score, "update": update, "sync": sync}
+    longest = max(seconds_by_phase, key=lambda phase: seconds_by_phase[phase])
     bottlenecks = {
         "sample": "memory bandwidth" if bandwidth_s > arithmetic_s else "arithmetic",
         "sync": "links",
     }
-    return seconds, f"{longest}: {bottlenecks.get(longest, 'arithmetic')}"
+    return seconds_by_phase, f"{longest}: {bottlenecks.get(longest, 'arithmetic')}"

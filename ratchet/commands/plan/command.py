@@ -1,9 +1,9 @@
 """The command `ratchet plan`: estimate a recipe's memory and time before it is run.
 
-Memory, by phase and role, is computed from shapes. A short run of the recipe (a probe,
-`ratchet.commands.plan.probe`) measures the time on this machine by phase. It also measures the
-memory, to which is added an estimate of what grows only in a longer run. Time on accelerators that
-this machine lacks is estimated from data sheets (`ratchet.utils.datasheets`).
+Memory, by phase and role, is computed from shapes. A probe (`ratchet.commands.plan.probe`), which
+is a short run of the recipe, measures the memory, and the time of each phase on this machine. An
+estimate of the memory that only a longer run takes is added to the measured memory. Time on
+accelerators that this machine lacks is estimated from data sheets (`ratchet.utils.datasheets`).
 """
 
 from __future__ import annotations
@@ -76,11 +76,11 @@ class MemoryPlan:
     phases_take_turns: bool = False
 
     @property
-    def peak(self) -> int:
+    def peak_bytes(self) -> int:
         """The highest number of bytes at any time."""
-        sizes = [sum(parts.values()) for parts in self.phases.values()]
+        phase_bytes = [sum(bytes_by_purpose.values()) for bytes_by_purpose in self.phases.values()]
         return sum(self.resident.values()) + (
-            max(sizes, default=0) if self.phases_take_turns else sum(sizes)
+            max(phase_bytes, default=0) if self.phases_take_turns else sum(phase_bytes)
         )
 
 
@@ -90,54 +90,59 @@ class StagePlan:
 
     name: str
     steps: int
-    load: Load
+    workload: Workload
     memory: MemoryPlan
-    flop: Mapping[str, float]  # upper bound for one step, by phase
-    recorded_steps: int  # maximum number of steps that the record keeps in memory at a time
+    flop_by_phase: Mapping[str, float]  # upper bound for one step, by phase
+    max_recorded_steps: int  # maximum number of steps that the record keeps in memory at a time
 
 
 @dataclass(frozen=True)
-class Load:
+class Workload:
     """The work of a step."""
 
-    rows: int  # sequences that are trained on
-    prompt: int  # tokens of the longest prompt, in a sample of the tasks
-    length: int  # tokens of the longest sequence, in a sample of the tasks
-    attempts: int  # generated at a time in training; 0 if the data have their texts
-    eval_attempts: int  # generated at a time in evaluation
-    passes: int  # scoring forwards of each row before the update
-    updates: int  # forwards and backwards of each row in the update
+    n_rows: int  # sequences that are trained on
+    max_prompt_tokens: int  # tokens of the longest prompt, in a sample of the tasks
+    max_sequence_tokens: int  # tokens of the longest sequence, in a sample of the tasks
+    n_attempts: int  # generated at a time in training; 0 if the algorithm trains on given texts
+    n_eval_attempts: int  # generated at a time in evaluation
+    n_scoring_passes: int  # scoring forwards of each row before the update
+    n_updates: int  # forwards and backwards of each row in the update
 
     @property
-    def tokens(self) -> int:
+    def max_trained_tokens(self) -> int:
         """The trained tokens, if every row has the longest length."""
-        return self.rows * self.length
+        return self.n_rows * self.max_sequence_tokens
 
-    def flop(self, cost: DecoderCost) -> dict[str, float]:
+    def count_flop(self, cost: DecoderCost) -> dict[str, float]:
         """Return the FLOP of a step, by phase. A backward takes twice the FLOP of a forward."""
-        forward_flop = cost.forward_flop(self.tokens, self.length / 2)
-        sampling_flop = forward_flop if self.attempts else 0.0
+        forward_flop = cost.forward_flop(self.max_trained_tokens, self.max_sequence_tokens / 2)
+        sampling_flop = forward_flop if self.n_attempts else 0.0
         return {
             "sample": sampling_flop,
-            "score": self.passes * forward_flop,
-            "update": 3 * self.updates * forward_flop,
+            "score": self.n_scoring_passes * forward_flop,
+            "update": 3 * self.n_updates * forward_flop,
         }
 
 
 def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device) -> StagePlan:
     """Return the plan of stage `index`. Raises DataError if its data can't be read.
 
-    cost: the cost of the model that the run starts with.
+    Args:
+        config: The recipe.
+        index: The index of the stage.
+        cost: The cost of the model that the run starts with.
+        device: The memory constants of the process.
     """
     stage = config.stages[index]
     algorithm: Algorithm = build(stage.algorithm)
-    load = measure_load(config, index, algorithm, cost.shape)
-    memory = estimate_memory(stage, algorithm, cost, device, load)
-    n_recorded = count_recorded_steps(stage, config.record, load)
+    workload = measure_workload(config, index, algorithm, cost.shape)
+    memory = estimate_memory(stage, algorithm, cost, device, workload)
+    n_recorded = count_recorded_steps(stage, config.record, workload)
     if n_recorded:
         recorded_share = min(1.0, (config.record.groups or stage.batch_size) / stage.batch_size)
         bytes_per_step = recorded_share * (
-            load.rows * RECORD_BYTES_PER_ROW + load.tokens * RECORD_BYTES_PER_TOKEN
+            workload.n_rows * RECORD_BYTES_PER_ROW
+            + workload.max_trained_tokens * RECORD_BYTES_PER_TOKEN
         )
         memory = replace(
             memory,
@@ -146,29 +151,37 @@ def plan_stage(config: RunConfig, index: int, cost: DecoderCost, device: Device)
                 "record": int(RECORD_COPIES * n_recorded * bytes_per_step),
             },
         )
-    return StagePlan(stage.name, stage.n_steps, load, memory, load.flop(cost), n_recorded)
+    return StagePlan(
+        stage.name, stage.n_steps, workload, memory, workload.count_flop(cost), n_recorded
+    )
 
 
 def estimate_run_peak(plans: Sequence[StagePlan], probe: Probe | None) -> int:
     """Return the peak bytes of the process over all stages.
 
-    With a probe, this is the measured peak, plus what the probe was too short to need: the largest
-    files of the record, and copies for checkpoints.
+    With a probe, this is the measured peak, plus the memory that the probe was too short to need:
+    for the largest files of the record, and for the copies for checkpoints.
     """
     if probe is None:
-        return max(plan.memory.peak for plan in plans)
+        return max(plan.memory.peak_bytes for plan in plans)
     copy_bytes = max(plan.memory.resident.get(CHECKPOINT_COPY, 0) for plan in plans)
-    stages = list(zip(plans, probe.stages, strict=True))
-    largest_record = max(
-        measured.record_bytes_per_step * plan.recorded_steps for plan, measured in stages
+    plans_and_probes = list(zip(plans, probe.stages, strict=True))
+    largest_record_bytes = max(
+        stage_probe.record_bytes_per_step * plan.max_recorded_steps
+        for plan, stage_probe in plans_and_probes
     )
-    probed_record = max(
-        measured.record_bytes_per_step * measured.recorded_steps for _, measured in stages
+    probed_record_bytes = max(
+        stage_probe.record_bytes_per_step * stage_probe.max_recorded_steps
+        for _, stage_probe in plans_and_probes
     )
-    return probe.peak + copy_bytes + int(RECORD_COPIES * max(0.0, largest_record - probed_record))
+    return (
+        probe.peak_bytes
+        + copy_bytes
+        + int(RECORD_COPIES * max(0.0, largest_record_bytes - probed_record_bytes))
+    )
 
 
-def count_recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -> int:
+def count_recorded_steps(stage: StageConfig, record: RecordConfig, workload: Workload) -> int:
     """Return the maximum number of steps that the record keeps in memory.
 
     The record writes a file when it has MAX_STEPS steps or MAX_TOKENS tokens, and at every
@@ -177,7 +190,7 @@ def count_recorded_steps(stage: StageConfig, record: RecordConfig, load: Load) -
     if not record.every:
         return 0
     n_recorded = min(stage.n_steps, stage.checkpoint.every or stage.n_steps) // record.every
-    return min(n_recorded, MAX_STEPS, -(-MAX_TOKENS // load.tokens))
+    return min(n_recorded, MAX_STEPS, -(-MAX_TOKENS // workload.max_trained_tokens))
 
 
 def read_shape(config: RunConfig) -> DecoderConfig:
@@ -194,30 +207,32 @@ def read_shape(config: RunConfig) -> DecoderConfig:
         return read_config(find_model(source.path, revision=source.revision))
     except ModelError as error:
         raise ConfigError(
-            f"only models of Ratchet's own decoder can be planned, and {source.path} is none: "
+            f"only models of Ratchet's own decoder can be planned, and {source.path} is not one: "
             f"{error}"
         ) from error
 
 
-def measure_load(config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig) -> Load:
+def measure_workload(
+    config: RunConfig, index: int, algorithm: Algorithm, shape: DecoderConfig
+) -> Workload:
     """Return the work of one step of stage `index`."""
     stage = config.stages[index]
-    prompt, length = measure_lengths(config, index, algorithm, shape)
-    rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
+    max_prompt_tokens, max_sequence_tokens = measure_lengths(config, index, algorithm, shape)
+    n_rows = stage.batch_size * stage.attempts * (2 if algorithm.source == "pairs" else 1)
     max_running = getattr(stage.generator, "max_running", 2**30)
-    evaluation_attempts = (
+    n_eval_attempts = (
         stage.evaluation.tasks * max(1, stage.evaluation.samples)
         if generates_in_evaluation(stage, algorithm)
         else 0
     )
-    return Load(
-        rows=rows,
-        prompt=prompt,
-        length=length,
-        attempts=min(max_running, rows) if algorithm.source == "rollouts" else 0,
-        eval_attempts=min(max_running, evaluation_attempts),
-        passes=len(algorithm.passes),
-        updates=stage.epochs * len(algorithm.losses),
+    return Workload(
+        n_rows=n_rows,
+        max_prompt_tokens=max_prompt_tokens,
+        max_sequence_tokens=max_sequence_tokens,
+        n_attempts=min(max_running, n_rows) if algorithm.source == "rollouts" else 0,
+        n_eval_attempts=min(max_running, n_eval_attempts),
+        n_scoring_passes=len(algorithm.passes),
+        n_updates=stage.epochs * len(algorithm.losses),
     )
 
 
@@ -234,12 +249,14 @@ def measure_lengths(
         tool_format=getattr(config.tokenizer, "tool_format", "auto"),
     )
     tasks = [task for _, task in TaskStream(env_setup.environment, seed=config.seed).take(N_TASKS)]
-    prompts = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
+    prompt_lengths = [len(renderer.prompt(task.messages)) if task.messages else 0 for task in tasks]
     if algorithm.source == "rollouts":
-        length = max(prompts) + stage.sampling.max_new_tokens
+        max_length = max(prompt_lengths) + stage.sampling.max_new_tokens
     else:
-        length = max(_measure_longest_row(env_setup, renderer, task, algorithm) for task in tasks)
-    return min(max(prompts), shape.max_positions), min(length, shape.max_positions)
+        max_length = max(
+            _measure_longest_row(env_setup, renderer, task, algorithm) for task in tasks
+        )
+    return min(max(prompt_lengths), shape.max_positions), min(max_length, shape.max_positions)
 
 
 def _measure_longest_row(
@@ -269,7 +286,7 @@ def generates_in_evaluation(stage: StageConfig, algorithm: Algorithm) -> bool:
 
 
 def estimate_memory(
-    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, load: Load
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device, workload: Workload
 ) -> MemoryPlan:
     """Estimate the memory of a stage from shapes.
 
@@ -283,8 +300,8 @@ def estimate_memory(
         getattr(learner, "micro_batch_tokens", "auto"), device.kind
     )
     # Tokens of a mini-batch for one worker. A micro-batch holds at least one sequence.
-    minibatch_tokens = -(-load.tokens // (n_workers * stage.minibatches))
-    micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), load.length)
+    minibatch_tokens = -(-workload.max_trained_tokens // (n_workers * stage.minibatches))
+    micro_batch_tokens = max(min(micro_batch_limit, minibatch_tokens), workload.max_sequence_tokens)
     activation_bytes = cost.activation_bytes(
         device.compute_bytes, checkpointing=getattr(learner, "activation_checkpointing", False)
     )
@@ -300,33 +317,40 @@ def estimate_memory(
             * n_workers,
         }
     }
-    if rows := max(load.attempts, load.eval_attempts):
+    if n_running := max(workload.n_attempts, workload.n_eval_attempts):
         # The engine's buffers grow by powers of two.
-        token_slots = _round_up_to_power_of_two(rows) * _round_up_to_power_of_two(load.length)
-        n_logits = min(rows * shape.vocab_size, CHUNK_ELEMENTS)
+        token_slots = _round_up_to_power_of_two(n_running) * _round_up_to_power_of_two(
+            workload.max_sequence_tokens
+        )
+        n_logits = min(n_running * shape.vocab_size, CHUNK_ELEMENTS)
         phases["sample"] = {
             "keys and values": token_slots * cost.kv_bytes(device.compute_bytes),
             "histories": token_slots * HISTORY_BYTES,
             "logits": LOGITS_TENSORS * n_logits * FP32_BYTES,
         }
     return MemoryPlan(
-        {"process": device.empty_process_bytes, **_role_bytes(stage, algorithm, cost, device)},
+        {
+            "process": device.empty_process_bytes,
+            **_estimate_role_bytes(stage, algorithm, cost, device),
+        },
         phases,
     )
 
 
 def count_trained_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of trained parameters of all roles."""
-    return _trained_per_role(stage, cost) * len(algorithm.losses)
+    return _count_trained_per_role(stage, cost) * len(algorithm.losses)
 
 
 def count_frozen_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost) -> int:
     """Return the number of parameters of models that only score."""
-    scoring = [name for name in algorithm.roles if name not in algorithm.losses]
-    return sum(_role_parameters(stage, algorithm, cost, name) for name in scoring)
+    frozen_roles = [name for name in algorithm.roles if name not in algorithm.losses]
+    return sum(_count_role_parameters(stage, algorithm, cost, name) for name in frozen_roles)
 
 
-def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str) -> int:
+def _count_role_parameters(
+    stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, name: str
+) -> int:
     """Return the number of parameters that a role other than the policy adds.
 
     A role with a path has a model of its own, and other roles are copies of the policy. With LoRA
@@ -338,7 +362,7 @@ def _role_parameters(stage: StageConfig, algorithm: Algorithm, cost: DecoderCost
     return cost.parameters if stage.lora is None else 0
 
 
-def _role_bytes(
+def _estimate_role_bytes(
     stage: StageConfig, algorithm: Algorithm, cost: DecoderCost, device: Device
 ) -> dict[str, int]:
     """Return the bytes of weights, optimizer state and checkpoint copy, by role and purpose."""
@@ -348,21 +372,21 @@ def _role_bytes(
             cost.parameters * device.compute_bytes
         )
     for name in algorithm.roles:
-        if n_parameters := _role_parameters(stage, algorithm, cost, name):
+        if n_parameters := _count_role_parameters(stage, algorithm, cost, name):
             bytes_by_purpose[f"{name}: weights"] = n_parameters * FP32_BYTES
     for name in algorithm.losses:
         bytes_by_purpose[f"{name}: optimizer"] = int(
-            _trained_per_role(stage, cost)
+            _count_trained_per_role(stage, cost)
             * OPTIMIZER_BYTES.get(getattr(stage.optimizer, "kind", ""), 2 * FP32_BYTES)
         )
         if stage.optimizer.ema_decay is not None:
-            bytes_by_purpose[f"{name}: average"] = _trained_per_role(stage, cost) * FP32_BYTES
+            bytes_by_purpose[f"{name}: average"] = _count_trained_per_role(stage, cost) * FP32_BYTES
     if stage.checkpoint.background and stage.checkpoint.every:
         bytes_by_purpose[CHECKPOINT_COPY] = sum(bytes_by_purpose.values())
     return bytes_by_purpose
 
 
-def _trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
+def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
     """Return the number of parameters that one role trains: all, or those of its adapter."""
     return (
         cost.parameters

@@ -1,4 +1,4 @@
-"""Measure the time of each part of a step, and the memory, with a short run in its own process."""
+"""Measure the time of each phase of a step, and the memory, with a short run in its own process."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.temp_dirs import TemporaryFolder
 
-PARTS = ("sample", "score", "update", "sync")
+TIMED_PHASES = ("sample", "score", "update", "sync")
 MIB = 2**20
 
 
@@ -34,17 +34,17 @@ class StageProbe:
 
     Attributes:
         steps: The number of steps that ran.
-        seconds: The time of a step by part; "rest" is the remaining time.
+        seconds_by_phase: The time of a step; "rest" is the time outside TIMED_PHASES.
         processor_s: The processor time of a step over all threads.
         record_bytes_per_step: The bytes that the record kept in memory for each step.
-        recorded_steps: The maximum number of steps that the record kept in memory.
+        max_recorded_steps: The maximum number of steps that the record kept in memory.
     """
 
     steps: int
-    seconds: Mapping[str, float]
+    seconds_by_phase: Mapping[str, float]
     processor_s: float
     record_bytes_per_step: float
-    recorded_steps: int
+    max_recorded_steps: int
 
 
 @dataclass(frozen=True)
@@ -53,11 +53,11 @@ class Probe:
 
     Attributes:
         stages: The measurement of each stage.
-        peak: The peak memory of the process in bytes.
+        peak_bytes: The peak memory of the process in bytes.
     """
 
     stages: tuple[StageProbe, ...]
-    peak: int
+    peak_bytes: int
 
 
 def probe(config: RunConfig, *, limit_s: float) -> Probe:
@@ -80,40 +80,45 @@ def probe(config: RunConfig, *, limit_s: float) -> Probe:
             raise RatchetError(
                 f"a probe of {config.name} failed. The run said: {output.strip()[-800:]}"
             )
-        rows, record = (
-            [row for row in read_jsonl(run.metrics) if "time/step_s" in row],
-            Record(run.steps),
-        )
+        step_metrics = [row for row in read_jsonl(run.metrics) if "time/step_s" in row]
+        record = Record(run.steps)
         stages, last_steps = [], accumulate(stage.n_steps for stage in config.stages)
         for stage, last_step in zip(config.stages, last_steps, strict=True):
-            stage_rows = [
-                row for row in rows if last_step - stage.n_steps < row["step"] <= last_step
+            stage_metrics = [
+                metrics
+                for metrics in step_metrics
+                if last_step - stage.n_steps < metrics["step"] <= last_step
             ]
-            stages.append(_measure_stage(stage_rows, record, stage.name))
+            stages.append(_measure_stage(stage_metrics, record, stage.name))
         return Probe(tuple(stages), _read_peak(run))
 
 
-def _measure_stage(rows: list[dict[str, Any]], record: Record, stage: str) -> StageProbe:
+def _measure_stage(step_metrics: list[dict[str, Any]], record: Record, stage: str) -> StageProbe:
     """Return the measurement of a stage from the metrics of its steps and from the record."""
-    steps = rows[1:] or rows
-    seconds = {part: median(step.get(f"time/{part}_s", 0.0) for step in steps) for part in PARTS}
-    rest_s = median(step["time/step_s"] for step in steps) - sum(seconds.values())
-    processor_s = median(step["time/processor_s"] for step in steps)
+    measured_steps = step_metrics[1:] or step_metrics
+    seconds_by_phase = {
+        phase: median(metrics.get(f"time/{phase}_s", 0.0) for metrics in measured_steps)
+        for phase in TIMED_PHASES
+    }
+    rest_s = median(metrics["time/step_s"] for metrics in measured_steps) - sum(
+        seconds_by_phase.values()
+    )
+    processor_s = median(metrics["time/processor_s"] for metrics in measured_steps)
     # A file holds steps of one stage only, because the checkpoint at a stage's end closes the file.
-    files = [
-        [facts.step for facts in file.steps]
+    steps_by_file = [
+        [recorded_step.step for recorded_step in file.steps]
         for file in record.files
         if file.steps[0].stage == stage
     ]
-    longest_file = max(files, key=len, default=[])
+    longest_file = max(steps_by_file, key=len, default=[])
     record_bytes = (
         record.table(SCHEMA.names, steps=longest_file).nbytes / len(longest_file)
         if longest_file
         else 0.0
     )
     return StageProbe(
-        len(rows),
-        {**seconds, "rest": max(0.0, rest_s)},
+        len(step_metrics),
+        {**seconds_by_phase, "rest": max(0.0, rest_s)},
         processor_s,
         record_bytes,
         len(longest_file),

@@ -66,36 +66,34 @@ def show_plan(
         directory.check_recipe(recipe)
     lengths = resolve_lengths(replace_saved_model(config))
     config, spec = freeze(lengths.config), None if cluster is None else ClusterSpec.parse(cluster)
-    cost, stages = (
-        DecoderCost(read_shape(config), config.kernels == "compiled"),
-        range(len(config.stages)),
-    )
+    cost = DecoderCost(read_shape(config), config.kernels == "compiled")
+    stage_indices = range(len(config.stages))
     device = Device(config.device, measure_empty_process(config) if spec is None else 0)
-    plans = [plan_stage(config, index, cost, device) for index in stages]
-    measured = None if probe_s is None else probe(config, limit_s=probe_s)
-    clusters = [
+    plans = [plan_stage(config, index, cost, device) for index in stage_indices]
+    run_probe = None if probe_s is None else probe(config, limit_s=probe_s)
+    cluster_plans = [
         None if spec is None else plan_on_cluster(config, index, plan, cost, spec)
         for index, plan in enumerate(plans)
     ]
     stage_plans = list(
         zip(
             plans,
-            [None] * len(plans) if measured is None else measured.stages,
-            clusters,
+            [None] * len(plans) if run_probe is None else run_probe.stages,
+            cluster_plans,
             strict=True,
         )
     )
-    peak = estimate_run_peak(plans, measured) if spec is None else None
-    numbers = {
+    peak_bytes = estimate_run_peak(plans, run_probe) if spec is None else None
+    plan_json = {
         "name": config.name,
-        "peak_bytes": peak,
-        "stages": [_make_numbers(*stage_plan) for stage_plan in stage_plans],
+        "peak_bytes": peak_bytes,
+        "stages": [_stage_to_json(*stage_plan) for stage_plan in stage_plans],
     }
     if directory is not None:
         directory.path.mkdir(parents=True, exist_ok=True)
-        replace_text(directory.plan, json.dumps({**numbers, "recipe": recipe}, indent=2) + "\n")
+        replace_text(directory.plan, json.dumps({**plan_json, "recipe": recipe}, indent=2) + "\n")
     if as_json:
-        Console(soft_wrap=True).print_json(json.dumps(numbers))
+        Console(soft_wrap=True).print_json(json.dumps(plan_json))
         return
     console = make_console()
     console.print(
@@ -106,14 +104,14 @@ def show_plan(
         console.print(note)
     for plan, stage_probe, cluster_plan in stage_plans:
         _show_stage(console, plan, stage_probe, cluster_plan, spec)
-    if peak is not None:
-        source = (
+    if peak_bytes is not None:
+        peak_origin = (
             "computed from shapes"
-            if measured is None
-            else f"of which a probe of {sum(s.steps for s in measured.stages)} steps used "
-            f"{_format_mib(measured.peak)}"
+            if run_probe is None
+            else f"of which a probe of {sum(s.steps for s in run_probe.stages)} steps used "
+            f"{_format_mib(run_probe.peak_bytes)}"
         )
-        console.print(f"\nThe run takes {_format_mib(peak)} of main memory, {source}.")
+        console.print(f"\nThe run takes {_format_mib(peak_bytes)} of main memory, {peak_origin}.")
 
 
 def plan_on_cluster(
@@ -121,11 +119,9 @@ def plan_on_cluster(
 ) -> ClusterPlan:
     stage = config.stages[index]
     algorithm = build(stage.algorithm)
-    trained, frozen = (
-        count_trained_parameters(stage, algorithm, cost),
-        count_frozen_parameters(stage, algorithm, cost),
-    )
-    return plan_cluster(stage, cost, plan.load, trained, frozen, spec)
+    n_trained = count_trained_parameters(stage, algorithm, cost)
+    n_frozen = count_frozen_parameters(stage, algorithm, cost)
+    return plan_cluster(stage, cost, plan.workload, n_trained, n_frozen, spec)
 
 
 def _show_stage(
@@ -135,25 +131,28 @@ def _show_stage(
     cluster_plan: ClusterPlan | None,
     spec: ClusterSpec | None,
 ) -> None:
-    load = stage.load
+    workload = stage.workload
+    tflop = sum(stage.flop_by_phase.values()) / 1e12
     console.print(
-        f"\n[bold]{stage.name}[/bold]: {stage.steps:,} steps of {load.rows:,} sequences, at most "
-        f"{load.length:,} tokens each "
-        f"({load.tokens:,} per step); {sum(stage.flop.values()) / 1e12:.3g} TFLOP per step at most"
+        f"\n[bold]{stage.name}[/bold]: {stage.steps:,} steps of {workload.n_rows:,} sequences, "
+        f"at most {workload.max_sequence_tokens:,} tokens each "
+        f"({workload.max_trained_tokens:,} per step); {tflop:.3g} TFLOP per step at most"
     )
     if cluster_plan is not None and spec is not None:
         console.print(f"on {spec.count} {spec.kind}, at least (from data sheets, not measured):")
         console.print(_make_memory_table(cluster_plan.memory, "memory of one accelerator"))
-        console.print(_make_time_table(cluster_plan.seconds, stage.steps))
+        console.print(_make_time_table(cluster_plan.seconds_by_phase, stage.steps))
         console.print(f"limited by {cluster_plan.bottleneck}. In the recipe:\n")
-        console.print(write_text(cluster_plan.layout.recipe()), markup=False, highlight=False)
+        console.print(
+            write_text(cluster_plan.layout.make_sections()), markup=False, highlight=False
+        )
         return
     console.print(_make_memory_table(stage.memory, "memory of the process, by shapes"))
     if stage_probe is None:
         console.print("time: unknown without a measurement: add --probe 30")
         return
-    console.print(_make_time_table(stage_probe.seconds, stage.steps))
-    longest = max(stage_probe.seconds, key=lambda part: stage_probe.seconds[part])
+    console.print(_make_time_table(stage_probe.seconds_by_phase, stage.steps))
+    longest = max(stage_probe.seconds_by_phase, key=lambda part: stage_probe.seconds_by_phase[part])
     console.print(
         f"the median of the first {stage_probe.steps} steps, with {stage_probe.processor_s:.3g} s "
         f"of processor time; limited by {longest}"
@@ -169,25 +168,25 @@ def _make_memory_table(memory: MemoryPlan, title: str) -> Table:
     table.add_column("when")
     table.add_column("what")
     table.add_column("MiB", justify="right")
-    for phase, parts in (("always", memory.resident), *memory.phases.items()):
-        for purpose, size in parts.items():
+    for phase, bytes_by_purpose in (("always", memory.resident), *memory.phases.items()):
+        for purpose, size in bytes_by_purpose.items():
             table.add_row(phase, purpose, f"{size / 2**20:,.1f}")
     table.add_section()
     table.add_row(
         "peak",
         "phases by turns" if memory.phases_take_turns else "phases together",
-        f"{memory.peak / 2**20:,.1f}",
+        f"{memory.peak_bytes / 2**20:,.1f}",
     )
     return table
 
 
-def _make_time_table(seconds: Mapping[str, float], steps: int) -> Table:
+def _make_time_table(seconds_by_phase: Mapping[str, float], steps: int) -> Table:
     table = Table(title="time", title_justify="left")
     table.add_column("phase")
     table.add_column("s a step", justify="right")
     table.add_column("share", justify="right")
-    total = sum(seconds.values())
-    for phase, phase_s in seconds.items():
+    total = sum(seconds_by_phase.values())
+    for phase, phase_s in seconds_by_phase.items():
         table.add_row(phase, f"{phase_s:.3g}", f"{phase_s / total:.0%}")
     table.add_section()
     table.add_row(f"{steps:,} steps", _format_duration(total * steps), "")
@@ -201,27 +200,32 @@ def _format_duration(seconds: float) -> str:
     return f"{seconds:.3g} s"
 
 
-def _make_numbers(
+def _stage_to_json(
     stage: StagePlan, stage_probe: StageProbe | None, cluster_plan: ClusterPlan | None
 ) -> dict[str, Any]:
     memory = stage.memory if cluster_plan is None else cluster_plan.memory
-    seconds: Mapping[str, float] | None = None if stage_probe is None else stage_probe.seconds
-    numbers: dict[str, Any] = {
+    seconds_by_phase: Mapping[str, float] | None = (
+        None if stage_probe is None else stage_probe.seconds_by_phase
+    )
+    stage_json: dict[str, Any] = {
         "stage": stage.name,
         "steps": stage.steps,
-        "tokens": stage.load.tokens,
-        "flop": dict(stage.flop),
+        "tokens": stage.workload.max_trained_tokens,
+        "flop": dict(stage.flop_by_phase),
         "memory": {
             "held": dict(memory.resident),
-            **{name: dict(parts) for name, parts in memory.phases.items()},
+            **{name: dict(bytes_by_purpose) for name, bytes_by_purpose in memory.phases.items()},
         },
-        "shape_bytes": memory.peak,
+        "shape_bytes": memory.peak_bytes,
     }
     if stage_probe is not None:
-        numbers |= {"probed_steps": stage_probe.steps, "processor_s": stage_probe.processor_s}
+        stage_json |= {"probed_steps": stage_probe.steps, "processor_s": stage_probe.processor_s}
     if cluster_plan is not None:
-        seconds = cluster_plan.seconds
-        numbers |= {"bound": cluster_plan.bottleneck, "recipe": cluster_plan.layout.recipe()}
-    if seconds is not None:
-        numbers |= {"seconds": dict(seconds), "step_s": sum(seconds.values())}
-    return numbers
+        seconds_by_phase = cluster_plan.seconds_by_phase
+        stage_json |= {
+            "bound": cluster_plan.bottleneck,
+            "recipe": cluster_plan.layout.make_sections(),
+        }
+    if seconds_by_phase is not None:
+        stage_json |= {"seconds": dict(seconds_by_phase), "step_s": sum(seconds_by_phase.values())}
+    return stage_json

@@ -1,5 +1,5 @@
-"""The command `ratchet replay`: compute a step again, and report where its result differs from the
-run's in any bit."""
+"""The command `ratchet replay`: compute a step again, and report each result that differs by a bit
+from the run's."""
 
 from __future__ import annotations
 
@@ -47,11 +47,11 @@ class ReplayVerdict:
 
     replayed: ReplayedStep
     start_step: int  # step of the checkpoint that the replay started from; 0: the start of the run
-    recorded: Mapping[str, float | None]  # metrics
+    recorded_metrics: Mapping[str, float | None]
     n_compared: int  # number of metrics that were compared
     differences: Sequence[Difference]
     diverged_step: int | None  # first replayed step before this one whose weights differ
-    changed: ReplayedStep | None = None  # the step computed with the changed recipe
+    changed_step: ReplayedStep | None = None  # the step computed with the changed recipe
 
     @property
     def is_equal(self) -> bool:
@@ -191,9 +191,10 @@ def to_json(verdict: ReplayVerdict) -> dict[str, Any]:
         "fingerprints": dict(replayed.fingerprints),
         "metrics": {name: replayed.metrics[name] for name in list_comparable_metrics(replayed)},
         "changed": None
-        if verdict.changed is None
+        if verdict.changed_step is None
         else {
-            name: verdict.changed.metrics[name] for name in list_comparable_metrics(verdict.changed)
+            name: verdict.changed_step.metrics[name]
+            for name in list_comparable_metrics(verdict.changed_step)
         },
     }
 
@@ -228,13 +229,13 @@ def print_verdict(verdict: ReplayVerdict, changes: Sequence[str], console: Conso
     loss, norm = (replayed.metrics.get(f"policy/{name}") for name in ("loss", "grad_norm"))
     lines.append(f"  loss {loss!r}, gradient norm {norm!r}")
     console.print("\n".join(lines), markup=False, highlight=False, soft_wrap=True)
-    if verdict.changed is not None:
+    if verdict.changed_step is not None:
         console.print(_make_change_table(verdict, changes))
 
 
 def _make_change_table(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
-    assert verdict.changed is not None, "the step was also computed with changes"
-    replayed, changed = verdict.replayed.metrics, verdict.changed.metrics
+    assert verdict.changed_step is not None, "the step was also computed with changes"
+    replayed, changed = verdict.replayed.metrics, verdict.changed_step.metrics
     table = Table(
         Column("metric", overflow="fold"),
         "recorded",
@@ -243,10 +244,10 @@ def _make_change_table(verdict: ReplayVerdict, changes: Sequence[str]) -> Table:
         title=f"step {verdict.replayed.step}",
     )
     for name in dict.fromkeys(
-        [*list_comparable_metrics(verdict.replayed), *list_comparable_metrics(verdict.changed)]
+        [*list_comparable_metrics(verdict.replayed), *list_comparable_metrics(verdict.changed_step)]
     ):
         if replayed.get(name) != changed.get(name) or name in ("policy/loss", "policy/grad_norm"):
-            metrics = (verdict.recorded, replayed, changed)
+            metrics = (verdict.recorded_metrics, replayed, changed)
             table.add_row(name, *(_format_number(values.get(name)) for values in metrics))
     return table
 

@@ -60,7 +60,7 @@ class RecordedSource:
 
     def _restore_media(self, group: Group) -> Group:
         """Return the group with the model inputs of its media, which are not recorded."""
-        rows = tuple(
+        trajectories = tuple(
             replace(
                 row,
                 media=tuple(
@@ -69,7 +69,7 @@ class RecordedSource:
             )
             for row in group.trajectories
         )
-        return replace(group, trajectories=rows)
+        return replace(group, trajectories=trajectories)
 
     def _process_medium(self, medium: Medium) -> Medium:
         """Process a recorded medium again.
@@ -141,7 +141,7 @@ class StepCollector:
     """A replacement for a run's recorder and sinks, which keeps the results of a step in memory."""
 
     def __init__(self) -> None:
-        self._step: dict[str, Any] = {}
+        self._step_fields: dict[str, Any] = {}
         self._metrics: Mapping[str, float | None] = {}
 
     def add(
@@ -158,7 +158,7 @@ class StepCollector:
             for name, role in roles.items()
             if isinstance(role, Fingerprinted)
         }
-        self._step = {
+        self._step_fields = {
             "step": step,
             "stage": stage,
             "groups": groups,
@@ -175,7 +175,7 @@ class StepCollector:
     @property
     def replayed_step(self) -> ReplayedStep:
         """The step that was added last."""
-        return ReplayedStep(metrics=self._metrics, **self._step)
+        return ReplayedStep(metrics=self._metrics, **self._step_fields)
 
 
 class Replay:
@@ -196,14 +196,14 @@ class Replay:
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
-        self._present = localize_model(load_config(self.directory.config), path)
-        # The recipe of the next step, which may have been changed at a later one.
-        self.config = self._config_after(0)
+        self._newest_config = localize_model(load_config(self.directory.config), path)
+        # The recipe of the next step, which a later step may have changed.
+        self.config = self._get_config_after(0)
         self.record = Record(self.directory.steps)
         self.store = CheckpointStore(self.directory.checkpoints)
         # The step of the checkpoint that the replay started from; 0 without a checkpoint.
         self.start_step = 0
-        # The first step since then whose weights differ from the recorded fingerprints.
+        # The first step since `start_step` whose weights differ from the recorded fingerprints.
         self.diverged_step: int | None = None
         # Index of the stage, and the last computed step; both are -1 before the replay starts.
         self.stage_index = self.last_step = -1
@@ -217,7 +217,8 @@ class Replay:
         The replay continues from its present state, or from the nearest checkpoint if that is
         later.
         """
-        nearest_checkpoint = max((other for other in self.store.steps() if other < step), default=0)
+        earlier_checkpoints = [saved for saved in self.store.steps() if saved < step]
+        nearest_checkpoint = max(earlier_checkpoints, default=0)
         start = (
             self.last_step
             if self.run is not None and nearest_checkpoint <= self.last_step < step
@@ -276,7 +277,7 @@ class Replay:
     def _start_from(self, step: int) -> None:
         """Build the run at the checkpoint of this step; 0 is the start of the run."""
         checkpoint = self.store.load(step) if step else None
-        self.config = self._config_after(step)
+        self.config = self._get_config_after(step)
         # A checkpoint has a summary of each stage that was finished by then.
         self.stage_index = 0 if checkpoint is None else len(checkpoint.meta["summaries"])
         self._require_local_learner(self.stage_index)
@@ -306,28 +307,28 @@ class Replay:
         """
         assert self.run is not None, "`advance_to` must be called first"
         assert self.policy is not None
-        self._follow_changes()
-        if self.last_step == self._get_last_step_of(self.stage_index):
+        self._apply_recipe_changes()
+        if self.last_step == self._get_last_step(self.stage_index):
             self.stage_index += 1
             self._require_local_learner(self.stage_index)
             self.run = self._make_stage_run(self.config, self.policy)
         return self.run
 
-    def _config_after(self, step: int) -> RunConfig:
+    def _get_config_after(self, step: int) -> RunConfig:
         """Return the recipe that the run had for the step after `step`."""
-        return restore_earlier_config(self._present, self.directory.provenance, step)
+        return restore_earlier_config(self._newest_config, self.directory.provenance, step)
 
-    def _follow_changes(self) -> None:
-        """Take over what the run's recipe was changed to at this step.
+    def _apply_recipe_changes(self) -> None:
+        """Apply the changes of the run's recipe that begin at the next step.
 
-        Like a run that is resumed, it builds its parts anew and loads their present state.
+        As in a resumed run, the policy and the roles are built again and load their current state.
         """
-        config = self._config_after(self.last_step)
+        config = self._get_config_after(self.last_step)
         if config == self.config:
             return
         assert self.run is not None, "`advance_to` must be called first"
         earlier_run, self.config = self.run, config
-        if self.last_step < self._get_last_step_of(self.stage_index):
+        if self.last_step < self._get_last_step(self.stage_index):
             self.policy = self._build_policy(config)
             self.run = self._make_stage_run(config, self.policy)
             with TemporaryFolder("replay") as states:
@@ -336,7 +337,7 @@ class Replay:
                     self.run.roles[name].load(states / name)
             self.run.state = deepcopy(earlier_run.state)
 
-    def _get_last_step_of(self, index: int) -> int:
+    def _get_last_step(self, index: int) -> int:
         """Return the last step of stage `index`."""
         return sum(stage.n_steps for stage in self.config.stages[: index + 1])
 
@@ -373,7 +374,7 @@ class Replay:
         )
 
     def _build_policy(self, config: RunConfig) -> Policy:
-        """Return the policy that the run's checkpoints of the current stage are loaded into."""
+        """Return a policy into which checkpoints of the current stage can be loaded."""
         return build_policy(
             self._without_generator(
                 resolve_resume_config(config, self.stage_index, self.directory.path)
@@ -401,29 +402,29 @@ class Replay:
                 "Read the record instead (docs/records.md)"
             )
 
-    def _require_recorded(self, step: int, needed: range) -> None:
+    def _require_recorded(self, step: int, needed_steps: range) -> None:
         """Raise DataError if the record lacks a needed step, or has only some of its groups."""
-        last = sum(stage.n_steps for stage in self._present.stages)
-        if not 1 <= step <= last:
-            raise DataError(f"the run has steps 1 to {last}: there is no step {step}")
+        final_step = sum(stage.n_steps for stage in self._newest_config.stages)
+        if not 1 <= step <= final_step:
+            raise DataError(f"the run has steps 1 to {final_step}: there is no step {step}")
         recorded_steps = self.record.steps
-        missing = [
+        missing_steps = [
             needed_step
-            for needed_step in needed
+            for needed_step in needed_steps
             if needed_step not in recorded_steps or not recorded_steps[needed_step].is_complete
         ]
-        if step in missing:
+        if step in missing_steps:
             raise DataError(f"step {step} can't be replayed: {self._explain_missing(step)}")
-        if missing:
+        if missing_steps:
             start = (
-                f"the checkpoint of step {needed[0] - 1}"
-                if needed[0] > 1
+                f"the checkpoint of step {needed_steps[0] - 1}"
+                if needed_steps[0] > 1
                 else "the start of the run"
             )
             raise DataError(
-                f"step {step} can't be replayed: it needs all steps since {start}, and of step "
-                f"{missing[0]} {self._explain_missing(missing[0])}. With more checkpoints "
-                "(checkpoint.every, keep) a replay needs fewer steps"
+                f"step {step} can't be replayed: it needs all steps since {start}, but of step "
+                f"{missing_steps[0]} {self._explain_missing(missing_steps[0])}. With more "
+                "checkpoints (checkpoint.every, keep) a replay needs fewer steps"
             )
 
     def _explain_missing(self, step: int) -> str:
@@ -452,9 +453,9 @@ class Replay:
 def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
     """Return the run's recipe with changed keys, such as "algorithm.loss.clip_high=0.3".
 
-    A key must be in one of the sections CHANGEABLE. The name of an algorithm's part may be omitted
-    if only that part has the key ("algorithm.clip_high=0.3"). Raises ConfigError for keys of other
-    sections, because they would change the groups.
+    A key must be in one of the sections CHANGEABLE_SECTIONS. The name of an algorithm's part may be
+    omitted if only that part has the key ("algorithm.clip_high=0.3"). Raises ConfigError for keys
+    of other sections, because they would change the groups.
     """
     stage = replay.config.stages[replay.stage_index]
     overrides = [_qualify_key(text, stage) for text in changes]
@@ -467,32 +468,32 @@ def load_changed_config(replay: Replay, changes: Sequence[str]) -> RunConfig:
 
 
 # The sections of a stage that use the recorded groups but can't change them.
-CHANGEABLE = ("algorithm", "optimizer", "learner")
+CHANGEABLE_SECTIONS = ("algorithm", "optimizer", "learner")
 
 
 def _qualify_key(text: str, stage: Any) -> str:
     """Return a setting with its full key: the stage's name, and the part of the algorithm."""
-    path, equals, value = text.partition("=")
+    path, equals, setting = text.partition("=")
     keys = path.strip().split(".")
     if keys[:2] == ["stages", stage.name]:
         keys = keys[2:]
-    if keys[0] not in CHANGEABLE:
+    if keys[0] not in CHANGEABLE_SECTIONS:
         raise ConfigError(
-            f"--set {text}: the recorded groups can't change, so only {', '.join(CHANGEABLE)} of "
-            "the stage may be set"
+            f"--set {text}: the recorded groups can't change, so only "
+            f"{', '.join(CHANGEABLE_SECTIONS)} of the stage may be set"
         )
     if (
         keys[0] == "algorithm"
         and len(keys) == 2
         and keys[1] not in type(stage.algorithm).model_fields
     ):
-        parts = {
+        values_by_key = {
             name: getattr(stage.algorithm, name) for name in type(stage.algorithm).model_fields
         }
-        owners = [
+        parts_with_key = [
             name
-            for name, part in parts.items()
-            if keys[1] in getattr(type(part), "model_fields", ())
+            for name, value in values_by_key.items()
+            if keys[1] in getattr(type(value), "model_fields", ())
         ]
-        keys = ["algorithm", *owners, keys[1]] if len(owners) == 1 else keys
-    return f"stages.{stage.name}.{'.'.join(keys)}{equals}{value}"
+        keys = ["algorithm", *parts_with_key, keys[1]] if len(parts_with_key) == 1 else keys
+    return f"stages.{stage.name}.{'.'.join(keys)}{equals}{setting}"

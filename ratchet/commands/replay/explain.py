@@ -26,11 +26,11 @@ from ratchet.learners.local import LocalLearner
 from ratchet.types import Group
 from ratchet.utils.terminal_text import make_console
 
-HINT = (
+LEGEND = (
     "direction: share of the gradient, below 0 if opposed to it; the sum over all groups is 1. "
     "pull: above 0 if the step makes the token likelier."
 )
-CONTEXT = 12  # number of tokens shown before a token
+N_CONTEXT_TOKENS = 12  # number of tokens shown before a token
 
 
 def explain_step(
@@ -43,18 +43,18 @@ def explain_step(
     replay = Replay(path)
     replayed, influence = asyncio.run(measure_influence(replay, step, role=role, max_tokens=top))
     assert replay.policy is not None, "the step was replayed"
-    result = make_explanation(replayed, influence, replay.policy.tokenizer, role=role, top=top)
+    explanation = make_explanation(replayed, influence, replay.policy.tokenizer, role=role, top=top)
     console = make_console()
     if as_json:
-        console.out(json.dumps(result), highlight=False)
+        console.out(json.dumps(explanation), highlight=False)
     else:
-        print_explanation(result, console, top)
+        print_explanation(explanation, console, top)
 
 
 async def measure_influence(
     replay: Replay, step: int, *, role: str = "policy", max_tokens: int = 10
 ) -> tuple[ReplayedStep, Influence]:
-    """Replay a step, and return it with the contributions of its `max_tokens` strongest tokens."""
+    """Replay a step, and return it with the contributions of its groups and strongest tokens."""
     run = await replay.advance_to(step)
     learner = run.roles.get(role)
     if role not in run.algorithm.losses or not isinstance(learner, LocalLearner):
@@ -79,25 +79,30 @@ def make_explanation(
     It has all groups and tags, and the `top` strongest tokens, the strongest first.
     """
     groups = {group.id: group for group in replayed.groups}
-    shares, updates = influence.groups, max(influence.updates, 1)
+    shares, n_updates = influence.groups, max(influence.n_updates, 1)
     total_loss = sum(abs(share.loss) for share in shares.values())
-    rows = [_group_row(groups[name], share, updates, total_loss) for name, share in shares.items()]
+    group_rows = [
+        _make_group_row(groups[name], share, n_updates, total_loss)
+        for name, share in shares.items()
+    ]
     strongest = sorted(influence.tokens, key=lambda token: -abs(token.pull))[:top]
     return {
         "step": replayed.step,
         "stage": replayed.stage,
         "role": role,
-        "updates": influence.updates,
-        "gradient_norms": influence.norms,
-        "tags": _sum_by_tag(rows),
-        "groups": sorted(rows, key=lambda row: -abs(row["direction"])),
+        "updates": influence.n_updates,
+        "gradient_norms": influence.gradient_norms,
+        "tags": _sum_by_tag(group_rows),
+        "groups": sorted(group_rows, key=lambda row: -abs(row["direction"])),
         "tokens": [
-            _token_row(token, groups[token.group], tokenizer, influence) for token in strongest
+            _make_token_row(token, groups[token.group], tokenizer, influence) for token in strongest
         ],
     }
 
 
-def _group_row(group: Group, share: GroupShare, updates: int, total_loss: float) -> dict[str, Any]:
+def _make_group_row(
+    group: Group, share: GroupShare, n_updates: int, total_loss: float
+) -> dict[str, Any]:
     rewards = [
         row.reward for row in group.trajectories if row.use == "train" and row.reward is not None
     ]
@@ -106,9 +111,9 @@ def _group_row(group: Group, share: GroupShare, updates: int, total_loss: float)
         "task": group.task.id,
         "tag": group.task.tag,
         "reward_mean": fmean(rewards) if rewards else None,
-        "direction": share.direction / updates,
-        "norm": share.norm / updates,
-        "loss": share.loss / updates,
+        "direction": share.direction / n_updates,
+        "norm": share.norm / n_updates,
+        "loss": share.loss / n_updates,
         "loss_share": abs(share.loss) / total_loss if total_loss else 0.0,
     }
 
@@ -126,12 +131,12 @@ def _sum_by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
     return sorted(tags.values(), key=lambda tag: -abs(tag["direction"]))
 
 
-def _token_row(
+def _make_token_row(
     token: TokenPull, group: Group, tokenizer: Tokenizer, influence: Influence
 ) -> dict[str, Any]:
     candidates = [row for row in group.trajectories if row.counts and row.attempt == token.attempt]
     row = candidates[token.trajectory]
-    context = row.tokens[max(0, token.position - CONTEXT) : token.position].tolist()
+    context = row.tokens[max(0, token.position - N_CONTEXT_TOKENS) : token.position].tolist()
     return {
         "group": token.group,
         "row": next(index for index, other in enumerate(group.trajectories) if other is row),
@@ -141,16 +146,18 @@ def _token_row(
         "before": tokenizer.decode(context, skip_special=False),
         "loss": token.loss,
         "pull": token.pull,
-        "loss_share": abs(token.loss) / influence.loss if influence.loss else 0.0,
-        "pull_share": abs(token.pull) / influence.pull,
+        "loss_share": abs(token.loss) / influence.total_abs_loss
+        if influence.total_abs_loss
+        else 0.0,
+        "pull_share": abs(token.pull) / influence.total_abs_pull,
     }
 
 
 def print_explanation(explanation: Mapping[str, Any], console: Console, top: int) -> None:
     norms = ", ".join(f"{norm:.4g}" for norm in explanation["gradient_norms"])
-    head = f"step {explanation['step']} ({explanation['stage']}), {explanation['role']}: "
+    heading = f"step {explanation['step']} ({explanation['stage']}), {explanation['role']}: "
     summary = f"gradient of {norms}" if norms else "nothing had a gradient"
-    console.print(head + summary, markup=False, highlight=False)
+    console.print(heading + summary, markup=False, highlight=False)
     if len(explanation["tags"]) > 1:
         console.print(
             _make_table(
@@ -171,7 +178,7 @@ def print_explanation(explanation: Mapping[str, Any], console: Console, top: int
         text_columns = ("group", "row", "position", "before", "text")
         number_columns = ("loss_share", "pull", "pull_share")
         console.print(_make_table("Tokens", explanation["tokens"], text_columns, number_columns))
-    console.print(HINT, highlight=False, soft_wrap=True)
+    console.print(LEGEND, highlight=False, soft_wrap=True)
 
 
 def _make_table(

@@ -50,23 +50,24 @@ class Influence:
     """The contributions of groups and tokens to the optimizer steps of one training step."""
 
     groups: dict[str, GroupShare] = field(default_factory=dict)
-    tokens: list[TokenPull] = field(
-        default_factory=list
-    )  # the find_strongest_tokens of each optimizer step
-    norms: list[float] = field(default_factory=list)  # gradient norm of each optimizer step
-    pull: float = 0.0  # sum of |pull| over all tokens
-    loss: float = 0.0  # sum of |loss| over all tokens
+    # The strongest tokens of each optimizer step.
+    tokens: list[TokenPull] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)  # one for each optimizer step
+    total_abs_pull: float = 0.0  # sum of |pull| over all tokens
+    total_abs_loss: float = 0.0  # sum of |loss| over all tokens
 
     @property
-    def updates(self) -> int:
+    def n_updates(self) -> int:
         """The number of optimizer steps with a gradient."""
-        return len(self.norms)
+        return len(self.gradient_norms)
 
 
 class InfluenceRecorder(LearnerWrapper):
     """A learner wrapper that measures the contributions to each optimizer step before the step.
 
-    max_tokens: number of tokens to keep for each optimizer step.
+    Attributes:
+        max_tokens: The number of tokens to keep for each optimizer step.
+        influence: The measured contributions.
     """
 
     inner: LocalLearner
@@ -83,16 +84,18 @@ class InfluenceRecorder(LearnerWrapper):
     def _add_contributions(self, minibatch: Batch, terms: Sequence[LossTerm]) -> None:
         full_gradient, _ = self.inner.gradient(minibatch, terms)
         squared_norm = sum(float((g.double() ** 2).sum()) for g in full_gradient)
-        self.influence.norms.append(squared_norm**0.5)
-        group_S, pulls = minibatch.group_S.tolist(), list[tuple[Tensor, Tensor]]()
+        self.influence.gradient_norms.append(squared_norm**0.5)
+        group_S, losses_and_pulls = minibatch.group_S.tolist(), list[tuple[Tensor, Tensor]]()
         # The sequences of a group are contiguous, so the pulls of all groups are in token order.
         for group_index, name in enumerate(minibatch.group_ids):
-            part = minibatch.take([s for s, group in enumerate(group_S) if group == group_index])
-            pulls.append(measure_token_pulls(self.inner, part, terms))
+            group_batch = minibatch.take(
+                [s for s, group in enumerate(group_S) if group == group_index]
+            )
+            losses_and_pulls.append(measure_token_pulls(self.inner, group_batch, terms))
             share = self.influence.groups.setdefault(name, GroupShare())
-            if not squared_norm or not select_weighted_rows(part, terms):
+            if not squared_norm or not select_weighted_rows(group_batch, terms):
                 continue
-            gradient, loss = self.inner.gradient(part, terms)
+            gradient, loss = self.inner.gradient(group_batch, terms)
             share.loss += loss
             share.direction += (
                 sum(
@@ -104,53 +107,54 @@ class InfluenceRecorder(LearnerWrapper):
             share.norm += (
                 sum(float((g.double() ** 2).sum()) for g in gradient) / squared_norm
             ) ** 0.5
-        loss_T, pull_T = (torch.cat(columns) for columns in zip(*pulls, strict=True))
-        self.influence.pull += float(pull_T.abs().sum())
-        self.influence.loss += float(loss_T.abs().sum())
+        loss_T, pull_T = (torch.cat(columns) for columns in zip(*losses_and_pulls, strict=True))
+        self.influence.total_abs_pull += float(pull_T.abs().sum())
+        self.influence.total_abs_loss += float(loss_T.abs().sum())
         self.influence.tokens += find_strongest_tokens(minibatch, loss_T, pull_T, self.max_tokens)
 
 
 def measure_token_pulls(
-    learner: LocalLearner, part: Batch, terms: Sequence[LossTerm]
+    learner: LocalLearner, batch: Batch, terms: Sequence[LossTerm]
 ) -> tuple[Tensor, Tensor]:
-    """Return (loss, pull) of each token in a part of a mini-batch, [T] each.
+    """Return (loss, pull) of each token in a batch, [T] each.
 
-    Terms that don't read logprobs add 0 to the pulls. If no term reads them, the losses are 0 too.
+    Terms that don't read logprobs add 0 to the pulls. If no term reads logprobs, the losses are 0
+    too.
     """
     forward = learner.forwards[0]
-    micro, watch = part.to(forward.device, forward.dtype), forward.make_monitor(terms)
+    micro, monitor = batch.to(forward.device, forward.dtype), forward.make_monitor(terms)
     needs = needed(terms)
     with torch.no_grad():
-        out = forward.outputs(micro, forward.hidden(micro, watch), needs)
-        if watch is not None:
-            out = replace(out, routers=watch.columns(micro.sequence_T, micro.n_sequences))
-    loss_T = torch.zeros(part.n_tokens, dtype=torch.float64)
-    if out.logprobs is None:
+        outputs = forward.outputs(micro, forward.hidden(micro, monitor), needs)
+        if monitor is not None:
+            outputs = replace(outputs, routers=monitor.columns(micro.sequence_T, micro.n_sequences))
+    loss_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
+    if outputs.logprobs is None:
         return loss_T, loss_T.clone()
-    logprobs = out.logprobs.detach().requires_grad_()
-    out = replace(out, logprobs=logprobs)
+    logprobs = outputs.logprobs.detach().requires_grad_()
+    outputs = replace(outputs, logprobs=logprobs)
     total = logprobs.sum() * 0.0
     for term in terms:
-        loss, _ = term(out, micro)
+        loss, _ = term(outputs, micro)
         total = total + loss
-        loss_T += _summands(term, out, micro)
+        loss_T += _compute_summands(term, outputs, micro)
     (gradient,) = torch.autograd.grad(total, logprobs)
     return loss_T, -gradient.double().cpu()
 
 
-def _summands(term: Any, out: Any, micro: Batch) -> Tensor:
+def _compute_summands(term: Any, outputs: Any, micro: Batch) -> Tensor:
     """Return each token's summand of a token-level term; 0 for other terms."""
     level, weight, _, coef = micro.weights[term.name]
     if level != "token" or not coef:
         return torch.zeros(micro.n_tokens, dtype=torch.float64)
-    x, _ = term.fn(out, micro)
+    x, _ = term.fn(outputs, micro)
     return (coef * weight * torch.where(weight != 0, x, 0.0)).detach().double().cpu()
 
 
 def find_strongest_tokens(
     minibatch: Batch, loss_T: Tensor, pull_T: Tensor, max_tokens: int
 ) -> list[TokenPull]:
-    """Return at most `most` tokens with a pull other than 0, the find_strongest_tokens first."""
+    """Return at most `max_tokens` tokens with a pull other than 0, the strongest first."""
     order = torch.argsort(pull_T.abs(), descending=True, stable=True)[:max_tokens].tolist()
     sequence_T, starts_S = minibatch.sequence_T, minibatch.starts_S
     attempts = list(zip(minibatch.group_S.tolist(), minibatch.attempt_S.tolist(), strict=True))

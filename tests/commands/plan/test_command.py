@@ -14,9 +14,9 @@ from ratchet.commands.plan.cluster import plan_cluster
 from ratchet.commands.plan.command import (
     CHECKPOINT_COPY,
     Device,
-    Load,
     MemoryPlan,
     StagePlan,
+    Workload,
     estimate_run_peak,
     plan_stage,
     read_shape,
@@ -58,22 +58,24 @@ def test_load_and_memory_by_hand(tmp_path: Path) -> None:
     plan = planned(tmp_path)
     config = load_config(tmp_path / "recipe.yaml", [])
     cost = DecoderCost(read_shape(config))
-    assert (plan.load.rows, plan.load.attempts) == (8, 8)
-    assert plan.load.length == plan.load.prompt + 4
+    assert (plan.workload.n_rows, plan.workload.n_attempts) == (8, 8)
+    assert plan.workload.max_sequence_tokens == plan.workload.max_prompt_tokens + 4
     held = plan.memory.resident
-    assert plan.recorded_steps == 32  # steps of a file; a save every 50
+    assert plan.max_recorded_steps == 32  # steps of a file; a save every 50
     assert held == {
         "process": CPU.empty_process_bytes,
         "policy: weights": 4 * cost.parameters,
         "policy: optimizer": 8 * cost.parameters,
-        "record": 2 * 32 * (8 * 400 + 8 * plan.load.length * 30),
+        "record": 2 * 32 * (8 * 400 + 8 * plan.workload.max_sequence_tokens * 30),
     }
     update, sample = plan.memory.phases["update"], plan.memory.phases["sample"]
     assert update["gradients"] == 4 * cost.parameters
-    assert update["activations"] == 8 * plan.load.length * cost.activation_bytes(4)
+    assert update["activations"] == 8 * plan.workload.max_sequence_tokens * cost.activation_bytes(4)
     assert sample["keys and values"] == 8 * 8 * cost.kv_bytes(4)  # 8 attempts, 7 or 8 tokens
-    assert plan.memory.peak == sum(held.values()) + sum(update.values()) + sum(sample.values())
-    assert plan.flop["update"] == 3 * plan.flop["sample"]
+    assert plan.memory.peak_bytes == sum(held.values()) + sum(update.values()) + sum(
+        sample.values()
+    )
+    assert plan.flop_by_phase["update"] == 3 * plan.flop_by_phase["sample"]
 
 
 @pytest.mark.parametrize(
@@ -105,8 +107,8 @@ def test_workers_have_gradients_of_their_own(tmp_path: Path) -> None:
 
 def test_what_is_used_by_turns_is_not_added() -> None:
     memory = MemoryPlan({"a": 1}, {"x": {"b": 5}, "y": {"c": 3}})
-    assert memory.peak == 9
-    assert MemoryPlan(memory.resident, memory.phases, phases_take_turns=True).peak == 6
+    assert memory.peak_bytes == 9
+    assert MemoryPlan(memory.resident, memory.phases, phases_take_turns=True).peak_bytes == 6
 
 
 @pytest.mark.parametrize(
@@ -122,9 +124,9 @@ def test_a_record_takes_what_it_keeps_until_a_file_is_written(
     tmp_path: Path, overrides, recorded: int, share: float
 ) -> None:
     plan = planned(tmp_path, *overrides)
-    assert plan.recorded_steps == recorded
+    assert plan.max_recorded_steps == recorded
     assert plan.memory.resident.get("record", 0) == 2 * recorded * share * (
-        8 * 400 + 8 * plan.load.length * 30
+        8 * 400 + 8 * plan.workload.max_sequence_tokens * 30
     )
 
 
@@ -177,13 +179,13 @@ def test_a_probe_runs_all_stages_in_turn(tmp_path: Path) -> None:
     config = freeze(load_config(recipe(tmp_path, STAGES), []))
     found = probe(config, limit_s=0.1)
     sft, rl = found.stages
-    assert sft.steps == sft.recorded_steps == 3
+    assert sft.steps == sft.max_recorded_steps == 3
     assert 3 <= rl.steps < 100_000
-    assert 1 <= rl.recorded_steps <= 32
-    assert rl.seconds["sample"] > 0
+    assert 1 <= rl.max_recorded_steps <= 32
+    assert rl.seconds_by_phase["sample"] > 0
     assert 0 < sft.record_bytes_per_step < rl.record_bytes_per_step
     assert sft.processor_s > 0
-    assert 50 * 2**20 < found.peak < 2**34
+    assert 50 * 2**20 < found.peak_bytes < 2**34
 
 
 def test_a_probe_that_fails_says_why(tmp_path: Path) -> None:
@@ -226,7 +228,15 @@ def test_a_plan_waits_in_the_directory_of_its_run(tmp_path: Path) -> None:
 # --- clusters
 
 SHAPE = get_preset("qwen3-1.7b", vocab_size=151936)
-LOAD = Load(rows=1024, prompt=512, length=4096, attempts=1024, eval_attempts=0, passes=1, updates=1)
+LOAD = Workload(
+    n_rows=1024,
+    max_prompt_tokens=512,
+    max_sequence_tokens=4096,
+    n_attempts=1024,
+    n_eval_attempts=0,
+    n_scoring_passes=1,
+    n_updates=1,
+)
 
 
 @pytest.mark.parametrize(
@@ -248,7 +258,7 @@ def test_a_cluster_is_read() -> None:
     assert ClusterSpec.parse("8xA100-40") == ClusterSpec(1, 8, "A100-40")
 
 
-def divided(spec: str, shape=SHAPE, load: Load = LOAD):
+def divided(spec: str, shape=SHAPE, load: Workload = LOAD):
     from ratchet.config.schema import RunConfig
 
     cost = DecoderCost(shape)
@@ -266,16 +276,16 @@ def divided(spec: str, shape=SHAPE, load: Load = LOAD):
 
 def test_a_division_fits_and_uses_everything() -> None:
     plan = divided("2x8xH100")
-    assert plan.memory.peak <= 80 * GIB
+    assert plan.memory.peak_bytes <= 80 * GIB
     division = plan.layout
-    assert division.tensor * division.shards == 16
-    assert division.generator_tensor * division.replicas == 16
-    assert division.tensor == 1  # a model of 2 B needs no more
+    assert division.tensor_parallel * division.dp_shard == 16
+    assert division.generator_tensor_parallel * division.n_generators == 16
+    assert division.tensor_parallel == 1  # a model of 2 B needs no more
 
 
 def test_twice_the_accelerators_take_less_time_and_memory() -> None:
     small, large = divided("1x8xH100"), divided("2x8xH100")
-    assert sum(large.seconds.values()) < sum(small.seconds.values())
+    assert sum(large.seconds_by_phase.values()) < sum(small.seconds_by_phase.values())
     assert large.memory.resident["weights"] < small.memory.resident["weights"]
 
 

@@ -173,7 +173,7 @@ def test_what_the_record_left_out_is_said(run, tmp_path):
         played(seldom, GRPO)
     with pytest.raises(
         DataError,
-        match=r"needs all steps since the checkpoint of step 8, and of step 9 nothing was recorded",
+        match=r"needs all steps since the checkpoint of step 8, but of step 9 nothing was recorded",
     ):
         played(seldom, 10)
     with pytest.raises(DataError, match="steps 1 to 20: there is no step 21"):
@@ -183,7 +183,7 @@ def test_what_the_record_left_out_is_said(run, tmp_path):
 def test_another_algorithm_is_shown_beside_the_step_and_changes_nothing(run):
     found = played(run, GRPO, GRPO + 1, changes=["algorithm.clip_high=0.001", "optimizer.lr=0.001"])
     assert all(verdict.is_equal for verdict in found)
-    before, after = found[0].replayed.metrics, found[0].changed.metrics
+    before, after = found[0].replayed.metrics, found[0].changed_step.metrics
     assert (before["policy/lr"], after["policy/lr"]) == (0.01, 0.001)
     clipped = "policy/policy_gradient/clip_high_share"
     names = {name for name in before if before[name] != after[name]}
