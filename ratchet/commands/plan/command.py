@@ -367,7 +367,9 @@ def _trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
     return (
         cost.parameters
         if stage.lora is None
-        else cost.adapter(resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank)
+        else cost.count_adapter_parameters(
+            resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank
+        )
     )
 
 

@@ -36,7 +36,7 @@ class Muon(AdamW):
         matrices: The numbers of rows of the matrices in a parameter, by the parameter's name.
             Matrices that the decoder stacks in one parameter (queries, keys and values; all experts
             of a layer) are orthogonalised separately. AdamW updates all parameters that are not
-            named_parameters here (embeddings, heads, norms, biases).
+            listed here (embeddings, heads, norms, biases).
 
     Raises:
         ConfigError: If `matrices` is empty.

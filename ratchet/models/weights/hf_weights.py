@@ -46,7 +46,8 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         if name.endswith((".lora_A", ".lora_B")):
             continue
         for block in cut_blocks(
-            layout[name], weight.shown if isinstance(weight, QuantizedMatrix) else weight.detach()
+            layout[name],
+            weight.contents if isinstance(weight, QuantizedMatrix) else weight.detach(),
         ):
             yield block.name, block.tensor
 
