@@ -307,10 +307,9 @@ class MultimodalPolicy(TransformersPolicy):
 
     @contextmanager
     def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Yield the tokens, with a text token in place of each placeholder that the policy wrote.
+        """Yield the tokens, with a text token in place of each placeholder that has no medium.
 
-        Such a placeholder has no medium. Inside the context the embedding still receives the
-        original tokens.
+        The policy wrote it. The embedding still gets the original tokens inside the context.
         """
         stray_NL = (self._media_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
@@ -424,10 +423,7 @@ class MultimodalPolicy(TransformersPolicy):
     def _probe_rows(
         self, probes: Sequence[Medium]
     ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
-        """Return three sequences and their media.
-
-        The sequences contain the first medium, no medium, and both media.
-        """
+        """Return three sequences and their media: the first medium, no medium, and both media."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):
