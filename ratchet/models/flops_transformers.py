@@ -36,16 +36,16 @@ def estimate_token_cost(
         or not getattr(config, "num_attention_heads", 0)
     ):
         return None
-    experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
+    n_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
     experts_per_token = getattr(config, "num_experts_per_tok", 0)
     matrix_entries = head.numel()
     for weight in weights:
         if weight.dim() == 2:
             matrix_entries += weight.numel()
         elif weight.dim() > 2:
-            if not (experts and experts_per_token and len(weight) == experts):
+            if not (n_experts and experts_per_token and len(weight) == n_experts):
                 return None
-            matrix_entries += weight.numel() // experts * experts_per_token
+            matrix_entries += weight.numel() // n_experts * experts_per_token
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
     return TokenCost(
         matrix_entries, config.num_hidden_layers * config.num_attention_heads * head_dim

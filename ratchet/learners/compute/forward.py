@@ -88,12 +88,12 @@ class Forward:
 
         A frozen role returns the parameters that it would train.
         """
-        named = self.model.trained_parameters()
+        named_parameters = self.model.trained_parameters()
         if self.head is not None:
-            named += [
+            named_parameters += [
                 (f"head.{name}", parameter) for name, parameter in self.head.named_parameters()
             ]
-        return named
+        return named_parameters
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
         """Run forward and backward, and return the losses and metrics of the terms.

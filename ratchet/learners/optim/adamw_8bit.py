@@ -46,9 +46,11 @@ class AdamW8bit(AdamW):
     def _update_group(
         self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
     ) -> None:
-        small = [(name, p) for name, p in group if self.to_local(p).numel() < MIN_QUANTISED_SIZE]
-        if small:
-            super()._update_group(small, lr, decay)
+        small_parameters = [
+            (name, p) for name, p in group if self.to_local(p).numel() < MIN_QUANTISED_SIZE
+        ]
+        if small_parameters:
+            super()._update_group(small_parameters, lr, decay)
         for name, p in group:
             if self.to_local(p).numel() >= MIN_QUANTISED_SIZE:
                 assert p.grad is not None

@@ -59,8 +59,8 @@ class Muon(AdamW):
             )
 
     def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
-        others = [(name, p) for name, p in parameters if name not in self.matrices]
-        super().update_parameters(others, lr)
+        adamw_parameters = [(name, p) for name, p in parameters if name not in self.matrices]
+        super().update_parameters(adamw_parameters, lr)
         for name, p in parameters:
             if name in self.matrices:
                 assert p.grad is not None

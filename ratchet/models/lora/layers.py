@@ -23,24 +23,24 @@ class SeededDropout(nn.Module):
     So a resumed run gets the same mask, and so do recomputed activations.
     """
 
-    def __init__(self, share: float, index: int) -> None:
+    def __init__(self, probability: float, index: int) -> None:
         """Create a layer that drops nothing until `seed` is set.
 
         Args:
-            share: dropout probability.
+            probability: dropout probability.
             index: index of this layer, so that layers with the same seed get different masks.
         """
         super().__init__()
-        self.share = share
+        self.probability = probability
         self.index = index
         self.seed: int | None = None  # None outside of updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.seed is None or not self.share:
+        if self.seed is None or not self.probability:
             return x
         generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.index))
-        is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.share
-        return x * (is_kept / (1 - self.share)).to(x.dtype)
+        is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
+        return x * (is_kept / (1 - self.probability)).to(x.dtype)
 
 
 def derive_mask_seed(*numbers: int) -> int:

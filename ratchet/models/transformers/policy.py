@@ -416,10 +416,12 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
     """Return the modules of the `ModuleList` with the most parameters; [] if there is none."""
-    lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
+    module_lists = [
+        inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)
+    ]
     return (
-        list(max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
-        if lists
+        list(max(module_lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
+        if module_lists
         else []
     )
 
