@@ -28,7 +28,7 @@ DIVISIONS = {
     "PP4": {"pipeline": 4},
     "EP2": {"experts": 2},
     "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": ShardIndex()},
-    "TP2, Transformer Engine": {"tensor": 2, "engine": True},
+    "TP2, Transformer Engine": {"tensor": 2, "has_te_layers": True},
 }
 SPARSE_TOO = ("mixtral", "deepseek_v3", "deepseek_v3-full-queries")
 
