@@ -207,8 +207,8 @@ def _line(row: KeyRow) -> str:
     ours = (
         ", ".join(f"`{key}`" for key in row.recipe_key.split(", "))
         if row.recipe_key
-        else f"with `{row.part_of}`"
-        if row.part_of
+        else f"with `{row.covered_by}`"
+        if row.covered_by
         else "–"
     )
     return f"| `{row.peer_key}` | {ours} | {row.note.replace('|', chr(92) + '|')} |"

@@ -34,7 +34,7 @@ from ratchet.evals.report import format_comparison, format_report, save_report
 from ratchet.evals.results import RESULTS, EvalResults
 from ratchet.evals.stage_evaluator import StageEvaluator, list_parts
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import LocalConfig
 from ratchet.models.scalar_head import load_head
 from ratchet.observe.summary import get_installed_versions
@@ -419,7 +419,7 @@ def _load_roles(target: Target, algorithm: Algorithm, setup: EnvSetup) -> Mappin
             compares with the model before the stage.
     """
     policy = target.policy
-    if SCALARS & algorithm.required_outputs("policy"):
+    if SCALAR_COLUMNS & algorithm.required_outputs("policy"):
         head = load_head(target.model_dir, policy.model.hidden_size)
         if head is None:
             raise ConfigError(

@@ -103,7 +103,7 @@ def _rows_per_rank(stage: StageConfig) -> str:
     if not hasattr(learner, "provider"):
         return ""
     rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
-    ranks = prod(getattr(learner, key) for key in learner.rows)
+    ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
     idle_ranks = (
         f": {_count(ranks - rows, 'data rank')} without one, computing fillers"
         if rows < ranks

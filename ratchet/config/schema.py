@@ -449,7 +449,7 @@ class RunConfig(Section):
     @property
     def compiles(self) -> bool:
         """True if every learner can compute with compiled kernels."""
-        return all(getattr(stage.learner, "compiles", False) for stage in self.stages)
+        return all(getattr(stage.learner, "supports_cpu_kernels", False) for stage in self.stages)
 
     @model_validator(mode="after")
     def _check_kernels(self) -> RunConfig:

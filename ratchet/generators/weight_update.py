@@ -120,7 +120,7 @@ class WeightStaging:
             and weights.keys() <= adapter_weights.keys()
         )
         for matrix in () if self._adapter_only else self._quantised():
-            matrix.open()
+            matrix.begin_write()
         self._open_views = self._current_views()
         self.stable = bool(manifest.get("stable"))
         self.lasting = bool(manifest.get("lasting"))
@@ -174,7 +174,7 @@ class WeightStaging:
         if self.stable and any(target.is_cuda for target, _ in pairs):
             torch.cuda.synchronize()
         for matrix in self._quantised():
-            matrix.shut()
+            matrix.end_write()
         self.clear()
 
     def _adopt(self) -> list[tuple[Tensor, Tensor]]:
@@ -188,7 +188,7 @@ class WeightStaging:
         if not parameters or not (self._adopted_parameters or self.lasting):
             return self._copy_pairs(self.pieces)
         opened_matrices = [
-            matrix.opened for matrix in self._quantised() if matrix.opened is not None
+            matrix.write_buffer for matrix in self._quantised() if matrix.write_buffer is not None
         ]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened_matrices))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
@@ -228,7 +228,7 @@ class WeightStaging:
         self.pieces.clear()
         self._open_views = None
         for matrix in self._quantised():
-            matrix.opened = None
+            matrix.write_buffer = None
 
 
 def _find_adoptable(parameter: Tensor, pieces: list[tuple[Tensor, Tensor]]) -> Tensor | None:

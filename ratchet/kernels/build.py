@@ -37,7 +37,7 @@ COMPILER_TIMEOUT_S = 60.0
 
 @cache
 def load_library() -> ctypes.CDLL:
-    """Return the compiled library. Raises OSError if there is no compiler, or it fails."""
+    """Return the compiled library. Raises OSError if there is no compiler, or if it fails."""
     compiler = next((path for path in map(shutil.which, COMPILERS) if path), None)
     if compiler is None:
         raise OSError("no C compiler is on the PATH")
@@ -50,7 +50,7 @@ def load_library() -> ctypes.CDLL:
 
 
 def _is_complete(path: Path) -> bool:
-    """Return True if the digest in the file's name is that of its content.
+    """True if the digest in the file's name is that of its content.
 
     After a power loss a file may lack part of its content, and loading it would kill the process.
     """

@@ -1,6 +1,6 @@
 """The decoder's operations in float32 on a CPU, each as one call.
 
-Each makes a single pass over memory, and matrix products use the faster of oneDNN and MKL.
+Each call makes a single pass over memory, and matrix products use the faster of oneDNN and MKL.
 PyTorch's own operations make several passes, and the interpreter takes some ten microseconds for
 each of them, which is most of a decoding step of a small model. Gradients are first-order only.
 
@@ -25,8 +25,8 @@ from torch.autograd.profiler import record_function
 
 from ratchet.kernels.build import describe_processor, load_library
 
-# These values are the same as PARTS in kernels.c and MAX_HEAD_DIM in rows.h.
-PARTS = 8
+# These values are the same as N_PARTIAL_SUMS in kernels.c and MAX_HEAD_DIM in rows.h.
+N_PARTIAL_SUMS = 8
 MAX_HEAD_DIM = 512
 # Minimum size (elements) of a matrix for which oneDNN is faster than MKL on AMD's processors.
 ONEDNN_MIN_SIZE = 2**17
@@ -89,7 +89,7 @@ def is_supported(*tensors: Tensor) -> bool:
 def has_layout(x: Tensor, *shape: int) -> bool:
     """True if the tensor is contiguous and has this shape.
 
-    The C code assumes it, and would read beyond the tensor's end otherwise.
+    The C code assumes both, and would otherwise read beyond the tensor's end.
     """
     return x.shape == shape and x.is_contiguous()
 
@@ -130,8 +130,8 @@ class _RMSNorm(Function):
         x, weight_d, r_T = ctx.saved_tensors
         grad_x = torch.empty_like(x)
         grad_weight = torch.empty_like(weight_d)
-        parts = x.new_empty(PARTS, len(weight_d))
-        tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, parts
+        partial_sums = x.new_empty(N_PARTIAL_SUMS, len(weight_d))
+        tensors = grads[0].contiguous(), x, weight_d, r_T, grad_x, grad_weight, partial_sums
         _library.norm_backward(*map(_address, tensors), len(r_T), len(weight_d))
         return grad_x, grad_weight, None
 
@@ -142,10 +142,10 @@ Heads = tuple[Tensor, Tensor, Tensor]  # queries, keys, values
 Norms = tuple[Tensor | None, Tensor | None]  # weights of the queries' and of the keys' norm
 
 
-def heads(
+def split_heads(
     qkv: Tensor, norms: Norms, cos_T1D: Tensor, sin_T1C: Tensor, sizes: tuple[int, int], eps: float
 ) -> Heads:
-    """Return queries, keys and values, like `ops.heads`."""
+    """Return queries, keys and values, like `ops.split_heads`."""
     if torch.is_grad_enabled():
         return _Heads.apply(qkv, *norms, cos_T1D, sin_T1C, sizes, eps)
     qkv = qkv.contiguous()
@@ -202,8 +202,10 @@ class _Heads(Function):
         size = q.shape[2]
         grad = q.new_empty(ctx.shape)
         grad_norms = None if q_norm is None else q.new_empty(2, size)
-        parts = None if q_norm is None else q.new_empty(PARTS, 2, size)
-        addresses = map(_address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, parts))
+        partial_sums = None if q_norm is None else q.new_empty(N_PARTIAL_SUMS, 2, size)
+        addresses = map(
+            _address, (qkv, q_norm, k_norm, cos, sin, r, grad, grad_norms, partial_sums)
+        )
         sizes = len(q), q.shape[1], k.shape[1], size
         _library.heads_backward(*_addresses_and_strides(q, k, v), *addresses, *sizes)
         return (

@@ -1,22 +1,22 @@
 /* The decoder's small operations in float32, each one pass over memory where PyTorch takes several.
 
    Rows are independent: the bits of a row depend neither on the other rows nor on the number of threads. Sums over rows (the
-   gradients of the norms' weights) are made of PARTS partial sums, whose bounds depend only on the number of rows.
+   gradients of the norms' weights) are made of N_PARTIAL_SUMS partial sums, whose bounds depend only on the number of rows.
 
    T = rows, D = head_dim or hidden size, C = D / 2, H = query heads, K = key/value heads, G = H / K, F = size of the gated layer.
 */
 
 #include "rows.h"
 
-#define PARTS 8
+#define N_PARTIAL_SUMS 8
 #define MIN_PARALLEL 16384   /* elements below which a second thread costs more time than it saves */
 
-static inline i64 part_start(i64 part, i64 rows) { return part * rows / PARTS; }
+static inline i64 part_start(i64 part, i64 rows) { return part * rows / N_PARTIAL_SUMS; }
 
-static void sum_parts(const float *parts, float *sum, i64 size) {
-    memcpy(sum, parts, size * sizeof(float));
-    for (i64 p = 1; p < PARTS; p++)
-        for (i64 i = 0; i < size; i++) sum[i] += parts[p * size + i];
+static void add_partial_sums(const float *partial_sums, float *sum, i64 size) {
+    memcpy(sum, partial_sums, size * sizeof(float));
+    for (i64 p = 1; p < N_PARTIAL_SUMS; p++)
+        for (i64 i = 0; i < size; i++) sum[i] += partial_sums[p * size + i];
 }
 
 /* --- y = w x r with r = (mean(x^2) + eps)^-1/2 */
@@ -32,13 +32,13 @@ void norm(const float *x, const float *w, float *y, float *r, i64 T, i64 D, floa
     }
 }
 
-/* dw = sum(g x r), dx = r (g w - x r^2 mean(g w x)). parts: [PARTS, D]. */
-void norm_backward(const float *g, const float *x, const float *w, const float *r, float *dx, float *dw, float *parts, i64 T,
+/* dw = sum(g x r), dx = r (g w - x r^2 mean(g w x)). partial_sums: [N_PARTIAL_SUMS, D]. */
+void norm_backward(const float *g, const float *x, const float *w, const float *r, float *dx, float *dw, float *partial_sums, i64 T,
                    i64 D) {
-    memset(parts, 0, PARTS * D * sizeof(float));
+    memset(partial_sums, 0, N_PARTIAL_SUMS * D * sizeof(float));
 #pragma omp parallel for schedule(static) if (T * D > MIN_PARALLEL)
-    for (i64 p = 0; p < PARTS; p++) {
-        float *sum = parts + p * D;
+    for (i64 p = 0; p < N_PARTIAL_SUMS; p++) {
+        float *sum = partial_sums + p * D;
         for (i64 t = part_start(p, T); t < part_start(p + 1, T); t++) {
             const float *x_row = x + t * D, *g_row = g + t * D;
             float *dx_row = dx + t * D, scale = r[t], mean = 0;
@@ -50,7 +50,7 @@ void norm_backward(const float *g, const float *x, const float *w, const float *
             for (i64 i = 0; i < D; i++) dx_row[i] = (g_row[i] * w[i] - x_row[i] * mean) * scale;
         }
     }
-    sum_parts(parts, dw, D);
+    add_partial_sums(partial_sums, dw, D);
 }
 
 /* --- queries and keys from the fused product: normalised if there are norm weights, then given rotary positions (RoPE) */
@@ -78,15 +78,15 @@ void heads(const float *qkv, const float *wq, const float *wk, const float *cos,
 }
 
 /* gq: [T, H, D], gk: [T, K, D], gv: [T, K, D]: each token is contiguous, and tokens are ldq, ldk, ldv floats apart.
-   dqkv: [T, H + 2 K, D]. dw: [2, D]; parts: [PARTS, 2, D]. Without norm weights qkv, r, dw and parts are null, because the
-   gradient of a rotation does not depend on its input. */
+   dqkv: [T, H + 2 K, D]. dw: [2, D]; partial_sums: [N_PARTIAL_SUMS, 2, D]. Without norm weights qkv, r, dw and partial_sums are
+   null, because the gradient of a rotation does not depend on its input. */
 void heads_backward(const float *gq, i64 ldq, const float *gk, i64 ldk, const float *gv, i64 ldv, const float *qkv,
                     const float *wq, const float *wk, const float *cos, const float *sin, const float *r, float *dqkv, float *dw,
-                    float *parts, i64 T, i64 H, i64 K, i64 D) {
+                    float *partial_sums, i64 T, i64 H, i64 K, i64 D) {
     i64 C = D / 2, row = (H + 2 * K) * D;
-    if (wq) memset(parts, 0, PARTS * 2 * D * sizeof(float));
+    if (wq) memset(partial_sums, 0, N_PARTIAL_SUMS * 2 * D * sizeof(float));
 #pragma omp parallel for schedule(static) if (T * row > MIN_PARALLEL)
-    for (i64 p = 0; p < PARTS; p++) {
+    for (i64 p = 0; p < N_PARTIAL_SUMS; p++) {
         float rotated[MAX_HEAD_DIM];
         for (i64 t = part_start(p, T); t < part_start(p + 1, T); t++) {
             for (i64 h = 0; h < H + K; h++) {
@@ -97,7 +97,7 @@ void heads_backward(const float *gq, i64 ldq, const float *gk, i64 ldk, const fl
                     rotate(g, cos + t * D, sin + t * C, out, C, -1);
                     continue;
                 }
-                float *sum = parts + (2 * p + (h >= H)) * D, scale = r[t * (H + K) + h], mean = 0;
+                float *sum = partial_sums + (2 * p + (h >= H)) * D, scale = r[t * (H + K) + h], mean = 0;
                 rotate(g, cos + t * D, sin + t * C, rotated, C, -1);
                 for (i64 i = 0; i < D; i++) {
                     mean += rotated[i] * w[i] * x[i];
@@ -109,7 +109,7 @@ void heads_backward(const float *gq, i64 ldq, const float *gk, i64 ldk, const fl
             memcpy(dqkv + t * row + (H + K) * D, gv + t * ldv, K * D * sizeof(float));
         }
     }
-    if (wq) sum_parts(parts, dw, 2 * D);
+    if (wq) add_partial_sums(partial_sums, dw, 2 * D);
 }
 
 /* --- silu(gate) * up */

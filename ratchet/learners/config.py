@@ -14,7 +14,7 @@ class LocalConfig(Section):
 
     builds: ClassVar[str] = "ratchet.learners.local:LocalLearner"
     # True if the learner can use Ratchet's CPU kernels. Distributed learners use PyTorch's.
-    compiles: ClassVar[bool] = True
+    supports_cpu_kernels: ClassVar[bool] = True
 
     kind: Literal["local"] = "local"
     micro_batch_tokens: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
@@ -48,19 +48,20 @@ class DistributedConfig(Section):
     """The base section of learners that run in several processes, each with its own device.
 
     provider: path of the class that loads models (`ratchet.learners.distributed.model_providers`).
-    divides: path of a function (section, model) that raises if the ranks can't divide the model.
-    rows: keys whose product is the number of data-parallel ranks, replicas first.
-    own_adamw: True if the learner has its own AdamW and supports no other optimizer.
+    division_check: path of a function (section, model) that raises if the ranks can't divide the
+      model.
+    data_parallel_keys: keys whose product is the number of data-parallel ranks, replicas first.
+    has_own_adamw: True if the learner has its own AdamW and supports no other optimizer.
     placeable: True if the learner can be offloaded from its accelerator (colocation).
-    adapts_pipelines: True if the learner supports `lora` with `pipeline_parallel`.
+    supports_pipeline_lora: True if the learner supports `lora` with `pipeline_parallel`.
     """
 
     provider: ClassVar[str]
-    divides: ClassVar[str]
-    rows: ClassVar[tuple[str, ...]]
-    own_adamw: ClassVar[bool] = False
+    division_check: ClassVar[str]
+    data_parallel_keys: ClassVar[tuple[str, ...]]
+    has_own_adamw: ClassVar[bool] = False
     placeable: ClassVar[bool] = True
-    adapts_pipelines: ClassVar[bool] = False
+    supports_pipeline_lora: ClassVar[bool] = False
 
     tensor_parallel: int = Field(
         1, ge=1, description="Ranks over which heads, MLPs and vocabulary are divided."
@@ -108,8 +109,8 @@ class DTensorConfig(DistributedConfig):
 
     builds: ClassVar[str] = "ratchet.learners.distributed.fsdp:DTensorLearner"
     provider: ClassVar[str] = "ratchet.learners.distributed.fsdp_models:DTensorModels"
-    divides: ClassVar[str] = "ratchet.learners.distributed.checks:check_dtensor"
-    rows: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard")
+    division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_dtensor"
+    data_parallel_keys: ClassVar[tuple[str, ...]] = ("dp_replicate", "dp_shard")
 
     kind: Literal["dtensor"] = "dtensor"
     dp_shard: int = Field(
@@ -138,11 +139,11 @@ class MegatronConfig(DistributedConfig):
 
     builds: ClassVar[str] = "ratchet.learners.megatron.learner:MegatronLearner"
     provider: ClassVar[str] = "ratchet.learners.megatron.models:MegatronModels"
-    divides: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
-    rows: ClassVar[tuple[str, ...]] = ("data_parallel",)
-    own_adamw: ClassVar[bool] = True
+    division_check: ClassVar[str] = "ratchet.learners.distributed.checks:check_megatron"
+    data_parallel_keys: ClassVar[tuple[str, ...]] = ("data_parallel",)
+    has_own_adamw: ClassVar[bool] = True
     placeable: ClassVar[bool] = False
-    adapts_pipelines: ClassVar[bool] = True
+    supports_pipeline_lora: ClassVar[bool] = True
 
     kind: Literal["megatron"] = "megatron"
     data_parallel: int = Field(1, ge=1, description="Ranks over which rows are divided.")

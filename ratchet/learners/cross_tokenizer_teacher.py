@@ -63,7 +63,9 @@ class AlignedTeacher(Teacher):
     ) -> Mapping[str, Tensor]:
         """Score the rows' text under the teacher."""
         self.check_media(batch)
-        translations = [self.translate(tokens, is_scored) for tokens, is_scored in _rows(batch)]
+        translations = [
+            self.translate(tokens, is_scored) for tokens, is_scored in _split_rows(batch)
+        ]
         teacher_logprobs = await self._score_translations(batch, translations)
         logprobs_T = torch.zeros(batch.n_tokens, dtype=teacher_logprobs.dtype)
         spans_T = torch.full((batch.n_tokens,), -1, dtype=torch.int64)
@@ -104,20 +106,22 @@ class AlignedTeacher(Teacher):
         is_scored: True for each token whose log-probability is needed.
         """
         translation = TranslatedRow()
-        controls = set(self.student.special_ids.values()) | set(self.student.eos_ids)
+        control_ids = set(self.student.special_ids.values()) | set(self.student.eos_ids)
         # Consecutive tokens with the same key are translated together. A control token has its own
         # index as key, so it is alone.
         keys = [
-            (i if token in controls else -1, token_is_scored)
+            (i if token in control_ids else -1, token_is_scored)
             for i, (token, token_is_scored) in enumerate(zip(tokens, is_scored, strict=True))
         ]
         after: After = "start"
         # The text directly before, in the student's and the teacher's tokens.
         previous: tuple[Sequence[int], Sequence[int]] = ((), ())
-        for (control, run_is_scored), run in groupby(range(len(tokens)), key=lambda i: keys[i]):
+        for (control_index, run_is_scored), run in groupby(
+            range(len(tokens)), key=lambda i: keys[i]
+        ):
             indices = list(run)
             student_tokens = [tokens[i] for i in indices]
-            if control >= 0:
+            if control_index >= 0:
                 teacher_tokens = self._translate_control_token(student_tokens[0])
                 spans = [(range(1), range(len(teacher_tokens)))] if teacher_tokens else []
                 after = "special"
@@ -132,11 +136,11 @@ class AlignedTeacher(Teacher):
                 )
                 after = "text"
                 previous = (student_tokens, teacher_tokens)
-            first = len(translation.tokens)
+            teacher_offset = len(translation.tokens)
             translation.tokens += teacher_tokens
             translation.is_scored += [run_is_scored] * len(teacher_tokens)
             translation.spans += [
-                (_shift(student_range, indices[0]), _shift(teacher_range, first))
+                (_shift(student_range, indices[0]), _shift(teacher_range, teacher_offset))
                 for student_range, teacher_range in spans
                 if run_is_scored
             ]
@@ -186,7 +190,7 @@ def _shift(span: range, offset: int) -> range:
     return range(span.start + offset, span.stop + offset)
 
 
-def _rows(batch: Batch) -> Iterator[tuple[list[int], list[bool]]]:
+def _split_rows(batch: Batch) -> Iterator[tuple[list[int], list[bool]]]:
     """Yield (tokens, True for each token to score) of each row."""
     lengths = batch.lengths_S.tolist()
     rows = zip(batch.tokens_T.split(lengths), batch.predicted_T.split(lengths), strict=True)

@@ -200,8 +200,8 @@ class LocalLearner:
                 mini.take(plan[number]), terms, seed=derive_mask_seed(step, number)
             )
 
-        for numbers in self._run_micros(mini, plan, learn):
-            for key, value in numbers.items():
+        for metrics in self._run_micros(mini, plan, learn):
+            for key, value in metrics.items():
                 sums[key] = sums.get(key, 0.0) + value
         for forward in self.forwards[1:]:
             _move_gradients(forward, self.forwards[0])
@@ -257,14 +257,14 @@ class LocalLearner:
         self._offloader.offload()
 
     def weights(self) -> Iterator[Shard]:
-        resting = self.model.frozen_names()
+        frozen_names = self.model.frozen_names()
         for name, tensor in self.model.canonical_weights():
             yield Shard(
                 name,
                 tuple(tensor.shape),
                 (0,) * tensor.dim(),
                 tensor.detach(),
-                is_frozen=name in resting,
+                is_frozen=name in frozen_names,
             )
         for name, tensor in self.model.adapter_weights():
             yield Shard(name, tuple(tensor.shape), (0,) * tensor.dim(), tensor.detach())

@@ -87,13 +87,15 @@ class RemoteLearner:
     async def update(self, mini: Batch, terms: Sequence[LossTerm]) -> Mapping[str, float]:
         rows = select_weighted_rows(mini, terms)
         weighted = mini if len(rows) == mini.n_sequences else mini.take(rows)
-        micros = self._distribute(weighted) if rows else [[] for _ in range(self.topology.data)]
+        micros = (
+            self._distribute(weighted) if rows else [[] for _ in range(self.topology.data_ranks)]
+        )
         results = await self._call_ranks("update", micros, ([term.name for term in terms],))
         return results[0][1]
 
     def _distribute(self, batch: Batch) -> list[list[MicroBatch]]:
         """Return the micro-batches of each data rank."""
-        ranks = self.topology.data
+        ranks = self.topology.data_ranks
         plan = plan_microbatches(
             batch,
             max_tokens=self.max_tokens,

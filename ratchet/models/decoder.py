@@ -21,7 +21,7 @@ from ratchet.models.layers.moe import SparseMLP
 from ratchet.models.layers.quantized import QuantFormat, QuantizedMatrix
 from ratchet.models.layers.rope import RotaryTable
 from ratchet.models.lora.layers import FusedLoRA
-from ratchet.models.ops import heads, linear, rms_norm, select_rows, swiglu
+from ratchet.models.ops import linear, rms_norm, select_rows, split_heads, swiglu
 from ratchet.models.parallel.sharding import NO_TP_COMM, WHOLE, ModelShard, TPComm
 
 
@@ -69,8 +69,8 @@ class Linear(nn.Linear):
     def reset_parameters(self) -> None:
         """Do nothing: weights are loaded, or drawn by `Decoder.init_weights`.
 
-        torch's version would draw random values that nobody uses, which takes seconds per billion
-        parameters.
+        torch's version would draw random values that are never used, which takes seconds per
+        billion parameters.
         """
 
 
@@ -124,7 +124,9 @@ class SelfAttention(nn.Module):
         q_norm, k_norm = (
             None if norm is None else norm.weight for norm in (self.q_norm, self.k_norm)
         )
-        qkv = heads(qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps)
+        qkv = split_heads(
+            qkv, (q_norm, k_norm), cos_T1D, sin_T1C, (c.n_heads, c.n_kv_heads), c.norm_eps
+        )
         out = attend(self.layer, *qkv).flatten(1)
         return self.o_proj(out if output_index is None else select_rows(out, output_index))
 
@@ -209,9 +211,9 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.part = part
-        local_config = part.local(config)
+        local_config = part.local_config(config)
         rows = len(part.tensor.range(config.vocab_size))
-        has_embedding = part.first or (part.last and config.tied)
+        has_embedding = part.is_first or (part.is_last and config.tied)
         self.embed_tokens = Embedding(rows, config.hidden_size) if has_embedding else None
         n_local_experts = len(part.experts.range(config.n_experts))
         self.layers = nn.ModuleDict(
@@ -220,9 +222,11 @@ class Decoder(nn.Module):
                 for layer in part.pipeline.range(config.n_layers)
             }
         )
-        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.last else None
+        self.norm = RMSNorm(config.hidden_size, config.norm_eps) if part.is_last else None
         self.lm_head = (
-            Linear(config.hidden_size, rows, bias=False) if part.last and not config.tied else None
+            Linear(config.hidden_size, rows, bias=False)
+            if part.is_last and not config.tied
+            else None
         )
         self.rotary = RotaryTable(config)
         self.checkpointing = False

@@ -16,10 +16,10 @@ class TokenCost:
     """The cost of one token's forward pass through a model."""
 
     # Number of entries of the matrices that a token is multiplied with, including the head.
-    multiplied: int
+    matrix_entries: int
     # Number of query dimensions over all heads and layers. Each costs two multiply-adds per
     # attended token: one in the score, one in the weighted sum of values.
-    attended: int
+    query_dims: int
 
     def forward_flop(self, tokens: float, context: float) -> float:
         """Return the FLOPs of `tokens` tokens that each attend to `context` others on average.
@@ -27,7 +27,7 @@ class TokenCost:
         A token takes two FLOPs per matrix entry, and four per query dimension and attended token
         (arXiv:2204.02311, appendix B).
         """
-        return tokens * (2 * self.multiplied + 4 * self.attended * context)
+        return tokens * (2 * self.matrix_entries + 4 * self.query_dims * context)
 
 
 @dataclass(frozen=True)
@@ -45,22 +45,22 @@ class DecoderCost:
         heads = (shape.n_heads + 2 * shape.n_kv_heads) * shape.head_dim
         biases = shape.qkv_bias * heads + shape.out_bias * shape.hidden_size
         norms = 2 * shape.hidden_size + 2 * shape.head_dim * shape.qk_norm
-        layers = shape.n_layers * (self._attention_parameters + biases + norms)
+        layer_parameters = shape.n_layers * (self._attention_parameters + biases + norms)
         for layer in range(shape.n_layers):
             if shape.is_sparse(layer):
-                layers += shape.n_experts * (self._expert_parameters + shape.hidden_size)
+                layer_parameters += shape.n_experts * (self._expert_parameters + shape.hidden_size)
             else:
-                layers += self._dense_mlp_parameters + shape.mlp_bias * (
+                layer_parameters += self._dense_mlp_parameters + shape.mlp_bias * (
                     2 * shape.intermediate_size + shape.hidden_size
                 )
         return (
-            layers
+            layer_parameters
             + shape.hidden_size
             + shape.vocab_size * shape.hidden_size * (1 if shape.tied else 2)
         )
 
     @property
-    def multiplied(self) -> int:
+    def matrix_entries(self) -> int:
         """The number of entries of the matrices that one token is multiplied with.
 
         Only the experts that a token uses count. The embedding does not count, because it is only
@@ -82,7 +82,7 @@ class DecoderCost:
     def token_cost(self) -> TokenCost:
         """The cost of one token's forward pass."""
         return TokenCost(
-            self.multiplied, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim
+            self.matrix_entries, self.shape.n_layers * self.shape.n_heads * self.shape.head_dim
         )
 
     def forward_flop(self, tokens: float, context: float) -> float:
@@ -104,18 +104,18 @@ class DecoderCost:
             size: Bytes per number.
         """
         shape = self.shape
-        last = 2 * shape.hidden_size
+        head_activations = 2 * shape.hidden_size
         if checkpointing:
-            return size * (shape.n_layers * shape.hidden_size + last) + self.largest_layer_bytes(
-                size
-            )
-        return size * (sum(self._activations_per_layer) + last)
+            return size * (
+                shape.n_layers * shape.hidden_size + head_activations
+            ) + self.largest_layer_bytes(size)
+        return size * (sum(self._activations_per_layer) + head_activations)
 
     def largest_layer_bytes(self, size: int) -> int:
         """Return the bytes of activations per token in the layer that keeps most of them."""
         return size * max(self._activations_per_layer)
 
-    def adapter(self, targets: Collection[str], rank: int) -> int:
+    def count_adapter_parameters(self, targets: Collection[str], rank: int) -> int:
         """Return the number of parameters of a LoRA adapter on these linear maps of every layer."""
         shape = self.shape
         queries = shape.n_heads * shape.head_dim

@@ -29,22 +29,24 @@ def estimate_token_cost(
         head: The output embedding.
         config: Configuration of the text model.
     """
-    kinds = set(getattr(config, "layer_types", None) or STANDARD_ATTENTION)
+    layer_types = set(getattr(config, "layer_types", None) or STANDARD_ATTENTION)
     if (
-        kinds - STANDARD_ATTENTION
+        layer_types - STANDARD_ATTENTION
         or getattr(config, "kv_lora_rank", None)
         or not getattr(config, "num_attention_heads", 0)
     ):
         return None
-    experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
+    n_experts = next((count for name in EXPERT_COUNTS if (count := getattr(config, name, None))), 0)
     experts_per_token = getattr(config, "num_experts_per_tok", 0)
-    multiplied = head.numel()
+    matrix_entries = head.numel()
     for weight in weights:
         if weight.dim() == 2:
-            multiplied += weight.numel()
+            matrix_entries += weight.numel()
         elif weight.dim() > 2:
-            if not (experts and experts_per_token and len(weight) == experts):
+            if not (n_experts and experts_per_token and len(weight) == n_experts):
                 return None
-            multiplied += weight.numel() // experts * experts_per_token
+            matrix_entries += weight.numel() // n_experts * experts_per_token
     head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    return TokenCost(multiplied, config.num_hidden_layers * config.num_attention_heads * head_dim)
+    return TokenCost(
+        matrix_entries, config.num_hidden_layers * config.num_attention_heads * head_dim
+    )

@@ -12,7 +12,7 @@ import torch
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.errors import ModelError
 from ratchet.models.policy import DecoderPolicy, PolicyModel
-from ratchet.models.scalar_head import FILE as HEAD_FILE
+from ratchet.models.scalar_head import HEAD_FILE
 from ratchet.models.weights.hf_weights import INDEX, empty_decoder, load_decoder, read_json
 from ratchet.utils.object_store import explain_bad_address, fetch_directory, is_address
 
@@ -116,7 +116,7 @@ def init_policy(
 
 
 def is_hub_id(name: str | Path) -> bool:
-    """Return True if a model's name is taken for a Hub id: it is no path of this machine."""
+    """True if a model's name is treated as a Hub id, because it is not a path on this machine."""
     text, path = str(name), Path(name).expanduser()
     return not (
         isinstance(name, Path)
@@ -175,7 +175,7 @@ def _first_part_exists(path: Path) -> bool:
     return len(path.parts) > 1 and Path(path.parts[0]).is_dir()
 
 
-def _patterns(with_code: bool) -> list[str]:
+def _list_file_patterns(with_code: bool) -> list[str]:
     return [*HUB_FILES, "*.py"] if with_code else HUB_FILES
 
 
@@ -187,7 +187,7 @@ def _fetch(address: str, revision: str | None, with_code: bool) -> Path:
             f"revision '{revision}' is only for a model on the Hub, not for {address}: remove it"
         )
     try:
-        directory = fetch_directory(address, _patterns(with_code), deep=False)
+        directory = fetch_directory(address, _list_file_patterns(with_code), deep=False)
     except OSError as error:
         raise ModelError(f"the model can't be fetched: {error}") from error
     if not (directory / "config.json").is_file():
@@ -201,7 +201,7 @@ def _download(name: str, revision: str | None, with_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError
 
-    patterns = _patterns(with_code)
+    patterns = _list_file_patterns(with_code)
     try:
         return Path(snapshot_download(name, revision=revision, allow_patterns=patterns))
     # Every network and Hub error is an OSError.

@@ -90,21 +90,21 @@ class _RandomWeightReader:
         self._restart()
 
     def _restart(self) -> None:
-        self.drawn: dict[str, Tensor] = {}
-        self.remaining = self.decoder.draw_initial_values(self.seed)
+        self.drawn_by_name: dict[str, Tensor] = {}
+        self.remaining_values = self.decoder.draw_initial_values(self.seed)
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a weight. Draw parameters until the one that holds it."""
         parameter_name = self.parameter_names[name]
-        while parameter_name not in self.drawn:
-            named_values = next(self.remaining, None)
+        while parameter_name not in self.drawn_by_name:
+            named_values = next(self.remaining_values, None)
             if named_values is None:
                 self._restart()
                 continue
-            self.drawn = dict([named_values])
+            self.drawn_by_name = dict([named_values])
         whole = next(
             block.tensor
-            for block in cut_blocks(self.layout[parameter_name], self.drawn[parameter_name])
+            for block in cut_blocks(self.layout[parameter_name], self.drawn_by_name[parameter_name])
             if block.name == name
         )
         return whole[

@@ -55,7 +55,7 @@ def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return _RMSNorm.apply(x, weight, eps)
 
 
-def heads(
+def split_heads(
     qkv: Tensor,
     norms: cpu.Norms,
     cos_T1D: Tensor,
@@ -75,7 +75,7 @@ def heads(
     """
     q_weight, k_weight = norms
     if _has_compiled_heads(qkv, norms, cos_T1D, sin_T1C):
-        return cpu.heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
+        return cpu.split_heads(qkv, norms, cos_T1D, sin_T1C, sizes, eps)
     qk, v_TKD = qkv.split([sum(sizes), sizes[1]], dim=1)
     # Queries and keys are normalised together: small models are bound by the number of operations.
     if q_weight is not None and k_weight is not None:

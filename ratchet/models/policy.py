@@ -36,7 +36,7 @@ class PolicyModel(nn.Module, ABC):
 
     # The division of a transformers model over tensor-parallel ranks. None if the model is not
     # divided, and for the built-in decoder, which is sharded in another way.
-    divided: TPDivision | None = None
+    tp_division: TPDivision | None = None
     # The adapter that is trained instead of the weights; None: the weights are trained.
     adapter: Adapter | None = None
 
@@ -96,7 +96,7 @@ class PolicyModel(nn.Module, ABC):
     @property
     def vocabulary(self) -> VocabParallelLogits | None:
         """The division of the vocabulary over ranks; None if this rank computes all logits."""
-        return None if self.divided is None else self.divided.vocabulary
+        return None if self.tp_division is None else self.tp_division.vocabulary
 
     @property
     @abstractmethod
@@ -283,21 +283,21 @@ class DecoderPolicy(PolicyModel):
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
         if output_mask_T is None or routing is not None or not output_mask_T.any():
-            feed = self.feed(tokens_T, positions_T, lengths, routing)
+            packed = self.pack_inputs(tokens_T, positions_T, lengths, routing)
         else:
-            feed = pack_output_inputs(
+            packed = pack_output_inputs(
                 tokens_T, positions_T, lengths, output_mask_T, shares_prefixes=self.shares_prefixes
             )
         hidden = self.decoder(
-            feed.tokens_U,
-            feed.positions_U,
-            feed.attend,
-            route=feed.routing,
-            output_index=feed.output_index_U,
+            packed.tokens_U,
+            packed.positions_U,
+            packed.attend,
+            route=packed.routing,
+            output_index=packed.output_index_U,
         )
-        return feed.unfold(hidden)
+        return packed.unfold(hidden)
 
-    def feed(
+    def pack_inputs(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,

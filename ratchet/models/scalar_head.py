@@ -15,7 +15,7 @@ from ratchet.errors import ModelError
 from ratchet.models.weights.hf_weights import SCORE, WeightFiles
 from ratchet.utils.atomic_files import atomic_path
 
-FILE = "score.safetensors"
+HEAD_FILE = "score.safetensors"
 
 
 class ScalarHead(nn.Module):
@@ -42,9 +42,9 @@ class ScalarHead(nn.Module):
 
 
 def save_head(head: ScalarHead, directory: Path) -> None:
-    """Write the head as `score.safetensors` into the model's directory, in float32."""
+    """Write the head to `score.safetensors` in the model's directory, in float32."""
     directory.mkdir(parents=True, exist_ok=True)
-    with atomic_path(directory / FILE) as temporary:
+    with atomic_path(directory / HEAD_FILE) as temporary:
         save_file(
             {SCORE: head.weight.detach().to("cpu", torch.float32, copy=True)},
             temporary,
@@ -74,7 +74,7 @@ def load_head(directory: Path, hidden_size: int) -> ScalarHead | None:
 
 
 def _find_head(directory: Path) -> WeightFiles | None:
-    if (directory / FILE).exists():
-        return WeightFiles(directory, {SCORE: FILE})
+    if (directory / HEAD_FILE).exists():
+        return WeightFiles(directory, {SCORE: HEAD_FILE})
     files = WeightFiles.find(directory)
     return files if SCORE in files.files else None

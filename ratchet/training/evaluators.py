@@ -14,7 +14,7 @@ from ratchet.evals.loss_evaluator import LossEvaluator
 from ratchet.evals.pair_evaluator import PairEvaluator
 from ratchet.evals.stage_evaluator import CombinedEvaluator, StageEvaluator
 from ratchet.experience.seeds import derive_seed
-from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.protocols import Learner
 from ratchet.training.managers import make_manager
 from ratchet.training.roles import get_max_row_length
@@ -169,7 +169,7 @@ def make_stage_evaluator(
     setup = setup.evaluation or setup
     if not list_held_out_tasks(setup, spec):
         return None
-    if SCALARS & algorithm.required_outputs("policy"):
+    if SCALAR_COLUMNS & algorithm.required_outputs("policy"):
         return make_loss_evaluator(policy, setup, algorithm, spec, roles)
     parts: list[StageEvaluator | None] = []
     if setup.judges:

@@ -135,10 +135,10 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
-    imported(section.divides)(section, model)
+    imported(section.division_check)(section, model)
     return [
         ResourceRequest(
-            LEARNER, build_topology(section).world, gpus=0 if config.device == "cpu" else 1
+            LEARNER, build_topology(section).world_size, gpus=0 if config.device == "cpu" else 1
         )
     ]
 

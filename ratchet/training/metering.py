@@ -72,7 +72,7 @@ class StageMeter:
         idle = 1 - (self.activity.busy_s - self._busy_s_before) / seconds
         # `seconds` and `busy_s` are read one after the other, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
-        if self.flop_counter.works:
+        if self.flop_counter.cost_by_role:
             metrics |= {
                 "tflop": flop / 1e12,
                 "tflop_per_s": flop / seconds / 1e12,
@@ -97,7 +97,7 @@ def metering(
     """Measure the steps of stage `index` inside the block."""
     roles = run.roles
     flop_counter = FlopCounter(
-        _get_costs_by_role(policy, run), update=2.0 if run.trainable else 3.0
+        _get_costs_by_role(policy, run), passes_per_update=2.0 if run.trainable else 3.0
     )
     system = SystemMeter(directory.path, nvml=load_nvml()) if config.logging.system else None
     run.meter = StageMeter(

@@ -14,7 +14,7 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import Processor, load_processor
 from ratchet.errors import ConfigError, ModelError
-from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig
 from ratchet.learners.cross_tokenizer_teacher import AlignedTeacher
 from ratchet.learners.distributed.stage_spec import RoleSpec
@@ -115,7 +115,7 @@ def _make_local_roles(
         )
         head = (
             ScalarHead(role_model.hidden_size).to(device, dtype)
-            if SCALARS & algorithm.required_outputs(name)
+            if SCALAR_COLUMNS & algorithm.required_outputs(name)
             else None
         )
         return build(
@@ -220,7 +220,7 @@ def _make_remote_roles(
             if name in algorithm.losses
             else None,
             total_steps=_count_updates(algorithm, name, steps),
-            scalar=bool(SCALARS & algorithm.required_outputs(name)),
+            has_scalar_head=bool(SCALAR_COLUMNS & algorithm.required_outputs(name)),
             shared_vocab=shared_vocab,
             replays=algorithm.replays and name == "policy",
             adapter=adapter if role.path is None else None,

@@ -16,7 +16,7 @@ from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
 from ratchet.executors.freeze import freeze
-from ratchet.learners.compute.token_outputs import SCALARS
+from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
 from ratchet.learners.export import export_saved
 from ratchet.learners.fresh_schedule import copy_with_fresh_schedule
@@ -181,7 +181,7 @@ def load_recipe(run: Path, checkpoint: Checkpoint) -> RunConfig:
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
-    scores = SCALARS & build(stage.algorithm).required_outputs("policy")
+    scores = SCALAR_COLUMNS & build(stage.algorithm).required_outputs("policy")
     head = ScalarHead(policy.model.hidden_size) if scores else None
     learner = build(LocalConfig(), policy.model, head=head)
     learner.load(saved)

@@ -20,11 +20,11 @@ import torch
 import xxhash
 from torch import Tensor
 
-WORDS = 1024
-ROW = 8 * WORDS  # bytes
+WORDS_PER_ROW = 1024
+ROW_BYTES = 8 * WORDS_PER_ROW  # bytes
 # Bytes per chunk. A chunk fits into a core's cache, so its bytes are still there when they are
 # hashed after the copy.
-CHUNK = 2**17
+CHUNK_BYTES = 2**17
 XXH3 = "xxh3"
 SUMS = "sums"
 
@@ -68,12 +68,12 @@ def copy_with_checksum(target_n: Tensor, source: Tensor, dtype: torch.dtype) -> 
         # numpy's slices are cheaper: slicing with torch takes a tenth of the time.
         source_n = as_bytes(source).numpy()
         bytes_n = target_n.numpy()
-        for start in range(0, len(bytes_n), CHUNK):
-            chunk_n = bytes_n[start : start + CHUNK]
-            chunk_n[:] = source_n[start : start + CHUNK]
+        for start in range(0, len(bytes_n), CHUNK_BYTES):
+            chunk_n = bytes_n[start : start + CHUNK_BYTES]
+            chunk_n[:] = source_n[start : start + CHUNK_BYTES]
             digest.update(chunk_n.data)
         return f"{XXH3}:{digest.hexdigest()}"
-    rows = max(1, CHUNK * len(target) // len(target_n))
+    rows = max(1, CHUNK_BYTES * len(target) // len(target_n))
     for target_rows, source_rows in zip(target.split(rows), source.split(rows), strict=True):
         target_rows.copy_(source_rows)
         digest.update(_view_memory(as_bytes(target_rows)))
@@ -91,13 +91,13 @@ def _list_hashed_buffers(bytes_n: Tensor, kind: str) -> list[memoryview]:
     ]
 
 
-def _digest(parts: Sequence[memoryview]) -> str:
-    """Return XXH3 of the parts, one after another."""
-    if len(parts) == 1:
-        return xxhash.xxh3_128_hexdigest(parts[0])
+def _digest(buffers: Sequence[memoryview]) -> str:
+    """Return XXH3 of the buffers, one after another."""
+    if len(buffers) == 1:
+        return xxhash.xxh3_128_hexdigest(buffers[0])
     digest = xxhash.xxh3_128()
-    for part in parts:
-        digest.update(part)
+    for buffer in buffers:
+        digest.update(buffer)
     return digest.hexdigest()
 
 
@@ -106,9 +106,9 @@ def _compute_sums(bytes_n: Tensor) -> tuple[Tensor, ...]:
     # A block may begin in the middle of a word of its parameter, but a view as int64 may not.
     if bytes_n.storage_offset() % 8:
         bytes_n = bytes_n.clone()
-    rows = len(bytes_n) // ROW
-    words = bytes_n[: rows * ROW].view(torch.int64).view(rows, WORDS)
-    return torch.tensor([len(bytes_n)]), words.sum(0), words.sum(1), bytes_n[rows * ROW :]
+    rows = len(bytes_n) // ROW_BYTES
+    words = bytes_n[: rows * ROW_BYTES].view(torch.int64).view(rows, WORDS_PER_ROW)
+    return torch.tensor([len(bytes_n)]), words.sum(0), words.sum(1), bytes_n[rows * ROW_BYTES :]
 
 
 def _view_memory(tensor: Tensor) -> memoryview:

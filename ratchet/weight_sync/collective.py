@@ -51,7 +51,7 @@ class CollectiveGroupSpec:
     host: str
     port: int
     backend: str
-    receivers: int
+    n_receivers: int
     bucket_bytes: int
     timeout_s: float
     sizes: tuple[int, ...]
@@ -82,12 +82,10 @@ class CollectiveGroupSpec:
         store = dist.TCPStore(self.host, self.port, is_master=False, timeout=join_timeout)
         group_store = dist.PrefixStore(f"{self.key}/{rank}", store)
         if self.backend == "nccl":
-            return dist.ProcessGroupNCCL(group_store, group_rank, 1 + self.receivers)  # pyright: ignore[reportCallIssue]
-        join_group = dist.ProcessGroupGloo(
-            group_store, group_rank, 1 + self.receivers, join_timeout
-        )
-        join_group._set_default_timeout(timedelta(seconds=self.timeout_s))
-        return join_group
+            return dist.ProcessGroupNCCL(group_store, group_rank, 1 + self.n_receivers)  # pyright: ignore[reportCallIssue]
+        group = dist.ProcessGroupGloo(group_store, group_rank, 1 + self.n_receivers, join_timeout)
+        group._set_default_timeout(timedelta(seconds=self.timeout_s))
+        return group
 
 
 # Groups of this process: (session, "rank N" or "receiver N") -> (key, groups).
@@ -136,7 +134,7 @@ class CollectiveWeightSync(PushWeightSync):
             host=self.host,
             port=self._store.port,
             backend=self.backend,
-            receivers=self.receivers_count,
+            n_receivers=self.receivers_count,
             bucket_bytes=self.bucket_mib * 2**20,
             timeout_s=self.timeout_s,
             sizes=tuple(
@@ -164,7 +162,7 @@ class CollectiveWeightSync(PushWeightSync):
             )
             first_error = next((error for task in finished if (error := task.exception())), None)
             if unfinished:
-                # Closing the store raises an error in a side that still waits for a dead one.
+                # Closing the store raises an error in a side that still waits for the failed side.
                 self._store = None
                 await asyncio.wait(unfinished)
         finally:
@@ -193,17 +191,17 @@ def write(
     try:
         for part in outgoing:
             tensor = part.tensor.to(spec.device, part.dtype).contiguous()
-            parts.append(part.to_part(stream.sent, checksum(tensor)))
+            parts.append(part.to_part(stream.sent_bytes, checksum(tensor)))
             stream.send(as_bytes(tensor))
-        if stream.sent != spec.sizes[rank]:
+        if stream.sent_bytes != spec.sizes[rank]:
             raise WeightSyncError(
-                f"rank {rank} sent {stream.sent} bytes, not the {spec.sizes[rank]} that it "
+                f"rank {rank} sent {stream.sent_bytes} bytes, not the {spec.sizes[rank]} that it "
                 "announced",
                 rank=rank,
             )
     except BaseException:
         _GROUPS.pop((spec.session, f"rank {rank}"), None)
-        stream.finish_failed()
+        stream.finish_failed_push()
         raise
     return parts
 
@@ -215,8 +213,8 @@ class _BucketStream:
         self.group = group
         self.spec = spec
         self.rank = rank
-        self.sent = 0
-        self.is_lost = False
+        self.sent_bytes = 0
+        self.has_lost_receivers = False
         size = min(spec.bucket_bytes, spec.sizes[rank])
         self._bucket = torch.empty(size, dtype=torch.uint8, device=spec.device)
 
@@ -224,50 +222,53 @@ class _BucketStream:
         """Add bytes to the stream. Raise WeightSyncError if they exceed the announced size."""
         total = self.spec.sizes[self.rank]
         bucket_bytes = self.spec.bucket_bytes
-        if self.sent + len(bytes_n) > total:
+        if self.sent_bytes + len(bytes_n) > total:
             raise WeightSyncError(
                 f"rank {self.rank} has more to send than the {total} bytes that it announced",
                 rank=self.rank,
             )
-        copied = 0
-        while copied < len(bytes_n):
-            position = self.sent % bucket_bytes
-            count = min(len(bytes_n) - copied, len(self._bucket) - position)
-            self._bucket[position : position + count] = bytes_n[copied : copied + count]
-            copied += count
+        copied_bytes = 0
+        while copied_bytes < len(bytes_n):
+            position = self.sent_bytes % bucket_bytes
+            count = min(len(bytes_n) - copied_bytes, len(self._bucket) - position)
+            self._bucket[position : position + count] = bytes_n[copied_bytes : copied_bytes + count]
+            copied_bytes += count
             self._advance(count)
         # The padding stays within the bucket, whose size is a multiple of the alignment.
-        self._advance(align_bytes(self.sent) - self.sent)
+        self._advance(align_bytes(self.sent_bytes) - self.sent_bytes)
 
     def _advance(self, count: int) -> None:
         """Count bytes as sent, and broadcast the bucket if it is full."""
         if not count:
             return
-        self.sent += count
-        if self.sent % self.spec.bucket_bytes == 0 or self.sent == self.spec.sizes[self.rank]:
+        self.sent_bytes += count
+        if (
+            self.sent_bytes % self.spec.bucket_bytes == 0
+            or self.sent_bytes == self.spec.sizes[self.rank]
+        ):
             last_bucket = self.spec.get_bucket_bounds(
-                self.rank, -(-self.sent // self.spec.bucket_bytes) - 1
+                self.rank, -(-self.sent_bytes // self.spec.bucket_bytes) - 1
             )
             try:
                 self.group.broadcast(self._bucket[: last_bucket.stop - last_bucket.start], 0).wait()
             except RuntimeError as error:
-                self.is_lost = True
+                self.has_lost_receivers = True
                 raise WeightSyncError(
                     f"rank {self.rank} lost the receivers: {error}", rank=self.rank
                 ) from error
 
-    def finish_failed(self) -> None:
+    def finish_failed_push(self) -> None:
         """Broadcast the remaining buckets of a failed push, so that no receiver waits for them.
 
         Their contents do not matter, since the push is rejected.
         """
         with contextlib.suppress(WeightSyncError):
-            while not self.is_lost and self.sent < self.spec.sizes[self.rank]:
+            while not self.has_lost_receivers and self.sent_bytes < self.spec.sizes[self.rank]:
                 bucket_bytes = self.spec.bucket_bytes
                 self._advance(
                     min(
-                        bucket_bytes - self.sent % bucket_bytes,
-                        self.spec.sizes[self.rank] - self.sent,
+                        bucket_bytes - self.sent_bytes % bucket_bytes,
+                        self.spec.sizes[self.rank] - self.sent_bytes,
                     )
                 )
 
@@ -288,20 +289,20 @@ def read(
     for bucket_index in range(max(spec.count_buckets(rank) for rank in ranks)):
         # All receivers use the same order, and all ranks send at the same time. If a rank fails,
         # the buckets of the others are still received, so that no rank hangs.
-        sending = [
+        sending_ranks = [
             rank
             for rank in ranks
             if bucket_index < spec.count_buckets(rank) and rank not in errors_by_rank
         ]
-        works = [
+        broadcasts = [
             groups[rank].broadcast(
                 received_bytes[rank][spec.get_bucket_bounds(rank, bucket_index)], 0
             )
-            for rank in sending
+            for rank in sending_ranks
         ]
-        for rank, work in zip(sending, works, strict=True):
+        for rank, broadcast in zip(sending_ranks, broadcasts, strict=True):
             try:
-                work.wait()
+                broadcast.wait()
             except RuntimeError as error:
                 errors_by_rank[rank] = error
     for rank, error in errors_by_rank.items():

@@ -8,17 +8,17 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 
-Sent = Literal["float32", "bfloat16", "float16"] | None
-SENT = (
-    "Floating-point weights are sent in this dtype, converted by the learner; null: in the "
-    "learner's dtype."
+SentDtype = Literal["float32", "bfloat16", "float16"] | None
+SENT_DTYPE_DESCRIPTION = (
+    "The learner converts floating-point weights to this dtype before it sends them; null: it does "
+    "not convert them."
 )
 
 
 class PushSection(Section):
     """The base class of weight syncs that move weights."""
 
-    dtype: Sent = Field(default=None, description=SENT)
+    dtype: SentDtype = Field(default=None, description=SENT_DTYPE_DESCRIPTION)
     timeout_s: float = Field(
         default=600.0,
         gt=0,
@@ -107,10 +107,10 @@ class DeltaWeightSyncConfig(PushSection):
 
     kind: Literal["delta"] = "delta"
     through: Literal["files", "shared_memory"] = Field(
-        default="files", description="Channel of the changes."
+        default="files", description="How the changes are sent."
     )
     directory: str | None = Field(
         default=None,
         description="Directory of the files; null: weight_sync/ in the run's directory.",
     )
-    dtype: Sent = Field(default="bfloat16", description=SENT)
+    dtype: SentDtype = Field(default="bfloat16", description=SENT_DTYPE_DESCRIPTION)

@@ -6,7 +6,7 @@ the buffer and verify the blocks in place.
 Peak extra memory: a copy of the model (as sent), each rank's share on its own accelerator.
 Receivers map it without another copy.
 
-Not yet run anywhere: it can't be tested without an accelerator.
+This transport has not been run yet, because it can't be tested without an accelerator.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def write(
 
 
 def export_handle(
-    weights: Iterator[Shard], rank: int, world: int, *, session: str
+    weights: Iterator[Shard], rank: int, world_size: int, *, session: str
 ) -> CudaIpcHandle:
     """Return the handle of a rank's buffer."""
     return _OWN_BUFFERS[session, rank][1]

@@ -30,9 +30,9 @@ from ratchet.weight_sync.weight_blocks import (
 )
 
 # The dtype of a position within a block.
-POSITION = torch.int32
+POSITION_DTYPE = torch.int32
 # Integer dtypes by width in bytes.
-WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+WORD_DTYPES = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class _SentWeights:
@@ -57,7 +57,7 @@ def view_as_words(tensor: Tensor) -> Tensor:
 
     Comparing them compares bits: identical NaNs are equal, and 0.0 differs from -0.0.
     """
-    return tensor.reshape(-1).view(WORDS[tensor.dtype.itemsize])
+    return tensor.reshape(-1).view(WORD_DTYPES[tensor.dtype.itemsize])
 
 
 def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None:
@@ -69,13 +69,13 @@ def find_changed_words(new: Tensor, old: Tensor) -> tuple[Tensor, Tensor] | None
     new_n = view_as_words(new)
     old_n = view_as_words(old)
     positions_c = (new_n != old_n).nonzero().squeeze(1)
-    change_bytes = POSITION.itemsize + new.dtype.itemsize
+    change_bytes = POSITION_DTYPE.itemsize + new.dtype.itemsize
     if (
         len(positions_c) * change_bytes >= new_n.numel() * new.dtype.itemsize
-        or new_n.numel() > torch.iinfo(POSITION).max
+        or new_n.numel() > torch.iinfo(POSITION_DTYPE).max
     ):
         return None
-    return positions_c.to(POSITION), new_n[positions_c]
+    return positions_c.to(POSITION_DTYPE), new_n[positions_c]
 
 
 def apply_changed_words(old: Tensor, positions_c: Tensor, values_c: Tensor) -> None:
@@ -96,23 +96,23 @@ def iterate_changes(
     Blocks are sent whole if the rank's last push was not version `base`.
     """
     last_push = _SENT.setdefault(session, _SentWeights())
-    send_whole = base is None or last_push.version != base
-    # Until all blocks have been compared, the kept blocks belong to no version.
+    sends_whole = base is None or last_push.version != base
+    # Until all blocks have been compared, the stored blocks belong to no version.
     last_push.version = None
-    kept_blocks: list[Tensor] = []
+    sent_blocks: list[Tensor] = []
     for index, shard in enumerate(weights):
         new_dtype = resolve_sent_dtype(shard.tensor, dtype)
         new = shard.tensor.detach().to(new_dtype).contiguous()
         if (
-            send_whole
+            sends_whole
             or last_push.blocks[index].shape != new.shape
             or last_push.blocks[index].dtype != new_dtype
         ):
-            kept_blocks.append(new.clone())
+            sent_blocks.append(new.clone())
             yield OutgoingPart(index, "whole", new, new_dtype)
             continue
         old = last_push.blocks[index]
-        kept_blocks.append(old)
+        sent_blocks.append(old)
         changed = find_changed_words(new, old)
         if changed is None:
             old.copy_(new)
@@ -120,9 +120,9 @@ def iterate_changes(
         elif len(changed[0]):
             apply_changed_words(old, *changed)
             block_checksum = checksum(old)
-            yield OutgoingPart(index, "at", changed[0], POSITION)
+            yield OutgoingPart(index, "at", changed[0], POSITION_DTYPE)
             yield OutgoingPart(index, "to", changed[1], changed[1].dtype, block_checksum)
-    last_push.blocks = kept_blocks
+    last_push.blocks = sent_blocks
     last_push.version = version
 
 
@@ -139,7 +139,7 @@ class ReceivedWeights:
 
     def apply_push(
         self,
-        by_rank: Sequence[Sequence[WeightBlock]],
+        blocks_by_rank: Sequence[Sequence[WeightBlock]],
         parts: Sequence[Sequence[SentPart]],
         open_part: PartReader,
         *,
@@ -151,7 +151,7 @@ class ReceivedWeights:
         Raises DeltaRefused before anything is changed. Raises WeightSyncError if a changed block
         differs from the sender's; the next push must then be whole.
         """
-        self._check_base(by_rank, parts, base, version)
+        self._check_base(blocks_by_rank, parts, base, version)
         self.version = None
         for rank, rank_parts in enumerate(parts):
             positions: dict[int, Tensor] = {}
@@ -169,14 +169,14 @@ class ReceivedWeights:
                         values,
                     )
                     if not has_checksum(self.blocks[key], part.block_checksum):
-                        name = by_rank[rank][part.block].name
+                        name = blocks_by_rank[rank][part.block].name
                         raise WeightSyncError(
                             f"weight '{name}' of rank {rank} has the wrong checksum after its "
                             "changes",
                             tensor=name,
                             rank=rank,
                         )
-        for rank, blocks in enumerate(by_rank):
+        for rank, blocks in enumerate(blocks_by_rank):
             for index, block in enumerate(blocks):
                 yield rank, block, self.blocks[rank, index]
 
@@ -190,7 +190,7 @@ class ReceivedWeights:
 
     def _check_base(
         self,
-        by_rank: Sequence[Sequence[WeightBlock]],
+        blocks_by_rank: Sequence[Sequence[WeightBlock]],
         parts: Sequence[Sequence[SentPart]],
         base: int | None,
         version: int,
@@ -199,7 +199,9 @@ class ReceivedWeights:
         for rank, rank_parts in enumerate(parts):
             whole_blocks = {part.block for part in rank_parts if part.kind == "whole"}
             changed = [
-                block.name for index, block in enumerate(by_rank[rank]) if index not in whole_blocks
+                block.name
+                for index, block in enumerate(blocks_by_rank[rank])
+                if index not in whole_blocks
             ]
             if changed and (
                 self.version is None or base != self.version or version <= self.version

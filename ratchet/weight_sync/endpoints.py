@@ -53,7 +53,7 @@ class WeightSender:
     def send(self, sender: str, options: Mapping[str, Any]) -> Any:
         """Send the learner's weights.
 
-        sender: "module:function", called with (weights, rank, world, **options).
+        sender: "module:function", called with (weights, rank, world size, **options).
         """
         return imported(sender)(self.learner.weights(), 0, 1, **options)
 
@@ -73,8 +73,8 @@ class WeightReceiver:
         self._part_reader: PartReader | None = None
         self._received: dict[str, ReceivedWeights] = {}  # by session
         self._pending_weights: ReceivedWeights | None = None
-        # A single thread, because torch starts helper threads for each new one, which takes as long
-        # as the checksum of 100 MiB.
+        # A single thread, because torch starts helper threads for each new thread. This takes as
+        # long as the checksum of 100 MiB.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="intake")
         self._checksum_threads = ThreadPool(torch.get_num_threads())
 
@@ -128,8 +128,8 @@ class WeightReceiver:
         """Verify the parts and load the weights into the generator (the built-in engine or vLLM).
 
         parts: description of what each rank sent.
-        since: session, base and version of a weight sync that may send changes; None: it sends
-          whole weights only.
+        delta_args: session, base and version of a weight sync that may send changes; None if it
+          sends only whole weights.
         pending_receive: arguments of `receive`, if the parts have not been received yet.
 
         Raises WeightSyncError for the first part that differs from what was sent, or DeltaRefused.
@@ -195,7 +195,7 @@ class WeightReceiver:
         self._part_reader = self._pending_weights = None
         await self.generator.rollback()
 
-    def base(self, session: str) -> int | None:
+    def get_base_version(self, session: str) -> int | None:
         """Return the generator's version, to which this end can apply changes.
 
         Return None if that version did not come from the weight sync with this session.
@@ -214,7 +214,7 @@ class WeightReceiver:
     ) -> list[str] | None:
         """Return the names of weights that differ in the generator; None if they can't be read.
 
-        sums: each rank's blocks with the expected checksums.
+        checksums: each rank's blocks with their expected checksums.
         """
         weights_by_name: dict[str, Tensor] = {}
         if isinstance(self.generator, HasReadableWeights):

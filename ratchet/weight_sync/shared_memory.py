@@ -6,8 +6,8 @@ has ended, even by a kill. It is created once, and each process maps it once. Th
 allocates its pages, and later pushes only copy.
 
 The blocks of a weight are arranged as in the weight itself, so that a generator may use the
-received memory in place (`SupportsWeightAdoption`) without a copy. The next push then goes to a
-second segment, because a segment in use is never written.
+received memory in place (`SupportsWeightAdoption`). The next push then goes to a second segment,
+because a segment that a generator uses is never written.
 
 Peak extra memory: one segment of the model's bytes (as sent), which all processes share. Generators
 that use it in place need a second segment, but hold no weights of their own.
@@ -42,7 +42,7 @@ from ratchet.weight_sync.weight_blocks import (
 HEADER = ALIGNMENT
 
 # [rank][block] -> (first byte, byte after the last).
-BlockPlaces = list[list[tuple[int, int]]]
+BlockRanges = list[list[tuple[int, int]]]
 
 # Segments that this process has mapped: session -> token -> bytes.
 _MAPPED: dict[str, dict[str, Tensor]] = {}
@@ -87,16 +87,20 @@ class SharedMemoryWeightSync(PushWeightSync):
         # With changes_only, receivers keep whole blocks elsewhere and apply the changes to them.
         self.lasting = not self.changes_only
         self.run = run
-        # (blocks by rank, their places, total bytes)
-        self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockPlaces, int] | None = None
+        # (blocks by rank, their byte ranges, total bytes)
+        self._layout: tuple[Sequence[Sequence[WeightBlock]], BlockRanges, int] | None = None
         # The segment of the next push, and the one that receivers use in place.
-        self._free: SharedMemorySegment | None = None
-        self._in_use: SharedMemorySegment | None = None
+        self._next_segment: SharedMemorySegment | None = None
+        self._adopted_segment: SharedMemorySegment | None = None
 
     @property
     def shared_bytes(self) -> int:
         """Return the total bytes of the segments."""
-        return sum(segment.size for segment in (self._free, self._in_use) if segment is not None)
+        return sum(
+            segment.size
+            for segment in (self._next_segment, self._adopted_segment)
+            if segment is not None
+        )
 
     async def _transfer(
         self,
@@ -109,39 +113,42 @@ class SharedMemoryWeightSync(PushWeightSync):
                 blocks,
                 *lay_out_blocks(blocks, slack=2 * ALIGNMENT if self.changes_only else 0),
             )
-        _, places, size = self._layout
-        if self._free is None or self._free.size != size:
-            _close(self._free)
-            self._free = SharedMemorySegment(size, self.run)
+        _, byte_ranges, size = self._layout
+        if self._next_segment is None or self._next_segment.size != size:
+            _close(self._next_segment)
+            self._next_segment = SharedMemorySegment(size, self.run)
         segment = {
             "session": self.session,
-            "path": self._free.path,
-            "token": self._free.token,
+            "path": self._next_segment.path,
+            "token": self._next_segment.token,
             "size": size,
         }
-        return await self._send({"places": places, **segment}, delta_args), (self.receiver, segment)
+        return await self._send({"byte_ranges": byte_ranges, **segment}, delta_args), (
+            self.receiver,
+            segment,
+        )
 
     async def _commit(self, version: int) -> bool:
         # If the commit fails, a receiver may already use the segment. So it is never written again.
-        segment = self._free
-        self._free = None
+        segment = self._next_segment
+        self._next_segment = None
         try:
             adopted = await super()._commit(version)
         except BaseException:
             _close(segment)
             raise
         if adopted:
-            self._free = self._in_use
-            self._in_use = segment
+            self._next_segment = self._adopted_segment
+            self._adopted_segment = segment
         else:
-            self._free = segment
+            self._next_segment = segment
         return adopted
 
     async def close(self) -> None:
         await super().close()
-        for segment in (self._free, self._in_use):
+        for segment in (self._next_segment, self._adopted_segment):
             _close(segment)
-        self._free = self._in_use = None
+        self._next_segment = self._adopted_segment = None
 
 
 def _close(segment: SharedMemorySegment | None) -> None:
@@ -150,9 +157,9 @@ def _close(segment: SharedMemorySegment | None) -> None:
 
 
 def lay_out_blocks(
-    by_rank: Sequence[Sequence[WeightBlock]], *, slack: int = 0
-) -> tuple[BlockPlaces, int]:
-    """Return the places of all blocks, and their total bytes.
+    blocks_by_rank: Sequence[Sequence[WeightBlock]], *, slack: int = 0
+) -> tuple[BlockRanges, int]:
+    """Return the byte ranges of all blocks, and their total bytes.
 
     Weights follow one another, each with its blocks in the order of their offsets.
 
@@ -160,30 +167,30 @@ def lay_out_blocks(
       together are smaller than the block.
     """
     blocks_by_name: dict[str, list[tuple[WeightBlock, int, int]]] = {}
-    for rank, blocks in enumerate(by_rank):
+    for rank, blocks in enumerate(blocks_by_rank):
         for index, block in enumerate(blocks):
             blocks_by_name.setdefault(block.name, []).append((block, rank, index))
-    places: BlockPlaces = [[(0, 0)] * len(blocks) for blocks in by_rank]
+    byte_ranges: BlockRanges = [[(0, 0)] * len(blocks) for blocks in blocks_by_rank]
     position = 0
     for weight_blocks in blocks_by_name.values():
         for block, rank, index in sorted(weight_blocks, key=lambda entry: entry[0].offsets):
             end = position + (align_bytes(block.n_bytes) + slack if slack else block.n_bytes)
-            places[rank][index] = (position, end)
+            byte_ranges[rank][index] = (position, end)
             position = end
         position = align_bytes(position)
-    return places, position
+    return byte_ranges, position
 
 
 def write(
-    outgoing: Iterator[OutgoingPart], rank: int, *, places: BlockPlaces, **segment: Any
+    outgoing: Iterator[OutgoingPart], rank: int, *, byte_ranges: BlockRanges, **segment: Any
 ) -> list[SentPart]:
-    """Copy a rank's blocks to their places, and return what was sent."""
+    """Copy a rank's blocks to their byte ranges, and return what was sent."""
     bytes_n = _get_bytes(**segment)
     parts = []
     # block -> first byte of its next part.
     next_position: dict[int, int] = {}
     for part in outgoing:
-        start, end = places[rank][part.block]
+        start, end = byte_ranges[rank][part.block]
         position = next_position.get(part.block, start)
         if position + part.n_bytes > end:
             raise WeightSyncError(

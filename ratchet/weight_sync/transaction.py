@@ -66,7 +66,7 @@ class PushWeightSync:
         self.dtype = dtype
         self.changes_only = changes_only
         self.timeout_s = timeout_s
-        # The key of the state that both ends keep between pushes.
+        # The key under which both ends keep state between pushes.
         self.session = uuid.uuid4().hex
         # Size of the latest push.
         self.sent_bytes = 0
@@ -143,7 +143,7 @@ class PushWeightSync:
         `base` is an earlier version that all receivers have; None: there is none, and blocks are
         sent whole.
         """
-        bases = await self.receivers.call("base", self.session)
+        bases = await self.receivers.call("get_base_version", self.session)
         base = (
             bases[0]
             if len(set(bases)) == 1 and bases[0] is not None and bases[0] < version

@@ -21,7 +21,7 @@ from ratchet.protocols import Shard
 ALIGNMENT = 64
 
 
-# A tuple, like `ModelShard`: hundreds travel with a push, and tuples are serialised fastest.
+# A tuple, because a push carries hundreds of blocks, and tuples are serialised fastest.
 class WeightBlock(NamedTuple):
     """A rank's block of one weight.
 
@@ -100,7 +100,7 @@ class SentPart(NamedTuple):
     Attributes:
         start: Offset of its first byte in the bytes that the rank sent.
         checksum: Checksum of its bytes.
-        block, kind, result: As in `OutgoingPart`.
+        block, kind, block_checksum: As in `OutgoingPart`.
     """
 
     block: int
@@ -116,13 +116,13 @@ class SentPart(NamedTuple):
         return self.numel * torch_dtype(self.dtype).itemsize
 
     def read_from(self, bytes_n: Tensor) -> Tensor:
-        """Return the part's values, flat; `bytes_n` are all bytes that the rank sent."""
+        """Return the part's values as a flat tensor, from all bytes that the rank sent."""
         return bytes_n.narrow(0, self.start, self.n_bytes).view(torch_dtype(self.dtype))
 
 
-# Sends parts of a rank: (outgoing, rank, **options) -> sent parts.
+# A function that sends a rank's parts: (outgoing, rank, **options) -> sent parts.
 PartWriter = Callable[..., list[SentPart]]
-# Reads a part of a rank: (rank, part) -> its values, flat.
+# A function that reads a rank's part: (rank, part) -> the part's values as a flat tensor.
 PartReader = Callable[[int, SentPart], Tensor]
 
 
@@ -156,10 +156,10 @@ def describe_block(shard: Shard, dtype: str | None) -> WeightBlock:
     )
 
 
-def check_coverage(by_rank: Sequence[Sequence[WeightBlock]]) -> None:
+def check_coverage(blocks_by_rank: Sequence[Sequence[WeightBlock]]) -> None:
     """Raise WeightSyncError unless the ranks together send every element of every weight once."""
     blocks_by_name: dict[str, list[tuple[int, WeightBlock]]] = {}
-    for rank, blocks in enumerate(by_rank):
+    for rank, blocks in enumerate(blocks_by_rank):
         for block in blocks:
             blocks_by_name.setdefault(block.name, []).append((rank, block))
     for name, weight_blocks in blocks_by_name.items():

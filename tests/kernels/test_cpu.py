@@ -18,7 +18,7 @@ from ratchet.generators.engine.kv_cache import KVCache
 from ratchet.kernels import cpu
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers.attention import PackedAttention
-from ratchet.models.ops import heads, linear, rms_norm, swiglu
+from ratchet.models.ops import linear, rms_norm, split_heads, swiglu
 from ratchet.observe.tracing.profiler import read_events
 
 EPS = 1e-5
@@ -123,7 +123,7 @@ def test_heads(rows, kv, group, half, normed):
         return part(q, q_weight), part(k, k_weight), v
 
     def ours(qkv, q_weight, k_weight):
-        return heads(qkv, (q_weight, k_weight), *tables, (n_heads, kv), EPS)
+        return split_heads(qkv, (q_weight, k_weight), *tables, (n_heads, kv), EPS)
 
     agree(both(ours, exact, normal(rows, n_heads + 2 * kv, size), *norms))
 
@@ -136,9 +136,9 @@ def test_heads_are_the_same_with_and_without_gradient_and_take_any_layout_of_it(
     )
     tables = torch.cat([angles.cos()] * 2, dim=-1), angles.sin()
     qkv = normal(5, 8, 16).requires_grad_()
-    outs = heads(qkv, norms, *tables, (4, 2), EPS)
+    outs = split_heads(qkv, norms, *tables, (4, 2), EPS)
     with torch.no_grad():
-        for out, alone in zip(outs, heads(qkv, norms, *tables, (4, 2), EPS), strict=True):
+        for out, alone in zip(outs, split_heads(qkv, norms, *tables, (4, 2), EPS), strict=True):
             assert torch.equal(out, alone)
     grads = [normal(*out.shape, seed=i) for i, out in enumerate(outs)]
     strange = [g.transpose(0, 1).contiguous().transpose(0, 1) for g in grads]
@@ -283,13 +283,15 @@ def test_what_lies_elsewhere_is_left_to_pytorch():
         swiglu(normal(3, 7))
     angles = normal(6, 1, 4)
     cos, sin, qkv = torch.cat([angles.cos()] * 2, dim=-1), angles.sin(), normal(6, 4, 8)
-    found = heads(qkv, (weight[::2], weight[::2]), cos.expand(6, 1, 8).clone(), sin, (2, 1), EPS)
-    expected = heads(qkv, (weight[::2].clone(),) * 2, cos, sin, (2, 1), EPS)
+    found = split_heads(
+        qkv, (weight[::2], weight[::2]), cos.expand(6, 1, 8).clone(), sin, (2, 1), EPS
+    )
+    expected = split_heads(qkv, (weight[::2].clone(),) * 2, cos, sin, (2, 1), EPS)
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs)
     for tables in ((cos[:3], sin[:3]), (cos, sin[:3]), (cos[..., :4], sin)):
         with pytest.raises(RuntimeError, match="size"):
-            heads(qkv, (None, None), *tables, (2, 1), EPS)
+            split_heads(qkv, (None, None), *tables, (2, 1), EPS)
 
 
 def test_positions_that_the_kernel_cant_read_are_left_to_pytorch():

@@ -16,7 +16,7 @@ from ratchet.learners.optim.config import AdamW8bitConfig
 def goes_on(rank, directory):
     """Three steps, and the same with a checkpoint after the second, from which another learner goes
     on."""
-    adamw_8bit.SMALL, spread_cases.OPTIMIZER = 64, AdamW8bitConfig(lr=1e-2)
+    adamw_8bit.MIN_QUANTISED_SIZE, spread_cases.OPTIMIZER = 64, AdamW8bitConfig(lr=1e-2)
     mesh = Mesh(Topology(shards=2), "cpu")
     whole, resumed = (made(mesh, SHAPE, torch.float32, DTensorConfig(dp_shard=2)) for _ in range(2))
     for step in range(3):

@@ -121,7 +121,7 @@ def made(shape, kind, options, adapter=None):
     spec = RoleSpec(
         optimizer=optimizer,
         total_steps=TOTAL,
-        scalar=kind == "ppo",
+        has_scalar_head=kind == "ppo",
         replays=kind in ROUTERS,
         adapter=adapter,
     )
@@ -291,8 +291,8 @@ def micros_of(learner, batch, terms=None):
     topology = learner.topology
     part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
-        part, max_tokens=MICRO, shares_prefixes=topology.context == 1, workers=topology.data
+        part, max_tokens=MICRO, shares_prefixes=topology.context == 1, workers=topology.data_ranks
     )
-    return distribute_microbatches(part, plan, topology.data, multiple=topology.pipeline)[
+    return distribute_microbatches(part, plan, topology.data_ranks, multiple=topology.pipeline)[
         topology.data_rank(learner.coordinates)
     ]

@@ -62,11 +62,11 @@ def ranked(rank, shards, directory, train_encoders, pickled, saved=None):
     metrics, pictures = [], []
     for batch in pickle.loads(pickled):
         batch, terms = weighed(batch)
-        plan = plan_microbatches(batch, max_tokens=TOKENS, workers=mesh.topology.data)
+        plan = plan_microbatches(batch, max_tokens=TOKENS, workers=mesh.topology.data_ranks)
         micros = strip_media(
             [
                 micro.batch
-                for micro in distribute_microbatches(batch, plan, mesh.topology.data)[
+                for micro in distribute_microbatches(batch, plan, mesh.topology.data_ranks)[
                     mesh.topology.data_rank(mesh.coordinates)
                 ]
             ]

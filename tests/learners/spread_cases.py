@@ -146,7 +146,7 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
         policy = DistributedPolicy(
             shape, spread, device="cpu", dtype=dtype, chunks=config.pipeline_chunks
         )
-        for stage in policy.runs:
+        for stage in policy.local_stages:
             shard_model(stage, list(stage.decoder.layers.values()), mesh, autocast=autocast)
     if adapter is not None:
         policy.attach(adapter)
@@ -172,11 +172,11 @@ def made(mesh, shape, dtype, config, autocast=False, adapter=None):
 def micros_of(mesh, batch, terms=None):
     part = batch if terms is None else batch.take(select_weighted_rows(batch, terms))
     plan = plan_microbatches(
-        part, max_tokens=40, shares_prefixes=mesh.context is None, workers=mesh.topology.data
+        part, max_tokens=40, shares_prefixes=mesh.context is None, workers=mesh.topology.data_ranks
     )
-    return distribute_microbatches(part, plan, mesh.topology.data, multiple=mesh.topology.pipeline)[
-        mesh.topology.data_rank(mesh.coordinates)
-    ]
+    return distribute_microbatches(
+        part, plan, mesh.topology.data_ranks, multiple=mesh.topology.pipeline
+    )[mesh.topology.data_rank(mesh.coordinates)]
 
 
 def spread(

@@ -76,7 +76,7 @@ def expected(directory):
 @pytest.mark.parametrize(("kind", "name"), CASES)
 def test_ranks_compute_what_one_process_does(directory, expected, kind, name):
     topology, options = TOPOLOGIES[name]
-    world = Topology(**topology).world
+    world = Topology(**topology).world_size
     results = run_ranks(
         world,
         "learners.spread_cases:spread",

@@ -68,7 +68,7 @@ def expected(name):
 def test_ranks_compute_what_one_process_does(kind, name):
     shape = SHAPES[kind]
     topology, options = (OF_EXPERTS if kind == "sparse" else TOPOLOGIES)[name]
-    world = Topology(**topology).world
+    world = Topology(**topology).world_size
     results = run_ranks(
         world, "learners.spread_cases:spread", topology, shape, STEPS, options, torch.float64
     )
@@ -81,7 +81,7 @@ def test_under_autocast_ranks_compute_what_one_process_does_under_it(kind, name)
     """Far closer than that is to float32, from which its losses are 1e-3 away: the same numbers are
     rounded."""
     topology, options = TOPOLOGIES[name]
-    world = Topology(**topology).world
+    world = Topology(**topology).world_size
     arguments = (topology, SHAPES[kind], 1, options, torch.float32, None, True)
     results = run_ranks(world, "learners.spread_cases:spread", *arguments)
     check_alike(results, topology, alone(SHAPES[kind], 1, torch.float32, autocast=True), rtol=1e-4)

@@ -38,7 +38,7 @@ CASES = {
 )
 def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
     shape, topology, options, adapter = CASES[name]
-    world = Topology(**topology).world
+    world = Topology(**topology).world_size
     more = (torch.float64, tmp_path, False, adapter)
     results = run_ranks(
         world, "learners.spread_cases:spread", topology, shape, STEPS, options, *more

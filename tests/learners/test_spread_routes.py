@@ -52,7 +52,9 @@ def test_ranks_replay_what_one_process_replays(name):
     topology, options, router = TOPOLOGIES[name]
     batch, expected, metrics = alone(router)
     places = Topology(**topology)
-    results = run_ranks(places.world, "learners.routed_cases:spread", topology, options, router)
+    results = run_ranks(
+        places.world_size, "learners.routed_cases:spread", topology, options, router
+    )
     rows = [list(own) for _, micros, _ in results for own in micros]
     found = gather_columns(batch, rows, [columns for *_, micros in results for columns in micros])
     _, unrouted, _ = alone(router, replays=False)

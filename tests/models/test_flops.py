@@ -100,6 +100,6 @@ def test_an_adapters_parameters(targets) -> None:
     shape, lora = SHAPES["grouped"], LoRAConfig(rank=3, target_modules=targets)
     policy = DecoderPolicy(Decoder(shape).init_weights(0))
     policy.attach(Adapter(lora, seed=0))
-    assert DecoderCost(shape).adapter(resolve_decoder_targets(shape, lora), 3) == sum(
-        p.numel() for _, p in policy.trained_parameters()
-    )
+    assert DecoderCost(shape).count_adapter_parameters(
+        resolve_decoder_targets(shape, lora), 3
+    ) == sum(p.numel() for _, p in policy.trained_parameters())

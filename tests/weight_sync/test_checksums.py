@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ratchet.weight_sync.checksums import (
-    ROW,
+    ROW_BYTES,
     SUMS,
     XXH3,
     _checksum,
@@ -18,7 +18,18 @@ from ratchet.weight_sync.checksums import (
     has_checksum,
 )
 
-SIZES = [0, 1, 7, 8, ROW - 1, ROW, ROW + 1, 3 * ROW + 5, 200 * ROW + 24, 600 * ROW + 24]
+SIZES = [
+    0,
+    1,
+    7,
+    8,
+    ROW_BYTES - 1,
+    ROW_BYTES,
+    ROW_BYTES + 1,
+    3 * ROW_BYTES + 5,
+    200 * ROW_BYTES + 24,
+    600 * ROW_BYTES + 24,
+]
 
 
 def data(size, seed=0):
@@ -31,8 +42,8 @@ def data(size, seed=0):
 def test_an_accelerators_is_made_of_the_sums_of_rows_and_columns(size):
     """As the module says, by numpy: a CPU that is asked to compares by the same."""
     bytes_n = data(size).numpy()
-    whole = size // ROW * ROW
-    words = bytes_n[:whole].view(np.int64).reshape(-1, ROW // 8)
+    whole = size // ROW_BYTES * ROW_BYTES
+    words = bytes_n[:whole].view(np.int64).reshape(-1, ROW_BYTES // 8)
     wanted = xxhash.xxh3_128(size.to_bytes(8, "little"))
     for part in (words.sum(0), words.sum(1), bytes_n[whole:]):
         wanted.update(part.tobytes())
@@ -78,7 +89,7 @@ KINDS = pytest.mark.parametrize("kind", [XXH3, SUMS])
 
 @KINDS
 @settings(deadline=None, max_examples=60)
-@given(st.sampled_from([9, ROW + 11, 5 * ROW]), st.data())
+@given(st.sampled_from([9, ROW_BYTES + 11, 5 * ROW_BYTES]), st.data())
 def test_flips_and_exchanges_are_found(kind, size, choose):
     bytes_n = data(size)
     whole = _checksum(bytes_n, kind)
@@ -95,7 +106,7 @@ def test_flips_and_exchanges_are_found(kind, size, choose):
 @KINDS
 def test_exchanged_signs_rows_and_words_are_found(kind):
     """What sums of words with weights, or without, would miss."""
-    words = data(4 * ROW).view(torch.int64).clone()
+    words = data(4 * ROW_BYTES).view(torch.int64).clone()
     words[5], words[5 + 2 * 1024] = 1, 1 - 2**63  # differ in the top bit alone
     whole = _checksum(as_bytes(words), kind)
     for pairs in ([5, 5 + 2 * 1024], [0, 1], [0, 1024]):
@@ -105,4 +116,6 @@ def test_exchanged_signs_rows_and_words_are_found(kind):
     rows = words.view(4, 1024)
     assert not has_checksum(rows[[1, 0, 2, 3]].contiguous(), whole)
     assert not has_checksum(rows[:3].contiguous(), whole)
-    assert not has_checksum(torch.zeros(ROW), _checksum(as_bytes(torch.zeros(2 * ROW)), kind))
+    assert not has_checksum(
+        torch.zeros(ROW_BYTES), _checksum(as_bytes(torch.zeros(2 * ROW_BYTES)), kind)
+    )

@@ -14,7 +14,7 @@ from typing import Any
 
 from rich.console import Console
 
-from ratchet.commands.migrate.importer import Imported, Item, read_config
+from ratchet.commands.migrate.importer import ImportResult, Item, read_config
 from ratchet.config.yaml_tree import write_text
 from ratchet.errors import ConfigError
 
@@ -39,12 +39,12 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
             f"{out} exists already, and is not overwritten: give another --out, or remove it"
         )
     result = read_config(file, peer)
-    text = recipe_text(result, file.name)
+    text = format_recipe(result, file.name)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file}: {result.peer.title}, {result.method}")
-    for line in _taken_over(result):
+    for line in _format_taken_over(result):
         console.print(line)
-    for line in account(result):
+    for line in format_account(result):
         console.print(line)
     if out is None:
         Console(highlight=False, markup=False, soft_wrap=True).print(text, end="")
@@ -60,54 +60,54 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
         )
 
 
-def recipe_text(result: Imported, name: str) -> str:
+def format_recipe(result: ImportResult, name: str) -> str:
     """Return the recipe as YAML, below comments that name the source file and give the account."""
     heading = [
         f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
         "import`."
     ]
-    comments = "\n".join(f"# {line}".rstrip() for line in [*heading, *account(result)])
+    comments = "\n".join(f"# {line}".rstrip() for line in [*heading, *format_account(result)])
     return f"{comments}\n{write_text(result.recipe)}"
 
 
-def account(result: Imported) -> Iterator[str]:
+def format_account(result: ImportResult) -> Iterator[str]:
     """Yield the lines of the account, which lists the keys that were not simply taken over.
 
     They mean something else in Ratchet, have no counterpart or no effect, or could not be read.
     Keys that the import chose itself and problems of the recipe follow.
     """
-    yield from _section("Means something else here", _pairs(result.different))
-    yield from _section("Without counterpart", _pairs(result.dropped))
-    yield from _section("Without effect on results here", _pairs(result.inert))
-    chosen = ", ".join(f"{key}={_short(value)}" for key, value in result.chosen.items())
-    yield from _section(
+    yield from _format_section("Means something else here", _join_by_note(result.different))
+    yield from _format_section("Without counterpart", _join_by_note(result.dropped))
+    yield from _format_section("Without effect on results here", _join_by_note(result.inert))
+    chosen = ", ".join(f"{key}={_shorten(value)}" for key, value in result.chosen.items())
+    yield from _format_section(
         "Not in the file, and set to a starting value",
         [(chosen, "check that they are what you want")] if chosen else [],
     )
-    yield from _section("Could not be resolved", list(result.unresolved.items()))
-    yield from _section(
+    yield from _format_section("Could not be resolved", list(result.unresolved.items()))
+    yield from _format_section(
         "Set more than once in the file: the last value counts, not these",
-        [(f"{key}={_short(text)}", "") for key, text in result.repeated.items()],
+        [(f"{key}={_shorten(text)}", "") for key, text in result.repeated.items()],
     )
-    yield from _section(
+    yield from _format_section(
         "Null in the file, so there is nothing to take over",
         [(", ".join(result.null_keys), "")] if result.null_keys else [],
     )
-    yield from _section(
+    yield from _format_section(
         "To be fixed before the recipe can run",
         [(problem.origin.path or "recipe", problem.message) for problem in result.problems],
     )
 
 
-def _taken_over(result: Imported) -> Iterator[str]:
+def _format_taken_over(result: ImportResult) -> Iterator[str]:
     """Yield the section of keys that mean the same here."""
     lines = [f"  {_describe(item)}" for item in result.same]
     if lines:
         yield from ["", "Taken over:", *lines]
 
 
-def _pairs(items: Sequence[Item]) -> list[tuple[str, str]]:
-    """Return (keys, note) pairs: keys with the same note are joined."""
+def _join_by_note(items: Sequence[Item]) -> list[tuple[str, str]]:
+    """Return (keys, note) pairs, in which keys with the same note are joined."""
     keys_by_note: dict[str, list[str]] = {}
     for item in items:
         keys_by_note.setdefault(item.note, []).append(_describe(item))
@@ -115,18 +115,18 @@ def _pairs(items: Sequence[Item]) -> list[tuple[str, str]]:
 
 
 def _describe(item: Item) -> str:
-    """Return a key of the peer and what it became: `peer_key=1 (their default) -> recipe_key=1`."""
-    recipe_keys = ", ".join(f"{key}={_short(value)}" for key, value in item.recipe_keys.items())
+    """Return a text such as `peer_key=1 (their default) -> recipe_key=1`."""
+    recipe_keys = ", ".join(f"{key}={_shorten(value)}" for key, value in item.recipe_keys.items())
     default_mark = " (their default)" if item.is_default else ""
     target = ""
     if recipe_keys:
         target = f" -> {recipe_keys}"
-    elif item.part_of:
-        target = f" (with {item.part_of})"
-    return f"{item.peer_key}={_short(item.value)}{default_mark}{target}"
+    elif item.covered_by:
+        target = f" (with {item.covered_by})"
+    return f"{item.peer_key}={_shorten(item.value)}{default_mark}{target}"
 
 
-def _short(value: Any) -> str:
+def _shorten(value: Any) -> str:
     """Return a value on one line of at most MAX_VALUE_CHARS characters, all of them printable."""
     text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
     text = " ".join(text.split())
@@ -134,7 +134,7 @@ def _short(value: Any) -> str:
     return text if len(text) <= MAX_VALUE_CHARS else f"{text[: MAX_VALUE_CHARS - 3]}..."
 
 
-def _section(title: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
+def _format_section(title: str, pairs: Sequence[tuple[str, str]]) -> Iterator[str]:
     """Yield a titled section of (keys, note) pairs as wrapped lines; nothing without pairs."""
     if not pairs:
         return

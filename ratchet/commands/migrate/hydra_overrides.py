@@ -9,25 +9,25 @@ from itertools import groupby
 from typing import Any
 
 from ratchet.commands.migrate.numbers import parse_hydra_word
-from ratchet.commands.migrate.shell import LITERAL, Variables, split_commands, split_words
+from ratchet.commands.migrate.shell import LITERAL_DOLLAR, Variables, split_commands, split_words
 from ratchet.errors import ConfigError
 
 # An override with its optional sign: ++ and + add a key, ~ removes one.
 OVERRIDE = re.compile(r"(\+\+|\+|~)?([A-Za-z_][\w@/-]*(?:\.[\w@/-]+)*)=(.*)", re.DOTALL)
 # The removal of a key, without a value (`~a.b`).
-REMOVED = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
+REMOVAL = re.compile(r"~([A-Za-z_]\w*(?:\.\w+)+)")
 # A key with a dot that is being set, anywhere in a line.
 KEY = re.compile(r"(?<![\w.$/])([A-Za-z_]\w*(?:\.\w+)+)=")
-# An override behind a space: a variable without quotes that holds several.
-SPLIT = re.compile(r"\s[+~]*[A-Za-z_]\w*(?:\.\w+)+=")
+# An override after a space: the value comes from an unquoted variable with several overrides.
+SEVERAL_OVERRIDES = re.compile(r"\s[+~]*[A-Za-z_]\w*(?:\.\w+)+=")
 # The beginning of an array of the shell (`NAME=(`).
 ARRAY = re.compile(r"\s*(?:(?:local|declare|readonly|typeset)\s+(?:-\w+\s+)*)?([A-Za-z_]\w*)\+?=\(")
 # A word that is a variable alone; its value is split into words.
 WORDS_OF_VARIABLE = re.compile(r"\$(?:\w+|\{\w+\})")
-# `$1` and `$@` are the caller's own words.
-CALLERS = re.compile(r"\$\{?\d+\}?")
+# An argument of the script, such as $1. Its value is unknown.
+SCRIPT_ARGUMENT = re.compile(r"\$\{?\d+\}?")
 # Commands that print their words. Overrides among these have no effect.
-PRINTING = ("echo", "printf")
+PRINTING_COMMANDS = ("echo", "printf")
 # Shell builtins whose `name=value` words are not overrides.
 SHELL_BUILTINS = ("export", "local", "declare", "readonly", "unset", "set", "alias")
 ESCAPED = re.compile(r"\\([\\()\[\]{}:=, \t])")
@@ -59,7 +59,7 @@ class Script:
     undotted: dict[str, str] = field(default_factory=dict)
 
     _has_command: bool = False
-    _of_arrays: set[str] = field(default_factory=set)  # keys whose value stands in an array
+    _array_keys: set[str] = field(default_factory=set)  # keys whose value stands in an array
 
     def read(self, text: str) -> None:
         """Read the overrides of a script. Its own variables in them are replaced by their values.
@@ -113,28 +113,32 @@ class Script:
         # Words that consist of ; & | separate commands.
         for is_separator, group in groupby(words, lambda word: not word.strip(";&|")):
             command = list(group)
-            if not is_separator and command[0] not in PRINTING:
+            if not is_separator and command[0] not in PRINTING_COMMANDS:
                 self._read_words(self._split_variables(command, in_array), in_array)
 
     def _split_variables(self, words: list[str], in_array: bool) -> list[str]:
-        """Return the words with a variable that is a word of its own replaced by its words."""
+        """Return the words; a word that is only a variable is replaced by the variable's words."""
         is_command = in_array or _is_python(words)
-        split: list[str] = []
+        expanded_words: list[str] = []
         for word in words:
             value = self.variables.substitute(word)
-            if not is_command or not WORDS_OF_VARIABLE.fullmatch(word) or CALLERS.fullmatch(word):
-                split.append(word)
+            if (
+                not is_command
+                or not WORDS_OF_VARIABLE.fullmatch(word)
+                or SCRIPT_ARGUMENT.fullmatch(word)
+            ):
+                expanded_words.append(word)
             elif "$" in value or "`" in value:
                 self.unresolved[word] = "a variable of the shell, whose words the file doesn't give"
             else:
-                split += value.replace(LITERAL, "$").split()
-        return split
+                expanded_words += value.replace(LITERAL_DOLLAR, "$").split()
+        return expanded_words
 
     def _read_words(self, words: list[str], in_array: bool) -> None:
         """Read the words of one command, or of a line within an array.
 
-        A key without a dot (`model_engine=megatron`) looks like a variable of the shell. It counts
-        as an override within an array and among the arguments of a Python program only.
+        A key without a dot (`model_engine=megatron`) looks like a variable of the shell. It only
+        counts as an override in an array, or among the arguments of a Python program.
         """
         is_command = _is_python(words)
         self._has_command = self._has_command or (is_command and not in_array)
@@ -146,7 +150,7 @@ class Script:
             option, _, name = word.partition("=")
             if option in ("--config-name", "--config-path", "--config-dir", "--config"):
                 self.nested[option] = name or (words[index + 1] if index + 1 < len(words) else "")
-            elif (match := REMOVED.fullmatch(word)) is not None:
+            elif (match := REMOVAL.fullmatch(word)) is not None:
                 self.unresolved[f"~{match[1]}"] = "is taken out there: leave it out here"
             elif match := OVERRIDE.fullmatch(word):
                 if match[1] == "~":
@@ -157,20 +161,23 @@ class Script:
                     self.undotted[match[2]] = self._expand(match[3])
 
     def _expand(self, text: str) -> str:
-        """Return a text with the known shell variables replaced by their values. LITERAL stays."""
+        """Return a text with the known shell variables replaced by their values.
+
+        LITERAL_DOLLAR stays.
+        """
         return self.variables.substitute(text)
 
     def _set_key(self, key: str, text: str, in_array: bool = False) -> None:
         """Set a key to the value of a text, or record in `unresolved` why that can't be done."""
         self.unresolved.pop(key, None)
-        is_of_shell = "`" in text or "$" in text  # not LITERAL
-        text = text.replace(LITERAL, "$")
-        if is_of_shell or ("$" in text and not text.startswith("${")):
+        has_shell_syntax = "`" in text or "$" in text  # not LITERAL_DOLLAR
+        text = text.replace(LITERAL_DOLLAR, "$")
+        if has_shell_syntax or ("$" in text and not text.startswith("${")):
             self.unresolved[key] = (
                 f"{text}: a variable of the shell, whose value the file doesn't give"
             )
             return
-        if SPLIT.search(text):
+        if SEVERAL_OVERRIDES.search(text):
             self.unresolved[key] = (
                 f"{text}: the shell splits it into several overrides: write them so"
             )
@@ -190,7 +197,7 @@ class Script:
             if not isinstance(section, dict):
                 raise ConfigError(f"{key}: {parent} is set to a value and to a section")
         if last in section and section[last] != value:
-            if in_array != (key in self._of_arrays):
+            if in_array != (key in self._array_keys):
                 self.unresolved[key] = (
                     f"{text}, and {section[last]} in {'the command' if in_array else 'an array'}: "
                     "leave one out"
@@ -200,7 +207,7 @@ class Script:
             self.repeated[key] = str(section[last])
         section[last] = value
         if in_array:
-            self._of_arrays.add(key)
+            self._array_keys.add(key)
 
 
 def _is_python(words: list[str]) -> bool:
@@ -228,17 +235,20 @@ def parse(text: str, depth: int = 0) -> Any:
             raise UnreadableOverride("its quotes don't match")
         return re.sub(rf"\\([\\{text[0]}])", r"\1", text[1:-1])
     if text.startswith("[") and text.endswith("]"):
-        return [parse(item, depth + 1) for item in _items(text[1:-1])]
+        return [parse(item, depth + 1) for item in _split_items(text[1:-1])]
     if text.startswith("{") and text.endswith("}"):
-        return {key: parse(value, depth + 1) for key, value in map(_pair, _items(text[1:-1]))}
-    if len(list(_items(text))) > 1:
+        return {
+            key: parse(value, depth + 1)
+            for key, value in map(_split_pair, _split_items(text[1:-1]))
+        }
+    if len(list(_split_items(text))) > 1:
         raise UnreadableOverride("is several values, for several runs: give one")
     if re.fullmatch(r"[A-Za-z_]\w*\(.*\)", text):
         raise UnreadableOverride("is a function of Hydra: set its result")
     return ESCAPED.sub(r"\1", text) if ESCAPED.search(text) else parse_hydra_word(text)
 
 
-def _pair(text: str) -> tuple[str, str]:
+def _split_pair(text: str) -> tuple[str, str]:
     """Return (key, text of the value) of an entry of a section.
 
     Raises UnreadableOverride without a colon.
@@ -249,7 +259,7 @@ def _pair(text: str) -> tuple[str, str]:
     return str(parse(key)), value
 
 
-def _items(text: str) -> Iterator[str]:
+def _split_items(text: str) -> Iterator[str]:
     """Yield the parts of a text between its commas.
 
     A comma does not separate if it is escaped, or inside quotes, brackets or an interpolation.

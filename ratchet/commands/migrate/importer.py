@@ -24,10 +24,10 @@ from ratchet.commands.migrate.table import (
     Method,
     Peer,
     PeerConfig,
-    Sets,
+    Values,
 )
 from ratchet.commands.migrate.trl import TRL
-from ratchet.commands.migrate.used_keys import ConversionRuns
+from ratchet.commands.migrate.used_keys import ConversionLog
 from ratchet.commands.migrate.verl import VERL
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import RecipeProblem, explain, locate
@@ -67,7 +67,7 @@ class Item:
     recipe_keys: Mapping[str, Any]  # keys and values in the recipe; empty without a counterpart
     note: str  # why there is no counterpart, or how the meaning differs in the recipe
     is_default: bool = False  # True if the value is the peer's default, not set in the file
-    part_of: str = ""  # the peer's key whose conversion covers this one too
+    covered_by: str = ""  # the peer's key whose conversion covers this one too
     inert: bool = False  # True if the key, as it is set, changes no result in Ratchet
 
     @property
@@ -77,13 +77,13 @@ class Item:
         same: taken over. different: taken over with a change that `note` names. dropped: without
         counterpart. inert: without effect on results.
         """
-        if self.part_of or self.recipe_keys:
+        if self.covered_by or self.recipe_keys:
             return "different" if self.note else "same"
         return "inert" if self.inert else "dropped"
 
 
 @dataclass
-class Imported:
+class ImportResult:
     """The result of an import."""
 
     peer: Peer
@@ -144,7 +144,7 @@ class Imported:
         return nested
 
 
-def read_config(path: Path, peer: str | None = None) -> Imported:
+def read_config(path: Path, peer: str | None = None) -> ImportResult:
     """Import a file.
 
     Raises ConfigError if the file can't be read, or if the peer or the kind of training can't be
@@ -154,7 +154,7 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
     chosen_peer = PEERS[peer] if peer is not None else _detect_peer(source.values, path)
     if path.suffix not in (".sh", ".bash", ".txt") and chosen_peer.dialect != "omegaconf":
         source = read_source(path, chosen_peer.dialect)
-    name = chosen_peer.method(source.values)
+    name = chosen_peer.detect_method(source.values)
     if not name:
         raise ConfigError(
             f"{path}: the kind of training can't be detected from the keys: {chosen_peer.title} "
@@ -168,10 +168,10 @@ def read_config(path: Path, peer: str | None = None) -> Imported:
     return result
 
 
-def convert(peer: Peer, name: str, source: FlatConfig) -> Imported:
+def convert(peer: Peer, name: str, source: FlatConfig) -> ImportResult:
     """Return a source converted by a method's table. `ratchet check` has not checked it yet."""
     method = peer.methods[name]
-    result = Imported(
+    result = ImportResult(
         peer, name, [], dict(method.fixed), unresolved=source.unresolved, repeated=source.repeated
     )
     _apply(result, method, PeerConfig(source.values, method.defaults))
@@ -188,17 +188,17 @@ def _detect_peer(values: Mapping[str, Any], path: Path) -> Peer:
     return ranked[0]
 
 
-def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
+def _apply(result: ImportResult, method: Method, config: PeerConfig) -> None:
     """Apply the rows in the table's order, so that later rows override earlier ones."""
     positions = {row.peer_key: position for position, row in enumerate(method.rows)}
-    keys = [(key, value, method.row(key), False) for key, value in config.values.items()]
+    keys = [(key, value, method.find_row(key), False) for key, value in config.values.items()]
     keys += [
-        (key, value, method.row(key), True)
+        (key, value, method.find_row(key), True)
         for key, value in config.defaults.items()
         if key not in config.values
     ]
-    runs = ConversionRuns()
-    set_by: dict[str, str] = {}
+    conversion_log = ConversionLog()
+    setter_by_recipe_key: dict[str, str] = {}
     for key, value, row, is_default in sorted(
         keys, key=lambda entry: positions[entry[2].peer_key] if entry[2] else -1
     ):
@@ -212,22 +212,22 @@ def _apply(result: Imported, method: Method, config: PeerConfig) -> None:
             config.read_keys.clear()
             item = _convert_key(row, key, value, config, is_default)
             if row.convert is not None and item.recipe_keys:
-                runs.add(key, row.convert, value, config.read_keys)
-        if item is None or (is_default and not (item.recipe_keys or item.part_of)):
+                conversion_log.add(key, row.convert, value, config.read_keys)
+        if item is None or (is_default and not (item.recipe_keys or item.covered_by)):
             continue
         result.items.append(item)
         for name, content in item.recipe_keys.items():
             set_recipe_key(result.flat, name, content)
-            set_by[name] = key
+            setter_by_recipe_key[name] = key
         result.determined |= set(item.recipe_keys)
-    _correct_items(result, runs, set_by, config)
+    _correct_items(result, conversion_log, setter_by_recipe_key, config)
 
 
 def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_default: bool) -> Item:
     if value is None:
         return Item(key, None, {row.recipe_key: row.null}, row.note, is_default)
-    if row.part_of:
-        return Item(key, value, {}, "", is_default, row.part_of)
+    if row.covered_by:
+        return Item(key, value, {}, "", is_default, row.covered_by)
     if not row.recipe_key and row.convert is None:
         return Item(key, value, {}, row.note, is_default, inert=row.inert)
     try:
@@ -241,7 +241,7 @@ def _convert_key(row: KeyRow, key: str, value: Any, config: PeerConfig, is_defau
         )
     if isinstance(result, Dropped | Inert):
         return Item(key, value, {}, result.reason, is_default, inert=isinstance(result, Inert))
-    if isinstance(result, Sets):
+    if isinstance(result, Values):
         return Item(key, value, result.values, result.note or row.note, is_default)
     return Item(key, value, {row.recipe_key: result}, row.note, is_default)
 
@@ -272,19 +272,25 @@ def set_recipe_key(flat: dict[str, Any], key: str, value: Any) -> None:
 
 
 def _correct_items(
-    result: Imported, runs: ConversionRuns, set_by: Mapping[str, str], config: PeerConfig
+    result: ImportResult,
+    conversion_log: ConversionLog,
+    setter_by_recipe_key: Mapping[str, str],
+    config: PeerConfig,
 ) -> None:
     """Correct the items that a later key has overridden, or whose value no conversion used."""
     recipe = result.recipe
-    items = [_drop_overridden(item, recipe, set_by) for item in result.items]
-    by_key = {item.peer_key: item for item in items}
+    items = [_drop_overridden(item, recipe, setter_by_recipe_key) for item in result.items]
+    item_by_key = {item.peer_key: item for item in items}
     items = [
-        item if item.is_default else _drop_unused(item, by_key, runs, config) for item in items
+        item if item.is_default else _drop_unused(item, item_by_key, conversion_log, config)
+        for item in items
     ]
     result.items = [item for item in items if not item.is_default or item.recipe_keys]
 
 
-def _drop_overridden(item: Item, recipe: Mapping[str, Any], set_by: Mapping[str, str]) -> Item:
+def _drop_overridden(
+    item: Item, recipe: Mapping[str, Any], setter_by_recipe_key: Mapping[str, str]
+) -> Item:
     """Return the item without the recipe keys that a later key set to another value."""
     overridden = [
         key for key, value in item.recipe_keys.items() if not _has_value(recipe, key, value)
@@ -293,15 +299,22 @@ def _drop_overridden(item: Item, recipe: Mapping[str, Any], set_by: Mapping[str,
         return item
     # The overriding key set the same key of the recipe, or a section above it.
     setting_keys = {
-        key: set_by.get(key)
-        or next((setter for name, setter in set_by.items() if key.startswith(f"{name}.")), "")
+        key: setter_by_recipe_key.get(key)
+        or next(
+            (setter for name, setter in setter_by_recipe_key.items() if key.startswith(f"{name}.")),
+            "",
+        )
         for key in overridden
     }
     reason = "; ".join(
         f"{key} is overridden by {setting_keys[key] or 'another key'}" for key in overridden
     )
-    kept = {key: value for key, value in item.recipe_keys.items() if key not in overridden}
-    return replace(item, recipe_keys=kept, note="; ".join(filter(None, [item.note, reason])))
+    remaining_keys = {
+        key: value for key, value in item.recipe_keys.items() if key not in overridden
+    }
+    return replace(
+        item, recipe_keys=remaining_keys, note="; ".join(filter(None, [item.note, reason]))
+    )
 
 
 def _has_value(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
@@ -316,55 +329,60 @@ def _has_value(recipe: Mapping[str, Any], key: str, value: Any) -> bool:
 
 
 def _drop_unused(
-    item: Item, by_key: Mapping[str, Item], runs: ConversionRuns, config: PeerConfig
+    item: Item, item_by_key: Mapping[str, Item], conversion_log: ConversionLog, config: PeerConfig
 ) -> Item:
     """Return the item, corrected if its own conversion did not use its value.
 
     Such an item is part of another key's conversion, or it is not taken over.
     """
-    if not item.part_of and item.peer_key not in runs.conversions:
+    if not item.covered_by and item.peer_key not in conversion_log.conversion_by_key:
         return item
-    used = [
-        peer_key for peer_key in runs.users(item.peer_key, config) if by_key[peer_key].recipe_keys
+    using_keys = [
+        peer_key
+        for peer_key in conversion_log.find_users(item.peer_key, config)
+        if item_by_key[peer_key].recipe_keys
     ]
-    if item.peer_key in used:
+    if item.peer_key in using_keys:
         return item
-    if used:
+    if using_keys:
         return replace(
-            item, recipe_keys={}, note="" if item.part_of else item.note, part_of=used[0]
+            item,
+            recipe_keys={},
+            note="" if item.covered_by else item.note,
+            covered_by=using_keys[0],
         )
-    if not item.part_of:
+    if not item.covered_by:
         reason = f"is not taken over: {', '.join(item.recipe_keys)} does not depend on it"
         return replace(item, recipe_keys={}, note="; ".join(filter(None, [item.note, reason])))
-    main = by_key.get(_main_key(item))
+    main = item_by_key.get(_main_key(item))
     if main is None:
         return replace(
             item,
-            part_of="",
+            covered_by="",
             note=f"only counts with {_main_key(item)}, which the file doesn't set",
             inert=True,
         )
     if main.recipe_keys:
         return replace(
             item,
-            part_of="",
+            covered_by="",
             note=f"is not taken over: {main.peer_key}={main.value} was converted without it",
         )
-    return replace(item, part_of="", note=f"{main.peer_key}: {main.note}", inert=main.inert)
+    return replace(item, covered_by="", note=f"{main.peer_key}: {main.note}", inert=main.inert)
 
 
 def _main_key(item: Item) -> str:
-    """Return `item.part_of`; if that is a pattern with `*`, the key in the item's own section."""
-    if "*" not in item.part_of:
-        return item.part_of
-    return f"{item.peer_key.rpartition('.')[0]}.{item.part_of.rpartition('.')[2]}"
+    """Return `item.covered_by`. A pattern with `*` becomes the key in the item's own section."""
+    if "*" not in item.covered_by:
+        return item.covered_by
+    return f"{item.peer_key.rpartition('.')[0]}.{item.covered_by.rpartition('.')[2]}"
 
 
 # --- remove keys that `ratchet check` refuses
 
 
-def _remove_refused(result: Imported) -> None:
-    """Remove the keys that `ratchet check` refuses, and say so in their items.
+def _remove_refused(result: ImportResult) -> None:
+    """Remove the keys that `ratchet check` refuses, and add the reasons to their items.
 
     Problems of keys that the peer didn't set stay in `result.problems`.
     """
@@ -387,7 +405,7 @@ def _remove_refused(result: Imported) -> None:
         result.items = [_drop_key(item, key, problem.message) for item in result.items]
 
 
-def _find_imported_key(result: Imported, path: str) -> str | None:
+def _find_imported_key(result: ImportResult, path: str) -> str | None:
     """Return the recipe's key at or above a problem's path, if a key of the peer set it."""
     keys = (key for item in result.items for key in item.recipe_keys if key in result.flat)
     return next((key for key in keys if path == key or path.startswith(f"{key}.")), None)
@@ -396,10 +414,10 @@ def _find_imported_key(result: Imported, path: str) -> str | None:
 def _drop_key(item: Item, key: str, message: str) -> Item:
     if key not in item.recipe_keys:
         return item
-    kept = {name: value for name, value in item.recipe_keys.items() if name != key}
+    remaining_keys = {name: value for name, value in item.recipe_keys.items() if name != key}
     return replace(
         item,
-        recipe_keys=kept,
+        recipe_keys=remaining_keys,
         note="; ".join(filter(None, [item.note, f"{key} was left out: {message}"])),
     )
 

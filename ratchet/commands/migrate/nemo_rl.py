@@ -14,12 +14,12 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
+    covered,
     dropped,
     flag,
     inert,
     number,
     only_if,
-    parts_of,
     positive,
     real,
     whole,
@@ -30,7 +30,7 @@ EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks; 0: only b
 
 # Rows of every trainer, without the keys of its own section.
 COMMON = (
-    *dropped(shared.BASE, "--config*"),
+    *dropped(shared.BASE_CONFIG, "--config*"),
     KeyRow("policy.model_name", "model.path"),
     KeyRow("policy.tokenizer.name", "tokenizer.path", convert=to.tokenizer),
     KeyRow(
@@ -54,7 +54,7 @@ COMMON = (
     KeyRow(
         "policy.scheduler", "optimizer.warmup_steps", convert=to.when_megatron(False, to.warmup)
     ),
-    KeyRow("policy.max_grad_norm", "optimizer.max_grad_norm", convert=shared.norm, null=None),
+    KeyRow("policy.max_grad_norm", "optimizer.max_grad_norm", convert=shared.clip_norm, null=None),
     KeyRow(f"{MEGATRON}.optimizer.lr", "optimizer.lr", convert=to.when_megatron(True, number)),
     KeyRow(
         f"{MEGATRON}.optimizer.weight_decay",
@@ -136,7 +136,7 @@ COMMON = (
             "sequence_packing is off there",
         ),
     ),
-    KeyRow("policy.sequence_packing.enabled", part_of="policy.sequence_packing.train_mb_tokens"),
+    KeyRow("policy.sequence_packing.enabled", covered_by="policy.sequence_packing.train_mb_tokens"),
     KeyRow("checkpointing.save_period", "checkpoint.every", convert=whole),
     KeyRow(
         "checkpointing.keep_top_k",
@@ -154,7 +154,7 @@ COMMON = (
         for name in shared.TRACKERS
     ),
     KeyRow("cluster.num_nodes", "cluster", convert=to.convert_nodes),
-    KeyRow("cluster.gpus_per_node", part_of=f"{DTENSOR}.enabled"),
+    KeyRow("cluster.gpus_per_node", covered_by=f"{DTENSOR}.enabled"),
     *dropped("learner and generator set their accelerators", "cluster.*"),
     *dropped(
         "checkpoint.metric is eval/accuracy, or any other logged metric",
@@ -166,16 +166,16 @@ COMMON = (
         "checkpointing.*",
     ),
     *inert(
-        shared.MICRO,
+        shared.MICRO_BATCHES,
         "policy.train_micro_batch_size",
         "policy.logprob_batch_size",
         "policy.generation_batch_size",
         "policy.dynamic_batching.*",
         "policy.logprob_chunk_size",
     ),
-    *inert(shared.PACKED, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
+    *inert(shared.PACKING, "policy.sequence_packing.*", "policy.make_sequence_length_divisible_by"),
     *dropped(
-        shared.FLOAT32,
+        shared.PRECISION,
         "policy.precision",
         f"{GENERATION}.vllm_cfg.precision",
         f"{GENERATION}.vllm_cfg.kv_cache_dtype",
@@ -185,12 +185,12 @@ COMMON = (
         "policy.max_total_sequence_length",
         "data.max_input_seq_length",
     ),
-    *inert(shared.CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
-    *parts_of(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
-    *parts_of(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
+    *inert(shared.KV_CACHE, f"{GENERATION}.vllm_cfg.gpu_memory_utilization"),
+    *covered(f"{DTENSOR}.enabled", f"{DTENSOR}.*_parallel_size"),
+    *covered(f"{MEGATRON}.enabled", f"{MEGATRON}.*_parallel_size"),
     KeyRow(f"{MEGATRON}.optimizer.clip_grad", note="repeats policy.max_grad_norm, which counts"),
-    KeyRow(f"{DTENSOR}.lora_cfg.enabled", part_of=f"{DTENSOR}.lora_cfg.dim"),
-    KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", part_of=f"{DTENSOR}.lora_cfg.target_modules"),
+    KeyRow(f"{DTENSOR}.lora_cfg.enabled", covered_by=f"{DTENSOR}.lora_cfg.dim"),
+    KeyRow(f"{DTENSOR}.lora_cfg.match_all_linear", covered_by=f"{DTENSOR}.lora_cfg.target_modules"),
     *dropped(
         "is a detail of the adapter that has no key here",
         f"{DTENSOR}.lora_cfg.*",
@@ -205,11 +205,11 @@ COMMON = (
     KeyRow("data.default.input_key", "environment.columns", convert=to.column("prompt")),
     KeyRow("data.train.output_key", "environment.columns", convert=to.column("answer")),
     KeyRow("data.default.output_key", "environment.columns", convert=to.column("answer")),
-    KeyRow("data.validation.data_path", "environment.test", convert=shared.listed),
-    *dropped(shared.LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
-    *parts_of("logger.wandb_enabled", "logger.wandb.*"),
-    *parts_of("logger.mlflow_enabled", "logger.mlflow.*"),
-    *parts_of("logger.swanlab_enabled", "logger.swanlab.*"),
+    KeyRow("data.validation.data_path", "environment.test", convert=shared.as_list),
+    *dropped(shared.DATA_LOADER, "data.shuffle", "data.num_workers", "data.add_*", "data.*"),
+    *covered("logger.wandb_enabled", "logger.wandb.*"),
+    *covered("logger.mlflow_enabled", "logger.mlflow.*"),
+    *covered("logger.swanlab_enabled", "logger.swanlab.*"),
     *inert("metrics always go to metrics.jsonl and the terminal", "logger.*"),
     *dropped(
         "rewards and environments are chosen by kind (docs/rewards.md, docs/environments.md)",
@@ -219,10 +219,7 @@ COMMON = (
         "rewards judge such slips, each with its weight: malformed_tool_calls, format, regex",
         "reward_penalties.*",
     ),
-    *dropped(
-        "only rollouts.max_staleness and rollouts.order can be set here",
-        "async_rl.*",
-    ),
+    *dropped("only rollouts.max_staleness and rollouts.order can be set here", "async_rl.*"),
     *inert("data pass between processes without settings", "data_plane.*"),
 )
 
@@ -262,9 +259,9 @@ GRPO = (
         convert=to.advantage,
         default=True,
     ),
-    KeyRow("grpo.normalize_rewards", part_of="grpo.use_leave_one_out_baseline", default=True),
+    KeyRow("grpo.normalize_rewards", covered_by="grpo.use_leave_one_out_baseline", default=True),
     KeyRow("grpo.adv_estimator.name", "algorithm.kind", convert=to.estimator),
-    *parts_of("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
+    *covered("grpo.adv_estimator.name", "grpo.adv_estimator.*"),
     KeyRow("grpo.advantage_clip_low", "algorithm.advantage_clip", convert=to.advantage_clip),
     KeyRow("grpo.advantage_clip_high", "algorithm.advantage_clip", convert=to.advantage_clip),
     *dropped(
@@ -340,8 +337,8 @@ GRPO = (
             lambda config: config.flag("grpo.async_grpo.enabled"), number, "async_grpo is off there"
         ),
     ),
-    *parts_of("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
-    KeyRow("grpo.async_grpo.enabled", part_of="grpo.async_grpo.max_trajectory_age_steps"),
+    *covered("grpo.reward_shaping.enabled", "grpo.reward_shaping.*"),
+    KeyRow("grpo.async_grpo.enabled", covered_by="grpo.async_grpo.max_trajectory_age_steps"),
     *dropped("algorithm.shaping has scale and clip", "grpo.reward_scaling.*"),
     *dropped(
         "running requests get new weights with each weight sync; generator.keep_kv keeps their KV "
@@ -370,7 +367,7 @@ GRPO = (
     KeyRow("loss_fn.reference_policy_kl_penalty", "algorithm.kl", convert=to.kl, default=0.01),
     KeyRow(
         "loss_fn.reference_policy_kl_type",
-        part_of="loss_fn.reference_policy_kl_penalty",
+        covered_by="loss_fn.reference_policy_kl_penalty",
         default="k3",
     ),
     KeyRow(
@@ -381,19 +378,19 @@ GRPO = (
         note="with minibatches=1 and epochs=1 all ratios are 1",
     ),
     KeyRow("loss_fn.positive_example_nll_weight", "algorithm.positive_nll_coef", convert=number),
-    *parts_of(
+    *covered(
         "loss_fn.ratio_clip_min",
         "loss_fn.disable_ppo_ratio",
         "loss_fn.use_cispo",
         "loss_fn.sequence_level_importance_ratios",
     ),
-    *parts_of(
+    *covered(
         "loss_fn.use_importance_sampling_correction",
         f"{to.TIS}_type",
         f"{to.TIS}_ratio",
         f"{to.TIS}_ratio_min",
     ),
-    KeyRow("loss_fn.use_kl_in_reward", part_of="loss_fn.reference_policy_kl_penalty"),
+    KeyRow("loss_fn.use_kl_in_reward", covered_by="loss_fn.reference_policy_kl_penalty"),
     *dropped(
         "the ratio to the sampler's policy weights the KL here, without clamps",
         "loss_fn.use_on_policy_kl_approximation",
@@ -403,7 +400,7 @@ GRPO = (
     KeyRow(f"{GENERATION}.temperature", "sampling.temperature", convert=real),
     KeyRow(f"{GENERATION}.top_p", "sampling.top_p", convert=real),
     KeyRow(f"{GENERATION}.top_k", "sampling.top_k", convert=at_least_0),
-    KeyRow(f"{GENERATION}.stop_strings", "sampling.stop", convert=shared.listed),
+    KeyRow(f"{GENERATION}.stop_strings", "sampling.stop", convert=shared.as_list),
     KeyRow(
         f"{GENERATION}.stop_token_ids",
         note="the model's own end tokens end an answer; set others as text in sampling.stop",
@@ -414,14 +411,14 @@ GRPO = (
         note="set generator.enforce_eager, or generator.worker.enforce_eager with workers",
     ),
     *dropped("is set by other keys of generator, or has no switch", f"{GENERATION}.*"),
-    KeyRow("data.train.dataset_name", "environment", note=shared.ROWS, convert=to.rows),
-    KeyRow("data.train.data_path", "environment", note=shared.ROWS, convert=to.rows),
-    KeyRow("data.dataset_name", "environment", note=shared.ROWS, convert=to.rows),
+    KeyRow("data.train.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
+    KeyRow("data.train.data_path", "environment", note=shared.COLUMNS, convert=to.rows),
+    KeyRow("data.dataset_name", "environment", note=shared.COLUMNS, convert=to.rows),
     KeyRow(
         "data.default.prompt_file",
         note="set environment.prompt to the text around a question: '{problem}\nThink first.'",
     ),
-    *parts_of(
+    *covered(
         f"{GENERATION}.backend",
         f"{GENERATION}.colocated.*",
         f"{GENERATION}.vllm_cfg.*_parallel_size",
@@ -461,13 +458,13 @@ DPO = (
         "dpo.sft_average_log_probs",
         note="the SFT loss of the chosen answers is a mean over their tokens",
     ),
-    *_offline("dpo", shared.PAIRS),
+    *_offline("dpo", shared.PAIR_COLUMNS),
 )
 SFT = (
     KeyRow(
         "sft.only_unmask_final", "algorithm.train", convert=choose({True: "last", False: "all"})
     ),
-    *_offline("sft", shared.ROWS),
+    *_offline("sft", shared.COLUMNS),
 )
 
 
@@ -476,7 +473,7 @@ def _detect_method(values: Mapping[str, Any]) -> str:
     return next((name for name in ("grpo", "dpo", "sft", "rm") if name in sections), "")
 
 
-ROWS = {"environment.kind": "dataset"}
+DATASET = {"environment.kind": "dataset"}
 NEMO_RL = Peer(
     "nemo-rl",
     "NeMo RL",
@@ -492,9 +489,11 @@ NEMO_RL = Peer(
     ),
     _detect_method,
     {
-        "grpo": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, GRPO),
-        "dpo": Method({"algorithm.kind": "dpo", **ROWS}, DPO),
-        "sft": Method({"algorithm.kind": "sft", **ROWS}, SFT),
-        "rm": Method({"algorithm.kind": "reward_model", **ROWS}, _offline("rm", shared.PAIRS)),
+        "grpo": Method({"algorithm.kind": "grpo", **DATASET, "rewards": [{"kind": "math"}]}, GRPO),
+        "dpo": Method({"algorithm.kind": "dpo", **DATASET}, DPO),
+        "sft": Method({"algorithm.kind": "sft", **DATASET}, SFT),
+        "rm": Method(
+            {"algorithm.kind": "reward_model", **DATASET}, _offline("rm", shared.PAIR_COLUMNS)
+        ),
     },
 )

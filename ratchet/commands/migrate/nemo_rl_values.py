@@ -11,7 +11,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import InvalidValue
-from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, only_if
+from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
 GENERATION, DTENSOR, MEGATRON = "policy.generation", "policy.dtensor_cfg", "policy.megatron_cfg"
 TIS = "loss_fn.truncated_importance_sampling"
@@ -50,12 +50,12 @@ def advantage(value: Any, config: PeerConfig) -> Any:
     scale = "std" if _estimator_flag("normalize_rewards", config) else "none"
     scale_key = {"algorithm.advantage.scale": scale}
     if not _estimator_flag("use_leave_one_out_baseline", config):
-        return Sets({"algorithm.kind": "grpo", **scale_key})
+        return Values({"algorithm.kind": "grpo", **scale_key})
     note = (
         "a leave-one-out baseline is rloo here; the standard deviation is over the whole group "
         "here, and leaves the answer out there"
     )
-    return Sets({"algorithm.kind": "rloo", **scale_key}, note)
+    return Values({"algorithm.kind": "rloo", **scale_key}, note)
 
 
 def estimator(value: Any, config: PeerConfig) -> Any:
@@ -63,18 +63,18 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         return Inert("algorithm.kind is set by the key of the baseline")
     if value == "reinforce_plus_plus":
         baseline = "group" if config.flag("grpo.adv_estimator.minus_baseline") else "none"
-        return Sets(
+        return Values(
             {"algorithm.kind": "reinforce_pp", "algorithm.advantage": {"baseline": baseline}}
         )
     if value == "gdpo":
-        return Sets({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
+        return Values({"algorithm.kind": "gdpo", "algorithm.advantage": {}})
     return Dropped(
         "only grpo, gdpo and reinforce_plus_plus are converted: the recipe has the baseline of "
         "grpo or rloo"
     )
 
 
-def updates(config: PeerConfig) -> int:
+def updates_per_batch(config: PeerConfig) -> int:
     """Return the number of optimizer steps per batch."""
     answers = config.whole("grpo.num_prompts_per_step") * config.whole(
         "grpo.num_generations_per_prompt"
@@ -87,21 +87,21 @@ def updates(config: PeerConfig) -> int:
 
 
 def minibatches(value: Any, config: PeerConfig) -> int:
-    return updates(config)
+    return updates_per_batch(config)
 
 
 def clip(value: Any, config: PeerConfig) -> Any:
     if config.flag("loss_fn.disable_ppo_ratio"):
-        return Sets({"algorithm.loss.kind": "reinforce"})
+        return Values({"algorithm.loss.kind": "reinforce"})
     low, high = config.number("loss_fn.ratio_clip_min"), config.number("loss_fn.ratio_clip_max")
     if config.flag("loss_fn.use_cispo"):
         # ratio_clip_min=1 means that there is no lower bound.
         lower_bound = {"algorithm.loss.clip_low": low if low < 1 else None}
-        return Sets(
+        return Values(
             {"algorithm.loss.kind": "cispo", **lower_bound, "algorithm.loss.clip_high": high}
         )
     kind = "gspo" if config.flag("loss_fn.sequence_level_importance_ratios") else "ppo"
-    return Sets(
+    return Values(
         {
             "algorithm.loss.kind": kind,
             "algorithm.loss.clip_low": low,
@@ -114,15 +114,17 @@ def clip(value: Any, config: PeerConfig) -> Any:
 def kl(value: Any, config: PeerConfig) -> Any:
     coef = numbers.real(value)
     if not coef:
-        return Sets({"algorithm.kl.coef": 0.0})
+        return Values({"algorithm.kl.coef": 0.0})
     if config.flag("loss_fn.use_kl_in_reward"):
-        return Sets({"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}, "k1 of each token")
+        return Values(
+            {"algorithm.kl.coef": coef, "algorithm.kl.place": "reward"}, "k1 of each token"
+        )
     kind = config["loss_fn.reference_policy_kl_type"]
     note = (
         "the KL(policy || reference) as there, but without the clamps of the log-ratio (20) and of "
         "the penalty (10)"
     )
-    return Sets({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
+    return Values({"algorithm.kl.coef": coef, "algorithm.kl.estimator": kind}, note)
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
@@ -147,7 +149,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
     if level == "none" or high is None:
         lower_bound = {} if low is None or high is None else {"weight_low": low}
         note = "" if high is not None else "has no upper bound, as there: set weight_high"
-        return Sets(
+        return Values(
             {"algorithm.correction": {"weight": weight, **lower_bound, "weight_high": high}}, note
         )
     if low is None:
@@ -162,7 +164,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({"algorithm.correction": mask_correction})
+    return Values({"algorithm.correction": mask_correction})
 
 
 def overlong_penalty(value: Any, config: PeerConfig) -> Any:
@@ -180,13 +182,13 @@ def overlong_penalty(value: Any, config: PeerConfig) -> Any:
         "buffer": config.whole(f"{section}.overlong_buffer_length"),
         "factor": numbers.real(config[f"{section}.overlong_buffer_penalty"]),
     }
-    return Sets(
+    return Values(
         {"algorithm.shaping": [penalty]},
         "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
     )
 
 
-def gpus(config: PeerConfig) -> int:
+def count_gpus(config: PeerConfig) -> int:
     """Return the number of accelerators of the whole cluster."""
     return config.whole("cluster.gpus_per_node", 1) * config.whole("cluster.num_nodes", 1)
 
@@ -197,21 +199,21 @@ def generates_separately(config: PeerConfig) -> bool:
     return config[key] is not None and not config.flag(key)
 
 
-def learner_accelerators(config: PeerConfig) -> int:
+def count_learner_gpus(config: PeerConfig) -> int:
     """Return the number of the learner's accelerators: all, minus those of a separate generator."""
     if not generates_separately(config):
-        return gpus(config)
+        return count_gpus(config)
     per_node, nodes = config.whole("cluster.gpus_per_node", 1), config.whole("cluster.num_nodes", 1)
     resources = f"{GENERATION}.colocated.resources"
     generator_per_node = config.whole(f"{resources}.gpus_per_node", per_node)
     generator_nodes = config.whole(f"{resources}.num_nodes", 1 if nodes == 1 else 0, 0)
-    return max(1, gpus(config) - generator_per_node * generator_nodes)
+    return max(1, count_gpus(config) - generator_per_node * generator_nodes)
 
 
-def ranks(config: PeerConfig, ranks_per_replica: int) -> int:
+def data_parallel_size(config: PeerConfig, ranks_per_replica: int) -> int:
     """Return the data-parallel size, if each replica has `ranks_per_replica` accelerators."""
     return numbers.quotient(
-        learner_accelerators(config),
+        count_learner_gpus(config),
         ranks_per_replica,
         "the learner's accelerators over its parallel sizes",
     )
@@ -224,18 +226,18 @@ def dtensor(value: Any, config: PeerConfig) -> Any:
             if not numbers.flag(value)
             else "megatron_cfg is enabled there"
         )
-    if learner_accelerators(config) == 1:
-        return Sets(
+    if count_learner_gpus(config) == 1:
+        return Values(
             {"learner.kind": "local"}, "one accelerator: the learner runs in the main process"
         )
     tensor, context = (
         config.whole(f"{DTENSOR}.{part}_parallel_size", 1) for part in ("tensor", "context")
     )
     sizes = {"tensor_parallel": tensor, "context_parallel": context}
-    return Sets(
+    return Values(
         {
             "learner.kind": "dtensor",
-            "learner.dp_shard": ranks(config, tensor * context),
+            "learner.dp_shard": data_parallel_size(config, tensor * context),
             **{f"learner.{part}": size for part, size in sizes.items() if size > 1},
         }
     )
@@ -250,10 +252,10 @@ def megatron_learner(value: Any, config: PeerConfig) -> Any:
         )
         for part in PARALLEL_DIMENSIONS
     }
-    return Sets(
+    return Values(
         {
             "learner.kind": "megatron",
-            "learner.data_parallel": ranks(
+            "learner.data_parallel": data_parallel_size(
                 config, sizes["tensor"] * sizes["pipeline"] * sizes["context"]
             ),
             **{f"learner.{part}_parallel": size for part, size in sizes.items() if size > 1},
@@ -261,7 +263,7 @@ def megatron_learner(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def when_megatron(condition: bool, convert: Convert | None = None) -> Convert:
+def when_megatron(condition: bool, convert: Conversion | None = None) -> Conversion:
     """Return the conversion, limited to files that enable Megatron.
 
     Args:
@@ -278,7 +280,7 @@ def flag_if_distributed(value: Any, config: PeerConfig) -> Any:
     """Convert a flag that only exists for a learner on several accelerators."""
     return (
         numbers.flag(value)
-        if learner_accelerators(config) > 1
+        if count_learner_gpus(config) > 1
         else Inert("learner.kind=local, on one accelerator, has no such key")
     )
 
@@ -297,9 +299,9 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     if config[f"{GENERATION}.vllm_cfg.max_model_len"] is not None:
         keys["max_context"] = config.whole(f"{GENERATION}.vllm_cfg.max_model_len")
     is_apart = generates_separately(config)
-    devices = gpus(config) - learner_accelerators(config) if is_apart else gpus(config)
-    copies = max(1, devices // (keys["tensor_parallel"] * pipeline))
-    generator = {"kind": "workers", "workers": copies, "worker": keys} if copies > 1 else keys
+    devices = count_gpus(config) - count_learner_gpus(config) if is_apart else count_gpus(config)
+    replicas = max(1, devices // (keys["tensor_parallel"] * pipeline))
+    generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     colocation = {} if is_apart or uses_megatron(config) else {"cluster.colocated": True}
     note = (
         "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, so "
@@ -307,15 +309,15 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         if uses_megatron(config) and not is_apart
         else ""
     )
-    return Sets({"generator": generator, **colocation}, note)
+    return Values({"generator": generator, **colocation}, note)
 
 
 def convert_nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
         return Inert("one node: cluster.kind=local uses all its accelerators")
-    per_node = config.whole("cluster.gpus_per_node", 1)
-    return Sets({"cluster.kind": "ray", "cluster.nodes": count, "cluster.gpus_per_node": per_node})
+    gpus = config.whole("cluster.gpus_per_node", 1)
+    return Values({"cluster.kind": "ray", "cluster.nodes": count, "cluster.gpus_per_node": gpus})
 
 
 def batches(value: Any, config: PeerConfig) -> int:
@@ -328,24 +330,24 @@ def batches(value: Any, config: PeerConfig) -> int:
         config["grpo.num_prompts_per_step"] is not None
         and config["policy.train_global_batch_size"] is not None
     )
-    return numbers.whole(value, least=0) * (updates(config) if has_batch_sizes else 1)
+    return numbers.whole(value, least=0) * (updates_per_batch(config) if has_batch_sizes else 1)
 
 
 def _counts_steps(section: str, config: PeerConfig) -> bool:
     """True unless `max_num_steps` is unset, or so large that `max_num_epochs` ends training."""
     steps, epochs = config[f"{section}.max_num_steps"], config[f"{section}.max_num_epochs"]
     count = 0 if steps is None else numbers.number(steps)
-    return count > 0 and (epochs is None or count < shared.ENDLESS)
+    return count > 0 and (epochs is None or count < shared.UNLIMITED_STEPS)
 
 
-def steps(section: str) -> Convert:
+def steps(section: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         return numbers.whole(value) if _counts_steps(section, config) else Inert("epochs count")
 
     return convert
 
 
-def passes(section: str) -> Convert:
+def passes(section: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if _counts_steps(section, config):
             return Dropped("max_num_steps is taken: set passes instead if they end first")
@@ -362,50 +364,50 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     chain = value if isinstance(value, list) else [value]
     parts = [part for part in chain if isinstance(part, Mapping)]
     # The arguments of each scheduler, by the name of its class.
-    kinds = {
+    kwargs = {
         str(part["name"]).rpartition(".")[2]: part.get("kwargs") or {}
         for part in parts
         if "name" in part
     }
     values: dict[str, Any] = {}
     notes = [WARMUP_NOTE]
-    if "LinearLR" in kinds:
-        values["optimizer.warmup_steps"] = batches(kinds["LinearLR"].get("total_iters", 5), config)
-        start = numbers.number(kinds["LinearLR"].get("start_factor", 1 / 3), "start_factor")
+    if "LinearLR" in kwargs:
+        values["optimizer.warmup_steps"] = batches(kwargs["LinearLR"].get("total_iters", 5), config)
+        start = numbers.number(kwargs["LinearLR"].get("start_factor", 1 / 3), "start_factor")
         notes.append(f"the learning rate rises from 0 here, from {start:g} x lr there")
-        if numbers.number(kinds["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
+        if numbers.number(kwargs["LinearLR"].get("end_factor", 1.0), "end_factor") != 1:
             return Dropped(
                 "has an end_factor other than 1: set optimizer.lr, warmup_steps and schedule"
             )
-    if "CosineAnnealingLR" in kinds:
+    if "CosineAnnealingLR" in kwargs:
         values["optimizer.schedule"] = "cosine"
         values["optimizer.min_lr_ratio"] = _min_lr_ratio(
-            kinds["CosineAnnealingLR"].get("eta_min", 0), config
+            kwargs["CosineAnnealingLR"].get("eta_min", 0), config
         )
         notes.append(
             "the cosine ends with the last step here, after "
-            f"T_max={kinds['CosineAnnealingLR'].get('T_max')} batches there"
+            f"T_max={kwargs['CosineAnnealingLR'].get('T_max')} batches there"
         )
     if (
-        "ConstantLR" in kinds
-        and numbers.number(kinds["ConstantLR"].get("factor", 1 / 3), "factor") != 1
+        "ConstantLR" in kwargs
+        and numbers.number(kwargs["ConstantLR"].get("factor", 1 / 3), "factor") != 1
     ):
         return Dropped(
             "has a ConstantLR with a factor other than 1: set optimizer.lr, warmup_steps, schedule"
         )
-    if set(kinds) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or not values:
+    if set(kwargs) - {"LinearLR", "ConstantLR", "CosineAnnealingLR"} or not values:
         return Dropped(
             "set optimizer.warmup_steps and optimizer.schedule (constant, linear, cosine or wsd)"
         )
-    ends = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
-    if ends and [numbers.whole(end, "milestones") for end in ends] != [
-        _total_iters(kinds.get("LinearLR", {}).get("total_iters"))
+    milestones = [end for part in parts if "name" not in part for end in part.get("milestones", ())]
+    if milestones and [numbers.whole(end, "milestones") for end in milestones] != [
+        _total_iters(kwargs.get("LinearLR", {}).get("total_iters"))
     ]:
         notes.append(
-            f"milestones {ends} are not the end of the warm-up, at which the next schedule begins "
-            "here"
+            f"milestones {milestones} are not the end of the warm-up, at which the next schedule "
+            "begins here"
         )
-    return Sets(values, "; ".join(notes))
+    return Values(values, "; ".join(notes))
 
 
 def _total_iters(value: Any) -> Any:
@@ -422,10 +424,7 @@ def _min_lr_ratio(value: Any, config: PeerConfig) -> Any:
 def optimizer(value: Any, config: PeerConfig) -> Any:
     name = str(value).rpartition(".")[2].lower()
     if name == "adam" and config["policy.optimizer.kwargs.weight_decay"]:
-        return Sets(
-            {"optimizer.kind": "adamw"},
-            "weight decay is decoupled here (AdamW)",
-        )
+        return Values({"optimizer.kind": "adamw"}, "weight decay is decoupled here (AdamW)")
     return (
         "adamw"
         if name in ("adamw", "adam")
@@ -433,7 +432,7 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def lora(convert: Convert | None = None) -> Convert:
+def lora(convert: Conversion | None = None) -> Conversion:
     """Return the conversion, limited to files that enable LoRA."""
     return only_if(
         lambda config: config.flag(f"{DTENSOR}.lora_cfg.enabled"),
@@ -445,22 +444,22 @@ def lora(convert: Convert | None = None) -> Convert:
 def targets(value: Any, config: PeerConfig) -> Any:
     key = f"{DTENSOR}.lora_cfg.match_all_linear"
     matches_all = config[key] is None or config.flag(key)
-    return "all-linear" if matches_all or not value else shared.listed(value, config)
+    return "all-linear" if matches_all or not value else shared.as_list(value, config)
 
 
 def rows(value: Any, config: PeerConfig) -> Any:
     """Convert the training data. The path of a data file overrides `value`, a dataset's name."""
-    return shared.rows(
+    return shared.training_data(
         config["data.train.data_path"] or config["data.train_data_path"] or value, config
     )
 
 
-def column(column_name: str) -> Convert:
+def column(column_name: str) -> Conversion:
     """Return a conversion of the data's name for the environment's column `column_name`."""
-    return lambda value, config: Sets({f"environment.columns.{column_name}": value})
+    return lambda value, config: Values({f"environment.columns.{column_name}": value})
 
 
-def convert_project(tracker: str) -> Convert:
+def convert_project(tracker: str) -> Conversion:
     """Return a conversion of a tracker's switch, which sets all enabled trackers."""
 
     def convert(value: Any, config: PeerConfig) -> Any:

@@ -16,7 +16,7 @@ from typing import Any
 
 INTEGER = re.compile(r"[+-]?\d+", re.ASCII)
 DECIMAL = re.compile(r"[+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?", re.ASCII)
-# Numbers in Hydra's grammar of the command line (hydra.cc/docs/advanced/override_grammar): single
+# Numbers in Hydra's grammar of the command line (hydra.cc/docs/advanced/override_grammar). Single
 # underscores may group digits, a whole number has no leading zero, and the case of words does not
 # matter.
 _DIGITS = r"\d(?:_?\d)*"
@@ -26,7 +26,7 @@ HYDRA_FLOAT = re.compile(
     rf"[+-]?(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS}|(?:{_UNSIGNED}\.?|{_UNSIGNED}?\.{_DIGITS})[eE][+-]?{_DIGITS}|inf|nan)",
     re.IGNORECASE | re.ASCII,
 )
-WORDS = {"true": True, "false": False, "null": None}
+WORD_VALUES = {"true": True, "false": False, "null": None}
 # The text that transformers' HfArgumentParser reads as true or false.
 YES = {"true", "yes", "t", "y", "1"}
 NO = {"false", "no", "f", "n", "0"}
@@ -41,7 +41,7 @@ def _raise(*_arguments: Any, **_named: Any) -> Any:
     raise HiddenValueUsed
 
 
-# Names of the special methods through which code can read something of a value.
+# Names of the special methods by which code can use a value.
 SPECIAL_METHODS = (
     "bool str repr format hash eq ne lt le gt ge len iter contains getitem call int float index "
     "complex round trunc floor ceil"
@@ -83,7 +83,7 @@ def number(value: Any, key: str = "") -> int | float:
 def real(value: Any, key: str = "") -> float:
     """Return a finite number as a float.
 
-    Raises InvalidValue if it is no finite number, or an integer that no float equals.
+    Raises InvalidValue if the value is not a finite number, or is an integer that no float equals.
     """
     exact = number(value, key)
     if type(value) is HiddenValue:
@@ -100,7 +100,7 @@ def real(value: Any, key: str = "") -> float:
 def whole(value: Any, key: str = "", least: int | None = None) -> int:
     """Return an integer; the float 3.0 counts as 3.
 
-    Raises InvalidValue if the value is no integer, such as 2.5, or is below `least`.
+    Raises InvalidValue if the value is not an integer (such as 2.5), or is below `least`.
     """
     converted = number(value, key)
     if type(value) is HiddenValue:
@@ -127,14 +127,15 @@ def flag(value: Any, key: str = "") -> bool:
     raise InvalidValue(_format_problem(value, key, "true or false"))
 
 
-def quotient(total: int, part: int, what: str) -> int:
+def quotient(total: int, part: int, meaning: str) -> int:
     """Return total / part. Raises InvalidValue if that is not an integer.
 
-    what: the meaning of the quotient, with which the message begins.
+    meaning: the meaning of the quotient, with which the message begins.
     """
     if part <= 0 or total % part:
         raise InvalidValue(
-            f"{what} is {total} / {part}, which is not a whole number: set its counterpart by hand"
+            f"{meaning} is {total} / {part}, which is not a whole number: set its counterpart by "
+            "hand"
         )
     return total // part
 
@@ -164,8 +165,8 @@ def parse_hydra_word(text: str) -> Any:
 
     Source: https://hydra.cc/docs/advanced/override_grammar/basic/#primitives.
     """
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
+    if text.lower() in WORD_VALUES:
+        return WORD_VALUES[text.lower()]
     if len(text) <= MAX_NUMBER_CHARS and HYDRA_INTEGER.fullmatch(text):
         return int(text)
     if len(text) <= MAX_NUMBER_CHARS and HYDRA_FLOAT.fullmatch(text):
@@ -176,13 +177,13 @@ def parse_hydra_word(text: str) -> Any:
 def parse_range(first: str, last: str | None = None, step: str | None = None) -> Sequence[int]:
     """Return `range(first, last, step)` of integers that are given as text.
 
-    As with Python's `range`, a single argument is the end. Raises InvalidValue if a text is no
-    integer, or the step is 0.
+    As with Python's `range`, a single argument is the end. Raises InvalidValue if a text is not an
+    integer, or if the step is 0.
     """
-    numbers = [whole(text, "range") for text in (first, last, step) if text is not None]
-    if len(numbers) == 3 and numbers[2] == 0:
+    limits = [whole(text, "range") for text in (first, last, step) if text is not None]
+    if len(limits) == 3 and limits[2] == 0:
         raise InvalidValue("a range has step 0")
-    return range(*numbers)
+    return range(*limits)
 
 
 def _parse_text(text: str) -> Any:

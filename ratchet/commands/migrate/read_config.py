@@ -54,14 +54,14 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
     if path.suffix in (".sh", ".bash", ".txt"):
         try:
             script = Script(unresolved=source.unresolved, repeated=source.repeated)
-            script.read(reader.text(path))
+            script.read(reader.read_text(path))
             nested = script.nested
         except ConfigError as error:
             raise (
                 error if str(error).startswith(str(path)) else ConfigError(f"{path} {error}")
             ) from error
     elif path.suffix == ".json":
-        nested = reader.json(path)
+        nested = reader.read_json(path)
     else:
         nested = _read_yaml(path, source, reader, ())
     for key, value in _flatten(nested):
@@ -75,13 +75,13 @@ def read_source(path: Path, dialect: Dialect = "omegaconf") -> FlatConfig:
 
 
 def _read_yaml(
-    path: Path, source: FlatConfig, reader: ConfigReader, chain: tuple[Path, ...]
+    path: Path, source: FlatConfig, reader: ConfigReader, including_files: tuple[Path, ...]
 ) -> dict[str, Any]:
     """Return the file's keys, merged over those of the files in its `defaults`."""
     resolved = path.resolve()
-    if resolved in chain:
+    if resolved in including_files:
         raise ConfigError(f"{path}: the files in `defaults` refer to each other in a circle")
-    content = reader.yaml(path)
+    content = reader.read_yaml(path)
     defaults = content.pop("defaults", None)
     merged: dict[str, Any] = {}
     for entry in defaults if isinstance(defaults, list) else [defaults]:
@@ -103,7 +103,9 @@ def _read_yaml(
                 )
                 source.unresolved[f"defaults: {name}"] = reason
                 continue
-            content_of_default = _read_yaml(default_file, source, reader, (*chain, resolved))
+            content_of_default = _read_yaml(
+                default_file, source, reader, (*including_files, resolved)
+            )
             for word in reversed(section_name.split(".") if section_name else []):
                 content_of_default = {word: content_of_default}
             merged = _merge(merged, content_of_default)
@@ -212,11 +214,11 @@ class _Resolver:
                 raise LookupError("the file's ${...} multiply each other: write the value out")
         return value
 
-    def _resolve_reference(self, match: str, key: str) -> Any:
-        resolver, colon, arguments_text = match.partition(":")
+    def _resolve_reference(self, reference: str, key: str) -> Any:
+        resolver, colon, arguments_text = reference.partition(":")
         arguments = [word.strip() for word in arguments_text.split(",")]
         if not colon:
-            return self._look_up(match, key)
+            return self._look_up(reference, key)
         if resolver in RESOLVERS:
             return _compute(resolver, arguments)
         if resolver == "oc.select":

@@ -11,18 +11,18 @@ from typing import Any
 from ratchet.commands.migrate import roll_values as to
 from ratchet.commands.migrate import shared
 from ratchet.commands.migrate.table import (
-    Convert,
+    Conversion,
     KeyRow,
     Method,
     Peer,
     at_least_0,
     choose,
+    covered,
     dropped,
     flag,
     inert,
     number,
     only_if,
-    parts_of,
     real,
     whole,
 )
@@ -35,7 +35,7 @@ BATCH_NOTE = "counts rows of all data-parallel ranks here, of one rank there"
 GENERATING = "actor_infer.generating_args"
 CUT_NOTE = "the learner's probabilities are cut in the same way here, but not there"
 POSITIVE_NOTE = "adds the negative log-likelihood of answers with a reward above 0"
-LENGTHS = ("sequence_length", "prompt_length", "response_length")
+LENGTH_KEYS = ("sequence_length", "prompt_length", "response_length")
 EVALUATION_NOTE = "greedy accuracy on evaluation.tasks held-out tasks"
 
 
@@ -44,7 +44,7 @@ def _train(role: str) -> tuple[KeyRow, ...]:
     return (*_optimizer(role), *_model_and_engine(role))
 
 
-def _batch_rows(role: str, recipe_key: str, note: str, convert: Convert) -> tuple[KeyRow, ...]:
+def _batch_rows(role: str, recipe_key: str, note: str, convert: Conversion) -> tuple[KeyRow, ...]:
     """Return the rows of the two keys whose product is a rank's batch size."""
     defaults = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1}
     return tuple(
@@ -130,7 +130,7 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         KeyRow(f"{model}.lora_rank", "lora.rank", convert=to.lora(role, whole), default=8),
         KeyRow(f"{model}.lora_alpha", "lora.alpha", convert=to.lora(role, real)),
         KeyRow(f"{model}.lora_dropout", "lora.dropout", convert=to.lora(role, number)),
-        *parts_of(
+        *covered(
             f"{role}.strategy_args.strategy_name",
             f"{role}.device_mapping",
             f"{role}.strategy_args.strategy_config.*_size",
@@ -138,21 +138,21 @@ def _model_and_engine(role: str) -> tuple[KeyRow, ...]:
         ),
         *dropped("is a switch of the peer's engine that learners lack", f"{role}.strategy_args.*"),
         *inert(
-            shared.MICRO,
+            shared.MICRO_BATCHES,
             f"{role}.infer_batch_size",
             f"{role}.use_dynamic_batching_*",
             f"{role}.max_tokens_per_microbatch_*",
         ),
-        *inert(shared.PACKED, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
-        *dropped(shared.FLOAT32, f"{model}.dtype"),
+        *inert(shared.PACKING, f"{role}.use_sequence_packing", f"{role}.sequence_packing_args.*"),
+        *dropped(shared.PRECISION, f"{model}.dtype"),
         *dropped(shared.NUMERICS, f"{model}.*", f"{args}.*", f"{role}.*"),
-        *dropped(shared.LOADER, f"{role}.data_args.*"),
+        *dropped(shared.DATA_LOADER, f"{role}.data_args.*"),
     )
 
 
 # Rows of every pipeline.
 COMMON = (
-    *dropped(shared.BASE, "--config*"),
+    *dropped(shared.BASE_CONFIG, "--config*"),
     *dropped(
         "for distillation set algorithm.teacher of a stage (docs/algorithms)",
         "teacher.*",
@@ -228,28 +228,28 @@ RLVR = (
     KeyRow("num_return_sequences_in_group", "algorithm.group_size", convert=whole, default=1),
     *_batch_rows("actor_train", "algorithm.minibatches", MINIBATCH_NOTE, to.minibatches),
     KeyRow("ppo_epochs", "algorithm.epochs", convert=whole),
-    KeyRow("response_length", part_of=f"{GENERATING}.max_new_tokens"),
+    KeyRow("response_length", covered_by=f"{GENERATING}.max_new_tokens"),
     KeyRow(
         f"{GENERATING}.max_new_tokens",
         "sampling.max_new_tokens",
         convert=to.max_answer_tokens,
         default=8192,
     ),
-    KeyRow("sequence_length", part_of=f"{GENERATING}.max_new_tokens"),
-    KeyRow("prompt_length", part_of=f"{GENERATING}.max_new_tokens", default=1024),
+    KeyRow("sequence_length", covered_by=f"{GENERATING}.max_new_tokens"),
+    KeyRow("prompt_length", covered_by=f"{GENERATING}.max_new_tokens", default=1024),
     KeyRow(f"{GENERATING}.temperature", "sampling.temperature", convert=real, default=0.95),
     KeyRow(f"{GENERATING}.top_p", "sampling.top_p", CUT_NOTE, number, default=0.7),
     KeyRow(f"{GENERATING}.top_k", "sampling.top_k", CUT_NOTE, at_least_0, default=50),
     KeyRow(f"{GENERATING}.stop_strings", "sampling.stop"),
     KeyRow("pg_clip", "algorithm.loss", convert=to.clip, default=0.2),
     KeyRow("use_pg_clip_range", "algorithm.loss", convert=to.clip),
-    KeyRow("pg_clip_low", part_of="pg_clip", default=0.2),
-    KeyRow("pg_clip_high", part_of="pg_clip", default=0.2),
-    *parts_of("pg_clip", "importance_sampling", "dual_clip_loss"),
-    *parts_of("adv_estimator", "norm_mean_type", "norm_std_type"),
-    KeyRow("step_reward_gamma", part_of="adv_estimator", default=0.95),
-    KeyRow("gamma", part_of="adv_estimator", default=1),
-    KeyRow("lambd", part_of="adv_estimator", default=0.95),
+    KeyRow("pg_clip_low", covered_by="pg_clip", default=0.2),
+    KeyRow("pg_clip_high", covered_by="pg_clip", default=0.2),
+    *covered("pg_clip", "importance_sampling", "dual_clip_loss"),
+    *covered("adv_estimator", "norm_mean_type", "norm_std_type"),
+    KeyRow("step_reward_gamma", covered_by="adv_estimator", default=0.95),
+    KeyRow("gamma", covered_by="adv_estimator", default=1),
+    KeyRow("lambd", covered_by="adv_estimator", default=0.95),
     KeyRow(
         "loss_agg_mode",
         "algorithm.weighting",
@@ -287,10 +287,10 @@ RLVR = (
     ),
     *dropped("the critic is a copy of the policy with a scalar head", "critic.*"),
     KeyRow("use_kl_loss", "algorithm.kl", convert=to.kl_loss),
-    KeyRow("kl_loss_coef", part_of="use_kl_loss", default=0.0),
+    KeyRow("kl_loss_coef", covered_by="use_kl_loss", default=0.0),
     KeyRow("add_token_level_kl", "algorithm.kl", convert=to.kl_reward),
-    KeyRow("init_kl_coef", part_of="add_token_level_kl", default=0.2),
-    KeyRow("target_kl", part_of="add_token_level_kl"),
+    KeyRow("init_kl_coef", covered_by="add_token_level_kl", default=0.2),
+    KeyRow("target_kl", covered_by="add_token_level_kl"),
     *dropped(
         "the KL penalty in the reward is k1; algorithm.kl.rate sets how fast it adapts",
         "kl_horizon",
@@ -319,12 +319,12 @@ RLVR = (
     ),
     KeyRow(
         "train_infer_correction.is_weight.weight_type",
-        part_of="train_infer_correction.is_weight.enabled",
+        covered_by="train_infer_correction.is_weight.enabled",
         default="token",
     ),
     KeyRow(
         "train_infer_correction.is_weight.upper_bound",
-        part_of="train_infer_correction.is_weight.enabled",
+        covered_by="train_infer_correction.is_weight.enabled",
         default=1.2,
     ),
     KeyRow("train_infer_correction.filters", "algorithm.correction.mask", convert=to.filters),
@@ -333,7 +333,7 @@ RLVR = (
         "train_infer_correction.*",
     ),
     KeyRow("actor_train.data_args.file_name", "environment.train", convert=to.files),
-    KeyRow("validation.data_args.file_name", "environment.test", convert=shared.listed),
+    KeyRow("validation.data_args.file_name", "environment.test", convert=shared.as_list),
     KeyRow(
         "actor_train.data_args.domain_interleave_probs.*",
         note="environment.kind=mixture has parts with weights",
@@ -359,13 +359,13 @@ RLVR = (
         "batch_adjust_mode",
     ),
     KeyRow("rewards.*.worker_cls", "rewards", convert=to.rewards),
-    KeyRow("rewards.*.tag_included", part_of="rewards.*.worker_cls"),
+    KeyRow("rewards.*.tag_included", covered_by="rewards.*.worker_cls"),
     *dropped(
         "docs/rewards.md lists the keys of each reward; rewards run without accelerators",
         "rewards.*",
     ),
-    *inert(shared.CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
-    *parts_of(
+    *inert(shared.KV_CACHE, "actor_infer.strategy_args.strategy_config.gpu_memory_utilization"),
+    *covered(
         "actor_infer.strategy_args.strategy_name",
         "actor_infer.device_mapping",
         "actor_infer.strategy_args.strategy_config.max_model_len",
@@ -429,8 +429,8 @@ def _offline(role: str) -> tuple[KeyRow, ...]:
     """Return the rows of a pipeline that trains on a dataset without sampling (DPO, SFT)."""
     return (
         *_batch_rows(role, "batch_size", BATCH_NOTE, to.rows(role)),
-        KeyRow(f"{role}.data_args.file_name", "environment.train", convert=shared.rows),
-        *dropped("rows are never truncated: the limit is the model's context", *LENGTHS),
+        KeyRow(f"{role}.data_args.file_name", "environment.train", convert=shared.training_data),
+        *dropped("rows are never truncated: the limit is the model's context", *LENGTH_KEYS),
         *_train(role),
         *COMMON,
     )
@@ -477,7 +477,7 @@ def _detect_method(values: Mapping[str, Any]) -> str:
     return "RLVR" if "rollout_batch_size" in values or "adv_estimator" in values else ""
 
 
-ROWS = {"environment.kind": "dataset"}
+DATASET = {"environment.kind": "dataset"}
 ROLL = Peer(
     "roll",
     "ROLL",
@@ -493,8 +493,8 @@ ROLL = Peer(
     ),
     _detect_method,
     {
-        "RLVR": Method({"algorithm.kind": "grpo", **ROWS, "rewards": [{"kind": "math"}]}, RLVR),
-        "DPO": Method({"algorithm.kind": "dpo", **ROWS}, DPO),
-        "SFT": Method({"algorithm.kind": "sft", **ROWS}, SFT),
+        "RLVR": Method({"algorithm.kind": "grpo", **DATASET, "rewards": [{"kind": "math"}]}, RLVR),
+        "DPO": Method({"algorithm.kind": "dpo", **DATASET}, DPO),
+        "SFT": Method({"algorithm.kind": "sft", **DATASET}, SFT),
     },
 )

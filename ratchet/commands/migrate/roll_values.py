@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import InvalidValue
-from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, only_if
+from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, only_if
 
 RANGE = re.compile(r"(?:list\()?range\(\s*(\d+)\s*(?:,\s*(\d+)\s*)?(?:,\s*(\d+)\s*)?\)\)?")
 LIST = re.compile(r"(?:list\()?\[([\d,\s]*)\]\)?")
@@ -27,7 +27,7 @@ REWARDS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def accelerators(role: str, config: PeerConfig) -> int:
+def count_accelerators(role: str, config: PeerConfig) -> int:
     """Return the number of accelerators of a role, at least 1.
 
     The role's device_mapping is a sum of Python ranges and lists. It is parsed, never executed.
@@ -42,7 +42,7 @@ def accelerators(role: str, config: PeerConfig) -> int:
 
 
 def _count_devices(text: str, key: str) -> int:
-    """Return the number of devices in one range or list. Raises Misread for any other text."""
+    """Return the number of devices in one range or list. Raises InvalidValue for any other text."""
     if match := LIST.fullmatch(text):
         return len([device for device in match[1].split(",") if device.strip()])
     if (match := RANGE.fullmatch(text)) and len(text) < 100:
@@ -67,7 +67,7 @@ def data_ranks(role: str, config: PeerConfig) -> int:
         ranks_per_replica *= parallel_size(role, part, config)
     ranks_per_replica *= config.whole(f"{role}.model_args.ulysses_size", 1)
     return numbers.quotient(
-        accelerators(role, config),
+        count_accelerators(role, config),
         ranks_per_replica,
         f"{role}'s accelerators over its parallel sizes",
     )
@@ -98,7 +98,7 @@ def minibatches(value: Any, config: PeerConfig) -> int:
     return count
 
 
-def rows(role: str) -> Convert:
+def rows(role: str) -> Conversion:
     """Return a conversion to the rows of a role's optimizer step."""
     return lambda value, config: rows_per_step(role, config)
 
@@ -106,7 +106,7 @@ def rows(role: str) -> Convert:
 def estimator(value: Any, config: PeerConfig) -> Any:
     """Convert adv_estimator and the normalisation keys to an algorithm with its advantages."""
     if value == "gae":
-        return Sets(
+        return Values(
             {
                 "algorithm.kind": "ppo",
                 "algorithm.advantage.gamma": numbers.real(config["gamma"], "gamma"),
@@ -115,7 +115,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
             }
         )
     if value == "gigpo":
-        return Sets(
+        return Values(
             {
                 "algorithm.kind": "gigpo",
                 "algorithm.advantage.gamma": config.number("step_reward_gamma"),
@@ -127,7 +127,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         )
     mean, std = config["norm_mean_type"], config["norm_std_type"]
     if value == "grpo":
-        return Sets(
+        return Values(
             {"algorithm.kind": "grpo", "algorithm.advantage.scale": "std"},
             "the baseline is the group's mean",
         )
@@ -143,7 +143,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         )
     if mean == "group" and std in ("group", None):
         scale = {"algorithm.advantage.scale": "std" if std == "group" else "none"}
-        return Sets({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
+        return Values({"algorithm.kind": "grpo", **scale}, "the baseline is the group's mean")
     shaping = _reward_clip(config) + (
         [{"kind": "normalise", "over": std, "center": mean == std}] if std else []
     )
@@ -157,7 +157,7 @@ def estimator(value: Any, config: PeerConfig) -> Any:
         if mean
         else "there is no baseline, as there: grpo has one"
     )
-    return Sets(keys, note)
+    return Values(keys, note)
 
 
 def clip(value: Any, config: PeerConfig) -> Any:
@@ -176,10 +176,10 @@ def clip(value: Any, config: PeerConfig) -> Any:
         "algorithm.loss.clip_high": high,
     }
     if not config.flag("dual_clip_loss"):
-        return Sets(keys)
+        return Values(keys)
     if kind != "ppo":
-        return Sets(keys, "the dual clip there is dropped, because gspo has none here")
-    return Sets(
+        return Values(keys, "the dual clip there is dropped, because gspo has none here")
+    return Values(
         {**keys, "algorithm.loss.dual_clip": 1 + 2 * config.number("pg_clip")},
         "dual_clip is 1 + 2 x pg_clip, as there",
     )
@@ -188,19 +188,19 @@ def clip(value: Any, config: PeerConfig) -> Any:
 def aggregation(value: Any, config: PeerConfig) -> Any:
     step_mean = "the mean is over the whole optimizer step"
     if value == "token-mean":
-        return Sets({"algorithm.weighting": "token_mean"}, step_mean)
+        return Values({"algorithm.weighting": "token_mean"}, step_mean)
     if value == "seq-mean-token-mean":
-        return Sets(
+        return Values(
             {"algorithm.weighting": "sequence_mean"},
             f"{step_mean}; it is the default there, and token_mean here",
         )
     if value == "seq-mean-token-sum":
-        return Sets(
+        return Values(
             {"algorithm.weighting": "token_sum"},
             "is the sum over tokens, divided by the number of answers",
         )
     if value == "seq-mean-token-sum-norm":
-        return Sets(
+        return Values(
             {
                 "algorithm.weighting": "fixed_length",
                 "algorithm.fixed_length": max_answer_tokens(
@@ -220,7 +220,9 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
     coef = numbers.real(config["kl_loss_coef"], "kl_loss_coef")
     if not coef:
         return Inert("its coefficient is 0 there")
-    return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
+    return Values(
+        {"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD
+    )
 
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
@@ -229,7 +231,7 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
     adaptive = (
         {} if config["target_kl"] is None else {"algorithm.kl.target": config.number("target_kl")}
     )
-    return Sets(
+    return Values(
         {
             "algorithm.kl.coef": config.number("init_kl_coef"),
             "algorithm.kl.place": "reward",
@@ -254,7 +256,7 @@ def correction(value: Any, config: PeerConfig) -> Any:
     )
     note = "a segment is what a turn is here" if level == "segment" else ""
     high = None if bound is None else numbers.number(bound, "upper_bound")
-    return Sets(
+    return Values(
         {
             "algorithm.correction.weight": {"segment": "turn"}.get(level, level),
             "algorithm.correction.weight_high": high,
@@ -270,7 +272,7 @@ def filters(value: Any, config: PeerConfig) -> Any:
     """
     enabled_rules = [
         rule
-        for rule in shared.listed(value, config)
+        for rule in shared.as_list(value, config)
         if rule and numbers.flag(rule.get("enabled", False), "enabled")
     ]
     if not enabled_rules:
@@ -295,7 +297,7 @@ def filters(value: Any, config: PeerConfig) -> Any:
         mask_keys["weight"] = "none"
     note = "a segment is what a turn is here" if level == "segment" else ""
     keys = {f"algorithm.correction.{key}": content for key, content in mask_keys.items()}
-    return Sets(keys, note)
+    return Values(keys, note)
 
 
 def rewards(value: Any, config: PeerConfig) -> Any:
@@ -315,32 +317,32 @@ def rewards(value: Any, config: PeerConfig) -> Any:
     note = f"{', '.join(unknown)} is left out: {shared.OWN_REWARD}" if unknown else ""
     if not domains:
         return Dropped(
-            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, url: "
-            f"..., model: ...}}]"
+            f"{', '.join(unknown)}: {shared.OWN_REWARD}; a judge is rewards: [{{kind: judge, "
+            f"url: ..., model: ...}}]"
         )
     all_rewards = [reward for domain_rewards in domains.values() for reward in domain_rewards]
     if all(reward == all_rewards[0] for reward in all_rewards) and not unknown:
-        return Sets({"rewards": [all_rewards[0]]}, note)
-    return Sets(
+        return Values({"rewards": [all_rewards[0]]}, note)
+    return Values(
         {"rewards": [{"kind": "by_tag", "domains": domains}]},
         note or "a task's tag selects its rewards",
     )
 
 
-def learner(role: str) -> Convert:
+def learner(role: str) -> Conversion:
     """Return a conversion of a role's strategy_name to the learner and its parallel sizes."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if value not in ("megatron_train", "fsdp2_train"):
             return Dropped("learner.kind is local, dtensor (FSDP2) or megatron here")
         if value == "fsdp2_train":
-            if accelerators(role, config) == 1:
-                return Sets(
+            if count_accelerators(role, config) == 1:
+                return Values(
                     {"learner.kind": "local"},
                     "one accelerator: the learner runs in the main process",
                 )
             context = config.whole(f"{role}.model_args.ulysses_size", 1)
-            return Sets(
+            return Values(
                 {
                     "learner.kind": "dtensor",
                     "learner.dp_shard": data_ranks(role, config),
@@ -353,7 +355,7 @@ def learner(role: str) -> Convert:
         }
         sizes["learner.context_parallel"] = parallel_size(role, "context_parallel_size", config)
         parallel_sizes = {key: size for key, size in sizes.items() if size > 1}
-        return Sets(
+        return Values(
             {
                 "learner.kind": "megatron",
                 "learner.data_parallel": data_ranks(role, config),
@@ -375,7 +377,7 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
     length = "actor_infer.strategy_args.strategy_config.max_model_len"
     if config[length] is not None:
         keys["max_context"] = config.whole(length)
-    replicas = max(1, accelerators("actor_infer", config) // tensor_parallel)
+    replicas = max(1, count_accelerators("actor_infer", config) // tensor_parallel)
     generator = {"kind": "workers", "workers": replicas, "worker": keys} if replicas > 1 else keys
     megatron = config["actor_train.strategy_args.strategy_name"] == "megatron_train"
     note = (
@@ -383,29 +385,31 @@ def convert_generator(value: Any, config: PeerConfig) -> Any:
         if megatron
         else "if learner and vLLM share accelerators, set cluster: {colocated: true}"
     )
-    return Sets({"generator": generator}, note)
+    return Values({"generator": generator}, note)
 
 
 def files(value: Any, config: PeerConfig) -> Any:
     """Convert the data files, and name ROLL's columns."""
     columns = {"environment.columns.prompt": "prompt", "environment.columns.answer": "ground_truth"}
-    rows = shared.rows(value, config)
-    return Sets(
-        {**rows.values, **columns},
-        "; ".join(filter(None, ["environment.columns names the columns there", rows.note])),
+    training_data = shared.training_data(value, config)
+    return Values(
+        {**training_data.values, **columns},
+        "; ".join(
+            filter(None, ["environment.columns names the columns there", training_data.note])
+        ),
     )
 
 
-def column(column_name: str) -> Convert:
+def column(column_name: str) -> Conversion:
     """Return a conversion of the data's name for the environment's column `column_name`."""
-    return lambda value, config: Sets({f"environment.columns.{column_name}": value})
+    return lambda value, config: Values({f"environment.columns.{column_name}": value})
 
 
 def tracker(value: Any, config: PeerConfig) -> Any:
     return shared.sinks(value, config["tracker_kwargs.project"])
 
 
-def lora(role: str, convert: Convert | None = None) -> Convert:
+def lora(role: str, convert: Conversion | None = None) -> Conversion:
     """Return the conversion, limited to files that set the role's lora_target."""
     return only_if(
         lambda config: config[f"{role}.model_args.lora_target"],
@@ -422,7 +426,7 @@ def targets(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def checkpointing(role: str) -> Convert:
+def checkpointing(role: str) -> Conversion:
     """Return the conversion of disable_gradient_checkpointing. It has no effect for Megatron."""
 
     def is_not_megatron(config: PeerConfig) -> bool:
@@ -455,7 +459,7 @@ def reward_clip(value: Any, config: PeerConfig) -> Any:
     If the estimator sets a shaping, the clip is its first entry. Otherwise it is the only one.
     """
     estimated = estimator(config["adv_estimator"], config)
-    shaping = estimated.values.get("algorithm.shaping") if isinstance(estimated, Sets) else None
+    shaping = estimated.values.get("algorithm.shaping") if isinstance(estimated, Values) else None
     return shaping or _reward_clip(config)
 
 
@@ -482,12 +486,12 @@ def max_answer_tokens(value: Any, config: PeerConfig) -> Any:
     )
 
 
-def warmup_ratio(steps_key: str) -> Convert:
-    """Return the conversion of a warm-up's share, which counts where its steps are not set."""
+def warmup_ratio(steps_key: str) -> Conversion:
+    """Return the conversion of a warm-up's share, which counts if its steps are not set."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[steps_key] is not None and config.whole(steps_key, least=0) > 0:
-            return Inert(shared.STEPS_FIRST.format(key="warmup_steps"))
+            return Inert(shared.OVERRIDDEN.format(key="warmup_steps"))
         return numbers.number(value)
 
     return convert

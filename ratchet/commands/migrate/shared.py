@@ -7,39 +7,41 @@ from collections.abc import Callable
 from typing import Any
 
 from ratchet.commands.migrate import numbers
-from ratchet.commands.migrate.table import Dropped, PeerConfig, Sets
+from ratchet.commands.migrate.table import Dropped, PeerConfig, Values
 from ratchet.data.presets.datasets import PRESETS
 
 # Notes on keys, shown to users. "there" means the peer, "here" means Ratchet.
-FLOAT32 = (
+PRECISION = (
     "weights train in float32, and matrix products on an accelerator are in bfloat16; "
     "learner.kind=megatron has weights: bfloat16"
 )
-PACKED = "sequences are always packed without padding: there is nothing to set"
-MICRO = (
+PACKING = "sequences are always packed without padding: there is nothing to set"
+MICRO_BATCHES = (
     "the size of a micro-batch is in tokens here (learner.micro_batch_tokens, auto by default); "
     "it changes memory and speed, never the result"
 )
-BASE = "the config file of the command is not read: import that file, and set these keys over it"
-CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
-STEPS_FIRST = "{key} overrides it"
-# At least so many steps stand for "until the passes are over".
-ENDLESS = 100_000
+BASE_CONFIG = (
+    "the config file of the command is not read: import that file, and set these keys over it"
+)
+KV_CACHE = "the size of vLLM's KV cache is set in GiB here (generator.kv_cache_gib), not as a share"
+OVERRIDDEN = "{key} overrides it"
+# A maximum number of steps that is at least this large means that the passes end training.
+UNLIMITED_STEPS = 100_000
 NUMERICS = "has no switch here: the learner chooses its numerics"
-LOADER = "rows are a function of seed and position here: there is no data loader to configure"
+DATA_LOADER = "rows are a function of seed and position here: there is no data loader to configure"
 OWN_REWARD = (
     "a reward function of yours takes (trajectory, task) here and returns a number or named "
     "parts: create one with `ratchet new reward NAME`, then set rewards: [{kind: NAME:NAME}]"
 )
-ROWS = (
+COLUMNS = (
     "the columns are prompt and answer here, or those in environment.columns: see "
     "`ratchet data inspect`"
 )
-PAIRS = (
+PAIR_COLUMNS = (
     "the columns are prompt, chosen and rejected here, or those in environment.columns: see "
     "`ratchet data inspect`"
 )
-FILE = re.compile(r"\.(parquet|jsonl?|csv|arrow)$|^[~/.]|://")
+FILE_PATTERN = re.compile(r"\.(parquet|jsonl?|csv|arrow)$|^[~/.]|://")
 TRACKERS = ("wandb", "mlflow", "swanlab", "trackio")
 KL_FORWARD = (
     "the gradient of k3 there is that of KL(reference || policy), which is objective forward here; "
@@ -47,9 +49,9 @@ KL_FORWARD = (
 )
 
 
-def share(
-    value: Any, steps: int | None, rounded: Callable[[float], int], *, factor: int = 1
-) -> Sets:
+def warmup_share(
+    value: Any, steps: int | None, round_steps: Callable[[float], int], *, factor: int = 1
+) -> Values:
     """Convert a share of all the peer's steps to a warm-up.
 
     It stays a share if the file doesn't give the number of all steps.
@@ -57,13 +59,13 @@ def share(
     Args:
         value: The share.
         steps: The number of all steps, as the peer counts them; None: unknown.
-        rounded: Rounds like the peer.
+        round_steps: Rounds like the peer.
         factor: Optimizer steps in one of the peer's steps.
     """
     fraction = numbers.number(value)
     if fraction and steps is None:
-        return Sets({"optimizer.warmup_share": fraction})
-    return Sets({"optimizer.warmup_steps": rounded(fraction * (steps or 0)) * factor})
+        return Values({"optimizer.warmup_share": fraction})
+    return Values({"optimizer.warmup_steps": round_steps(fraction * (steps or 0)) * factor})
 
 
 def passes(value: Any) -> int | float:
@@ -79,7 +81,7 @@ def betas(first: str, second: str) -> Any:
     return lambda value, config: [config.number(first), config.number(second)]
 
 
-def model(value: Any, config: PeerConfig) -> Any:
+def as_text(value: Any, config: PeerConfig) -> Any:
     return str(value)
 
 
@@ -89,7 +91,7 @@ def template(value: Any, config: PeerConfig) -> Any:
     return Dropped("write its text to a .jinja file, and set tokenizer.template to the file's path")
 
 
-def norm(value: Any, config: PeerConfig) -> Any:
+def clip_norm(value: Any, config: PeerConfig) -> Any:
     """Convert a maximum gradient norm. The peer turns clipping off with 0, Ratchet with null."""
     return numbers.number(value) or None
 
@@ -120,16 +122,16 @@ def sinks(value: Any, project: Any) -> Any:
             "metrics always go to metrics.jsonl and the terminal"
             + (f"; there is no sink for {', '.join(others)} here" if others else "")
         )
-    return Sets(
+    return Values(
         values, f"there is no sink for {', '.join(others)} (logging.sinks)" if others else ""
     )
 
 
-def rows(value: Any, config: PeerConfig) -> Any:
+def training_data(value: Any, config: PeerConfig) -> Any:
     """Convert the names of data: files, a published dataset, or an id on the hub."""
     names = [str(name) for name in (value if isinstance(value, list) else [value])]
-    if all(FILE.search(name) for name in names):
-        return Sets({"environment.train": names})
+    if all(FILE_PATTERN.search(name) for name in names):
+        return Values({"environment.train": names})
     others = (
         f"only the first dataset is used: for {', '.join(names[1:])} set environment.kind=mixture"
         if len(names) > 1
@@ -140,13 +142,13 @@ def rows(value: Any, config: PeerConfig) -> Any:
     }
     dataset = ids.get(_normalise_name(names[0]))
     note = "the preset maps the dataset's columns (docs/data.md)" if dataset else ""
-    return Sets(
+    return Values(
         {"environment.preset": dataset} if dataset else {"environment.hub": names[0]},
         "; ".join(filter(None, [note, others])),
     )
 
 
-def listed(value: Any, config: PeerConfig) -> Any:
+def as_list(value: Any, config: PeerConfig) -> Any:
     """Convert a single value to a list; a list stays unchanged."""
     return value if isinstance(value, list) else [value]
 

@@ -1,9 +1,9 @@
 """Parse commands and simple variables of a shell script, as far as reading overrides needs it.
 
-A simple variable is set by an unconditional `NAME=value`. If another line names it without a $, as
-one that sets it under a condition, in a loop, by arithmetic or by `read` does, its value counts as
-unknown from that line on, so that an earlier value is not used by mistake. After `source` and
-`eval` all values are unknown.
+A simple variable is set by an unconditional `NAME=value`. Other lines may set it under a condition,
+in a loop, by arithmetic or by `read`. Such lines name it without a $. From the first of them on its
+value counts as unknown, so that an earlier value is not used by mistake. After `source` and `eval`
+all values are unknown.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
-LITERAL = "\ue000"  # replaces a $ that begins no variable: escaped or in single quotes
+LITERAL_DOLLAR = "\ue000"  # replaces a $ that begins no variable: escaped or in single quotes
 # The places where a command can begin.
 _START = r"(?:^|[;&|(){!]|\b(?:then|else|do|if|elif|while|until|time)\b)\s*"
 _NAME = r"[A-Za-z_]\w*"
@@ -28,12 +28,12 @@ ASSIGNMENTS = re.compile(
 # ${NAME:=default}
 DEFAULT_SET = re.compile(rf"\$\{{({_NAME}):?=")
 # A name without a $ that is no part of an override's key or of a path, such as in `read NAME`.
-BARE = re.compile(rf"(?<![\w.$/{{-])({_NAME})(?![\w.])")
-# Commands that run another file or text of the shell, which may set any variable.
-RUNS_MORE = re.compile(rf"{_START}(?:source|\.|eval|trap)\s")
+BARE_NAME = re.compile(rf"(?<![\w.$/{{-])({_NAME})(?![\w.])")
+# Commands that run another file or a text as shell code, which may set any variable.
+RUNS_OTHER_CODE = re.compile(rf"{_START}(?:source|\.|eval|trap)\s")
 ONLY_EXPORTS = re.compile(rf"(?:export|readonly)(?:\s+{_NAME})+\s*;?")
-# A here-document of a command that only writes it.
-WRITTEN = re.compile(r"^\s*(?:cat|tee|echo)\b.*(?<!<)<<-?\s*(['\"]?)(\w+)\1")
+# The start of a here-document whose command only writes the document.
+WRITTEN_DOCUMENT = re.compile(r"^\s*(?:cat|tee|echo)\b.*(?<!<)<<-?\s*(['\"]?)(\w+)\1")
 # The beginning and the end of a condition or a loop.
 OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
@@ -49,19 +49,19 @@ def split_commands(text: str) -> Iterator[str]:
     A line that ends with a backslash is joined to the next one.
     """
     parts: list[str] = []
-    until = ""
+    document_end = ""
     for line in text.split("\n"):
-        if until:
-            until = "" if line.strip() == until else until
+        if document_end:
+            document_end = "" if line.strip() == document_end else document_end
             continue
         code = _without_comment(line)
         # A backslash at the end of a comment does not continue the line.
-        continued = re.search(r"\\\s*$", code) if code == line else None
-        parts.append(code[: continued.start()] if continued else code)
-        if not continued:
+        continuation = re.search(r"\\\s*$", code) if code == line else None
+        parts.append(code[: continuation.start()] if continuation else code)
+        if not continuation:
             command = " ".join(parts)
-            if (document := WRITTEN.match(command)) is not None:
-                until = document[2]
+            if (document := WRITTEN_DOCUMENT.match(command)) is not None:
+                document_end = document[2]
             yield command
             parts = []
     if parts:
@@ -103,50 +103,50 @@ def split_words(line: str) -> list[str]:
     """Return the words of a command line, without their quotes.
 
     Operators such as ; and | are words of their own. Redirections (`2>file`) are left out. A $ that
-    is escaped or in single quotes becomes LITERAL. Unlike `shlex`, this is linear in the length.
+    is escaped or in single quotes becomes LITERAL_DOLLAR. Unlike `shlex`, this takes linear time.
 
     Raises ValueError if a quote is not closed.
     """
     words: list[str] = []
-    is_target = False  # the next word is where a redirection leads
+    is_redirect_target = False  # True if the next word is the target of a redirection
     for word, is_operator in _scan_words(line):
         is_redirection = is_operator and ("<" in word or ">" in word)
-        if not is_redirection and (is_operator or not is_target):
+        if not is_redirection and (is_operator or not is_redirect_target):
             words.append(word)
-        is_target = is_redirection
+        is_redirect_target = is_redirection
     return words
 
 
 def _scan_words(line: str) -> Iterator[tuple[str, bool]]:
-    """Yield (word, is it an operator?) for each word of a line."""
+    """Yield (word, True if it is an operator) for each word of a line."""
     word: list[str] = []
     has_word = False  # an empty pair of quotes is a word too
     operator = ""
     escaped = False
     for index, character, quote in _scan_characters(line):
-        sign = line[index]
-        is_mark = character in "'\"" and (not quote or quote == character)
+        raw_character = line[index]
+        is_quote_mark = character in "'\"" and (not quote or quote == character)
         is_operator = character in OPERATORS and not quote
         if operator and not is_operator:
             yield operator, True
             operator = ""
         if is_operator or (character.isspace() and not quote):
             # Digits before a redirection are its descriptor.
-            if has_word and not (sign in "<>" and "".join(word).isdecimal()):
+            if has_word and not (raw_character in "<>" and "".join(word).isdecimal()):
                 yield "".join(word), False
             word, has_word = [], False
-            operator += sign if is_operator else ""
+            operator += raw_character if is_operator else ""
             continue
         has_word = True
         if character == "\\" and quote != "'":
             escaped = True
             continue
-        if escaped and quote and sign not in '"\\$`':
-            word.append("\\")  # inside of quotes it only escapes these
-        if sign == "$" and (escaped or quote == "'"):
-            sign = LITERAL
-        if not is_mark:
-            word.append(sign)
+        if escaped and quote and raw_character not in '"\\$`':
+            word.append("\\")  # inside of quotes a backslash only escapes these characters
+        if raw_character == "$" and (escaped or quote == "'"):
+            raw_character = LITERAL_DOLLAR
+        if not is_quote_mark:
+            word.append(raw_character)
         escaped = False
     if _ends_in_quotes(line):
         raise ValueError("a quote is not closed")
@@ -176,26 +176,26 @@ class Variables:
                 name for text in assignments for name in re.findall(rf"(?<!\S)({_NAME})\+?=", text)
             ]
             names += DEFAULT_SET.findall(line)
-            if RUNS_MORE.search(line):
+            if RUNS_OTHER_CODE.search(line):
                 names += self.values
             elif not ONLY_EXPORTS.fullmatch(line.strip()):
-                names += self.values.keys() & set(BARE.findall(line))
+                names += self.values.keys() & set(BARE_NAME.findall(line))
             self.values.update({name: f"${name}" for name in names})
         self._depth = max(0, self._depth - len(CLOSING.findall(line)))
         return assignment is not None
 
     def substitute(self, text: str) -> str:
-        """Return a text with its known variables replaced by their values. LITERAL is kept.
+        """Return a text with its known variables replaced by their values. LITERAL_DOLLAR is kept.
 
-        Variables stay where their values exceed MAX_CHARS together.
+        If the values together exceed MAX_CHARS, the remaining variables are not replaced.
         """
-        left = MAX_CHARS
+        remaining_chars = MAX_CHARS
 
         def fill(match: re.Match[str]) -> str:
-            nonlocal left
+            nonlocal remaining_chars
             value = self._get_value(match)
-            left -= len(value)
-            return value if left >= 0 else match[0]
+            remaining_chars -= len(value)
+            return value if remaining_chars >= 0 else match[0]
 
         return VARIABLE.sub(fill, text)
 

@@ -55,7 +55,7 @@ class PeerConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class Sets:
+class Values:
     """The result of a conversion that sets several keys, or adds a note on the value."""
 
     values: Mapping[str, Any]
@@ -79,7 +79,7 @@ class Inert:
     reason: str
 
 
-Convert = Callable[[Any, PeerConfig], Any]
+Conversion = Callable[[Any, PeerConfig], Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,19 +89,19 @@ class KeyRow:
     peer_key: the peer's dotted key; `*` in it matches any characters.
     recipe_key: the key of the recipe, or several with commas; "" if there is none.
     note: what differs in meaning; without `recipe_key`, why there is none, or what to do.
-    convert: returns the value of `recipe_key`, or `Sets`, `Dropped` or `Inert`; None copies the
-        value.
-    part_of: the peer's key whose conversion also covers this one.
+    convert: returns the value of `recipe_key`, or `Values`, `Dropped` or `Inert`; None copies the
+      value.
+    covered_by: the peer's key whose conversion also covers this one.
     default: the peer's default, if it differs from Ratchet's.
-    null: the value of `recipe_key` if the peer's is null; ABSENT: null sets nothing.
+    null: the value of `recipe_key` if the peer's value is null; ABSENT: null sets nothing.
     inert: True if the missing counterpart changes no training result.
     """
 
     peer_key: str
     recipe_key: str = ""
     note: str = ""
-    convert: Convert | None = None
-    part_of: str = ""
+    convert: Conversion | None = None
+    covered_by: str = ""
     default: Any = ABSENT
     null: Any = ABSENT
     inert: bool = False
@@ -121,7 +121,7 @@ class Method:
     def defaults(self) -> dict[str, Any]:
         return {row.peer_key: row.default for row in self.rows if row.default is not ABSENT}
 
-    def row(self, key: str) -> KeyRow | None:
+    def find_row(self, key: str) -> KeyRow | None:
         """Return the row that names a key, or else the row with the longest pattern that matches.
 
         Return None if the key is unknown.
@@ -134,7 +134,7 @@ class Method:
 
     @cached_property
     def _rows_by_key(self) -> dict[str, KeyRow | None]:
-        """Return the rows by key. `row` adds the keys that it looks up."""
+        """Return the rows by key. `find_row` adds the keys that it looks up."""
         return {row.peer_key: row for row in self.rows}
 
     @cached_property
@@ -152,9 +152,9 @@ class Method:
 class Peer:
     """A library whose configurations are imported.
 
-    version: its version that has these keys and defaults.
+    version: the version of the library that has these keys and defaults.
     marks: keys, or prefixes of keys, by which a configuration of this peer is recognised.
-    method: returns the name of a configuration's method; "" if it can't be detected.
+    detect_method: returns the name of a configuration's method; "" if it can't be detected.
     dialect: the YAML dialect of its files.
     """
 
@@ -162,7 +162,7 @@ class Peer:
     title: str
     version: str
     marks: tuple[str, ...]
-    method: Callable[[Mapping[str, Any]], str]
+    detect_method: Callable[[Mapping[str, Any]], str]
     methods: Mapping[str, Method]
     dialect: Dialect = "omegaconf"
 
@@ -173,7 +173,7 @@ class Peer:
         )
 
 
-def choose(choices: Mapping[Any, Any]) -> Convert:
+def choose(choices: Mapping[Any, Any]) -> Conversion:
     """Return a conversion that looks a value up in a table. Other values have no counterpart."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
@@ -191,9 +191,11 @@ def choose(choices: Mapping[Any, Any]) -> Convert:
 
 
 def only_if(
-    condition: Callable[[PeerConfig], Any], convert: Convert | None, reason: str
-) -> Convert:
-    """Return the conversion limited to files that meet a condition. In others it has no effect.
+    condition: Callable[[PeerConfig], Any], convert: Conversion | None, reason: str
+) -> Conversion:
+    """Return the conversion, limited to files that meet a condition.
+
+    In other files the key has no effect.
 
     reason: why the key has no effect in other files.
     """
@@ -206,7 +208,7 @@ def only_if(
     return checked
 
 
-def only_value(name: str, reason: str) -> Convert:
+def only_value(name: str, reason: str) -> Conversion:
     """Return a conversion of a key whose value `name` has no effect. Other values are dropped."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
@@ -235,7 +237,7 @@ def flag(value: Any, config: PeerConfig) -> bool:
     return numbers.flag(value)
 
 
-def positive(reason: str) -> Convert:
+def positive(reason: str) -> Conversion:
     """Return a conversion of integers, of which only those above 0 have an effect."""
 
     def convert(value: Any, config: PeerConfig) -> Any:
@@ -250,9 +252,9 @@ def at_least_0(value: Any, config: PeerConfig) -> int:
     return max(0, numbers.whole(value, least=-1))
 
 
-def parts_of(key: str, *keys: str) -> Iterator[KeyRow]:
+def covered(key: str, *keys: str) -> Iterator[KeyRow]:
     """Yield rows of `keys` that the conversion of `key` covers."""
-    return (KeyRow(name, part_of=key) for name in keys)
+    return (KeyRow(name, covered_by=key) for name in keys)
 
 
 def dropped(reason: str, *keys: str) -> Iterator[KeyRow]:

@@ -11,11 +11,11 @@ from ratchet.commands.migrate import trl_values as to
 from ratchet.commands.migrate.table import (
     KeyRow,
     choose,
+    covered,
     dropped,
     flag,
     inert,
     number,
-    parts_of,
     real,
     whole,
 )
@@ -61,7 +61,7 @@ TRAINING = (
         default=0.999,
     ),
     KeyRow("adam_epsilon", "optimizer.eps", convert=number),
-    KeyRow("max_grad_norm", "optimizer.max_grad_norm", convert=shared.norm, null=None),
+    KeyRow("max_grad_norm", "optimizer.max_grad_norm", convert=shared.clip_norm, null=None),
     KeyRow("optim", "optimizer.kind", convert=to.optimizer),
     KeyRow("seed", "seed", convert=whole, default=42),
     KeyRow(
@@ -94,13 +94,13 @@ TRAINING = (
     ),
     KeyRow("use_rslora", "lora.rslora", convert=to.lora(flag)),
     KeyRow("load_in_4bit", "lora.base", convert=to.lora(choose({True: "nf4"}))),
-    KeyRow("save_strategy", part_of="save_steps", default="steps"),
-    KeyRow("eval_strategy", part_of="eval_steps", default="no"),
-    KeyRow("use_peft", part_of="lora_r"),
-    *parts_of("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
-    KeyRow("project", part_of="report_to"),
+    KeyRow("save_strategy", covered_by="save_steps", default="steps"),
+    KeyRow("eval_strategy", covered_by="eval_steps", default="no"),
+    KeyRow("use_peft", covered_by="lora_r"),
+    *covered("lr_scheduler_type", "lr_scheduler_kwargs", "lr_scheduler_kwargs.*"),
+    KeyRow("project", covered_by="report_to"),
     *dropped(
-        shared.FLOAT32, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
+        shared.PRECISION, "dtype", "torch_dtype", "bf16", "fp16", "tf32", "cast_lm_head_to_fp32"
     ),
     *dropped(
         shared.NUMERICS,
@@ -111,7 +111,7 @@ TRAINING = (
         "gradient_checkpointing_kwargs",
     ),
     *dropped(
-        shared.LOADER,
+        shared.DATA_LOADER,
         "dataloader_*",
         "remove_unused_columns",
         "dataset_num_proc",
@@ -120,7 +120,7 @@ TRAINING = (
         "data_seed",
     ),
     *inert(
-        shared.PACKED,
+        shared.PACKING,
         "padding_free",
         "pad_to_multiple_of",
         "group_by_length",
@@ -221,7 +221,7 @@ TRAINING = (
     *dropped("set the keys of optimizer", "optim_args", "optim_target_modules"),
     *dropped(PLACEMENT_NOTE, "parallelism_config"),
     *dropped(shared.NUMERICS, "liger_kernel_config", "use_cache", "debug"),
-    *dropped(shared.LOADER, "length_column_name", "train_sampling_strategy"),
+    *dropped(shared.DATA_LOADER, "length_column_name", "train_sampling_strategy"),
     *dropped("set logging.sinks: [{kind: trackio, space: ...}]", "trackio_*"),
     KeyRow("dataset_config", "environment.subset"),
     KeyRow("dataset_train_split", "environment.train_split"),

@@ -17,13 +17,13 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
+    covered,
     dropped,
     flag,
     inert,
     number,
     only_if,
     only_value,
-    parts_of,
     real,
     whole,
 )
@@ -109,7 +109,7 @@ ROLLOUT_ROWS = (
         default=True,
     ),
     KeyRow("max_tool_calling_iterations", "rollouts.max_turns", convert=whole),
-    KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
+    KeyRow("dataset_name", "environment", shared.COLUMNS, shared.training_data),
     KeyRow(
         "off_policy_mask_threshold",
         note="set algorithm.correction.mask=geometric, which masks by the mean ratio of an answer",
@@ -119,30 +119,30 @@ ROLLOUT_ROWS = (
         "algorithm.advantage.kind",
         convert=choose({"normalize_then_sum": "gdpo", "sum_then_normalize": "group_relative"}),
     ),
-    KeyRow("use_bias_correction_kl", part_of="beta", default=True),
+    KeyRow("use_bias_correction_kl", covered_by="beta", default=True),
     KeyRow(
         "vllm_importance_sampling_mode",
-        part_of="vllm_importance_sampling_correction",
+        covered_by="vllm_importance_sampling_correction",
         default="sequence_mask",
     ),
     KeyRow(
         "vllm_importance_sampling_clip_max",
-        part_of="vllm_importance_sampling_correction",
+        covered_by="vllm_importance_sampling_correction",
         default=3.0,
     ),
-    *parts_of("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
-    KeyRow("vllm_mode", part_of="use_vllm", default="colocate"),
-    KeyRow("epsilon", part_of="loss_type", default=0.2),
-    KeyRow("sapo_temperature_pos", part_of="loss_type", default=1.0),
-    KeyRow("sapo_temperature_neg", part_of="loss_type", default=1.05),
-    KeyRow("reward_weights", part_of="reward_funcs"),
+    *covered("vllm_importance_sampling_correction", "vllm_importance_sampling_*"),
+    KeyRow("vllm_mode", covered_by="use_vllm", default="colocate"),
+    KeyRow("epsilon", covered_by="loss_type", default=0.2),
+    KeyRow("sapo_temperature_pos", covered_by="loss_type", default=1.0),
+    KeyRow("sapo_temperature_neg", covered_by="loss_type", default=1.05),
+    KeyRow("reward_weights", covered_by="reward_funcs"),
     *dropped(
         "set a reward model with rewards: [{kind: reward_model, path: ...}]",
         "reward_model_name_or_path",
     ),
-    *parts_of("loss_type", "epsilon_high", "importance_sampling_level"),
+    *covered("loss_type", "epsilon_high", "importance_sampling_level"),
     *dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi", "vespo_*"),
-    *inert(shared.CACHE, "vllm_gpu_memory_utilization"),
+    *inert(shared.KV_CACHE, "vllm_gpu_memory_utilization"),
     *dropped(
         "the run starts vLLM itself; cluster.colocated lets it share the learner's accelerators",
         "vllm_server_*",
@@ -197,11 +197,11 @@ OFFLINE_ROWS = (
 
 PREFERENCES = (
     KeyRow("loss_type", "algorithm.kind", convert=to.preference, default=["sigmoid"]),
-    KeyRow("beta", part_of="loss_type", default=0.1),
-    KeyRow("label_smoothing", part_of="loss_type"),
-    KeyRow("loss_weights", part_of="loss_type"),
+    KeyRow("beta", covered_by="loss_type", default=0.1),
+    KeyRow("label_smoothing", covered_by="loss_type"),
+    KeyRow("loss_weights", covered_by="loss_type"),
     KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6),
-    KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
+    KeyRow("dataset_name", "environment", shared.PAIR_COLUMNS, shared.training_data),
     *dropped(
         "DPO's divergence is the reverse KL here",
         "f_divergence_type",
@@ -215,7 +215,7 @@ PREFERENCES = (
 
 SUPERVISED = (
     KeyRow("learning_rate", "optimizer.lr", convert=number, default=2e-5),
-    KeyRow("dataset_name", "environment", shared.ROWS, shared.rows),
+    KeyRow("dataset_name", "environment", shared.COLUMNS, shared.training_data),
     KeyRow(
         "assistant_only_loss",
         "algorithm.train",
@@ -234,18 +234,18 @@ SUPERVISED = (
 
 REWARD_MODEL = (
     KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-4),
-    KeyRow("dataset_name", "environment", shared.PAIRS, shared.rows),
+    KeyRow("dataset_name", "environment", shared.PAIR_COLUMNS, shared.training_data),
     KeyRow("center_rewards_coefficient", note="scores are not regularised towards 0"),
     *OFFLINE_ROWS,
 )
 
-LABELLED = "the columns are prompt, completion and label here"
+LABELLED_COLUMNS_NOTE = "the columns are prompt, completion and label here"
 KTO = (
     KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6),
     KeyRow("beta", "algorithm.beta", convert=real, default=0.1),
     KeyRow("desirable_weight", "algorithm.desirable", convert=number),
     KeyRow("undesirable_weight", "algorithm.undesirable", convert=number),
-    KeyRow("dataset_name", "environment", LABELLED, shared.rows),
+    KeyRow("dataset_name", "environment", LABELLED_COLUMNS_NOTE, shared.training_data),
     KeyRow("loss_type", convert=only_value("kto", "the loss is that of KTO")),
     *OFFLINE_ROWS,
 )
@@ -272,7 +272,7 @@ RLOO = (
     *(
         row
         for row in ROLLOUT_ROWS
-        if row.peer_key not in NOT_IN_RLOO and row.part_of != "loss_type"
+        if row.peer_key not in NOT_IN_RLOO and row.covered_by != "loss_type"
     ),
 )
 
@@ -326,9 +326,9 @@ def _detect_method(values: Mapping[str, Any]) -> str:
     )
 
 
-DATA = {"environment.kind": "dataset"}
-JUDGED = {**DATA, "rewards": [{"kind": "math"}]}
-LR = KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6)
+DATASET = {"environment.kind": "dataset"}
+JUDGED_DATASET = {**DATASET, "rewards": [{"kind": "math"}]}
+LEARNING_RATE = KeyRow("learning_rate", "optimizer.lr", convert=number, default=1e-6)
 TRL = Peer(
     "trl",
     "TRL",
@@ -344,12 +344,14 @@ TRL = Peer(
     ),
     _detect_method,
     {
-        "GRPOConfig": Method({"algorithm.kind": "grpo", **JUDGED}, (LR, *ROLLOUT_ROWS)),
-        "DPOConfig": Method({"algorithm.kind": "dpo", **DATA}, PREFERENCES),
-        "SFTConfig": Method({"algorithm.kind": "sft", **DATA}, SUPERVISED),
-        "RewardConfig": Method({"algorithm.kind": "reward_model", **DATA}, REWARD_MODEL),
-        "KTOConfig": Method({"algorithm.kind": "kto", **DATA}, KTO),
-        "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED}, (LR, *RLOO)),
+        "GRPOConfig": Method(
+            {"algorithm.kind": "grpo", **JUDGED_DATASET}, (LEARNING_RATE, *ROLLOUT_ROWS)
+        ),
+        "DPOConfig": Method({"algorithm.kind": "dpo", **DATASET}, PREFERENCES),
+        "SFTConfig": Method({"algorithm.kind": "sft", **DATASET}, SUPERVISED),
+        "RewardConfig": Method({"algorithm.kind": "reward_model", **DATASET}, REWARD_MODEL),
+        "KTOConfig": Method({"algorithm.kind": "kto", **DATASET}, KTO),
+        "RLOOConfig": Method({"algorithm.kind": "rloo", **JUDGED_DATASET}, (LEARNING_RATE, *RLOO)),
     },
     "yaml",
 )

@@ -13,11 +13,11 @@ from typing import Any
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import InvalidValue
 from ratchet.commands.migrate.table import (
-    Convert,
+    Conversion,
     Dropped,
     Inert,
     PeerConfig,
-    Sets,
+    Values,
     choose,
     only_if,
 )
@@ -74,10 +74,10 @@ def minibatches(config: PeerConfig) -> int:
     )
 
 
-def set_minibatches(value: Any, config: PeerConfig) -> Sets:
+def set_minibatches(value: Any, config: PeerConfig) -> Values:
     """Set the mini-batches. As in TRL, answers are shuffled before a batch is split."""
     count = minibatches(config)
-    return Sets(
+    return Values(
         {
             "algorithm.minibatches": count,
             **({"algorithm.minibatches_of": "attempts"} if count > 1 else {}),
@@ -85,20 +85,20 @@ def set_minibatches(value: Any, config: PeerConfig) -> Sets:
     )
 
 
-def updates(config: PeerConfig) -> int:
+def updates_per_batch(config: PeerConfig) -> int:
     """Return the number of optimizer steps per batch."""
     return minibatches(config) * config.whole("num_iterations") if config["num_generations"] else 1
 
 
 def batches(value: Any, config: PeerConfig) -> Any:
-    steps, steps_per_batch = numbers.whole(value, least=-1), updates(config)
+    steps, steps_per_batch = numbers.whole(value, least=-1), updates_per_batch(config)
     if steps <= 0:
         return Inert("num_train_epochs counts")
     n_batches = max(1, math.ceil(steps / steps_per_batch))
     return (
         n_batches
         if n_batches * steps_per_batch == steps
-        else Sets(
+        else Values(
             {"steps": n_batches},
             f"{steps} optimizer steps there, {n_batches * steps_per_batch} here",
         )
@@ -107,7 +107,7 @@ def batches(value: Any, config: PeerConfig) -> Any:
 
 def epochs(value: Any, config: PeerConfig) -> Any:
     if config["max_steps"] is not None and config.number("max_steps") > 0:
-        return Inert(shared.STEPS_FIRST.format(key="max_steps"))
+        return Inert(shared.OVERRIDDEN.format(key="max_steps"))
     return shared.passes(value)
 
 
@@ -115,7 +115,7 @@ def rows(value: Any, config: PeerConfig) -> int:
     return answers_per_step(config)
 
 
-def convert_every(strategy: str, recipe_key: str) -> Convert:
+def convert_every(strategy: str, recipe_key: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if config[strategy] != "steps":
             return Dropped(
@@ -125,11 +125,11 @@ def convert_every(strategy: str, recipe_key: str) -> Convert:
         steps = numbers.number(value)
         if steps < 1:
             return Dropped("is a share of all steps there: set a number of steps")
-        steps, steps_per_batch = numbers.whole(value), updates(config)
+        steps, steps_per_batch = numbers.whole(value), updates_per_batch(config)
         n_batches = max(1, round(steps / steps_per_batch))
         if n_batches * steps_per_batch == steps:
             return n_batches
-        return Sets(
+        return Values(
             {recipe_key: n_batches},
             f"every {steps} optimizer steps there, every {n_batches * steps_per_batch} here",
         )
@@ -146,19 +146,19 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     if number < 0:
         raise InvalidValue(f"is {number}, and not at least 0: set optimizer.warmup_steps by hand")
     if number >= 1:
-        return Sets({"optimizer.warmup_steps": math.floor(number)})
+        return Values({"optimizer.warmup_steps": math.floor(number)})
     steps = None if config["max_steps"] is None else config.whole("max_steps", least=-1)
-    return shared.share(value, steps if steps and steps > 0 else None, math.ceil)
+    return shared.warmup_share(value, steps if steps and steps > 0 else None, math.ceil)
 
 
 def schedule(value: Any, config: PeerConfig) -> Any:
     if value == "cosine_with_min_lr" and "min_lr_rate" in (options := _options(config)):
-        return Sets(
+        return Values(
             {"optimizer.schedule": "cosine", "optimizer.min_lr_ratio": options["min_lr_rate"]},
             _note_unused(options, "min_lr_rate"),
         )
     if value == "warmup_stable_decay" and "num_decay_steps" in (options := _options(config)):
-        return Sets(
+        return Values(
             {
                 "optimizer.schedule": "wsd",
                 "optimizer.decay_steps": numbers.whole(
@@ -192,7 +192,7 @@ def optimizer(value: Any, config: PeerConfig) -> Any:
     return choose(OPTIMIZERS)(str(value), config)
 
 
-def lora(convert: Convert | None = None) -> Convert:
+def lora(convert: Conversion | None = None) -> Conversion:
     return only_if(
         lambda config: config.flag("use_peft"),
         convert,
@@ -214,7 +214,7 @@ def loss(value: Any, config: PeerConfig) -> Any:
             "algorithm.loss.tau_pos": config.number("sapo_temperature_pos"),
             "algorithm.loss.tau_neg": config.number("sapo_temperature_neg"),
         }
-        return Sets({"algorithm.kind": "sapo", **taus, "algorithm.weighting": "token_mean"})
+        return Values({"algorithm.kind": "sapo", **taus, "algorithm.weighting": "token_mean"})
     if value == "cispo":
         high = _clip_high(config)
         if high <= 1:
@@ -223,7 +223,7 @@ def loss(value: Any, config: PeerConfig) -> Any:
                 "1 + clip_high, is above 1"
             )
         note = "the largest weight of a token is epsilon_high there, and 1 + clip_high here"
-        return Sets({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
+        return Values({"algorithm.kind": "cispo", "algorithm.loss.clip_high": high - 1}, note)
     if value not in ("grpo", "dapo", "bnpo", "dr_grpo"):
         return Dropped(
             "algorithm.loss is ppo, gspo, cispo, sapo, gmpo, topr or kimi: the recipe has grpo"
@@ -238,14 +238,14 @@ def loss(value: Any, config: PeerConfig) -> Any:
     kind = {"algorithm.kind": "gspo" if level == "sequence" else "grpo", **clip}
     if value == "dr_grpo":
         length = config.whole("max_completion_length")
-        return Sets(
+        return Values(
             {**kind, "algorithm.weighting": "fixed_length", "algorithm.fixed_length": length}
         )
     mean = {"grpo": "the mean over answers", "bnpo": "the mean over tokens"}.get(value)
     note = (
         f"{mean} is over the whole optimizer step here, over each micro-batch there" if mean else ""
     )
-    return Sets(
+    return Values(
         {**kind, "algorithm.weighting": "sequence_mean" if value == "grpo" else "token_mean"}, note
     )
 
@@ -253,9 +253,9 @@ def loss(value: Any, config: PeerConfig) -> Any:
 def reward_scale(value: Any, config: PeerConfig) -> Any:
     if value in (True, "group", "none", False):
         scale = "std" if value in (True, "group") else "none"
-        return Sets({"algorithm.advantage.scale": scale, "algorithm.advantage.epsilon": 1e-4})
+        return Values({"algorithm.advantage.scale": scale, "algorithm.advantage.epsilon": 1e-4})
     if value == "batch":
-        return Sets(
+        return Values(
             {"algorithm.advantage.scale": "none", "algorithm.whiten": True},
             "advantages are normalised over all tokens of the batch here, and divided by the "
             "standard deviation of its rewards there",
@@ -269,7 +269,7 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         "reasoning_accuracy_reward": {"kind": "math", "require_marker": True},
         "think_format_reward": {"kind": "format", "tags": ["think"], "outside": True},
     }
-    value = shared.listed(value, config)
+    value = shared.as_list(value, config)
     peer_weights = config["reward_weights"]
     weights = (
         [1.0] * len(value)
@@ -299,16 +299,18 @@ def rewards(value: Any, config: PeerConfig) -> Any:
         notes.append("buffer is 256 here, because the file does not contain the punishment's own")
     if not values:
         return Dropped(f"{', '.join(unknown)}: {shared.OWN_REWARD}")
-    return Sets(values, "; ".join(notes))
+    return Values(values, "; ".join(notes))
 
 
 def kl(value: Any, config: PeerConfig) -> Any:
     coef = numbers.real(value)
     if not coef:
-        return Sets({"algorithm.kl.coef": 0.0})
+        return Values({"algorithm.kl.coef": 0.0})
     if config.flag("use_bias_correction_kl"):
-        return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "reverse"})
-    return Sets({"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD)
+        return Values({"algorithm.kl.coef": coef, "algorithm.kl.objective": "reverse"})
+    return Values(
+        {"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD
+    )
 
 
 def correction(value: Any, config: PeerConfig) -> Any:
@@ -329,11 +331,11 @@ def correction(value: Any, config: PeerConfig) -> Any:
         note = (
             "" if action == "truncate" else "without an upper bound nothing is masked there either"
         )
-        return Sets(
+        return Values(
             {"algorithm.correction": {"weight": level, **lower_bound, "weight_high": high}}, note
         )
     masks = {"mask": level, "mask_low": low or 0.0, "mask_high": high, "mask_denominator": "all"}
-    return Sets({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
+    return Values({"algorithm.correction": {"weight": level, "weight_high": None, **masks}})
 
 
 def vllm(value: Any, config: PeerConfig) -> Any:
@@ -341,7 +343,7 @@ def vllm(value: Any, config: PeerConfig) -> Any:
         return Inert("the built-in engine generates, or transformers with generator.kind=hf")
     colocated = {"cluster.colocated": True} if config["vllm_mode"] == "colocate" else {}
     adapter = {"generator.lora_rank": config.whole("lora_r")} if config.flag("use_peft") else {}
-    return Sets({"generator.kind": "vllm", **adapter, **colocated})
+    return Values({"generator.kind": "vllm", **adapter, **colocated})
 
 
 def preference(value: Any, config: PeerConfig) -> Any:
@@ -349,7 +351,7 @@ def preference(value: Any, config: PeerConfig) -> Any:
     beta = {"algorithm.beta": numbers.real(config["beta"], "beta")}
     if loss_type == "sigmoid":
         smoothing = 0 if config["label_smoothing"] is None else config.number("label_smoothing")
-        return Sets(
+        return Values(
             {
                 "algorithm.kind": "dpo",
                 **beta,
@@ -357,12 +359,12 @@ def preference(value: Any, config: PeerConfig) -> Any:
             }
         )
     if loss_type == "ipo":
-        return Sets(
+        return Values(
             {"algorithm.kind": "ipo", **beta, "algorithm.normalize": "mean"},
             "IPO takes the mean over an answer's tokens there, which is normalize: mean here",
         )
     if loss_type == "sigmoid_norm":
-        return Sets({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
+        return Values({"algorithm.kind": "dpo", **beta, "algorithm.normalize": "mean"})
     if isinstance(value, list) and sorted(value) == ["sft", "sigmoid"]:
         peer_weights = config["loss_weights"]
         weight_list = (
@@ -378,7 +380,7 @@ def preference(value: Any, config: PeerConfig) -> Any:
             "sft_coef is the weight of the SFT loss relative to that of the preference loss"
             f"{lr_hint}"
         )
-        return Sets(
+        return Values(
             {
                 "algorithm.kind": "dpo",
                 **beta,
@@ -395,7 +397,7 @@ def kept_checkpoints(value: Any, config: PeerConfig) -> Any:
 
 
 def targets(value: Any, config: PeerConfig) -> Any:
-    names = shared.listed(value, config)
+    names = shared.as_list(value, config)
     return names[0] if names == ["all-linear"] else names
 
 
@@ -404,6 +406,6 @@ def reward_clip(value: Any, config: PeerConfig) -> Any:
     return [{"kind": "clip", "low": low, "high": high}]
 
 
-def kl_in_reward(value: Any, config: PeerConfig) -> Sets:
+def kl_in_reward(value: Any, config: PeerConfig) -> Values:
     coef = numbers.real(value)
-    return Sets({"algorithm.kl": {"coef": coef, "place": "reward"} if coef else {}})
+    return Values({"algorithm.kl": {"coef": coef, "place": "reward"} if coef else {}})

@@ -11,11 +11,11 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.commands.migrate.numbers import HiddenValue, HiddenValueUsed
-from ratchet.commands.migrate.table import Convert, PeerConfig, Sets
+from ratchet.commands.migrate.table import Conversion, PeerConfig, Values
 
 
-def uses_key(convert: Convert, key: str, peer_key: str, value: Any, config: PeerConfig) -> bool:
-    """Return True if the conversion of a key depends on the file's value of `key`.
+def uses_key(convert: Conversion, key: str, peer_key: str, value: Any, config: PeerConfig) -> bool:
+    """True if the conversion of a key depends on the file's value of `key`.
 
     Args:
         convert: the conversion.
@@ -37,7 +37,7 @@ def uses_key(convert: Convert, key: str, peer_key: str, value: Any, config: Peer
 def _contains(content: Any, hidden: Any) -> bool:
     if content is hidden:
         return True
-    if type(content) is Sets:
+    if type(content) is Values:
         return _contains(content.values, hidden)
     if type(content) is dict:
         return any(_contains(item, hidden) for item in content.values())
@@ -47,28 +47,32 @@ def _contains(content: Any, hidden: Any) -> bool:
 
 
 @dataclass
-class ConversionRuns:
-    """The conversions that set a key of the recipe, kept to be run again.
+class ConversionLog:
+    """A log of the conversions that set a key of the recipe, to run them again.
 
-    conversions: each conversion and its value, by the converted key.
-    readers: for each key, the converted keys whose conversions read it.
+    conversion_by_key: each conversion and its value, by the converted key.
+    readers_by_key: for each key, the converted keys whose conversions read it.
     """
 
-    conversions: dict[str, tuple[Convert, Any]] = field(default_factory=dict)
-    readers: dict[str, list[str]] = field(default_factory=dict)
+    conversion_by_key: dict[str, tuple[Conversion, Any]] = field(default_factory=dict)
+    readers_by_key: dict[str, list[str]] = field(default_factory=dict)
 
-    def add(self, peer_key: str, convert: Convert, value: Any, read_keys: set[str]) -> None:
-        """Keep a conversion of `peer_key` that read the keys `read_keys`."""
-        self.conversions[peer_key] = convert, value
+    def add(self, peer_key: str, convert: Conversion, value: Any, read_keys: set[str]) -> None:
+        """Add a conversion of `peer_key` that read the keys `read_keys`."""
+        self.conversion_by_key[peer_key] = convert, value
         for key in read_keys | {peer_key}:
-            self.readers.setdefault(key, []).append(peer_key)
+            self.readers_by_key.setdefault(key, []).append(peer_key)
 
-    def users(self, key: str, config: PeerConfig) -> list[str]:
+    def find_users(self, key: str, config: PeerConfig) -> list[str]:
         """Return the keys whose conversions depend on `key`."""
         return [
             peer_key
-            for peer_key in self.readers.get(key, ())
+            for peer_key in self.readers_by_key.get(key, ())
             if uses_key(
-                self.conversions[peer_key][0], key, peer_key, self.conversions[peer_key][1], config
+                self.conversion_by_key[peer_key][0],
+                key,
+                peer_key,
+                self.conversion_by_key[peer_key][1],
+                config,
             )
         ]

@@ -14,12 +14,12 @@ from ratchet.commands.migrate.table import (
     Peer,
     at_least_0,
     choose,
+    covered,
     dropped,
     flag,
     inert,
     number,
     only_if,
-    parts_of,
     positive,
     real,
     whole,
@@ -38,12 +38,12 @@ ALGORITHM = (
         convert=to.loss_mode,
         default="vanilla",
     ),
-    KeyRow(f"{ACTOR}.clip_ratio", part_of=f"{ACTOR}.policy_loss.loss_mode", default=0.2),
-    KeyRow(f"{ACTOR}.clip_ratio_low", part_of=f"{ACTOR}.policy_loss.loss_mode"),
-    KeyRow(f"{ACTOR}.clip_ratio_high", part_of=f"{ACTOR}.policy_loss.loss_mode"),
-    KeyRow(f"{ACTOR}.tau_pos", part_of=f"{ACTOR}.policy_loss.loss_mode", default=1.0),
-    KeyRow(f"{ACTOR}.tau_neg", part_of=f"{ACTOR}.policy_loss.loss_mode", default=1.05),
-    KeyRow(f"{ACTOR}.loss_scale_factor", part_of=f"{ACTOR}.loss_agg_mode"),
+    KeyRow(f"{ACTOR}.clip_ratio", covered_by=f"{ACTOR}.policy_loss.loss_mode", default=0.2),
+    KeyRow(f"{ACTOR}.clip_ratio_low", covered_by=f"{ACTOR}.policy_loss.loss_mode"),
+    KeyRow(f"{ACTOR}.clip_ratio_high", covered_by=f"{ACTOR}.policy_loss.loss_mode"),
+    KeyRow(f"{ACTOR}.tau_pos", covered_by=f"{ACTOR}.policy_loss.loss_mode", default=1.0),
+    KeyRow(f"{ACTOR}.tau_neg", covered_by=f"{ACTOR}.policy_loss.loss_mode", default=1.05),
+    KeyRow(f"{ACTOR}.loss_scale_factor", covered_by=f"{ACTOR}.loss_agg_mode"),
     KeyRow(
         f"{ACTOR}.clip_ratio_c",
         "algorithm.loss.dual_clip",
@@ -63,8 +63,8 @@ ALGORITHM = (
     ),
     KeyRow(f"{ACTOR}.entropy_coeff", "algorithm.entropy_coef", convert=real),
     KeyRow(f"{ACTOR}.use_kl_loss", "algorithm.kl", convert=to.kl_loss, default=False),
-    KeyRow(f"{ACTOR}.kl_loss_coef", part_of=f"{ACTOR}.use_kl_loss", default=0.001),
-    KeyRow(f"{ACTOR}.kl_loss_type", part_of=f"{ACTOR}.use_kl_loss", default="low_var_kl"),
+    KeyRow(f"{ACTOR}.kl_loss_coef", covered_by=f"{ACTOR}.use_kl_loss", default=0.001),
+    KeyRow(f"{ACTOR}.kl_loss_type", covered_by=f"{ACTOR}.use_kl_loss", default="low_var_kl"),
     KeyRow(
         f"{ACTOR}.ppo_mini_batch_size", "algorithm.minibatches", convert=to.minibatches, default=256
     ),
@@ -87,9 +87,9 @@ ALGORITHM = (
         convert=only_if(to.uses_grpo, choose({True: "std", False: "none"}), "read by grpo alone"),
     ),
     KeyRow("algorithm.use_kl_in_reward", "algorithm.kl", convert=to.kl_reward, default=False),
-    KeyRow("algorithm.kl_ctrl.kl_coef", part_of="algorithm.use_kl_in_reward", default=0.001),
-    KeyRow("algorithm.kl_ctrl.type", part_of="algorithm.use_kl_in_reward", default="fixed"),
-    KeyRow("algorithm.kl_ctrl.target_kl", part_of="algorithm.use_kl_in_reward", default=0.1),
+    KeyRow("algorithm.kl_ctrl.kl_coef", covered_by="algorithm.use_kl_in_reward", default=0.001),
+    KeyRow("algorithm.kl_ctrl.type", covered_by="algorithm.use_kl_in_reward", default="fixed"),
+    KeyRow("algorithm.kl_ctrl.target_kl", covered_by="algorithm.use_kl_in_reward", default=0.1),
     KeyRow(
         "algorithm.kl_ctrl.horizon", note="algorithm.kl.rate is the speed of the adaptation here"
     ),
@@ -116,9 +116,11 @@ ALGORITHM = (
         ),
     ),
     KeyRow(f"{CORRECTION}.rollout_is", "algorithm.correction.weight", convert=to.weight),
-    KeyRow(f"{CORRECTION}.rollout_is_threshold", part_of=f"{CORRECTION}.rollout_is", default=2.0),
+    KeyRow(
+        f"{CORRECTION}.rollout_is_threshold", covered_by=f"{CORRECTION}.rollout_is", default=2.0
+    ),
     KeyRow(f"{CORRECTION}.rollout_rs", "algorithm.correction.mask", convert=to.mask),
-    *parts_of(
+    *covered(
         f"{CORRECTION}.rollout_rs",
         f"{CORRECTION}.rollout_rs_threshold",
         f"{CORRECTION}.rollout_rs_threshold_lower",
@@ -150,7 +152,7 @@ ALGORITHM = (
                 convert=to.overlong_penalty(section, length),
             ),
             KeyRow(f"{section}.log", note="the metrics contain the penalty", inert=True),
-            *parts_of(f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length),
+            *covered(f"{section}.enable", f"{section}.len", f"{section}.penalty_factor", length),
         )
     ),
     KeyRow(
@@ -193,8 +195,8 @@ RUN = (
     KeyRow(f"{ROLLOUT}.top_p", "sampling.top_p", convert=real),
     KeyRow(f"{ROLLOUT}.top_k", "sampling.top_k", convert=at_least_0),
     KeyRow("data.train_files", "environment.train", convert=to.files),
-    KeyRow("data.val_files", "environment.test", convert=shared.listed),
-    KeyRow(f"{MODEL}.path", "model.path", convert=shared.model),
+    KeyRow("data.val_files", "environment.test", convert=shared.as_list),
+    KeyRow(f"{MODEL}.path", "model.path", convert=shared.as_text),
     KeyRow(f"{MODEL}.trust_remote_code", "model.trust_remote_code", convert=flag),
     KeyRow(
         f"{MODEL}.custom_chat_template",
@@ -232,7 +234,7 @@ RUN = (
     KeyRow(f"{ACTOR}.optim.warmup_style", "optimizer.schedule", convert=to.schedule),
     KeyRow(f"{ACTOR}.optim.lr_scheduler_type", "optimizer.schedule", convert=to.schedule),
     KeyRow(f"{ACTOR}.optim.min_lr_ratio", "optimizer.min_lr_ratio", convert=number),
-    KeyRow(f"{ACTOR}.optim.num_cycles", part_of=f"{ACTOR}.optim.lr_scheduler_type"),
+    KeyRow(f"{ACTOR}.optim.num_cycles", covered_by=f"{ACTOR}.optim.lr_scheduler_type"),
     KeyRow(f"{ACTOR}.optim.betas", "optimizer.betas", convert=to.betas, default=[0.9, 0.999]),
     KeyRow(
         f"{ACTOR}.optim.weight_decay",
@@ -276,9 +278,9 @@ RUN = (
         "logging.sinks",
         convert=lambda value, config: shared.sinks(value, config["trainer.project_name"]),
     ),
-    KeyRow("trainer.default_local_dir", "run_dir", convert=shared.model),
+    KeyRow("trainer.default_local_dir", "run_dir", convert=shared.as_text),
     KeyRow("data.seed", "seed", convert=whole),
-    KeyRow("data.prompt_key", part_of="data.train_files", default="prompt"),
+    KeyRow("data.prompt_key", covered_by="data.train_files", default="prompt"),
     KeyRow(f"{ACTOR}.strategy", "learner", convert=to.learner, default="fsdp"),
     KeyRow(
         f"{ACTOR}.fsdp_config.param_offload",
@@ -295,19 +297,19 @@ RUN = (
         ),
     ),
     KeyRow(f"{ROLLOUT}.name", "generator", convert=to.generator, default="vllm"),
-    KeyRow(f"{ROLLOUT}.tensor_model_parallel_size", part_of=f"{ROLLOUT}.name", default=2),
+    KeyRow(f"{ROLLOUT}.tensor_model_parallel_size", covered_by=f"{ROLLOUT}.name", default=2),
     KeyRow(f"{ROLLOUT}.multi_turn.max_assistant_turns", "rollouts.max_turns", convert=whole),
     KeyRow(f"{ROLLOUT}.multi_turn.max_turns", "rollouts.max_turns", convert=whole),
-    KeyRow("trainer.n_gpus_per_node", part_of=f"{ACTOR}.strategy", default=8),
+    KeyRow("trainer.n_gpus_per_node", covered_by=f"{ACTOR}.strategy", default=8),
     KeyRow("trainer.nnodes", "cluster", convert=to.nodes, default=1),
     KeyRow("reward_model.enable", "rewards", convert=to.reward_model("reward_model.model.path")),
-    KeyRow("reward_model.model.path", part_of="reward_model.enable"),
+    KeyRow("reward_model.model.path", covered_by="reward_model.enable"),
     KeyRow(
         "reward.reward_model.enable",
         "rewards",
         convert=to.reward_model("reward.reward_model.model_path"),
     ),
-    KeyRow("reward.reward_model.model_path", part_of="reward.reward_model.enable"),
+    KeyRow("reward.reward_model.model_path", covered_by="reward.reward_model.enable"),
     *dropped(shared.OWN_REWARD, "custom_reward_function.*", "reward.custom_reward_function.*"),
     *dropped(
         "rewards are chosen by kind here; the recipe has math, which corresponds to verl's rewards "
@@ -321,7 +323,7 @@ RUN = (
 
 # Keys of verl without a counterpart of their own, each group with the reason.
 DROPPED_ROWS = (
-    *dropped(shared.BASE, "--config*", "*@*"),
+    *dropped(shared.BASE_CONFIG, "--config*", "*@*"),
     *dropped(
         "for distillation set algorithm.teacher of a stage (docs/algorithms)", "distillation.*"
     ),
@@ -339,18 +341,18 @@ DROPPED_ROWS = (
         "gdpo uses all named parts of a reward, and rewards have weights",
         "algorithm.gdpo_reward_keys",
     ),
-    KeyRow("model_engine", part_of=f"{ACTOR}.strategy"),
-    *parts_of(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
-    KeyRow(f"{ACTOR}.use_dynamic_bsz", part_of=f"{ACTOR}.ppo_max_token_len_per_gpu"),
+    KeyRow("model_engine", covered_by=f"{ACTOR}.strategy"),
+    *covered(f"{ROLLOUT}.name", f"{ROLLOUT}.max_model_len", f"{ROLLOUT}.max_num_seqs"),
+    KeyRow(f"{ACTOR}.use_dynamic_bsz", covered_by=f"{ACTOR}.ppo_max_token_len_per_gpu"),
     *inert(
-        shared.MICRO,
+        shared.MICRO_BATCHES,
         f"{ACTOR}.ppo_micro_batch_size*",
         f"{ROLLOUT}.log_prob_*",
         f"{ARR}.ref.log_prob_*",
     ),
-    *inert(shared.CACHE, f"{ROLLOUT}.gpu_memory_utilization"),
-    *dropped(shared.FLOAT32, f"{ROLLOUT}.dtype", f"{ACTOR}.fsdp_config.model_dtype"),
-    *inert(shared.PACKED, f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
+    *inert(shared.KV_CACHE, f"{ROLLOUT}.gpu_memory_utilization"),
+    *dropped(shared.PRECISION, f"{ROLLOUT}.dtype", f"{ACTOR}.fsdp_config.model_dtype"),
+    *inert(shared.PACKING, f"{MODEL}.use_remove_padding", "critic.model.use_remove_padding"),
     *dropped(
         shared.NUMERICS,
         f"{MODEL}.*",
@@ -358,9 +360,7 @@ DROPPED_ROWS = (
         f"{ACTOR}.entropy_*",
         f"{ACTOR}.use_fused_kernels",
     ),
-    *parts_of(
-        f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.*"
-    ),
+    *covered(f"{ACTOR}.strategy", f"{ACTOR}.ulysses_sequence_parallel_size", f"{ACTOR}.megatron.*"),
     *dropped("the learner and its checkpoints have no such switch", f"{ACTOR}.*"),
     *dropped(
         "the reference is the model at the stage's start, sharded like the policy", f"{ARR}.ref.*"
@@ -388,7 +388,7 @@ DROPPED_ROWS = (
         "data.truncation",
         "data.filter_overlong_prompts*",
     ),
-    *dropped(shared.LOADER, "data.*"),
+    *dropped(shared.DATA_LOADER, "data.*"),
     *dropped(
         "`ratchet train --resume RUN` continues a run",
         "trainer.resume_*",
@@ -402,7 +402,7 @@ DROPPED_ROWS = (
         "trainer.log_val_generations",
         "trainer.*_data_dir",
     ),
-    KeyRow("trainer.project_name", part_of="trainer.logger"),
+    KeyRow("trainer.project_name", covered_by="trainer.logger"),
     *dropped(
         "is automatic here, or set in cluster",
         "trainer.*",

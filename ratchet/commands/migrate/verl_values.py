@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.commands.migrate import numbers, shared
 from ratchet.commands.migrate.numbers import InvalidValue
-from ratchet.commands.migrate.table import Convert, Dropped, Inert, PeerConfig, Sets, choose
+from ratchet.commands.migrate.table import Conversion, Dropped, Inert, PeerConfig, Values, choose
 
 ARR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"
@@ -45,7 +45,7 @@ def choose_estimator(value: Any, config: PeerConfig) -> Any:
         if value == "gae"
         else ""
     )
-    return Sets(ESTIMATORS[value], note)
+    return Values(ESTIMATORS[value], note)
 
 
 def loss_mode(value: Any, config: PeerConfig) -> Any:
@@ -54,16 +54,16 @@ def loss_mode(value: Any, config: PeerConfig) -> Any:
             f"algorithm.loss.tau_{sign}": config.number(f"{ACTOR}.tau_{sign}")
             for sign in ("pos", "neg")
         }
-        return Sets({"algorithm.loss.kind": "sapo", **taus})
+        return Values({"algorithm.loss.kind": "sapo", **taus})
     if value == "gpg":
-        return Sets({"algorithm.loss.kind": "reinforce"})
+        return Values({"algorithm.loss.kind": "reinforce"})
     kind = {"vanilla": "ppo", "gspo": "gspo", "geo_mean": "gmpo", "cispo": "cispo"}.get(value)
     if kind is None:
         return Dropped("algorithm.loss is ppo, gspo, cispo, sapo, gmpo, reinforce, topr or kimi")
     low, high = (_clip_ratio(f"{ACTOR}.clip_ratio_{side}", config) for side in ("low", "high"))
     # With a clip ratio of 1 or more, CISPO has no lower bound.
     clip_low = low if kind != "cispo" or low < 1 else None
-    return Sets(
+    return Values(
         {
             "algorithm.loss.kind": kind,
             "algorithm.loss.clip_low": clip_low,
@@ -84,16 +84,16 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
     )
     mode = config[f"{ACTOR}.policy_loss.loss_mode"]
     if mode in ("gspo", "sapo"):
-        return Sets(
+        return Values(
             {"algorithm.weighting": "sequence_mean"},
             f"{mode} always takes the mean over answers there",
         )
     if value == "token-mean":
-        return Sets({"algorithm.weighting": "token_mean"}, step_mean)
+        return Values({"algorithm.weighting": "token_mean"}, step_mean)
     if value == "seq-mean-token-mean":
-        return Sets({"algorithm.weighting": "sequence_mean"}, step_mean)
+        return Values({"algorithm.weighting": "sequence_mean"}, step_mean)
     if value == "seq-mean-token-sum":
-        return Sets(
+        return Values(
             {"algorithm.weighting": "token_sum"},
             "is the sum over tokens, divided by the number of answers, so that longer answers give "
             "larger steps",
@@ -101,7 +101,7 @@ def aggregation(value: Any, config: PeerConfig) -> Any:
     if value == "seq-mean-token-sum-norm":
         factor = f"{ACTOR}.loss_scale_factor"
         length = config.whole("data.max_response_length" if config[factor] is None else factor)
-        return Sets(
+        return Values(
             {"algorithm.weighting": "fixed_length", "algorithm.fixed_length": length},
             "the divisor is loss_scale_factor, or else max_response_length (Dr. GRPO)",
         )
@@ -118,14 +118,14 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
         config[f"{ACTOR}.kl_loss_type"],
     )
     if not coef:
-        return Sets({"algorithm.kl.coef": 0.0})
+        return Values({"algorithm.kl.coef": 0.0})
     if kind in ("low_var_kl", "k3"):
-        return Sets(
+        return Values(
             {"algorithm.kl.coef": coef, "algorithm.kl.objective": "forward"}, shared.KL_FORWARD
         )
     if kind in ("low_var_kl+", "k3+", "kl+", "k1+", "mse", "k2"):
         estimator = "k2" if kind in ("mse", "k2") else "k3"
-        return Sets(
+        return Values(
             {"algorithm.kl.coef": coef, "algorithm.kl.estimator": estimator},
             "has the gradient of KL(policy || reference), as there",
         )
@@ -135,7 +135,7 @@ def kl_loss(value: Any, config: PeerConfig) -> Any:
         f"has the gradient of the reverse KL here; as a loss, {kind} there does not have the "
         "gradient of any divergence (for kl it is 0 on average)"
     )
-    return Sets({"algorithm.kl.coef": coef}, note)
+    return Values({"algorithm.kl.coef": coef}, note)
 
 
 def kl_reward(value: Any, config: PeerConfig) -> Any:
@@ -148,7 +148,7 @@ def kl_reward(value: Any, config: PeerConfig) -> Any:
         return Dropped(f"algorithm.kl_ctrl.type={kind} is not known here: set algorithm.kl")
     if kind == "adaptive":
         kl_keys["algorithm.kl.target"] = config.number("algorithm.kl_ctrl.target_kl")
-    return Sets(
+    return Values(
         kl_keys,
         "the penalty is k1 of each token, for every kl_penalty there; target is in nats per token",
     )
@@ -163,7 +163,7 @@ def minibatches(value: Any, config: PeerConfig) -> int:
     )
 
 
-def updates(config: PeerConfig) -> int:
+def updates_per_batch(config: PeerConfig) -> int:
     """Return the optimizer steps per batch, because verl's scheduler counts batches."""
     return minibatches(config[f"{ACTOR}.ppo_mini_batch_size"], config) * config.whole(
         f"{ACTOR}.ppo_epochs"
@@ -174,8 +174,8 @@ def warmup(value: Any, config: PeerConfig) -> Any:
     steps = numbers.whole(value)
     if steps <= 0:
         return Inert("is not above 0 there, so lr_warmup_steps_ratio counts")
-    return Sets(
-        {"optimizer.warmup_steps": steps * updates(config)},
+    return Values(
+        {"optimizer.warmup_steps": steps * updates_per_batch(config)},
         "counts batches there and optimizer steps here",
     )
 
@@ -189,26 +189,28 @@ def warmup_ratio(value: Any, config: PeerConfig) -> Any:
         if config["trainer.total_training_steps"] is None
         else config.whole("trainer.total_training_steps")
     )
-    return shared.share(value, steps, math.floor, factor=1 if steps is None else updates(config))
+    return shared.warmup_share(
+        value, steps, math.floor, factor=1 if steps is None else updates_per_batch(config)
+    )
 
 
 def passes(value: Any, config: PeerConfig) -> Any:
     key = "trainer.total_training_steps"
     return (
-        Inert(shared.STEPS_FIRST.format(key=key))
+        Inert(shared.OVERRIDDEN.format(key=key))
         if config[key] is not None
         else shared.passes(value)
     )
 
 
 def schedule(value: Any, config: PeerConfig) -> Any:
-    """Convert a schedule. verl's cosine has `num_cycles` periods, Ratchet's has half a period."""
+    """Convert a schedule. verl's cosine has `num_cycles` periods; Ratchet's has half a period."""
     if value == "cosine" and config[f"{ACTOR}.optim.num_cycles"] not in (None, 0.5):
         return Dropped("num_cycles is not half a period: set optimizer.schedule")
     return choose({"constant": "constant", "cosine": "cosine"})(value, config)
 
 
-def gpus(config: PeerConfig) -> int:
+def count_gpus(config: PeerConfig) -> int:
     return config.whole("trainer.n_gpus_per_node") * config.whole("trainer.nnodes")
 
 
@@ -230,36 +232,38 @@ def learner(value: Any, config: PeerConfig) -> Any:
     value = engine(config)
     quotient_meaning = "the accelerators over the learner's parallel sizes"
     if value in ("fsdp", "fsdp2"):
-        if gpus(config) == 1:
-            return Sets(
+        if count_gpus(config) == 1:
+            return Values(
                 {"learner.kind": "local"},
                 "one accelerator: the learner runs in the main process",
             )
         context = config.whole(f"{ACTOR}.ulysses_sequence_parallel_size", 1)
         sizes = {
-            "learner.dp_shard": numbers.quotient(gpus(config), context, quotient_meaning),
+            "learner.dp_shard": numbers.quotient(count_gpus(config), context, quotient_meaning),
             **({"learner.context_parallel": context} if context > 1 else {}),
         }
-        return Sets(
+        return Values(
             {"learner.kind": "dtensor", **sizes},
             "dp_shard is the number of ranks over which rows and weights are sharded",
         )
     if value != "megatron":
         return Dropped("learner.kind is local, dtensor (FSDP2) or megatron here")
-    parts = {
+    sizes_by_key = {
         f"{part}_parallel": config.whole(f"{ACTOR}.megatron.{part}_model_parallel_size", 1)
         for part in ("tensor", "pipeline", "expert")
     }
-    parts["context_parallel"] = config.whole(f"{ACTOR}.megatron.context_parallel_size", 1)
+    sizes_by_key["context_parallel"] = config.whole(f"{ACTOR}.megatron.context_parallel_size", 1)
     ranks_per_replica = (
-        parts["tensor_parallel"] * parts["pipeline_parallel"] * parts["context_parallel"]
+        sizes_by_key["tensor_parallel"]
+        * sizes_by_key["pipeline_parallel"]
+        * sizes_by_key["context_parallel"]
     )
-    sizes = {f"learner.{part}": size for part, size in parts.items() if size > 1}
-    return Sets(
+    sizes = {f"learner.{part}": size for part, size in sizes_by_key.items() if size > 1}
+    return Values(
         {
             "learner.kind": "megatron",
             "learner.data_parallel": numbers.quotient(
-                gpus(config), ranks_per_replica, quotient_meaning
+                count_gpus(config), ranks_per_replica, quotient_meaning
             ),
             **sizes,
         }
@@ -272,9 +276,9 @@ def generator(value: Any, config: PeerConfig) -> Any:
             "generator.kind is engine, vllm or hf here: the recipe has the built-in engine"
         )
     if value == "hf":
-        return Sets({"generator.kind": "hf"})
+        return Values({"generator.kind": "hf"})
     tensor_parallel = config.whole(f"{ROLLOUT}.tensor_model_parallel_size", 1)
-    replicas = max(1, gpus(config) // tensor_parallel)
+    replicas = max(1, count_gpus(config) // tensor_parallel)
     keys: dict[str, Any] = {"kind": "vllm", "tensor_parallel": tensor_parallel}
     for their_key, recipe_key in (
         ("max_model_len", "max_context"),
@@ -291,14 +295,14 @@ def generator(value: Any, config: PeerConfig) -> Any:
         else "vLLM can't be colocated with learner.kind=megatron: lower data_parallel or workers, "
         "so that both fit"
     )
-    return Sets({"generator": keys, **colocation}, note)
+    return Values({"generator": keys, **colocation}, note)
 
 
 def nodes(value: Any, config: PeerConfig) -> Any:
     count = numbers.whole(value, least=1)
     if count == 1:
         return Inert("one node: cluster.kind=local uses all its accelerators")
-    return Sets(
+    return Values(
         {
             "cluster.kind": "ray",
             "cluster.nodes": count,
@@ -312,14 +316,16 @@ def files(value: Any, config: PeerConfig) -> Any:
         "environment.columns.prompt": config["data.prompt_key"],
         "environment.columns.answer": "reward_model.ground_truth",
     }
-    rows = shared.rows(value, config)
-    return Sets(
-        {**rows.values, **columns},
-        "; ".join(filter(None, ["environment.columns names the columns there", rows.note])),
+    training_data = shared.training_data(value, config)
+    return Values(
+        {**training_data.values, **columns},
+        "; ".join(
+            filter(None, ["environment.columns names the columns there", training_data.note])
+        ),
     )
 
 
-def overlong_penalty(section: str, length: str) -> Convert:
+def overlong_penalty(section: str, length: str) -> Conversion:
     """Return the conversion of DAPO's overlong penalty.
 
     Args:
@@ -338,7 +344,7 @@ def overlong_penalty(section: str, length: str) -> Convert:
             "buffer": config.whole(f"{section}.len"),
             "factor": 1.0 if factor is None else numbers.real(factor, f"{section}.penalty_factor"),
         }
-        return Sets(
+        return Values(
             {"algorithm.shaping": [penalty]},
             "is never below -factor here (DAPO, eq. 13); there it falls further with the length",
         )
@@ -360,7 +366,7 @@ def weight(value: Any, config: PeerConfig) -> Any:
         return Dropped("rollout_is_threshold is null there, so there are no weights")
     low, high = numbers.bounds(threshold, f"{CORRECTION}.rollout_is_threshold")
     if low is None:
-        return Sets(
+        return Values(
             {"algorithm.correction.weight": value, "algorithm.correction.weight_high": high}
         )
     if config[f"{CORRECTION}.rollout_rs"] is not None:
@@ -376,7 +382,7 @@ def weight(value: Any, config: PeerConfig) -> Any:
         "mask_high": high,
         "mask_denominator": "all",
     }
-    return Sets({f"algorithm.correction.{key}": content for key, content in mask_keys.items()})
+    return Values({f"algorithm.correction.{key}": content for key, content in mask_keys.items()})
 
 
 MASKS: Mapping[str, str] = {
@@ -420,7 +426,7 @@ def mask(value: Any, config: PeerConfig) -> Any:
     mask_keys = {"mask": level, "mask_low": low, "mask_high": high, "mask_denominator": "kept"}
     if config[f"{CORRECTION}.rollout_is"] in (None, False):
         mask_keys["weight"] = "none"
-    return Sets(
+    return Values(
         {f"algorithm.correction.{key}": content for key, content in mask_keys.items()}, note
     )
 
@@ -434,14 +440,14 @@ def is_not_megatron(config: PeerConfig) -> bool:
 
 
 def is_distributed(config: PeerConfig) -> bool:
-    return gpus(config) > 1 and is_not_megatron(config)
+    return count_gpus(config) > 1 and is_not_megatron(config)
 
 
-def reward_model(path: str) -> Convert:
+def reward_model(path: str) -> Conversion:
     def convert(value: Any, config: PeerConfig) -> Any:
         if not numbers.flag(value):
             return Inert("off there")
-        return Sets({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
+        return Values({"rewards": [{"kind": "reward_model", "path": str(config[path])}]})
 
     return convert
 
@@ -457,7 +463,7 @@ def uses_lora(config: PeerConfig) -> bool:
 
 
 def betas(value: Any, config: PeerConfig) -> list[int | float]:
-    return [numbers.number(beta, f"{ACTOR}.optim.betas") for beta in shared.listed(value, config)]
+    return [numbers.number(beta, f"{ACTOR}.optim.betas") for beta in shared.as_list(value, config)]
 
 
 def samples(value: Any, config: PeerConfig) -> int:

@@ -37,15 +37,15 @@ class _Yaml(yaml.SafeLoader):
     and minutes for a million values.
     """
 
-    nodes = 0
+    n_nodes = 0
     depth = 0
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:
         """Compose one node and its content. Raises ConfigError beyond the bounds."""
         location = f"line {self.peek_event().start_mark.line + 1}"
-        self.nodes += 1
+        self.n_nodes += 1
         self.depth += 1
-        if self.nodes > MAX_VALUES:
+        if self.n_nodes > MAX_VALUES:
             raise ConfigError(f"{location}: {TOO_MANY}")
         if self.depth > MAX_DEPTH:
             raise ConfigError(f"{location}: {TOO_DEEP}")
@@ -77,14 +77,14 @@ class ConfigReader:
     """A reader of the files of one configuration, which counts their values and files together."""
 
     dialect: Dialect
-    values: int = 0
-    files: int = 0
+    n_values: int = 0
+    n_files: int = 0
     _ancestors: set[int] = field(default_factory=set)  # ids of the nodes around the one being read
 
-    def yaml(self, path: Path) -> dict[str, Any]:
+    def read_yaml(self, path: Path) -> dict[str, Any]:
         """Return the keys and values of a YAML file. Raises ConfigError."""
         try:
-            loader: Any = LOADERS[self.dialect](self.text(path))
+            loader: Any = LOADERS[self.dialect](self.read_text(path))
             root = loader.get_single_node()
             content = None if root is None else self._construct(root, loader, path)
         except yaml.YAMLError as error:
@@ -96,23 +96,23 @@ class ConfigReader:
             raise error if str(path) in str(error) else ConfigError(f"{path}, {error}") from error
         return _require_section(content, path)
 
-    def json(self, path: Path) -> dict[str, Any]:
+    def read_json(self, path: Path) -> dict[str, Any]:
         """Return the keys and values of a JSON file. Raises ConfigError."""
         try:
             content = json.loads(
-                self.text(path), object_pairs_hook=lambda pairs: _make_unique_dict(pairs, path)
+                self.read_text(path), object_pairs_hook=lambda pairs: _make_unique_dict(pairs, path)
             )
         except (ValueError, RecursionError) as error:
             raise ConfigError(f"{path} can't be read as JSON: {error}") from error
         return _require_section(content, path)
 
-    def text(self, path: Path) -> str:
+    def read_text(self, path: Path) -> str:
         """Return the text of a file.
 
         Raises ConfigError if it is missing, too large or not UTF-8, or exceeds the number of files.
         """
-        self.files += 1
-        if self.files > MAX_FILES:
+        self.n_files += 1
+        if self.n_files > MAX_FILES:
             raise ConfigError(f"{path}: `defaults` name more than {MAX_FILES} files, the limit")
         try:
             if not path.is_file():
@@ -134,8 +134,8 @@ class ConfigReader:
 
     def _construct(self, node: yaml.Node, loader: Any, path: Path) -> Any:
         location = f"{path}:{node.start_mark.line + 1}"
-        self.values += 1
-        if self.values > MAX_VALUES:
+        self.n_values += 1
+        if self.n_values > MAX_VALUES:
             raise ConfigError(f"{location}: {TOO_MANY}")
         if id(node) in self._ancestors:
             raise ConfigError(f"{location}: an anchor contains itself")

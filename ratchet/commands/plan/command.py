@@ -391,7 +391,9 @@ def _count_trained_per_role(stage: StageConfig, cost: DecoderCost) -> int:
     return (
         cost.parameters
         if stage.lora is None
-        else cost.adapter(resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank)
+        else cost.count_adapter_parameters(
+            resolve_decoder_targets(cost.shape, stage.lora), stage.lora.rank
+        )
     )
 
 

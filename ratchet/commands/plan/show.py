@@ -97,8 +97,8 @@ def show_plan(
         return
     console = make_console()
     console.print(
-        f"{config.name}: {cost.parameters:,} parameters, {cost.multiplied:,} of them multiplied "
-        "with each token"
+        f"{config.name}: {cost.parameters:,} parameters, {cost.matrix_entries:,} of them "
+        "multiplied with each token"
     )
     for note in lengths.lines:
         console.print(note)

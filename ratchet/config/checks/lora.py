@@ -41,10 +41,10 @@ def _check_encoders(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
 
 def _check_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner: Any = stage.learner
-    # A local learner has no `adapts_pipelines`: it trains any adapter.
-    if stage.lora is None or not hasattr(learner, "adapts_pipelines"):
+    # A local learner has no `supports_pipeline_lora`: it trains any adapter.
+    if stage.lora is None or not hasattr(learner, "supports_pipeline_lora"):
         return
-    if learner.pipeline_parallel > 1 and not learner.adapts_pipelines:
+    if learner.pipeline_parallel > 1 and not learner.supports_pipeline_lora:
         yield clash(
             f"learner.pipeline_parallel={learner.pipeline_parallel} can't train adapters in its "
             "pipeline stages: set it to 1, and learner.dp_shard or tensor_parallel to the number "

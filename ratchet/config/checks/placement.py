@@ -43,7 +43,7 @@ def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict
             "optimizer.kind",
             "learner.kind",
         )
-    if getattr(stage.learner, "own_adamw", False):
+    if getattr(stage.learner, "has_own_adamw", False):
         if _kind(stage.optimizer) != "adamw":
             yield clash(
                 f"learner.kind={learner} has only its own AdamW: set optimizer.kind=adamw, or "

@@ -22,23 +22,25 @@ def compute_target_logprobs(
     targets_n: Tensor,
     temperature_n: Tensor,
     *,
-    rows: int,
-    entropy: bool,
+    chunk_rows: int,
+    with_entropy: bool,
 ) -> tuple[Tensor, Tensor]:
-    """Return (log p of the targets [n], entropies [n]) of `softmax(hidden @ matrix.T /
-    temperature)`.
+    """Return (log p of the targets [n], entropies [n]).
 
-    rows: number of predictions in a chunk.
-    entropy: False leaves the entropies at 0. They have no gradient in either case.
+    The distributions are `softmax(hidden @ matrix.T / temperature)`.
+
+    chunk_rows: number of predictions in a chunk.
+    with_entropy: False leaves the entropies at 0. They have no gradient in either case.
 
     All tensors have the same dtype, except the int64 targets.
     """
-    return _TargetLogprobs.apply(hidden_nd, matrix_Vd, targets_n, temperature_n, rows, entropy)
+    return _TargetLogprobs.apply(
+        hidden_nd, matrix_Vd, targets_n, temperature_n, chunk_rows, with_entropy
+    )
 
 
 class _TargetLogprobs(Function):
-    """The autograd function of `compute_target_logprobs`, which recomputes logits in the
-    backward."""
+    """The autograd function of `compute_target_logprobs`. Its backward recomputes the logits."""
 
     @staticmethod
     def forward(
@@ -47,25 +49,25 @@ class _TargetLogprobs(Function):
         matrix: Tensor,
         targets: Tensor,
         temperature: Tensor,
-        rows: int,
-        entropy: bool,
+        chunk_rows: int,
+        with_entropy: bool,
     ) -> tuple[Tensor, Tensor]:
         logprobs, entropies, log_sums = (torch.zeros_like(temperature) for _ in range(3))
-        block = hidden.new_empty(min(rows, len(hidden)), len(matrix))
-        for start in range(0, len(hidden), rows):
-            chunk = slice(start, start + rows)
+        block = hidden.new_empty(min(chunk_rows, len(hidden)), len(matrix))
+        for start in range(0, len(hidden), chunk_rows):
+            chunk = slice(start, start + chunk_rows)
             scaled = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             maxima = scaled.amax(-1)
             target_logits = scaled.gather(1, targets[chunk, None])[:, 0]
             shifted = scaled.sub_(maxima[:, None])
-            exponentials = shifted.exp() if entropy else shifted.exp_()
+            exponentials = shifted.exp() if with_entropy else shifted.exp_()
             sums = exponentials.sum(-1)
             log_sums[chunk] = maxima + sums.log()
             logprobs[chunk] = (target_logits - maxima) - sums.log()
-            if entropy:
+            if with_entropy:
                 mean = torch.bmm(exponentials[:, None], shifted[:, :, None])[:, 0, 0].div_(sums)
                 entropies[chunk] = sums.log() - mean
-        ctx.rows = rows
+        ctx.chunk_rows = chunk_rows
         ctx.save_for_backward(hidden, matrix, targets, temperature, log_sums)
         ctx.mark_non_differentiable(entropies)
         return logprobs, entropies
@@ -82,9 +84,9 @@ class _TargetLogprobs(Function):
         grad_hidden = torch.empty_like(hidden) if ctx.needs_input_grad[0] else None
         grad_matrix = torch.zeros_like(matrix) if ctx.needs_input_grad[1] else None
         weight = grads[0] / temperature
-        block = hidden.new_empty(min(ctx.rows, len(hidden)), len(matrix))
-        for start in range(0, len(hidden), ctx.rows):
-            chunk = slice(start, start + ctx.rows)
+        block = hidden.new_empty(min(ctx.chunk_rows, len(hidden)), len(matrix))
+        for start in range(0, len(hidden), ctx.chunk_rows):
+            chunk = slice(start, start + ctx.chunk_rows)
             # In place: z / t, log p, p, then the gradient of z; `weight` holds the factor 1 / t.
             grad_logits = _scaled_logits(hidden[chunk], matrix, temperature[chunk], block)
             grad_logits.sub_(log_sums[chunk, None]).exp_().mul_(-weight[chunk, None])

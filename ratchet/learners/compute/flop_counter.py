@@ -23,15 +23,15 @@ class FlopCounter:
     Prefix sharing, packing and recomputation do not change the count.
 
     Attributes:
-        works: Cost of one token by role. Roles whose model shape is unknown count nothing.
-        update: Cost of an update in forward passes: one for the forward and two for the backward
-            (gradients of inputs and of weights). The backward costs one if an adapter trains and
-            the weights are frozen.
+        cost_by_role: Cost of one token by role. Roles whose model shape is unknown count nothing.
+        passes_per_update: Cost of an update in forward passes: one for the forward and two for the
+            backward (gradients of inputs and of weights). The backward costs only one if an adapter
+            trains and the weights are frozen.
         flop: FLOP counted so far.
     """
 
-    works: Mapping[str, TokenCost]
-    update: float = 3.0
+    cost_by_role: Mapping[str, TokenCost]
+    passes_per_update: float = 3.0
     flop: float = 0.0
 
     def add(self, role: str, lengths: Sequence[int], passes: float = 1.0) -> None:
@@ -39,7 +39,7 @@ class FlopCounter:
 
         Each token attends to itself and the tokens before it.
         """
-        if (token_cost := self.works.get(role)) is not None and (tokens := sum(lengths)):
+        if (token_cost := self.cost_by_role.get(role)) is not None and (tokens := sum(lengths)):
             attended_pairs = (sum(map(mul, lengths, lengths)) + tokens) / 2
             self.flop += passes * token_cost.forward_flop(tokens, attended_pairs / tokens)
 
@@ -65,7 +65,7 @@ class FlopCountedLearner(LearnerWrapper):
         self.counter.add(
             self.role,
             [lengths[row] for row in select_weighted_rows(mini, terms)],
-            self.counter.update,
+            self.counter.passes_per_update,
         )
         with ACTIVITY.work(self.role, "update"):
             return await super().update(mini, terms)

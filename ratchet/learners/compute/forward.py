@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from ratchet.batch import ROUTES, Batch
 from ratchet.errors import ModelError
 from ratchet.learners.compute.token_outputs import (
-    SCALARS,
+    SCALAR_COLUMNS,
     Head,
     TokenOutputSpec,
     compute_state_values,
@@ -30,9 +30,9 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.protocols import LossTerm, Outputs, needed
 
-PREDICTIONS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
-# `logprob_chunk_mib=auto`, in MiB of logits: a CPU has a small cache, an accelerator needs large
-# matrix products.
+PREDICTION_COLUMNS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
+# MiB of logits under `logprob_chunk_mib=auto`. A CPU has a small cache, while an accelerator needs
+# large matrix products.
 CHUNK_MIB = 16
 CHUNK_MIB_GPU = 256
 
@@ -63,10 +63,10 @@ class Forward:
         self.chunk_mib = chunk_mib
         self.autocast = autocast
         self.shared_vocab = shared_vocab
-        first = next(model.parameters())
-        self.device = device or first.device
+        first_parameter = next(model.parameters())
+        self.device = device or first_parameter.device
         # Losses are computed in float32, or in float64 for float64 models.
-        self.dtype = torch.promote_types(first.dtype, torch.float32)
+        self.dtype = torch.promote_types(first_parameter.dtype, torch.float32)
 
     def copy_with_own_gradients(self) -> Forward:
         """Return a copy that shares the weights, but has gradients of its own."""
@@ -88,12 +88,12 @@ class Forward:
 
         A frozen role returns the parameters that it would train.
         """
-        named = self.model.trained_parameters()
+        named_parameters = self.model.trained_parameters()
         if self.head is not None:
-            named += [
+            named_parameters += [
                 (f"head.{name}", parameter) for name, parameter in self.head.named_parameters()
             ]
-        return named
+        return named_parameters
 
     def learn(self, micro: Batch, terms: Sequence[LossTerm], seed: int = 0) -> Mapping[str, Tensor]:
         """Run forward and backward, and return the losses and metrics of the terms.
@@ -106,11 +106,11 @@ class Forward:
         micro = micro.to(self.device, self.dtype)
         monitor = self.make_monitor(terms)
         with seed_dropout(self.model, seed):
-            total, numbers = self.losses(
+            total, metrics = self.losses(
                 micro, self.hidden(micro, monitor, needed(terms)), terms, monitor
             )
             total.backward()
-        return numbers
+        return metrics
 
     def make_monitor(self, terms: Sequence[LossTerm]) -> RouterMonitor | None:
         """Return a recorder of the routers if a term reads their outputs, else None."""
@@ -137,14 +137,14 @@ class Forward:
         if monitor is not None:
             out = replace(out, routers=monitor.columns(micro.sequence_T, micro.n_sequences))
         total = torch.zeros((), dtype=self.dtype, device=self.device)
-        numbers: dict[str, Tensor] = {}
+        metrics: dict[str, Tensor] = {}
         for term in terms:
-            loss, metrics = term(out, micro)
+            loss, term_metrics = term(out, micro)
             total = total + loss
-            numbers |= {f"{term.name}/{key}": value for key, value in metrics.items()}
+            metrics |= {f"{term.name}/{key}": value for key, value in term_metrics.items()}
             if micro.weights[term.name].coef:
-                numbers[term.name] = loss.detach()
-        return total, {**numbers, "loss": total.detach()}
+                metrics[term.name] = loss.detach()
+        return total, {**metrics, "loss": total.detach()}
 
     def outputs(
         self,
@@ -163,7 +163,7 @@ class Forward:
         spec = TokenOutputSpec.from_names(
             needs,
             has_ids=micro.has("teacher_ids"),
-            shared=self.shared_vocab,
+            shared_vocab=self.shared_vocab,
             measured=measured,
         )
         columns = self.columns(micro, hidden_Td, needs, spec)
@@ -189,7 +189,7 @@ class Forward:
         """
         has_ids = not top_k and micro.has("teacher_ids")
         spec = TokenOutputSpec.from_names(
-            output_names, has_ids=has_ids, top_k=top_k, shared=self.shared_vocab
+            output_names, has_ids=has_ids, top_k=top_k, shared_vocab=self.shared_vocab
         )
         with torch.no_grad():
             micro = micro.to(self.device, self.dtype)
@@ -197,7 +197,10 @@ class Forward:
             return self.columns(micro, hidden_Td, output_names, spec)
 
     def hidden(
-        self, micro: Batch, monitor: RouterMonitor | None = None, needs: Collection[str] = SCALARS
+        self,
+        micro: Batch,
+        monitor: RouterMonitor | None = None,
+        needs: Collection[str] = SCALAR_COLUMNS,
     ) -> Tensor:
         """Return the hidden states, [T, d].
 
@@ -206,7 +209,7 @@ class Forward:
         """
         if not micro.n_tokens:
             return torch.zeros(0, self.model.hidden_size, dtype=self.dtype, device=self.device)
-        output_mask_T = _mask_predicting_tokens(micro) if SCALARS.isdisjoint(needs) else None
+        output_mask_T = _mask_predicting_tokens(micro) if SCALAR_COLUMNS.isdisjoint(needs) else None
         inputs = [
             micro.tokens_T,
             micro.positions_T,
@@ -224,7 +227,7 @@ class Forward:
             return self.model(*inputs, output_mask_T=output_mask_T)
 
     def routing(self, micro: Batch, monitor: RouterMonitor | None = None) -> Routing | None:
-        """Return the routing of a micro-batch's forward: routes to replay and recorder, or None."""
+        """Return the routing of a micro-batch; None if nothing is replayed or monitored."""
         routes_TLK = micro.need(ROUTES) if self.replays and micro.has(ROUTES) else None
         return None if routes_TLK is None and monitor is None else Routing(routes_TLK, monitor)
 
@@ -237,9 +240,9 @@ class Forward:
         sequence, "token_scores" one per token.
         """
         columns: dict[str, Tensor] = {}
-        if not PREDICTIONS.isdisjoint(needs):
+        if not PREDICTION_COLUMNS.isdisjoint(needs):
             columns |= self.predictions(micro, hidden_Td, spec)
-        if not SCALARS.isdisjoint(needs):
+        if not SCALAR_COLUMNS.isdisjoint(needs):
             scalars_T = self.scalars(micro, hidden_Td)
             columns |= {
                 "values": compute_state_values(scalars_T, micro.predicted_T),

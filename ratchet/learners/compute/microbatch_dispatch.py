@@ -40,7 +40,7 @@ def distribute_microbatches(
     multiple: the number of micro-batches of a rank is a multiple of this (a pipeline needs several
       at a time).
     """
-    micros = [MicroBatch(rows, part) for rows, part in zip(plan, batch.cut(plan), strict=True)]
+    micros = [MicroBatch(rows, micro) for rows, micro in zip(plan, batch.cut(plan), strict=True)]
     if micros:
         micros += [_make_filler(batch)] * (-len(micros) % (ranks * multiple))
     return [micros[rank::ranks] for rank in range(ranks)]
@@ -60,7 +60,7 @@ def _make_filler(batch: Batch) -> MicroBatch:
 def strip_media(batches: Sequence[Batch]) -> list[Batch]:
     """Return the batches with smaller media, to send to a rank.
 
-    Equal media become one object, without the bytes of its source file.
+    Equal media become one object. The bytes of their source files are left out.
     """
     stripped: dict[str, Medium] = {}
 
@@ -91,13 +91,13 @@ def gather_columns(
     columns: dict[str, Tensor] = {}
     starts = batch.starts_S.tolist()
     lengths = batch.lengths_S.tolist()
-    for rows, parts in zip(plan, micro_columns, strict=True):
-        spans = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
-        tokens = torch.cat(spans) if spans else torch.zeros(0, dtype=torch.int64)
-        for name, part in parts.items():
+    for rows, columns_by_name in zip(plan, micro_columns, strict=True):
+        row_tokens = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
+        tokens = torch.cat(row_tokens) if row_tokens else torch.zeros(0, dtype=torch.int64)
+        for name, values in columns_by_name.items():
             if name not in columns:
                 size = batch.n_sequences if name == "scores" else batch.n_tokens
-                columns[name] = part.new_zeros(size, *part.shape[1:])
+                columns[name] = values.new_zeros(size, *values.shape[1:])
             if rows:
-                columns[name][list(rows) if name == "scores" else tokens] = part
+                columns[name][list(rows) if name == "scores" else tokens] = values
     return columns

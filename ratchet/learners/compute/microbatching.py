@@ -67,7 +67,7 @@ def plan_microbatches(
     Rows of similar length go together, because they share an attention call.
 
     max_tokens: token limit of a micro-batch. A micro-batch of one unit may exceed it.
-    unit: what is never split, a "sequence" or a "group".
+    unit: the unit that is never split, a "sequence" or a "group".
     shares_prefixes: True if the model computes a shared prefix of rows once. Attempts at a prompt
       then stay together, and their prompt counts once.
     workers: number of micro-batches that are computed at the same time. If it is above 1, micro-

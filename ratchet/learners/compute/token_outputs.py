@@ -22,30 +22,31 @@ from ratchet.learners.compute.chunked_logprobs import compute_target_logprobs
 
 Logits = Callable[[Tensor], Tensor]  # [n, d] -> [n, V], float32 or better
 # Columns that a scalar head computes.
-SCALARS = frozenset({"values", "scores", "token_scores"})
+SCALAR_COLUMNS = frozenset({"values", "scores", "token_scores"})
 
 
 @dataclass(frozen=True)
 class TokenOutputSpec:
     """The outputs to compute for each prediction, besides its target's log-probability.
 
-    entropy: True for the prediction's entropy.
-    logprobs_at_ids: True for the log-probabilities of the tokens in the batch's `teacher_ids`.
-    top: True for the log-probabilities of the top_k likeliest tokens (top_k=0: of all tokens, in
-      order).
-    ids: True for the ids of these tokens too.
-    shared: number of leading vocabulary entries over which `logprobs_at_ids` and `top` renormalise;
-      None: the whole vocabulary.
+    needs_entropy: True for the prediction's entropy.
+    needs_logprobs_at_ids: True for the log-probabilities of the tokens in the batch's
+      `teacher_ids`.
+    needs_top: True for the log-probabilities of the top_k likeliest tokens (top_k=0: of all tokens,
+      in order).
+    needs_ids: True for the ids of these likeliest tokens too.
+    shared_vocab: number of leading vocabulary entries over which the log-probabilities of these
+      tokens are renormalised; None: the whole vocabulary.
     has_entropy_gradient: False if the entropy needs no gradient, which saves memory for the
       backward.
     """
 
-    entropy: bool = False
-    logprobs_at_ids: bool = False
-    top: bool = False
-    ids: bool = False
+    needs_entropy: bool = False
+    needs_logprobs_at_ids: bool = False
+    needs_top: bool = False
+    needs_ids: bool = False
     top_k: int = 0
-    shared: int | None = None
+    shared_vocab: int | None = None
     has_entropy_gradient: bool = True
 
     @classmethod
@@ -55,7 +56,7 @@ class TokenOutputSpec:
         *,
         has_ids: bool = False,
         top_k: int = 0,
-        shared: int | None = None,
+        shared_vocab: int | None = None,
         measured: Collection[str] = (),
     ) -> TokenOutputSpec:
         """Return the outputs that the columns of these names need.
@@ -66,11 +67,11 @@ class TokenOutputSpec:
         top = "topk_logprobs" in names or "topk_ids" in names
         return cls(
             "entropy" in names,
-            logprobs_at_ids=top and has_ids,
-            top=top and not has_ids,
-            ids="topk_ids" in names and not has_ids,
+            needs_logprobs_at_ids=top and has_ids,
+            needs_top=top and not has_ids,
+            needs_ids="topk_ids" in names and not has_ids,
             top_k=top_k,
-            shared=shared,
+            shared_vocab=shared_vocab,
             has_entropy_gradient="entropy" not in measured,
         )
 
@@ -80,28 +81,29 @@ class TokenOutputSpec:
 
         No other log-probabilities are computed then.
         """
-        has_gradient = self.entropy and self.has_entropy_gradient
-        return not (self.logprobs_at_ids or self.top or has_gradient)
+        has_gradient = self.needs_entropy and self.has_entropy_gradient
+        return not (self.needs_logprobs_at_ids or self.needs_top or has_gradient)
 
     @property
-    def names(self) -> tuple[str, ...]:
+    def column_names(self) -> tuple[str, ...]:
         """The names of the columns, in the order of the outputs."""
-        is_wanted = {
-            "entropy": self.entropy,
-            "topk_logprobs": self.logprobs_at_ids or self.top,
-            "topk_ids": self.ids,
+        is_computed_by_name = {
+            "entropy": self.needs_entropy,
+            "topk_logprobs": self.needs_logprobs_at_ids or self.needs_top,
+            "topk_ids": self.needs_ids,
         }
-        return ("logprobs", *(name for name, is_computed in is_wanted.items() if is_computed))
+        optional = (name for name, is_computed in is_computed_by_name.items() if is_computed)
+        return ("logprobs", *optional)
 
 
 class Vocabulary(Protocol):
-    """A reader of log-probabilities [n, V], whose columns may be divided over ranks.
+    """The operations on log-probabilities [n, V], whose columns may be divided over ranks.
 
-    V is then this rank's part of the vocabulary.
+    If they are divided, V is this rank's part of the vocabulary.
     """
 
     def log_softmax(self, logits_nV: Tensor) -> Tensor: ...
-    def first(self, all_nV: Tensor, size: int) -> Tensor:
+    def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
         """Return the log-probabilities of the first `size` tokens, renormalised over these."""
         ...
 
@@ -110,15 +112,15 @@ class Vocabulary(Protocol):
         """Return the log-probabilities of the ids, [n, K]."""
         ...
 
-    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    def compute_rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
         """Return the log of the total probability of all other tokens, [n]."""
         ...
 
-    def top(self, all_nV: Tensor, k: int) -> Tensor:
+    def find_top(self, all_nV: Tensor, k: int) -> Tensor:
         """Return the ids of the k likeliest tokens in descending order, int64 [n, k]."""
         ...
 
-    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+    def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
         """Return the log-probabilities of all `size` tokens, in order."""
         ...
 
@@ -129,7 +131,7 @@ class FullVocabulary:
     def log_softmax(self, logits_nV: Tensor) -> Tensor:
         return logits_nV.log_softmax(-1)
 
-    def first(self, all_nV: Tensor, size: int) -> Tensor:
+    def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
         return all_nV[:, :size].log_softmax(-1)
 
     def sum(self, x_nV: Tensor) -> Tensor:
@@ -138,13 +140,13 @@ class FullVocabulary:
     def pick(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
         return all_nV.gather(1, ids_nK)
 
-    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    def compute_rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
         return all_nV.scatter(1, ids_nK, -torch.inf).logsumexp(-1)
 
-    def top(self, all_nV: Tensor, k: int) -> Tensor:
+    def find_top(self, all_nV: Tensor, k: int) -> Tensor:
         return all_nV.topk(k, dim=-1).indices
 
-    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+    def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
         return all_nV
 
 
@@ -173,7 +175,7 @@ def compute_token_columns(
     batch: Batch,
     mask_T: Tensor,
     spec: TokenOutputSpec,
-    place_T: Tensor | None = None,
+    state_index_T: Tensor | None = None,
 ) -> dict[str, Tensor]:
     """Return the columns that `spec` lists, by name.
 
@@ -182,15 +184,19 @@ def compute_token_columns(
     temperature, and are 0 elsewhere. A row that was sampled greedily (temperature 0) is scored
     under temperature 1, as the sampler does.
 
-    place_T: row of each token's state in `hidden_Td`; None: the order of tokens.
+    state_index_T: row of each token's state in `hidden_Td`; None: the order of tokens.
     """
     index_n = mask_T.nonzero()[:, 0]
     temperature_S = torch.where(batch.temperature_S > 0, batch.temperature_S, 1.0)
     temperature_n = temperature_S[batch.sequence_T[index_n]]
     previous_n = index_n - 1  # The state of the previous token predicts a token.
-    hidden_nd = hidden_Td.index_select(0, previous_n if place_T is None else place_T[previous_n])
+    hidden_nd = hidden_Td.index_select(
+        0, previous_n if state_index_T is None else state_index_T[previous_n]
+    )
     targets_n = batch.tokens_T[index_n]
-    ids_nK = batch.need("teacher_ids")[index_n] if spec.logprobs_at_ids else targets_n[:, None]
+    ids_nK = (
+        batch.need("teacher_ids")[index_n] if spec.needs_logprobs_at_ids else targets_n[:, None]
+    )
     columns: dict[str, Tensor] = {}
     for name, values_n in _compute_predictions(
         head, hidden_nd, targets_n, ids_nK, temperature_n, spec
@@ -220,8 +226,10 @@ def _compute_predictions(
         )
         # `PolicyModel.logits` disables autocast too, to keep float32.
         with torch.autocast(hidden_nd.device.type, enabled=False):
-            outputs = compute_target_logprobs(*inputs, rows=head.chunk_rows, entropy=spec.entropy)
-        return dict(zip(spec.names, outputs, strict=False))
+            outputs = compute_target_logprobs(
+                *inputs, chunk_rows=head.chunk_rows, with_entropy=spec.needs_entropy
+            )
+        return dict(zip(spec.column_names, outputs, strict=False))
     chunks: list[tuple[Tensor, ...]] = []
     for start in starts:
         rows = slice(start, start + head.chunk_rows)
@@ -238,7 +246,9 @@ def _compute_predictions(
             chunks.append(checkpoint(_compute_chunk, *arguments, use_reentrant=False))
         else:
             chunks.append(_compute_chunk(*arguments))
-    return {name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(spec.names)}
+    return {
+        name: torch.cat([chunk[i] for chunk in chunks]) for i, name in enumerate(spec.column_names)
+    }
 
 
 def _compute_chunk(
@@ -249,28 +259,28 @@ def _compute_chunk(
     temperature_n: Tensor,
     spec: TokenOutputSpec,
 ) -> tuple[Tensor, ...]:
-    """Return the columns of a chunk of predictions, in the order of `spec.names`."""
+    """Return the columns of a chunk of predictions, in the order of `spec.column_names`."""
     vocabulary = head.vocabulary
     size = head.size
     all_nV = vocabulary.log_softmax(head.logits(hidden_nd) / temperature_n[:, None])
     columns = [vocabulary.pick(all_nV, targets_n[:, None])[:, 0]]
-    if spec.entropy:
+    if spec.needs_entropy:
         with nullcontext() if spec.has_entropy_gradient else torch.no_grad():
             columns.append(-vocabulary.sum(all_nV.exp() * all_nV))
-    if not (spec.logprobs_at_ids or spec.top):
+    if not (spec.needs_logprobs_at_ids or spec.needs_top):
         return tuple(columns)
-    if spec.shared is not None and spec.shared < size:
-        size = spec.shared
-        all_nV = vocabulary.first(all_nV, size)
-    if spec.logprobs_at_ids:
+    if spec.shared_vocab is not None and spec.shared_vocab < size:
+        size = spec.shared_vocab
+        all_nV = vocabulary.renormalise_first(all_nV, size)
+    if spec.needs_logprobs_at_ids:
         columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
     elif 0 < spec.top_k < size:
-        ids_nK = vocabulary.top(all_nV, spec.top_k)
+        ids_nK = vocabulary.find_top(all_nV, spec.top_k)
         columns.append(compute_outcome_logprobs(vocabulary, all_nV, ids_nK, size))
     else:
         ids_nK = torch.arange(size, device=all_nV.device).expand(len(all_nV), size)
-        columns.append(vocabulary.whole(all_nV, size))
-    return (*columns, ids_nK) if spec.ids else tuple(columns)
+        columns.append(vocabulary.gather_all(all_nV, size))
+    return (*columns, ids_nK) if spec.needs_ids else tuple(columns)
 
 
 def compute_outcome_logprobs(
@@ -284,7 +294,7 @@ def compute_outcome_logprobs(
     chosen_nK = vocabulary.pick(all_nV, ids_nK)
     if ids_nK.shape[1] == size:
         return chosen_nK
-    return torch.cat([chosen_nK, vocabulary.rest(all_nV, ids_nK)[:, None]], dim=-1)
+    return torch.cat([chosen_nK, vocabulary.compute_rest(all_nV, ids_nK)[:, None]], dim=-1)
 
 
 def compute_state_values(scalars_T: Tensor, mask_T: Tensor) -> Tensor:

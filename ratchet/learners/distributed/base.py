@@ -49,11 +49,13 @@ class RankForward(Forward):
         local_tokens = self._find_local_tokens(micro)
         if local_tokens is None:
             return super().predictions(micro, hidden_Td, spec)
-        place_T, is_local_T, group = local_tokens
+        state_index_T, is_local_T, group = local_tokens
         # The state of a token predicts the next token. So this rank predicts the successors of its
         # tokens.
         mask_T = micro.predicted_T & is_local_T.roll(1)
-        columns = compute_token_columns(self.language_head, hidden_Td, micro, mask_T, spec, place_T)
+        columns = compute_token_columns(
+            self.language_head, hidden_Td, micro, mask_T, spec, state_index_T
+        )
         return {name: sum_forward(column, group) for name, column in columns.items()}
 
     def scalars(self, micro: Batch, hidden_Td: Tensor) -> Tensor:
@@ -61,10 +63,12 @@ class RankForward(Forward):
         local_tokens = self._find_local_tokens(micro)
         if local_tokens is None:
             return scalars_t
-        place_T, is_local_T, group = local_tokens
+        state_index_T, is_local_T, group = local_tokens
         tokens = is_local_T.nonzero()[:, 0]
         return sum_forward(
-            scalars_t.new_zeros(micro.n_tokens).index_put((tokens,), scalars_t[place_T[tokens]]),
+            scalars_t.new_zeros(micro.n_tokens).index_put(
+                (tokens,), scalars_t[state_index_T[tokens]]
+            ),
             group,
         )
 
@@ -75,23 +79,23 @@ class RankForward(Forward):
         this rank has all tokens.
         """
         model = self.model
-        division = (
-            model.division(micro.lengths_S.tolist())
+        context_split = (
+            model.split_context(micro.lengths_S.tolist())
             if isinstance(model, DistributedPolicy)
             else None
         )
         if (
-            division is None
+            context_split is None
             or not isinstance(model, DistributedPolicy)
             or model.shard.context is None
         ):
             return None
-        tokens = torch.from_numpy(division.tokens).to(self.device)
-        place_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
-        place_T[tokens] = torch.arange(len(tokens), device=self.device)
+        tokens = torch.from_numpy(context_split.tokens).to(self.device)
+        state_index_T = torch.zeros(micro.n_tokens, dtype=torch.int64, device=self.device)
+        state_index_T[tokens] = torch.arange(len(tokens), device=self.device)
         is_local_T = torch.zeros(micro.n_tokens, dtype=torch.bool, device=self.device)
         is_local_T[tokens] = True
-        return place_T, is_local_T, model.shard.context
+        return state_index_T, is_local_T, model.shard.context
 
 
 class RankLearner(ABC):
@@ -141,10 +145,10 @@ class RankLearner(ABC):
         if not micros:
             return {**metrics, "skipped_empty": 1.0}
         try:
-            sums = self._sum_numbers(self._learn(micros, terms))
+            sums = self._sum_metrics(self._learn(micros, terms))
             # All ranks of the last pipeline stage have this loss, and `_complete_gradient` sums it
             # over all ranks.
-            ranks_with_loss = self.topology.world // self.topology.pipeline
+            ranks_with_loss = self.topology.world_size // self.topology.pipeline
             norm, loss = self._complete_gradient(sums.get("loss", 0.0) / ranks_with_loss)
             metrics |= sums | {"grad_norm": norm}
             if not step_policy.is_finite_step(norm, loss):
@@ -155,34 +159,34 @@ class RankLearner(ABC):
             self._zero_gradient()
         return metrics
 
-    def _sum_numbers(self, numbers: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    def _sum_metrics(self, metrics: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
         """Return the sum of each loss and metric over micro-batches and data ranks.
 
-        numbers: losses and metrics of each micro-batch of this rank, by name.
+        metrics: losses and metrics of each micro-batch of this rank, by name.
         """
-        if not numbers:
+        if not metrics:
             return {}
-        names = list(numbers[0])
+        names = list(metrics[0])
         totals = torch.stack(
             [
-                torch.stack([micro_numbers[name] for micro_numbers in numbers]).sum()
+                torch.stack([micro_metrics[name] for micro_metrics in metrics]).sum()
                 for name in names
             ]
         ).double()
         if self.gradient_group is not None:
             dist.all_reduce(totals, group=self.gradient_group)
-        # All context-parallel ranks of a data rank have the same numbers.
+        # All context-parallel ranks of a data rank have the same values.
         return dict(zip(names, (totals / self.topology.context).tolist(), strict=True))
 
-    def _derive_seed(self, number: int) -> int:
+    def _derive_seed(self, micro_index: int) -> int:
         """Return the seed of the adapter's dropout in a micro-batch.
 
         Args:
-            number: Index of the micro-batch among those of this rank.
+            micro_index: Index of the micro-batch among those of this rank.
         """
         step = 0 if self.step_policy is None else self.step_policy.steps_taken
         return derive_mask_seed(
-            step, number * self.topology.data + self.topology.data_rank(self.coordinates)
+            step, micro_index * self.topology.data_ranks + self.topology.data_rank(self.coordinates)
         )
 
     @abstractmethod

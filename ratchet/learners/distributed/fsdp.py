@@ -149,7 +149,7 @@ class DTensorLearner(RankLearner):
         self.trained = [item for item in self.param_shards if id(item.parameter) in trained_ids]
         self.pipeline = None
         if isinstance(model, DistributedPolicy):
-            for stage in model.runs:
+            for stage in model.local_stages:
                 # A pipeline runs the stages outside of `Forward`, so they must enter autocast.
                 stage.autocast = autocast
             if mesh.pipeline is not None:
@@ -159,7 +159,7 @@ class DTensorLearner(RankLearner):
         self.optimizer: AdamW | None = None
         if optimizer is not None:
             named = [(item.name, item.parameter) for item in self.trained]
-            self.optimizer = build(optimizer, named, local=get_local_tensor)
+            self.optimizer = build(optimizer, named, to_local=get_local_tensor)
         self._offloader = Offloader([model, head], self.optimizer)
 
     def _score(
@@ -171,12 +171,12 @@ class DTensorLearner(RankLearner):
             columns = [forward.score(micro, output_names, top_k=top_k) for micro in micros]
         else:
             with torch.no_grad():
-                on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
-                hidden = pipeline.hidden(on_device)
+                device_micros = [micro.to(forward.device, forward.dtype) for micro in micros]
+                hidden = pipeline.hidden(device_micros)
             # `hidden` is empty except on the last stage.
             columns = [
                 forward.score(micro, output_names, top_k=top_k, hidden_Td=states)
-                for micro, states in zip(on_device, hidden, strict=False)
+                for micro, states in zip(device_micros, hidden, strict=False)
             ]
         self._reshard()
         return columns
@@ -200,24 +200,24 @@ class DTensorLearner(RankLearner):
         forward = self.forward
         pipeline = self.pipeline
         factor = self.mesh.topology.gradient_ranks
-        on_device = [micro.to(forward.device, forward.dtype) for micro in micros]
-        numbers: list[Mapping[str, Tensor]] = []
-        monitors = [forward.make_monitor(terms) for _ in on_device]
+        device_micros = [micro.to(forward.device, forward.dtype) for micro in micros]
+        all_metrics: list[Mapping[str, Tensor]] = []
+        monitors = [forward.make_monitor(terms) for _ in device_micros]
 
         def loss(number: int, hidden_Td: Tensor) -> Tensor:
-            total, micro_numbers = forward.losses(
-                on_device[number], hidden_Td, terms, monitors[number]
+            total, micro_metrics = forward.losses(
+                device_micros[number], hidden_Td, terms, monitors[number]
             )
-            numbers.append(micro_numbers)
+            all_metrics.append(micro_metrics)
             return total * factor
 
         if pipeline is not None:
-            pipeline.learn(on_device, loss)
+            pipeline.learn(device_micros, loss)
         else:
-            for number, micro in enumerate(on_device):
+            for number, micro in enumerate(device_micros):
                 with seed_dropout(self.model, self._derive_seed(number)):
                     loss(number, forward.hidden(micro, monitors[number])).backward()
-        return numbers
+        return all_metrics
 
     def _reshard(self) -> None:
         """Reshard all FSDP modules after a forward without backward.
@@ -239,16 +239,16 @@ class DTensorLearner(RankLearner):
     def weights(self) -> Iterator[Shard]:
         """Yield this rank's blocks for the weight sync. Each block comes from exactly one rank."""
         for item in self.frozen:
-            if item.first:
+            if item.is_owner:
                 yield from (replace(block, is_frozen=True) for block in item.blocks(item.local))
         for item in self.trained:
-            if item.first and not item.name.startswith("head."):
+            if item.is_owner and not item.name.startswith("head."):
                 yield from item.blocks(item.local)
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
         """Yield this rank's blocks of a part of the model; "all" includes the scalar head."""
         shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[part]
-        return (block for shard in shards if shard.first for block in shard.blocks(shard.local))
+        return (block for shard in shards if shard.is_owner for block in shard.blocks(shard.local))
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
         with (
@@ -259,7 +259,7 @@ class DTensorLearner(RankLearner):
             export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
     @cached_property
-    def base(self) -> str:
+    def base_fingerprint(self) -> str:
         """The fingerprint of the frozen weights, which a checkpoint leaves out.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
@@ -277,7 +277,7 @@ class DTensorLearner(RankLearner):
                 "steps": steps,
             }
         if self.frozen:
-            numbers["base"] = self.base
+            numbers["base"] = self.base_fingerprint
         save_blocks(directory, self.mesh.rank, self._state_blocks(), numbers)
         dist.barrier()
 
@@ -287,7 +287,7 @@ class DTensorLearner(RankLearner):
         A dequantised copy of moments then exists only while it is written.
         """
         optimizer = self.optimizer
-        for item in (item for item in self.trained if item.first):
+        for item in (item for item in self.trained if item.is_owner):
             yield from item.blocks(item.local)
             if optimizer is not None and item.name in optimizer.state:
                 for key, moment in optimizer.get_moments(item.name).items():
@@ -298,24 +298,28 @@ class DTensorLearner(RankLearner):
     def load(self, directory: Path) -> None:
         """Load a checkpoint that any number of ranks saved.
 
-        Raises CheckpointError if something is missing.
+        Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
         """
-        stored = BlockFiles(directory)
+        block_files = BlockFiles(directory)
         if self.frozen:
-            check_base(directory, stored.numbers.get("base"), self.base)
-        fill_param_shards(self.trained, stored.read)
+            check_base(directory, block_files.numbers.get("base"), self.base_fingerprint)
+        fill_param_shards(self.trained, block_files.read)
         if self.optimizer is not None and self.step_policy is not None:
-            self.step_policy.steps_taken = stored.numbers["taken"]
-            self.step_policy.bad_steps = stored.numbers["bad"]
+            self.step_policy.steps_taken = block_files.numbers["taken"]
+            self.step_policy.bad_steps = block_files.numbers["bad"]
             self.optimizer.state = {}
-            for item in (item for item in self.trained if item.name in stored.numbers["steps"]):
+            for item in (
+                item for item in self.trained if item.name in block_files.numbers["steps"]
+            ):
                 moments = self.optimizer.init_state(item.name, item.parameter)
-                moments["step"].fill_(stored.numbers["steps"][item.name])
+                moments["step"].fill_(block_files.numbers["steps"][item.name])
                 stored_moments = self.optimizer.get_moments(item.name)
                 for key, moment in stored_moments.items():
                     for block in item.blocks(moment):
                         block.tensor.copy_(
-                            stored.read(f"{key}/{block.name}", block.offsets, block.tensor.shape)
+                            block_files.read(
+                                f"{key}/{block.name}", block.offsets, block.tensor.shape
+                            )
                         )
                 self.optimizer.store(item.name, stored_moments)
 

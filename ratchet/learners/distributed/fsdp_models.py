@@ -43,7 +43,7 @@ class DTensorModels:
     def copy(self, policy: PolicyModel) -> PolicyModel:
         """Return a copy of the policy with its current weights."""
         assert isinstance(policy, DistributedPolicy), (
-            "the driver never asks for a copy of a transformers model"
+            "the driver never requests a copy of a transformers model"
         )
         model = self._allocate(policy.decoder.config)
         if policy.adapter is not None:
@@ -63,7 +63,11 @@ class DTensorModels:
             model.attach(spec.adapter)
             self._move_unsharded(model)
         optimizer: Any = None if spec.optimizer is None else resolve("optimizer", spec.optimizer)
-        head = ScalarHead(model.hidden_size).to(self.device, self.dtype) if spec.scalar else None
+        head = (
+            ScalarHead(model.hidden_size).to(self.device, self.dtype)
+            if spec.has_scalar_head
+            else None
+        )
         if head is not None:
             shard_model(head, [], self.mesh)
         return DTensorLearner(
@@ -93,7 +97,7 @@ class DTensorModels:
         )
         chunks = self.config.pipeline_chunks if mesh.topology.pipeline > 1 else 1
         model = DistributedPolicy(shape, shard, device="meta", dtype=self.dtype, chunks=chunks)
-        for stage in model.runs:
+        for stage in model.local_stages:
             layers = list(stage.decoder.layers.values())
             shard_model(
                 stage, layers, mesh, offload=self.config.cpu_offload, autocast=self.autocast

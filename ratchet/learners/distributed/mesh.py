@@ -20,8 +20,8 @@ class Mesh:
     """
 
     def __init__(self, topology: Topology, device: str) -> None:
-        assert dist.get_world_size() == topology.world, (
-            f"{dist.get_world_size()} ranks for a mesh of {topology.world}"
+        assert dist.get_world_size() == topology.world_size, (
+            f"{dist.get_world_size()} ranks for a mesh of {topology.world_size}"
         )
         self.topology = topology
         self.rank = dist.get_rank()
@@ -103,10 +103,10 @@ class Mesh:
         """
         if size == 1:
             return None
-        members: dict[tuple[int, ...], list[int]] = {}
+        ranks_by_key: dict[tuple[int, ...], list[int]] = {}
         for rank, coordinates in enumerate(self.topology.coordinates()):
-            members.setdefault(group_key(coordinates), []).append(rank)
-        groups = {key: dist.new_group(ranks) for key, ranks in members.items()}
+            ranks_by_key.setdefault(group_key(coordinates), []).append(rank)
+        groups = {key: dist.new_group(ranks) for key, ranks in ranks_by_key.items()}
         group = groups[group_key(self.coordinates)]
         assert isinstance(group, dist.ProcessGroup)
         return group

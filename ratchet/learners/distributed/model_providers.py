@@ -29,7 +29,7 @@ class ModelProvider(Protocol):
         ...
 
     def learner(self, model: PolicyModel, spec: RoleSpec) -> RankLearner:
-        """Return the learner of a role, with a scalar head if `spec.scalar` is set."""
+        """Return the learner of a role, with a scalar head if `spec.has_scalar_head` is set."""
         ...
 
     def close(self) -> None:

@@ -34,11 +34,11 @@ class ParamShards:
     pieces: the blocks of canonical weights in the parameter before FSDP divides it.
     rows: the parameter's rows on this rank if FSDP divides it; None: all rows.
     copies: number of ranks that hold the same shard.
-    partial: groups over which the gradient must still be summed after FSDP's own reduction.
-    excess: divisor of the gradient. The loss is multiplied by the number of ranks over which FSDP
-      averages gradients of dense matrices. Gradients of experts are averaged over fewer ranks, and
-      those of vectors and adapters, which FSDP does not divide, over none.
-    first: True on the one rank, among those with the same shard, that saves and sends it.
+    reduce_groups: groups over which the gradient must still be summed after FSDP's own reduction.
+    gradient_divisor: divisor of the gradient. The loss is multiplied by the number of ranks over
+      which FSDP averages gradients of dense matrices. Gradients of experts are averaged over fewer
+      ranks, and those of vectors and adapters, which FSDP does not divide, over none.
+    is_owner: True on the one rank, among those with the same shard, that saves and sends it.
     """
 
     name: str
@@ -46,9 +46,9 @@ class ParamShards:
     pieces: tuple[WeightPiece, ...]
     rows: range | None
     copies: int
-    partial: tuple[Group, ...]
-    excess: int
-    first: bool
+    reduce_groups: tuple[Group, ...]
+    gradient_divisor: int
+    is_owner: bool
 
     @property
     def local(self) -> Tensor:
@@ -78,16 +78,16 @@ def compute_fsdp_rows(parameter: Tensor, share: ShardIndex) -> range | None:
 
 
 def complete_gradients(param_shards: Sequence[ParamShards]) -> None:
-    """Sum each gradient over its `partial` groups, and divide it by its `excess`."""
+    """Sum each gradient over its `reduce_groups`, and divide it by its `gradient_divisor`."""
     for shard in param_shards:
         # A tied embedding has no gradient on a pipeline stage if it is not used there.
-        if shard.partial and shard.parameter.grad is None:
+        if shard.reduce_groups and shard.parameter.grad is None:
             shard.parameter.grad = torch.zeros_like(shard.parameter)
         if shard.parameter.grad is not None:
-            for group in shard.partial:
+            for group in shard.reduce_groups:
                 dist.all_reduce(get_local_tensor(shard.parameter.grad), group=group)
-            if shard.excess > 1:
-                get_local_tensor(shard.parameter.grad).div_(shard.excess)
+            if shard.gradient_divisor > 1:
+                get_local_tensor(shard.parameter.grad).div_(shard.gradient_divisor)
 
 
 def scale_gradients(param_shards: Sequence[ParamShards], factor: float) -> None:
@@ -119,7 +119,7 @@ def collect_param_shards(
     """Return the shards of the model's parameters in order, then those of the scalar head."""
     param_shards: list[ParamShards] = []
     if isinstance(model, DistributedPolicy):
-        for decoder in (stage.decoder for stage in model.runs):
+        for decoder in (stage.decoder for stage in model.local_stages):
             pieces = list_pieces(decoder)
             is_tied = decoder.config.tied
             for name, parameter in decoder.named_parameters():
@@ -138,7 +138,7 @@ def collect_param_shards(
             # Drop the wrapper's prefix "model.".
             model_name = name.partition(".")[2]
             param_shards.append(
-                _make_transformers_shard(model_name, parameter, mesh, model.divided)
+                _make_transformers_shard(model_name, parameter, mesh, model.tp_division)
             )
     for name, parameter in () if head is None else head.named_parameters():
         head_name = f"head.{name}"
@@ -162,13 +162,13 @@ def _make_decoder_shard(
     sequence: True under sequence parallelism.
     is_tied: True if the head is the embedding.
     """
-    partial: tuple[Group, ...] = ()
+    reduce_groups: tuple[Group, ...] = ()
     if mesh.tensor is not None and not is_tensor_parallel(name):
         # Each rank has these parameters as a whole, but computes only a part of their gradient:
         # from some of the heads, experts' outputs or tokens. The undivided factor of an adapter is
         # multiplied with the divided one, so each rank computes a part of its gradient too.
         has_partial_gradient = name.endswith(("q_norm.weight", "k_norm.weight", "mlp.gate.weight"))
-        partial = (
+        reduce_groups = (
             (mesh.tensor,)
             if has_partial_gradient or is_adapter_parameter(name) or (sequence and "norm" in name)
             else ()
@@ -179,7 +179,7 @@ def _make_decoder_shard(
         parameter,
         pieces,
         mesh,
-        partial,
+        reduce_groups,
         is_divided=is_tensor_parallel(name),
         is_expert=is_expert,
     )
@@ -188,9 +188,9 @@ def _make_decoder_shard(
     # The last pipeline stage has the tied embedding too, as its head.
     return replace(
         shard,
-        partial=(*partial, mesh.end_stages_group),
+        reduce_groups=(*reduce_groups, mesh.end_stages_group),
         copies=shard.copies * 2,
-        first=shard.first and mesh.coordinates.pipeline == 0,
+        is_owner=shard.is_owner and mesh.coordinates.pipeline == 0,
     )
 
 
@@ -216,7 +216,7 @@ def _make_shard(
     parameter: nn.Parameter,
     pieces: tuple[WeightPiece, ...],
     mesh: Mesh,
-    partial: tuple[Group, ...],
+    reduce_groups: tuple[Group, ...],
     *,
     is_divided: bool = False,
     is_expert: bool = False,
@@ -225,11 +225,11 @@ def _make_shard(
 
     is_divided: True if tensor parallelism divides the parameter.
     """
-    excess = mesh.topology.experts if is_expert else 1
+    gradient_divisor = mesh.topology.experts if is_expert else 1
     # FSDP does not divide vectors and adapters.
     if (parameter.dim() < 2 or is_adapter_parameter(name)) and mesh.gradient_group is not None:
-        partial = (*partial, mesh.gradient_group)
-        excess = mesh.topology.gradient_ranks
+        reduce_groups = (*reduce_groups, mesh.gradient_group)
+        gradient_divisor = mesh.topology.gradient_ranks
     share = mesh.expert_share if is_expert else mesh.share
     rows = compute_fsdp_rows(parameter, share)
     copies = (
@@ -237,12 +237,14 @@ def _make_shard(
         * (1 if is_divided else mesh.topology.tensor)
         * (share.count if rows is None else 1)
     )
-    first = (
+    is_owner = (
         mesh.coordinates.replica == 0
         and (is_divided or mesh.coordinates.tensor == 0)
         and (rows is not None or share.index == 0)
     )
-    return ParamShards(name, parameter, pieces, rows, copies, partial, excess, first)
+    return ParamShards(
+        name, parameter, pieces, rows, copies, reduce_groups, gradient_divisor, is_owner
+    )
 
 
 def _whole_piece(name: str, parameter: Tensor) -> tuple[WeightPiece, ...]:

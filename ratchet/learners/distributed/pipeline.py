@@ -65,73 +65,78 @@ class Pipeline:
         The schedule is 1F1B (arXiv:2006.09503), interleaved if a rank has several stages
         (arXiv:2104.04473).
         """
-        feeds = self._feeds(micros)
+        micro_inputs = self._pack_micros(micros)
         schedule, numbers_M = self._schedule(
-            feeds, lambda hidden, number: loss(int(number), self._unpad(feeds, hidden, number))
+            micro_inputs,
+            lambda hidden, number: loss(int(number), self._unpad(micro_inputs, hidden, number)),
         )
-        tokens = self._stage_input(feeds)
+        tokens = self._stage_input(micro_inputs)
         schedule.step(*tokens, number=numbers_M, target=numbers_M, return_outputs=False)
 
     def hidden(self, micros: Sequence[Batch]) -> list[Tensor]:
         """Return the hidden states of every micro-batch on the last rank; [] on other ranks."""
-        feeds = self._feeds(micros)
-        schedule, numbers_M = self._schedule(feeds, None)
-        out = schedule.eval(*self._stage_input(feeds), number=numbers_M)
+        micro_inputs = self._pack_micros(micros)
+        schedule, numbers_M = self._schedule(micro_inputs, None)
+        out = schedule.eval(*self._stage_input(micro_inputs), number=numbers_M)
         if out is None or not self.is_last:
             return []
-        head = self.model.runs[-1]
+        head = self.model.local_stages[-1]
         # FSDP has resharded the head after this pass without a backward. The caller needs it whole.
         if isinstance(head, FSDPModule):
             head.unshard()
         return [
-            self._unpad(feeds, hidden, number)
-            for number, hidden in zip(numbers_M, out.chunk(len(feeds)), strict=True)
+            self._unpad(micro_inputs, hidden, number)
+            for number, hidden in zip(numbers_M, out.chunk(len(micro_inputs)), strict=True)
         ]
 
-    def _feeds(self, micros: Sequence[Batch]) -> list[PackedInputs]:
+    def _pack_micros(self, micros: Sequence[Batch]) -> list[PackedInputs]:
         """Return the packed inputs of the micro-batches."""
         return [
-            self.model.feed(
+            self.model.pack_inputs(
                 micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), self.routing(micro)
             )
             for micro in micros
         ]
 
-    def _unpad(self, feeds: Sequence[PackedInputs], hidden_Td: Tensor, number: Tensor) -> Tensor:
+    def _unpad(
+        self, micro_inputs: Sequence[PackedInputs], hidden_Td: Tensor, number: Tensor
+    ) -> Tensor:
         """Return the hidden states of a micro-batch without the padding, in its token order."""
-        feed = feeds[int(number)]
-        return feed.unfold(hidden_Td[: len(feed.tokens_U)])
+        packed = micro_inputs[int(number)]
+        return packed.unfold(hidden_Td[: len(packed.tokens_U)])
 
-    def _stage_input(self, feeds: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
+    def _stage_input(self, micro_inputs: Sequence[PackedInputs]) -> tuple[Tensor, ...]:
         """Return the input that torch's schedule needs: unused zeros for the first stage, else ().
 
-        The first stage embeds the tokens of its feeds instead.
+        The first stage embeds the tokens of its packed inputs instead.
         """
         is_first = self.mesh.coordinates.pipeline == 0
-        return (torch.zeros(len(feeds), device=self.device),) if is_first else ()
+        return (torch.zeros(len(micro_inputs), device=self.device),) if is_first else ()
 
     def _schedule(
-        self, feeds: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
+        self, micro_inputs: Sequence[PackedInputs], loss: Callable[[Tensor, Tensor], Tensor] | None
     ) -> tuple[Schedule1F1B | ScheduleInterleaved1F1B, Tensor]:
         """Return the schedule of a pass and the indices of its micro-batches."""
         # Under sequence parallelism, states between stages are divided over tensor-parallel ranks.
         shard = self.model.shard
         multiple = shard.tensor.size() if shard.tensor is not None and shard.sequence else 1
-        longest = -(-max(len(feed.tokens_U) for feed in feeds) // multiple) * multiple
-        padded = [feed.padded(longest) for feed in feeds]
+        longest = -(-max(len(packed.tokens_U) for packed in micro_inputs) // multiple) * multiple
+        padded = [packed.pad(longest) for packed in micro_inputs]
         stages = [
             self._make_stage(index, padded, longest, longest // multiple)
-            for index in range(len(self.model.runs))
+            for index in range(len(self.model.local_stages))
         ]
-        numbers_M = torch.arange(len(feeds))
+        numbers_M = torch.arange(len(micro_inputs))
         if len(stages) == 1:
-            return Schedule1F1B(stages[0], len(feeds), loss_fn=loss, scale_grads=False), numbers_M
+            return Schedule1F1B(
+                stages[0], len(micro_inputs), loss_fn=loss, scale_grads=False
+            ), numbers_M
         return ScheduleInterleaved1F1B(
-            list(stages), len(feeds), loss_fn=loss, scale_grads=False
+            list(stages), len(micro_inputs), loss_fn=loss, scale_grads=False
         ), numbers_M
 
     def _make_stage(
-        self, index: int, feeds: Sequence[PackedInputs], tokens: int, local_tokens: int
+        self, index: int, micro_inputs: Sequence[PackedInputs], tokens: int, local_tokens: int
     ) -> PipelineStage:
         """Return the torch stage for one of this rank's runs of layers.
 
@@ -140,9 +145,9 @@ class Pipeline:
             tokens: Padded number of tokens, which the last stage returns.
             local_tokens: Number of tokens on this rank of the hidden states between stages.
         """
-        stage = self.model.runs[index]
+        stage = self.model.local_stages[index]
         size = self.model.hidden_size
-        stage.feeds = feeds
+        stage.micro_inputs = micro_inputs
         share = stage.decoder.part.pipeline
         states = torch.empty(
             local_tokens, size, dtype=self.dtype, device="meta", requires_grad=True

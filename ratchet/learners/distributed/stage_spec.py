@@ -17,7 +17,7 @@ class RoleSpec:
     origin: source of its model; None: a copy of the policy's model. For the role "policy", which
       has the policy's model itself, it is None.
     optimizer: values of the optimizer's section; None freezes the role.
-    scalar: True if the role has a scalar head.
+    has_scalar_head: True if the role has a scalar head.
     total_steps, shared_vocab, replays: as in `LocalLearner`.
     adapter: the adapter that is trained instead of the model's weights.
     """
@@ -25,7 +25,7 @@ class RoleSpec:
     origin: ModelSource | None = None
     optimizer: Mapping[str, Any] | None = None
     total_steps: int = 1
-    scalar: bool = False
+    has_scalar_head: bool = False
     shared_vocab: int | None = None
     replays: bool = False
     adapter: Adapter | None = None

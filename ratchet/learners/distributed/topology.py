@@ -55,12 +55,12 @@ class Topology:
             )
 
     @property
-    def world(self) -> int:
+    def world_size(self) -> int:
         """The number of ranks."""
         return self.pipeline * self.replicas * self.shards * self.context * self.tensor
 
     @property
-    def data(self) -> int:
+    def data_ranks(self) -> int:
         """The number of data ranks, each with its own shard of the batch."""
         return self.replicas * self.shards
 
@@ -70,7 +70,7 @@ class Topology:
 
         FSDP averages over them instead, so losses are multiplied by this number.
         """
-        return self.data * self.context
+        return self.data_ranks * self.context
 
     def coordinates(self) -> Iterator[Coordinates]:
         """Yield the coordinates of each rank, in order."""
@@ -92,7 +92,7 @@ class Topology:
 
 def build_topology(config: DistributedConfig) -> Topology:
     """Return the topology of a config section. Raises ConfigError if its sizes don't fit."""
-    *replicas, shards = (getattr(config, key) for key in config.rows)
+    *replicas, shards = (getattr(config, key) for key in config.data_parallel_keys)
     return Topology(
         replicas=prod(replicas),
         shards=shards,

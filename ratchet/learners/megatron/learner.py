@@ -55,7 +55,7 @@ class MegatronLearner(RankLearner):
     """One rank of a learner that uses Megatron Core.
 
     model: a model with loaded weights. Megatron's buffers take over their memory.
-    scalar: True to add a scalar head, initialised to zeros.
+    has_scalar_head: True to add a scalar head, initialised to zeros.
 
     optimizer, total_steps, autocast, shared_vocab and replays are as in `LocalLearner`.
     """
@@ -69,13 +69,13 @@ class MegatronLearner(RankLearner):
         device: torch.device,
         optimizer: OptimizerConfig | None = None,
         total_steps: int = 1,
-        scalar: bool = False,
+        has_scalar_head: bool = False,
         autocast: bool = False,
         shared_vocab: int | None = None,
         replays: bool = False,
     ) -> None:
         _renew_parameters(model)
-        head = _attach_head(model, device) if scalar else None
+        head = _attach_head(model, device) if has_scalar_head else None
         forward = RankForward(
             model,
             head,
@@ -98,7 +98,7 @@ class MegatronLearner(RankLearner):
         super().__init__(forward, topology, dist.get_rank(), gradient_group, step_policy)
         self.model = model
         self.autocast = autocast
-        self.owned = list(model.owned_parameters())
+        self.owned_parameters = list(model.owned_parameters())
         self.chunks: list[Any] = list(model.chunks)
         self.optimizer: Any = None
         if optimizer is not None:
@@ -114,30 +114,30 @@ class MegatronLearner(RankLearner):
     def _score(
         self, micros: Sequence[Batch], output_names: Sequence[str], top_k: int
     ) -> list[Mapping[str, Tensor]]:
-        on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
+        device_micros = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
 
         def columns(number: int, hidden_Td: Tensor) -> Mapping[str, Tensor]:
             return self.forward.score(
-                on_device[number], output_names, top_k=top_k, hidden_Td=hidden_Td
+                device_micros[number], output_names, top_k=top_k, hidden_Td=hidden_Td
             )
 
         with torch.no_grad():
-            return self._run(on_device, [None] * len(on_device), columns, forward_only=True)
+            return self._run(device_micros, [None] * len(device_micros), columns, forward_only=True)
 
     def _learn(
         self, micros: Sequence[Batch], terms: Sequence[LossTerm]
     ) -> list[Mapping[str, Tensor]]:
-        on_device = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
-        monitors = [self.forward.make_monitor(terms) for _ in on_device]
+        device_micros = [micro.to(self.forward.device, self.forward.dtype) for micro in micros]
+        monitors = [self.forward.make_monitor(terms) for _ in device_micros]
         zero_tokens = torch.zeros((), dtype=torch.int, device=self.forward.device)
 
         def loss(number: int, hidden_Td: Tensor) -> tuple[Tensor, Tensor, Mapping[str, Tensor]]:
-            total, numbers = self.forward.losses(
-                on_device[number], hidden_Td, terms, monitors[number]
+            total, metrics = self.forward.losses(
+                device_micros[number], hidden_Td, terms, monitors[number]
             )
-            return total, zero_tokens, numbers
+            return total, zero_tokens, metrics
 
-        return self._run(on_device, monitors, loss, forward_only=False)
+        return self._run(device_micros, monitors, loss, forward_only=False)
 
     def _run(
         self,
@@ -148,32 +148,37 @@ class MegatronLearner(RankLearner):
         forward_only: bool,
     ) -> list[Mapping[str, Tensor]]:
         """Run Megatron's schedule, and return the results on the last stage, [] on other stages."""
-        feeds = [
+        micro_inputs = [
             self._pack_inputs(micro, monitor)
             for micro, monitor in zip(micros, monitors, strict=True)
         ]
         if not forward_only:
-            feeds = [
-                replace(feed, seed=self._derive_seed(number)) for number, feed in enumerate(feeds)
+            micro_inputs = [
+                replace(packed, seed=self._derive_seed(number))
+                for number, packed in enumerate(micro_inputs)
             ]
-        longest = max(len(feed.tokens_U) for feed in feeds) if self.topology.pipeline > 1 else 0
-        fitted = [self.model.fitted(feed, longest) for feed in feeds]
+        longest = (
+            max(len(packed.tokens_U) for packed in micro_inputs)
+            if self.topology.pipeline > 1
+            else 0
+        )
+        padded_inputs = [self.model.pad_inputs(packed, longest) for packed in micro_inputs]
 
-        def step(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
+        def run_forward(numbers: Iterator[int], chunk: nn.Module) -> tuple[Tensor, Any]:
             number = next(numbers)
             with torch.autocast(self.forward.device.type, torch.bfloat16, enabled=self.autocast):
-                out = chunk(fitted[number])
+                out = chunk(padded_inputs[number])
             return out, partial(compute_output, number)
 
         def compute_output(number: int, out: Tensor, non_loss_data: bool = False) -> Any:
-            return output_function(number, self.model.unpadded(feeds[number], out))
+            return output_function(number, self.model.unpad_hidden(micro_inputs[number], out))
 
         results = get_forward_backward_func()(
-            forward_step_func=step,
-            data_iterator=[iter(range(len(feeds))) for _ in self.chunks],
+            forward_step_func=run_forward,
+            data_iterator=[iter(range(len(micro_inputs))) for _ in self.chunks],
             model=self.chunks,
-            num_microbatches=len(feeds),
-            seq_length=len(fitted[0].tokens_U) * self.topology.context,
+            num_microbatches=len(micro_inputs),
+            seq_length=len(padded_inputs[0].tokens_U) * self.topology.context,
             micro_batch_size=1,
             forward_only=forward_only,
             collect_non_loss_data=forward_only,
@@ -183,7 +188,9 @@ class MegatronLearner(RankLearner):
     def _pack_inputs(self, micro: Batch, monitor: RouterMonitor | None) -> PackedInputs:
         """Return the packed inputs of a micro-batch."""
         routing = self.forward.routing(micro, monitor)
-        return self.model.feed(micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing)
+        return self.model.pack_inputs(
+            micro.tokens_T, micro.positions_T, micro.lengths_S.tolist(), routing
+        )
 
     def _complete_gradient(self, loss: float) -> tuple[float, float]:
         """Return the gradient's norm and the loss over all ranks.
@@ -225,8 +232,11 @@ class MegatronLearner(RankLearner):
 
     def blocks(self, part: Exported = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
-        for item in self.owned:
-            if item.first and part in ("all", "base" if is_model_weight(item.name) else "adapter"):
+        for item in self.owned_parameters:
+            if item.is_owner and part in (
+                "all",
+                "base" if is_model_weight(item.name) else "adapter",
+            ):
                 yield from cut_blocks(item.pieces, item.parameter.detach())
 
     def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
@@ -234,7 +244,7 @@ class MegatronLearner(RankLearner):
         export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 
     @cached_property
-    def base(self) -> str | None:
+    def base_fingerprint(self) -> str | None:
         """The fingerprint of the frozen weights, which checkpoints omit; None without an adapter.
 
         Its first use is a collective operation, so all ranks must use it at the same time.
@@ -246,14 +256,14 @@ class MegatronLearner(RankLearner):
         return fingerprint_across_ranks(self.blocks("base"), names, self.forward.device)
 
     def save(self, directory: Path) -> None:
-        save_state(directory, self.model, self.optimizer, self.step_policy, self.base)
+        save_state(directory, self.model, self.optimizer, self.step_policy, self.base_fingerprint)
 
     def load(self, directory: Path) -> None:
         """Load a checkpoint, written by any number of ranks.
 
         Raises CheckpointError if a part is missing, or if it belongs to other frozen weights.
         """
-        load_state(directory, self.model, self.optimizer, self.step_policy, self.base)
+        load_state(directory, self.model, self.optimizer, self.step_policy, self.base_fingerprint)
 
 
 def _renew_parameters(model: MegatronPolicy) -> None:

@@ -71,7 +71,7 @@ class MegatronModels:
             device=self.device,
             optimizer=optimizer,
             total_steps=spec.total_steps,
-            scalar=spec.scalar,
+            has_scalar_head=spec.has_scalar_head,
             autocast=self.device.type == "cuda" and not self.is_bfloat16,
             shared_vocab=spec.shared_vocab,
             replays=spec.replays,

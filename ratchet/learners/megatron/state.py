@@ -30,8 +30,8 @@ from ratchet.models.megatron.policy import MegatronPolicy
 
 # Optimizer states are stored in the shapes of the whole weights, so any number of ranks can load
 # them.
-KIND = "fully_reshardable"
-METADATA = {"distrib_optim_sharding_type": KIND, "chained_optim_avoid_prefix": True}
+OPTIMIZER_SHARDING = "fully_reshardable"
+METADATA = {"distrib_optim_sharding_type": OPTIMIZER_SHARDING, "chained_optim_avoid_prefix": True}
 
 
 class InProcessSaveStrategy(TorchDistSaveShardedStrategy):
@@ -62,11 +62,11 @@ def save_state(
     model: MegatronPolicy,
     optimizer: Any,
     step_policy: StepPolicy | None,
-    base: str | None,
+    base_fingerprint: str | None,
 ) -> None:
     """Write a checkpoint. All ranks must call it and share the directory.
 
-    base: see `MegatronLearner.base`.
+    base_fingerprint: see `MegatronLearner.base_fingerprint`.
     """
     folder = directory / MEGATRON
     folder.mkdir(parents=True, exist_ok=True)
@@ -74,8 +74,8 @@ def save_state(
     state = _sharded_state(model, optimizer, is_loading=False)
     if step_policy is not None:
         state["pace"] = {"taken": step_policy.steps_taken, "bad": step_policy.bad_steps}
-    if base is not None:
-        state["base"] = base
+    if base_fingerprint is not None:
+        state["base"] = base_fingerprint
     dist_checkpointing.save(state, str(folder), InProcessSaveStrategy())
     dist.barrier()
 
@@ -85,7 +85,7 @@ def load_state(
     model: MegatronPolicy,
     optimizer: Any,
     step_policy: StepPolicy | None,
-    base: str | None,
+    base_fingerprint: str | None,
 ) -> None:
     """Read a checkpoint.
 
@@ -98,9 +98,11 @@ def load_state(
             f"{directory} holds no Megatron checkpoint: a learner of another kind saved it. Resume "
             "with that learner.kind."
         )
-    if base is not None:
+    if base_fingerprint is not None:
         check_base(
-            directory, dist_checkpointing.load_common_state_dict(str(folder)).get("base"), base
+            directory,
+            dist_checkpointing.load_common_state_dict(str(folder)).get("base"),
+            base_fingerprint,
         )
     with torch.no_grad():
         for adam in _torch_adams(optimizer):

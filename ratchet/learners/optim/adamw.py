@@ -31,7 +31,7 @@ class AdamW:
     Attributes:
         state: Moments by parameter name; a parameter has none before its first gradient.
         matrices: `PolicyModel.matrices`, for subclasses that treat matrices of layers differently.
-        local: A function that returns this rank's part of a parameter or gradient.
+        to_local: A function that returns this rank's part of a parameter or gradient.
     """
 
     def __init__(
@@ -40,12 +40,12 @@ class AdamW:
         named_parameters: Sequence[tuple[str, nn.Parameter]],
         *,
         matrices: Mapping[str, Sequence[int]] | None = None,
-        local: Callable[[Tensor], Tensor] = lambda whole: whole,
+        to_local: Callable[[Tensor], Tensor] = lambda whole: whole,
     ) -> None:
         self.config = config
         self.named_parameters = named_parameters
         self.matrices = matrices or {}
-        self.local = local
+        self.to_local = to_local
         self.state: dict[str, Moments] = {}
 
     @torch.no_grad()
@@ -69,8 +69,8 @@ class AdamW:
     ) -> None:
         """Update parameters that share a weight decay."""
         moments = [self.state.get(name) or self.init_state(name, p) for name, p in group]
-        gradients = [self.local(p.grad) for _, p in group if p.grad is not None]
-        self._adamw_step([self.local(p) for _, p in group], gradients, moments, lr, decay)
+        gradients = [self.to_local(p.grad) for _, p in group if p.grad is not None]
+        self._adamw_step([self.to_local(p) for _, p in group], gradients, moments, lr, decay)
 
     def _adamw_step(
         self,
@@ -100,7 +100,7 @@ class AdamW:
 
     def init_state(self, name: str, p: Tensor) -> Moments:
         """Create and return the state of a parameter before its first step."""
-        local = self.local(p.detach())
+        local = self.to_local(p.detach())
         moments = self.init_moments(name, local)
         if self.config.ema_decay is not None:
             moments["average"] = local.clone()
@@ -132,7 +132,7 @@ class AdamW:
         """Yield (this rank's part, moments) of each parameter that has had a gradient."""
         for name, p in self.named_parameters:
             if name in self.state:
-                yield self.local(p.detach()), self.state[name]
+                yield self.to_local(p.detach()), self.state[name]
 
     @contextmanager
     def use_averages(self) -> Iterator[None]:

@@ -16,11 +16,11 @@ from ratchet.learners.optim.adamw import AdamW, Moments
 from ratchet.models.layers.lazy_bitsandbytes import load_bitsandbytes
 
 # Elements that share a scale, as in the paper.
-BLOCK = 256
+BLOCK_SIZE = 256
 # Parameters with fewer elements keep float32 moments, which take little memory.
-SMALL = 4096
-# Elements of a parameter that are updated at a time; a multiple of BLOCK.
-CHUNK = 2**22
+MIN_QUANTISED_SIZE = 4096
+# Elements of a parameter that are updated at a time; a multiple of BLOCK_SIZE.
+CHUNK_SIZE = 2**22
 
 
 class AdamW8bit(AdamW):
@@ -46,16 +46,18 @@ class AdamW8bit(AdamW):
     def _update_group(
         self, group: Sequence[tuple[str, nn.Parameter]], lr: float, decay: float
     ) -> None:
-        small = [(name, p) for name, p in group if self.local(p).numel() < SMALL]
-        if small:
-            super()._update_group(small, lr, decay)
+        small_parameters = [
+            (name, p) for name, p in group if self.to_local(p).numel() < MIN_QUANTISED_SIZE
+        ]
+        if small_parameters:
+            super()._update_group(small_parameters, lr, decay)
         for name, p in group:
-            if self.local(p).numel() >= SMALL:
+            if self.to_local(p).numel() >= MIN_QUANTISED_SIZE:
                 assert p.grad is not None
                 self._update_in_chunks(
                     self.state.get(name) or self.init_state(name, p),
-                    self.local(p),
-                    self.local(p.grad),
+                    self.to_local(p),
+                    self.to_local(p.grad),
                     lr,
                     decay,
                 )
@@ -70,9 +72,9 @@ class AdamW8bit(AdamW):
         local_n = local.view(-1)
         gradient_n = gradient.reshape(-1)
         step_before = moments["step"].clone()
-        for start in range(0, local.numel(), CHUNK):
-            chunk = slice(start, start + CHUNK)
-            blocks = slice(start // BLOCK, (start + CHUNK) // BLOCK)
+        for start in range(0, local.numel(), CHUNK_SIZE):
+            chunk = slice(start, start + CHUNK_SIZE)
+            blocks = slice(start // BLOCK_SIZE, (start + CHUNK_SIZE) // BLOCK_SIZE)
             quantised = {
                 key: value[blocks if key.endswith("scales") else chunk]
                 for key, value in _flatten(moments).items()
@@ -84,14 +86,16 @@ class AdamW8bit(AdamW):
             self._quantise(restored, quantised)
 
     def init_moments(self, name: str, local: Tensor) -> Moments:
-        if local.numel() < SMALL:
+        if local.numel() < MIN_QUANTISED_SIZE:
             return super().init_moments(name, local)
         moments: Moments = {"step": torch.zeros((), device=local.device)}
         for key in ("mean", "root"):
             moments[f"{key}_codes"] = torch.full_like(
-                local, self.codes.zero(key), dtype=torch.uint8
+                local, self.codes.get_zero_code(key), dtype=torch.uint8
             )
-            moments[f"{key}_scales"] = torch.zeros(-(-local.numel() // BLOCK), device=local.device)
+            moments[f"{key}_scales"] = torch.zeros(
+                -(-local.numel() // BLOCK_SIZE), device=local.device
+            )
         return moments
 
     def get_moments(self, name: str) -> Moments:
@@ -145,15 +149,15 @@ class MomentCodes:
             for key in ("mean", "root")
         }
 
-    def zero(self, key: str) -> int:
+    def get_zero_code(self, key: str) -> int:
         """Return the code of the value 0."""
         return int((self.values[key] == 0).nonzero()[0])
 
     def quantise(self, numbers_n: Tensor, key: str) -> tuple[Tensor, Tensor]:
         """Return (codes uint8 [n], scales float32 [B]) of the numbers."""
         n = numbers_n.numel()
-        values = self._values_on(numbers_n.device, key)
-        numbers_Bk = pad(numbers_n, (0, -n % BLOCK)).view(-1, BLOCK)  # k = BLOCK
+        values = self._get_values(numbers_n.device, key)
+        numbers_Bk = pad(numbers_n, (0, -n % BLOCK_SIZE)).view(-1, BLOCK_SIZE)  # k = BLOCK_SIZE
         largest_B1 = numbers_Bk.gather(1, numbers_Bk.abs().argmax(1, keepdim=True))
         relative_Bk = numbers_Bk / torch.where(largest_B1 == 0, 1.0, largest_B1)
         codes_Bk = torch.bucketize(relative_Bk, (values[1:] + values[:-1]) / 2, out_int32=True)
@@ -161,12 +165,13 @@ class MomentCodes:
 
     def restore(self, codes_n: Tensor, scales_B: Tensor, key: str) -> Tensor:
         """Return the numbers that codes and scales represent, float32 [n]."""
-        values = self._values_on(codes_n.device, key)
+        values = self._get_values(codes_n.device, key)
         return load_bitsandbytes().dequantize_blockwise(
-            codes_n.contiguous(), absmax=scales_B, code=values, blocksize=BLOCK
+            codes_n.contiguous(), absmax=scales_B, code=values, blocksize=BLOCK_SIZE
         )
 
-    def _values_on(self, device: torch.device, key: str) -> Tensor:
+    def _get_values(self, device: torch.device, key: str) -> Tensor:
+        """Return the values on a device, to which they are moved."""
         self.values[key] = self.values[key].to(device)
         return self.values[key]
 

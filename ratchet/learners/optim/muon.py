@@ -36,7 +36,7 @@ class Muon(AdamW):
         matrices: The numbers of rows of the matrices in a parameter, by the parameter's name.
             Matrices that the decoder stacks in one parameter (queries, keys and values; all experts
             of a layer) are orthogonalised separately. AdamW updates all parameters that are not
-            named_parameters here (embeddings, heads, norms, biases).
+            listed here (embeddings, heads, norms, biases).
 
     Raises:
         ConfigError: If `matrices` is empty.
@@ -59,8 +59,8 @@ class Muon(AdamW):
             )
 
     def update_parameters(self, parameters: Sequence[tuple[str, nn.Parameter]], lr: float) -> None:
-        others = [(name, p) for name, p in parameters if name not in self.matrices]
-        super().update_parameters(others, lr)
+        adamw_parameters = [(name, p) for name, p in parameters if name not in self.matrices]
+        super().update_parameters(adamw_parameters, lr)
         for name, p in parameters:
             if name in self.matrices:
                 assert p.grad is not None

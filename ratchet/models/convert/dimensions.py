@@ -13,7 +13,7 @@ from ratchet.config.model_shape.decoder_config import FAMILIES, DecoderConfig
 from ratchet.errors import ModelError
 
 DEEPSEEK = "deepseek_v3"
-LATENT = (
+LATENT_KEYS = (
     "kv_lora_rank",
     "qk_nope_head_dim",
     "qk_rope_head_dim",
@@ -21,13 +21,13 @@ LATENT = (
     "n_routed_experts",
     "moe_intermediate_size",
 )
-REQUIRED = (
+REQUIRED_KEYS = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
     "num_attention_heads",
     "intermediate_size",
-    *LATENT,
+    *LATENT_KEYS,
 )
 
 
@@ -57,7 +57,7 @@ class Dimensions:
     dense_layers: tuple[int, ...] = ()  # indices of layers without experts
     tied: bool = False  # True if the head is the embedding
     # rows of Megatron's embedding over all ranks, including padding; 0: not set
-    padded: int = 0
+    padded_vocabulary: int = 0
 
     def size(self, name: str) -> int:
         """Return the size of this name."""
@@ -65,7 +65,11 @@ class Dimensions:
 
     def padded_size(self, name: str) -> int:
         """Return the size of this name. The vocabulary includes its padding."""
-        return max(self.padded, self.vocabulary) if name == "vocabulary" else self.size(name)
+        return (
+            max(self.padded_vocabulary, self.vocabulary)
+            if name == "vocabulary"
+            else self.size(name)
+        )
 
     def is_sparse(self, layer: int) -> bool:
         """True if the layer has experts."""
@@ -118,7 +122,7 @@ class Dimensions:
 
 
 def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
-    if missing := [key for key in REQUIRED if hf.get(key) is None]:
+    if missing := [key for key in REQUIRED_KEYS if hf.get(key) is None]:
         raise ModelError(f"the config.json of this {DEEPSEEK} model lacks {', '.join(missing)}")
     if hf.get("quantization_config") is not None:
         raise ModelError(
@@ -130,7 +134,7 @@ def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
     heads = hf["num_attention_heads"]
     layers = hf["num_hidden_layers"]
     rope = hf["qk_rope_head_dim"]
-    first = min(hf.get("first_k_dense_replace", 3), layers)
+    n_dense = min(hf.get("first_k_dense_replace", 3), layers)
     return Dimensions(
         family=DEEPSEEK,
         layers=layers,
@@ -148,6 +152,6 @@ def _from_deepseek(hf: Mapping[str, Any]) -> Dimensions:
         experts=hf["n_routed_experts"],
         expert_width=hf["moe_intermediate_size"],
         shared_width=hf["moe_intermediate_size"] * hf.get("n_shared_experts", 1),
-        dense_layers=tuple(range(first)),
+        dense_layers=tuple(range(n_dense)),
         tied=bool(hf.get("tie_word_embeddings", False)),
     )

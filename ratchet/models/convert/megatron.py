@@ -53,7 +53,7 @@ class MegatronShard(ModelShard):
     """
 
     expert_tensor: ShardIndex | None = None  # tensor parallelism in an expert; None: `tensor`
-    engine: bool = False  # True if the layers are Transformer Engine's
+    has_te_layers: bool = False  # True if the layers are Transformer Engine's
 
     def check_megatron(self, dimensions: Dimensions) -> None:
         """Raise ModelError if Megatron can't divide the model into such shards.
@@ -67,7 +67,7 @@ class MegatronShard(ModelShard):
             "columns of an MLP": dimensions.width,
         }
         # Megatron's own layers also divide the matrices of MLA's latent states.
-        if not self.engine:
+        if not self.has_te_layers:
             totals |= {
                 "rows of latent queries": dimensions.q_rank,
                 "rows of latent keys": dimensions.latent_keys,
@@ -105,8 +105,8 @@ def megatron_layout(dimensions: Dimensions, shard: MegatronShard) -> Layout:
     """
     shard.check_megatron(dimensions)
     n = shard.tensor.count
-    if not dimensions.padded:
-        dimensions = replace(dimensions, padded=-(-dimensions.vocabulary // n) * n)
+    if not dimensions.padded_vocabulary:
+        dimensions = replace(dimensions, padded_vocabulary=-(-dimensions.vocabulary // n) * n)
     return dict(_list_parameters(dimensions, shard))
 
 
@@ -119,7 +119,7 @@ def _list_parameters(
         for name, rule in rules.items():
             yield name, tuple(rule.pieces("", dimensions, shard.tensor))
 
-    if shard.first:
+    if shard.is_first:
         yield from apply_rules(EMBEDDING)
     table = find_family_table(dimensions)
     for local_layer, layer in enumerate(shard.pipeline.range(dimensions.layers)):
@@ -132,11 +132,11 @@ def _list_parameters(
                 pieces = rule.pieces(f"model.layers.{layer}.", dimensions, share, expert)
                 local_name = module_name.format(expert=local_expert)
                 yield f"decoder.layers.{local_layer}.{local_name}", tuple(pieces)
-    if shard.last:
+    if shard.is_last:
         yield from apply_rules(FINAL_NORM)
         if not dimensions.tied:
             yield from apply_rules(HEAD)
-        elif not shard.first:
+        elif not shard.is_first:
             yield from apply_rules(TIED_HEAD)
 
 
@@ -146,7 +146,7 @@ def _locate_parameter(name: str, rules: Rules, shard: MegatronShard) -> tuple[st
     The names in Transformer Engine's layers differ from those in Megatron's own.
     """
     share = (shard.expert_tensor or shard.tensor) if "{expert}" in name else shard.tensor
-    if not shard.engine:
+    if not shard.has_te_layers:
         return name, share
     if name in FUSED and f"{FUSED[name]}.weight" in rules:
         return f"{FUSED[name]}.layer_norm_weight", share

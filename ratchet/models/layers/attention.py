@@ -23,10 +23,11 @@ from torch.autograd import Function
 
 from ratchet.models.layers.prefix_tree import Index, PrefixSegment, PrefixTree
 
-# Segments share a call if it has at most WASTE * (its pairs without padding) + FREE pairs of query
-# and key. On a CPU a separate call costs about as much as FREE pairs.
-WASTE = 1.25
-FREE = 4096
+# Segments share a call if it has at most MAX_PADDING_FACTOR * (its pairs without padding) +
+# CALL_COST_PAIRS pairs of query and key. On a CPU a separate call costs about as much as
+# CALL_COST_PAIRS pairs.
+MAX_PADDING_FACTOR = 1.25
+CALL_COST_PAIRS = 4096
 # A function that returns the indices of the tokens before a segment, in order.
 Past = Callable[[PrefixSegment], Index]
 
@@ -40,8 +41,8 @@ class Padding:
 
     # int64 [rows * longest]: the token in each cell. A padding cell repeats a token, so that its
     # values are finite.
-    gather: Tensor
-    cells: Tensor  # int64 [tokens]: the cell of each token
+    cell_tokens: Tensor
+    token_cells: Tensor  # int64 [tokens]: the cell of each token
 
 
 @dataclass(frozen=True)
@@ -64,7 +65,7 @@ class PackedAttention:
             lengths: Number of tokens of each sequence, at least 1. They sum to T. Ascending lengths
                 need the fewest calls.
         """
-        self.buckets = [_make_bucket(run, device) for run in _group_lengths(lengths)]
+        self.buckets = [_make_bucket(group, device) for group in _group_lengths(lengths)]
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
         if len(self.buckets) == 1:
@@ -101,10 +102,10 @@ def _to_tokens(bucket: Bucket, out: Tensor) -> Tensor:
 class BranchCall:
     """One attention call over consecutive segments of a prefix tree, each with a past."""
 
-    queries: Bucket  # the tokens of the segments
+    query_bucket: Bucket  # the tokens of the segments
     # int64 [R * (P + L)]: the token in each cell of keys and values. A row has the segment's past,
     # then the segment. Padding cells repeat a token.
-    keys: Tensor
+    key_tokens: Tensor
     mask: Tensor  # bool [R or 1, 1, L, P + L]: True for the cells that a query attends to
 
 
@@ -121,20 +122,20 @@ class TreeAttention:
         self.branches = plan_branch_calls(tree.segments[len(roots) :], tree.past, device)
 
     def __call__(self, layer: int, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
-        first, *queries = q_THD.split(
-            [self.n_root_tokens, *(call.queries.tokens for call in self.branches)]
+        root_queries, *branch_queries = q_THD.split(
+            [self.n_root_tokens, *(call.query_bucket.tokens for call in self.branches)]
         )
         parts = [
             self.root_attention(
-                layer, first, k_TKD[: self.n_root_tokens], v_TKD[: self.n_root_tokens]
+                layer, root_queries, k_TKD[: self.n_root_tokens], v_TKD[: self.n_root_tokens]
             )
         ]
-        for call, q in zip(self.branches, queries, strict=True):
+        for call, q in zip(self.branches, branch_queries, strict=True):
             parts.append(attend_past(call, q, k_TKD, v_TKD))
         return torch.cat(parts)
 
 
-def attend_past(branches: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
+def attend_past(call: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     """Return the attention of segments with a past.
 
     Args:
@@ -142,17 +143,19 @@ def attend_past(branches: BranchCall, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tenso
         k_TKD: Keys of all tokens, also those of the pasts.
         v_TKD: Values of all tokens, also those of the pasts.
     """
-    bucket = branches.queries
+    bucket = call.query_bucket
 
     def gather_rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [R, heads, P + L, D]
-        return x.index_select(0, branches.keys).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
+        return (
+            x.index_select(0, call.key_tokens).view(bucket.rows, -1, *x.shape[1:]).transpose(1, 2)
+        )
 
     is_grouped = q_THD.shape[1] != k_TKD.shape[1]
     out = F.scaled_dot_product_attention(
         _to_cells(bucket, q_THD),
         gather_rows(k_TKD),
         gather_rows(v_TKD),
-        attn_mask=branches.mask,
+        attn_mask=call.mask,
         enable_gqa=is_grouped,
     )
     return _to_tokens(bucket, out)
@@ -168,11 +171,11 @@ class _Pad(Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Padding) -> Tensor:
         ctx.padding = padding
-        return x.index_select(0, padding.gather)
+        return x.index_select(0, padding.cell_tokens)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0].index_select(0, ctx.padding.cells), None
+        return grads[0].index_select(0, ctx.padding.token_cells), None
 
 
 class _Unpad(Function):
@@ -181,19 +184,19 @@ class _Unpad(Function):
     @staticmethod
     def forward(ctx: Any, cells: Tensor, padding: Padding) -> Tensor:
         ctx.padding = padding
-        return cells.index_select(0, padding.cells)
+        return cells.index_select(0, padding.token_cells)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         padding: Padding = ctx.padding
-        grad = grads[0].new_zeros(len(padding.gather), *grads[0].shape[1:])
-        return grad.index_copy_(0, padding.cells, grads[0]), None
+        grad = grads[0].new_zeros(len(padding.cell_tokens), *grads[0].shape[1:])
+        return grad.index_copy_(0, padding.token_cells, grads[0]), None
 
 
 def _group_lengths(lengths: Sequence[int]) -> list[list[int]]:
     """Group consecutive lengths that share a call."""
     segments = [PrefixSegment(row, 0, length) for row, length in enumerate(lengths)]
-    return [[segment.length for segment in run] for run in _group_segments(segments)]
+    return [[segment.length for segment in group] for group in _group_segments(segments)]
 
 
 def _make_bucket(lengths: list[int], device: torch.device | str) -> Bucket:
@@ -217,26 +220,29 @@ def _group_segments(segments: Sequence[PrefixSegment]) -> list[list[PrefixSegmen
 
     A group ends where its padding would cost more than another call.
     """
-    runs: list[list[PrefixSegment]] = []
-    # Of the last run: number of query-key pairs without padding, longest segment, longest past.
-    run_pairs = longest = longest_past = 0
+    groups: list[list[PrefixSegment]] = []
+    # The last group's number of query-key pairs without padding, longest segment and longest past.
+    group_pairs = longest = longest_past = 0
     for segment in segments:
         segment_pairs = segment.length * segment.end
         joint_longest = max(longest, segment.length)
         joint_past = max(longest_past, segment.begin)
         row_pairs = joint_longest * (joint_longest + joint_past)
-        padded_pairs = (len(runs[-1]) + 1) * row_pairs if runs else 0
-        if runs and padded_pairs <= WASTE * (run_pairs + segment_pairs) + FREE:
-            runs[-1].append(segment)
-            run_pairs += segment_pairs
+        padded_pairs = (len(groups[-1]) + 1) * row_pairs if groups else 0
+        if (
+            groups
+            and padded_pairs <= MAX_PADDING_FACTOR * (group_pairs + segment_pairs) + CALL_COST_PAIRS
+        ):
+            groups[-1].append(segment)
+            group_pairs += segment_pairs
             longest = joint_longest
             longest_past = joint_past
         else:
-            runs.append([segment])
-            run_pairs = segment_pairs
+            groups.append([segment])
+            group_pairs = segment_pairs
             longest = segment.length
             longest_past = segment.begin
-    return runs
+    return groups
 
 
 def plan_branch_calls(
@@ -246,24 +252,24 @@ def plan_branch_calls(
 
     Segments that are sorted by begin, then by length, need the fewest calls.
     """
-    return [_plan_branch_call(run, past, device) for run in _group_segments(segments)]
+    return [_plan_branch_call(group, past, device) for group in _group_segments(segments)]
 
 
 def _plan_branch_call(
-    run: list[PrefixSegment], past_indices: Past, device: torch.device | str
+    group: list[PrefixSegment], past_indices: Past, device: torch.device | str
 ) -> BranchCall:
-    """Return the call over one run of segments."""
-    bucket = _make_bucket([segment.length for segment in run], device)
-    longest_past = max(segment.begin for segment in run)
-    past_RP = np.stack([np.resize(past_indices(segment), longest_past) for segment in run])
-    starts_R = np.array([segment.start for segment in run])
-    lengths_R = np.array([segment.length for segment in run])
+    """Return the call over one group of segments."""
+    bucket = _make_bucket([segment.length for segment in group], device)
+    longest_past = max(segment.begin for segment in group)
+    past_RP = np.stack([np.resize(past_indices(segment), longest_past) for segment in group])
+    starts_R = np.array([segment.start for segment in group])
+    lengths_R = np.array([segment.length for segment in group])
     offsets_L = np.arange(bucket.longest)
     segment_RL = starts_R[:, None] + np.minimum(offsets_L, lengths_R[:, None] - 1)
     keys = torch.from_numpy(np.concatenate([past_RP, segment_RL], axis=1).reshape(-1))
     # Pasts of equal length need only one mask for all rows.
-    begins = sorted({segment.begin for segment in run})
-    begin_R = torch.tensor(begins if len(begins) == 1 else [segment.begin for segment in run])
+    begins = sorted({segment.begin for segment in group})
+    begin_R = torch.tensor(begins if len(begins) == 1 else [segment.begin for segment in group])
     causal_LL = torch.ones(bucket.longest, bucket.longest, dtype=torch.bool).tril()
     past_RLP = (torch.arange(longest_past) < begin_R[:, None])[:, None].expand(
         -1, bucket.longest, -1

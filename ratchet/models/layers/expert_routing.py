@@ -107,12 +107,13 @@ class RouterMonitor:
         is_used_TE = torch.zeros_like(probabilities_TE).scatter(1, used_TK, 1.0)
         # The load is 1 for every expert if all experts are used equally.
         load_SE = mean(is_used_TE) * (n_experts / n_chosen)
-        kept_TK = (chosen_TK[:, :, None] == used_TK[:, None]).any(-1).to(logits_TE.dtype)
+        is_unchanged_TK = (chosen_TK[:, :, None] == used_TK[:, None]).any(-1).to(logits_TE.dtype)
         balance_S = (load_SE * mean(probabilities_TE)).sum(-1)
         z_S = mean(logits_TE.logsumexp(-1).square())
         entropy_S = mean(-(probabilities_TE * logprobs_TE).sum(-1)).detach()
         return torch.stack(
-            [balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - kept_TK.mean(-1))], dim=-1
+            [balance_S, z_S, entropy_S, load_SE.amax(-1), mean(1 - is_unchanged_TK.mean(-1))],
+            dim=-1,
         )
 
 
@@ -153,13 +154,13 @@ class Routing:
                 f"{expected}: replay routes that this model has sampled"
             )
 
-    def rows(self, index: Tensor) -> Routing:
+    def select(self, index: Tensor) -> Routing:
         """Return the routing for a forward pass of these tokens only."""
         return (
             self if self.replayed_TLK is None else Routing(self.replayed_TLK[index], self.monitor)
         )
 
-    def padded(self, tokens: int) -> Routing:
+    def pad(self, tokens: int) -> Routing:
         """Return the routing padded at the end to `tokens` tokens."""
         if self.replayed_TLK is None:
             return self

@@ -22,10 +22,10 @@ from ratchet.models.ops import swiglu
 
 # A function that computes the experts: (rows [N, d] sorted by expert, number of rows of each expert
 # [E]) -> [N, d].
-Compute = Callable[[Tensor, Tensor], Tensor]
-# A function that calls a `Compute` with these two arguments on the ranks that hold the experts, and
-# returns the result.
-Exchange = Callable[[Compute, Tensor, Tensor], Tensor]
+ComputeExperts = Callable[[Tensor, Tensor], Tensor]
+# A function that calls a `ComputeExperts` on the ranks that hold the experts, with these two
+# arguments, and returns the result.
+ExchangeRows = Callable[[ComputeExperts, Tensor, Tensor], Tensor]
 
 
 class ExpertRouter(nn.Module):
@@ -98,7 +98,7 @@ class SparseMLP(nn.Module):
         self.experts = Experts(n_local_experts, config.hidden_size, config.expert_intermediate_size)
         self.n_experts = config.n_experts
         # Runs the experts. Under expert parallelism it sends every row to the rank of its expert.
-        self.exchange: Exchange = compute_locally
+        self.exchange: ExchangeRows = compute_locally
 
     def forward(
         self, x_Td: Tensor, row_multiple: int = 1, route: RoutingHook | None = None
@@ -113,14 +113,16 @@ class SparseMLP(nn.Module):
         weights_TK, experts_TK = self.gate(
             x_Td, None if route is None else partial(route, self.sparse_index)
         )
-        tokens_N, places_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
+        tokens_N, row_index_TK, counts_E = sort_by_expert(experts_TK, self.n_experts, row_multiple)
         y_Nd = self.exchange(self.experts, x_Td.index_select(0, tokens_N), counts_E)
         # Gather and sum, because index_add on CUDA would add in an undefined order.
-        y_TKd = y_Nd.index_select(0, places_TK.flatten()).view(*places_TK.shape, x_Td.shape[1])
+        y_TKd = y_Nd.index_select(0, row_index_TK.flatten()).view(
+            *row_index_TK.shape, x_Td.shape[1]
+        )
         return (y_TKd * weights_TK[..., None]).sum(1).to(x_Td.dtype)
 
 
-def compute_locally(compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
+def compute_locally(compute: ComputeExperts, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
     """Compute all experts on this rank."""
     return compute(x_Nd, counts_E)
 
@@ -140,11 +142,11 @@ def sort_by_expert(
     # Number of padding rows before each expert's rows.
     shift_E = (counts_E - chosen_E).cumsum(0) - (counts_E - chosen_E)
     rows_n = torch.arange(len(order_n), device=order_n.device) + shift_E[sorted_n]
-    # Without padding the host knows the total; otherwise it waits for the device's sum.
+    # Without padding the total is known on the host. Otherwise the host waits for the device's sum.
     total = len(order_n) if multiple == 1 else int(counts_E.sum())
     tokens_N = order_n.new_zeros(total).index_copy_(0, rows_n, order_n // experts_TK.shape[1])
-    places_TK = torch.empty_like(order_n).index_copy_(0, order_n, rows_n).view(experts_TK.shape)
-    return tokens_N, places_TK, counts_E
+    row_index_TK = torch.empty_like(order_n).index_copy_(0, order_n, rows_n).view(experts_TK.shape)
+    return tokens_N, row_index_TK, counts_E
 
 
 def multiply_by_expert(x_Nd: Tensor, weight_EOd: Tensor, counts_E: Tensor) -> Tensor:

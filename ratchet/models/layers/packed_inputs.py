@@ -30,7 +30,7 @@ MAX_REMAINING_SHARE = 0.9
 
 @dataclass(frozen=True)
 class PackedInputs:
-    """The decoder's inputs for packed sequences: the computed tokens, in the order of `attend`."""
+    """The decoder's inputs for packed sequences, in the order of tokens that `attend` expects."""
 
     tokens_U: Tensor
     positions_U: Tensor
@@ -50,7 +50,7 @@ class PackedInputs:
             else hidden_Ud.index_select(0, self.state_index_T)
         )
 
-    def padded(self, tokens: int) -> PackedInputs:
+    def pad(self, tokens: int) -> PackedInputs:
         """Return the inputs padded at the end to `tokens` tokens, to which no token attends."""
         n_tokens = len(self.tokens_U)
         if n_tokens == tokens:
@@ -61,7 +61,7 @@ class PackedInputs:
             tokens_U=F.pad(self.tokens_U, padding),
             positions_U=F.pad(self.positions_U, padding),
             attend=PaddedAttention(self.attend, n_tokens),
-            routing=None if self.routing is None else self.routing.padded(tokens),
+            routing=None if self.routing is None else self.routing.pad(tokens),
         )
 
 
@@ -129,20 +129,20 @@ def pack_output_inputs(
     """
     kept_T, kept_S = _select_computed(lengths, output_mask_T)
     kept_T = kept_T.to(tokens_T.device)
-    feed = pack_inputs(
+    packed = pack_inputs(
         tokens_T[kept_T], positions_T[kept_T], kept_S, shares_prefixes=shares_prefixes
     )
     # A token that is left out maps to the last kept token before it.
     state_index_T = kept_T.cumsum(0) - 1
-    if feed.state_index_T is not None:
-        state_index_T = feed.state_index_T[state_index_T]
-    output_mask_U = torch.zeros(len(feed.tokens_U), dtype=torch.bool, device=state_index_T.device)
+    if packed.state_index_T is not None:
+        state_index_T = packed.state_index_T[state_index_T]
+    output_mask_U = torch.zeros(len(packed.tokens_U), dtype=torch.bool, device=state_index_T.device)
     output_mask_U[state_index_T[output_mask_T]] = True
     output_index_U = output_mask_U.nonzero()[:, 0]
     if len(output_index_U) > MAX_REMAINING_SHARE * len(output_mask_U):
-        return feed if kept_T.all() else replace(feed, state_index_T=state_index_T)
+        return packed if kept_T.all() else replace(packed, state_index_T=state_index_T)
     return replace(
-        feed,
+        packed,
         state_index_T=(output_mask_U.cumsum(0) - 1).clamp_(min=0)[state_index_T],
         output_index_U=output_index_U,
     )
@@ -191,7 +191,7 @@ def _reorder(
 ) -> PackedInputs:
     """Return the inputs for the tokens with the indices `order_U`, in this order."""
     if routing is not None:
-        routing = routing.rows(order_U)
+        routing = routing.select(order_U)
         if routing.monitor is not None:
             routing.monitor.row_index_T = state_index_T
     return PackedInputs(tokens_T[order_U], positions_T[order_U], attend, state_index_T, routing)

@@ -20,7 +20,7 @@ from torch import Tensor
 Index = NDArray[np.int64]
 
 # Minimum length of a shared segment. Sharing fewer tokens costs more than computing them again.
-SHORTEST = 4
+MIN_SHARED_LENGTH = 4
 
 
 @dataclass(frozen=True)
@@ -155,7 +155,7 @@ def _find_paths(rows: Sequence[Index]) -> list[list[PrefixSegment]]:
                 paths[row].append(PrefixSegment(row, depth, len(rows[row])))
             continue
         common = min(common_with_next[low : high - 1])
-        if common - depth >= SHORTEST:
+        if common - depth >= MIN_SHARED_LENGTH:
             segment, depth = PrefixSegment(order[low], depth, common), common
             for i in range(low, high):
                 paths[order[i]].append(segment)

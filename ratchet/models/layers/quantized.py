@@ -18,7 +18,7 @@ QuantFormat = Literal["nf4", "float8"]
 # Block sizes: how many numbers share a scale. A float8 block lies within one row.
 NF4_BLOCK = 64
 FLOAT8_BLOCK = 128
-LARGEST = torch.finfo(torch.float8_e4m3fn).max
+FLOAT8_MAX = torch.finfo(torch.float8_e4m3fn).max
 
 
 class QuantizedMatrix(nn.Module):
@@ -42,7 +42,8 @@ class QuantizedMatrix(nn.Module):
         self.dtype = plain.dtype
         for name, tensor in zip(("codes", "scales"), self._quantize(plain), strict=True):
             self.register_buffer(name, tensor, persistent=False)
-        self.opened: Tensor | None = None  # the unquantized copy between `open` and `shut`
+        # The unquantized copy between `begin_write` and `end_write`.
+        self.write_buffer: Tensor | None = None
 
     def plain(self) -> Tensor:
         """Return the dequantized matrix [o, i] in its original dtype."""
@@ -68,22 +69,22 @@ class QuantizedMatrix(nn.Module):
     # --- changing the matrix
 
     @property
-    def shown(self) -> Tensor:
-        """The writable copy between `open` and `shut`; otherwise the dequantized matrix."""
-        return self.plain() if self.opened is None else self.opened
+    def contents(self) -> Tensor:
+        """The write buffer if there is one; otherwise the dequantized matrix."""
+        return self.plain() if self.write_buffer is None else self.write_buffer
 
-    def open(self) -> None:
-        """Make `shown` a writable copy. The quantized matrix does not change before `shut`."""
-        self.opened = self.plain()
+    def begin_write(self) -> None:
+        """Make `contents` writable. The quantized matrix does not change before `end_write`."""
+        self.write_buffer = self.plain()
 
     @torch.no_grad()
-    def shut(self) -> None:
-        """Quantize the writable copy, and end writing."""
-        if self.opened is not None:
-            codes, scales = self._quantize(self.opened)
+    def end_write(self) -> None:
+        """Quantize the write buffer, and release it."""
+        if self.write_buffer is not None:
+            codes, scales = self._quantize(self.write_buffer)
             self.codes.copy_(codes)
             self.scales.copy_(scales)
-        self.opened = None
+        self.write_buffer = None
 
     def _quantize(self, plain: Tensor) -> tuple[Tensor, Tensor]:
         """Return (codes, scales) of an unquantized matrix."""
@@ -95,8 +96,8 @@ class QuantizedMatrix(nn.Module):
             return codes, state.absmax
         padding = -matrix.shape[1] % FLOAT8_BLOCK
         blocks = F.pad(matrix, (0, padding)).unflatten(1, (-1, FLOAT8_BLOCK))
-        # The scale is the power of two just above max |block| / LARGEST, so that each code fits.
-        _, exponents = torch.frexp(blocks.abs().amax(2) / LARGEST)
+        # The scale is the power of two just above max |block| / FLOAT8_MAX. So each code fits.
+        _, exponents = torch.frexp(blocks.abs().amax(2) / FLOAT8_MAX)
         scales = torch.ldexp(torch.ones_like(blocks[:, :, 0]), exponents)
         return (blocks / scales.unsqueeze(2)).flatten(1).to(torch.float8_e4m3fn), scales
 

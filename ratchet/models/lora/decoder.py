@@ -208,12 +208,13 @@ def merge_lazily(
     unused = set(adapter)
     merged_weights: dict[str, SavableTensor] = {}
     for name, weight in weights.items():
-        a, b = (f"{PEFT}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB")
-        is_adapted = a in adapter and b in adapter
-        merged_weights[name] = (
-            MergedWeight(weight, adapter[a], adapter[b], scale) if is_adapted else weight
+        a_name, b_name = (
+            f"{PEFT}{name.removesuffix('.weight')}.lora_{factor}.weight" for factor in "AB"
         )
-        unused -= {a, b} if is_adapted else set()
+        if a_name in adapter and b_name in adapter:
+            weight = MergedWeight(weight, adapter[a_name], adapter[b_name], scale)
+            unused -= {a_name, b_name}
+        merged_weights[name] = weight
     if unused:
         raise ModelError(
             f"the adapter's weight '{min(unused)}' is for a linear map that this model doesn't "

@@ -27,10 +27,10 @@ from ratchet.utils.atomic_files import atomic_path
 from ratchet.utils.terminal_text import get_first_line
 
 WEIGHTS, CONFIG = "adapter_model.safetensors", "adapter_config.json"
-# Ratchet's names of initialisations -> peft's.
-INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}
+# Ratchet's name of an initialisation -> peft's value.
+PEFT_INITS: Mapping[str, bool | str] = {"kaiming": True, "gaussian": "gaussian"}
 # Settings of peft that must be off, because only plain LoRA is supported.
-NOT_PLAIN = (
+UNSUPPORTED_SETTINGS = (
     "use_dora",
     "rank_pattern",
     "alpha_pattern",
@@ -59,7 +59,7 @@ def peft_config(adapter: Adapter, names: Sequence[str]) -> Any:
         lora_alpha=lora.alpha,  # pyright: ignore[reportArgumentType]
         lora_dropout=lora.dropout,
         target_modules=sorted(names),
-        init_lora_weights=INITS[lora.init],  # pyright: ignore[reportArgumentType]
+        init_lora_weights=PEFT_INITS[lora.init],  # pyright: ignore[reportArgumentType]
         use_rslora=lora.rslora,
         base_model_name_or_path=adapter.base or None,
         task_type="CAUSAL_LM",
@@ -142,7 +142,7 @@ def load_adapter(directory: Path) -> StoredAdapter:
         raise ModelError(
             f"{directory} holds a {config.peft_type} adapter, but only LORA is supported"
         )
-    unsupported = [key for key in NOT_PLAIN if getattr(config, key, None)] + (
+    unsupported = [key for key in UNSUPPORTED_SETTINGS if getattr(config, key, None)] + (
         [] if config.bias == "none" else ["bias"]
     )
     if unsupported:

@@ -23,24 +23,24 @@ class SeededDropout(nn.Module):
     So a resumed run gets the same mask, and so do recomputed activations.
     """
 
-    def __init__(self, share: float, index: int) -> None:
+    def __init__(self, probability: float, index: int) -> None:
         """Create a layer that drops nothing until `seed` is set.
 
         Args:
-            share: dropout probability.
+            probability: dropout probability.
             index: index of this layer, so that layers with the same seed get different masks.
         """
         super().__init__()
-        self.share = share
+        self.probability = probability
         self.index = index
         self.seed: int | None = None  # None outside of updates: nothing is dropped
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.seed is None or not self.share:
+        if self.seed is None or not self.probability:
             return x
         generator = torch.Generator(x.device).manual_seed(derive_mask_seed(self.seed, self.index))
-        kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.share
-        return x * (kept / (1 - self.share)).to(x.dtype)
+        is_kept = torch.rand(x.shape, generator=generator, device=x.device) >= self.probability
+        return x * (is_kept / (1 - self.probability)).to(x.dtype)
 
 
 def derive_mask_seed(*numbers: int) -> int:
@@ -97,7 +97,7 @@ class FusedLoRA(SwitchableAdapter):
         return out_To if self.is_off else out_To + self.delta(x_Ti)
 
     def delta(self, x_Ti: Tensor) -> Tensor:
-        """Return what the adapter adds to the map's output [T, o]."""
+        """Return the adapter's term, which is added to the map's output [T, o]."""
         ax_parts = (F.linear(self.dropout(x_Ti), self.lora_A) * self.scale).split(self.rank, dim=-1)
         parts = [F.linear(ax_Tr, b) for ax_Tr, (_, b) in zip(ax_parts, self.factors(), strict=True)]
         return place_columns(list(zip(self.spans, parts, strict=True)), self.outputs)

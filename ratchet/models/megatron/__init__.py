@@ -1,9 +1,9 @@
 """Run models of Megatron Core.
 
 Importing any module of this package first makes `megatron.core` importable, see
-`patches.make_ready`.
+`patches.prepare_import`.
 """
 
-from ratchet.models.megatron.patches import make_ready
+from ratchet.models.megatron.patches import prepare_import
 
-make_ready()
+prepare_import()

@@ -31,7 +31,7 @@ class OwnedParameter:
     name: str  # name in its stage
     parameter: nn.Parameter
     pieces: tuple[WeightPiece, ...]
-    first: bool  # True if this rank saves and sends the parameter
+    is_owner: bool  # True if this rank saves and sends the parameter
 
 
 def make_stage_layout(stage: MegatronStage, sizes: MegatronSizes) -> Layout:

@@ -24,7 +24,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.layers.expert_routing import Routing
 from ratchet.models.layers.packed_inputs import PackedInputs
 from ratchet.models.layers.rope import RotaryTable
-from ratchet.models.megatron.parts import MegatronRMSNorm, PackedForwardParams, layer_spec
+from ratchet.models.megatron.layer_modules import MegatronRMSNorm, PackedForwardParams, layer_spec
 from ratchet.models.parallel.collectives import gather
 from ratchet.models.parallel.megatron_sizes import Fp8Format, MegatronSizes, padded_vocabulary
 from ratchet.models.scalar_head import ScalarHead
@@ -106,27 +106,27 @@ class MegatronStage(GPTModel):
         )
         return weight
 
-    def forward(self, feed: PackedInputs) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(self, packed: PackedInputs) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Return the hidden states after these layers.
 
         The last stage returns [T, d], the same on all ranks of a tensor-parallel group. Other
         stages return [t, 1, d] for the next one, which receives it by `set_input_tensor`.
         """
         dtype = torch.promote_types(self.config.params_dtype, torch.float32)
-        cos_T1D, sin_T1C = self.rotary(feed.positions_U, dtype)
-        packed = PackedForwardParams(
-            attend=feed.attend,
+        cos_T1D, sin_T1C = self.rotary(packed.positions_U, dtype)
+        params = PackedForwardParams(
+            attend=packed.attend,
             cos_T1D=cos_T1D,
             sin_T1C=sin_T1C,
-            route=self._route(feed),
-            seed=feed.seed,
+            route=self._route(packed),
+            seed=packed.seed,
         )
         x = None
         if self.pre_process:
             # Hidden states must require a gradient even if the embedding is frozen. Otherwise
             # Megatron neither recomputes layers with adapters nor sends gradients between stages.
-            x = self.embedding(input_ids=feed.tokens_U[None], position_ids=None).requires_grad_()
-        x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=packed)
+            x = self.embedding(input_ids=packed.tokens_U[None], position_ids=None).requires_grad_()
+        x = self.decoder(hidden_states=x, attention_mask=None, packed_seq_params=params)
         if not self.post_process:
             return x
         x_td = x[:, 0]
@@ -136,14 +136,14 @@ class MegatronStage(GPTModel):
             else x_td
         )
 
-    def _route(self, feed: PackedInputs) -> Routing | None:
+    def _route(self, packed: PackedInputs) -> Routing | None:
         """Return the routing of the tokens that this rank keeps under sequence parallelism."""
-        routing = feed.routing
+        routing = packed.routing
         if routing is None or self.tensor is None or not self.config.sequence_parallel:
             return routing
-        n_tokens = len(feed.tokens_U) // self.tensor.size()
+        n_tokens = len(packed.tokens_U) // self.tensor.size()
         first = n_tokens * self.tensor.rank()
-        return routing.rows(torch.arange(first, first + n_tokens, device=feed.tokens_U.device))
+        return routing.select(torch.arange(first, first + n_tokens, device=packed.tokens_U.device))
 
 
 def build_stages(

@@ -19,7 +19,7 @@ import torch
 PACKAGE = "megatron.core"
 STANDIN = "_cpu_for_cuda"  # name of the stand-in for torch.cuda in the rewritten modules
 # Tensor methods whose calls are removed: x.cuda() becomes x.
-REMOVED = {"cuda", "record_stream"}
+REMOVED_METHODS = {"cuda", "record_stream"}
 
 
 def install() -> None:
@@ -55,7 +55,7 @@ def _set_rng_state(state: torch.Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 # The functions that are replaced in the rewritten modules, by name.
-REPLACED = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
+REPLACED_FUNCTIONS = {"_get_cuda_rng_state": _rng_state, "_set_cuda_rng_state": _set_rng_state}
 
 
 class _Standin(types.ModuleType):
@@ -63,7 +63,7 @@ class _Standin(types.ModuleType):
 
     Stream = Event = _NoOp
     nvtx = _NoOp()
-    replaced = types.SimpleNamespace(**REPLACED)
+    replaced = types.SimpleNamespace(**REPLACED_FUNCTIONS)
 
     def __init__(self) -> None:
         super().__init__(STANDIN)
@@ -94,7 +94,7 @@ class _CudaRemover(ast.NodeTransformer):
     """A transformer of a module's syntax tree that replaces uses of CUDA."""
 
     def visit_FunctionDef(self, node: ast.FunctionDef) -> ast.AST:
-        if node.name in REPLACED:
+        if node.name in REPLACED_FUNCTIONS:
             return ast.Assign(
                 [ast.Name(node.name, ast.Store())], _attribute(STANDIN, "replaced", node.name)
             )
@@ -112,7 +112,7 @@ class _CudaRemover(ast.NodeTransformer):
 
     def visit_Call(self, node: ast.Call) -> ast.AST:
         self.generic_visit(node)
-        if isinstance(node.func, ast.Attribute) and node.func.attr in REMOVED:
+        if isinstance(node.func, ast.Attribute) and node.func.attr in REMOVED_METHODS:
             return node.func.value
         return node
 

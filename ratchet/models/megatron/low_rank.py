@@ -40,24 +40,24 @@ FACTORS = ("lora_A", "lora_B")
 class FactorSharding:
     """The tensor-parallel sharding of an adapter's factors, for one kind of linear map."""
 
-    divided: str  # the name of the divided factor
+    divided_factor: str  # the name of the divided factor
     dim: int  # the dimension in which it is divided
     # Communication of A x before B multiplies it, without and with sequence parallelism.
     communicate: Callable[..., Tensor]
     communicate_sequence: Callable[..., Tensor]
 
     @property
-    def whole(self) -> str:
+    def whole_factor(self) -> str:
         """The name of the factor that each rank has as a whole."""
-        return FACTORS[1 - FACTORS.index(self.divided)]
+        return FACTORS[1 - FACTORS.index(self.divided_factor)]
 
 
 # The backward pass of each communication is the forward pass of its counterpart, so the gradient
 # of A x is complete on every rank.
-OUTPUTS = FactorSharding(
+DIVIDED_OUTPUTS = FactorSharding(
     "lora_B", 0, copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 )
-INPUTS = FactorSharding(
+DIVIDED_INPUTS = FactorSharding(
     "lora_A",
     1,
     reduce_from_tensor_model_parallel_region,
@@ -121,16 +121,16 @@ class ParallelLoRA(SwitchableAdapter):
             {name: LoRAFactors(weight, pieces, lora.rank) for name, pieces in targets.items()}
         )
         # Ranks with different inputs need different dropout masks.
-        has_own_inputs = self.sequence or self.sharding is INPUTS
+        has_own_inputs = self.sequence or self.sharding is DIVIDED_INPUTS
         rank = self.group.rank() if has_own_inputs else 0
         self.dropout = SeededDropout(lora.dropout, index * self.group.size() + rank)
         for factors in self.targets.values():
             set_tensor_model_parallel_attributes(
-                getattr(factors, self.sharding.divided), True, self.sharding.dim, 1
+                getattr(factors, self.sharding.divided_factor), True, self.sharding.dim, 1
             )
             # Under sequence parallelism each rank sees only some of the tokens. Megatron sums the
             # gradients of parameters with this mark over the ranks.
-            getattr(factors, self.sharding.whole).sequence_parallel = self.sequence
+            getattr(factors, self.sharding.whole_factor).sequence_parallel = self.sequence
 
     def forward(self, x_t1i: Tensor, out_u1o: Tensor) -> Tensor:
         if self.is_off:
@@ -158,7 +158,7 @@ class ParallelLoRA(SwitchableAdapter):
             state |= make_sharded_tensors_for_checkpoint(
                 factors.state_dict(keep_vars=True),
                 f"{prefix}targets.{name}.",
-                {self.sharding.divided: self.sharding.dim},
+                {self.sharding.divided_factor: self.sharding.dim},
                 sharded_offsets,
                 tp_group=self.group,
                 dp_cp_group=metadata["dp_cp_group"],
@@ -196,10 +196,10 @@ class AdaptableLinear(nn.Module):
 class ColumnLinear(AdaptableLinear, ColumnParallelLinear):
     """A column-parallel linear map, whose outputs are divided."""
 
-    sharding = OUTPUTS
+    sharding = DIVIDED_OUTPUTS
 
 
 class RowLinear(AdaptableLinear, RowParallelLinear):
     """A row-parallel linear map, whose inputs are divided."""
 
-    sharding = INPUTS
+    sharding = DIVIDED_INPUTS

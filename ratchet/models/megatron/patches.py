@@ -10,7 +10,7 @@ import torch
 from ratchet.models.parallel.megatron_sizes import require_megatron
 
 
-def make_ready() -> None:
+def prepare_import() -> None:
     """Make `megatron.core` importable and patch it.
 
     Raises MissingDependency if megatron-core is not installed.

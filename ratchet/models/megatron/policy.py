@@ -97,20 +97,20 @@ class MegatronPolicy(DistributedPolicy):
             else PaddedVocabulary(self.shard.tensor, self.vocab_size)
         )
 
-    def unpadded(self, feed: PackedInputs, hidden_td: Tensor) -> Tensor:
-        """Return the last stage's output without the padding of `fitted`, in token order [T, d]."""
-        return feed.unfold(hidden_td[: len(feed.tokens_U)])
+    def unpad_hidden(self, packed: PackedInputs, hidden_td: Tensor) -> Tensor:
+        """Return the last stage's output in token order [T, d], without padding."""
+        return packed.unfold(hidden_td[: len(packed.tokens_U)])
 
-    def fitted(self, feed: PackedInputs, tokens: int = 1) -> PackedInputs:
-        """Return the feed padded to at least `tokens` tokens.
+    def pad_inputs(self, packed: PackedInputs, tokens: int = 1) -> PackedInputs:
+        """Return the inputs, padded to at least `tokens` tokens.
 
-        The number of tokens is the multiple that sequence parallelism and fp8 need.
+        Their number of tokens is a multiple of what sequence parallelism and fp8 need.
         """
         multiple = (self.sizes.tensor if self.sizes.sequence else 1) * (
-            1 if self.fp8 is None else self.fp8.rows
+            1 if self.fp8 is None else self.fp8.size_multiple
         )
-        minimum = max(tokens, len(feed.tokens_U), 1)
-        return feed.padded(-(-minimum // multiple) * multiple)
+        minimum = max(tokens, len(packed.tokens_U), 1)
+        return packed.pad(-(-minimum // multiple) * multiple)
 
     def hidden(
         self,
@@ -124,8 +124,8 @@ class MegatronPolicy(DistributedPolicy):
         assert len(self.chunks) == self.sizes.pipeline == 1, (
             "a pipeline is run by Megatron's own schedule"
         )
-        feed = self.feed(tokens_T, positions_T, lengths, routing)
-        return self.unpadded(feed, self.chunks[0](self.fitted(feed)))
+        packed = self.pack_inputs(tokens_T, positions_T, lengths, routing)
+        return self.unpad_hidden(packed, self.chunks[0](self.pad_inputs(packed)))
 
     def logits(self, hidden_nd: Tensor) -> Tensor:
         weight_Vd = self.chunks[-1].head_weight

@@ -4,9 +4,9 @@ Functions named `..._columns` split and concatenate along the last dimension, al
 first.
 
 Every rank of a tensor- or context-parallel group computes the same loss. If all ranks compute the
-same from a tensor that they all have, each rank has its complete gradient. Otherwise each rank has
-one summand of the gradient. There is a collective for each of these cases, because their backward
-passes differ.
+same values from a tensor that they all have, each rank has its complete gradient. Otherwise each
+rank has one summand of the gradient. There is a collective for each of these cases, because their
+backward passes differ.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ def gather(x: Tensor, group: Group, *, is_replicated: bool = False) -> Tensor:
     """Return the ranks' parts, concatenated (all-gather). The parts have the same size.
 
     Args:
-        is_replicated: True if each rank computes the same from the result. Each rank then takes its
-            own part of the gradient. Otherwise the ranks' gradients are summed first.
+        is_replicated: True if all ranks compute the same values from the result. Each rank then
+            takes its own part of the gradient. Otherwise the ranks' gradients are summed first.
     """
     return _Gather.apply(x, group, is_replicated)
 
@@ -65,7 +65,7 @@ def gather_uneven(x: Tensor, sizes: Sequence[int], group: Group) -> Tensor:
 def gather_columns(x: Tensor, group: Group) -> Tensor:
     """Return the ranks' parts of equal size, concatenated in the last dimension.
 
-    Each rank must compute the same from the result.
+    All ranks must compute the same values from the result.
     """
     return gather(x.movedim(-1, 0), group, is_replicated=True).movedim(0, -1)
 

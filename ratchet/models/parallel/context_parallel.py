@@ -89,9 +89,9 @@ def _list_tokens(segments: Sequence[PrefixSegment], starts_S: Index) -> Index:
 class ContextAttention:
     """The `attend` argument of `Decoder.forward` on one context-parallel rank."""
 
-    def __init__(self, division: ContextSplit, group: Group, device: torch.device) -> None:
-        self.sizes, self.group = division.sizes, group
-        self.calls = plan_branch_calls(division.segments, division.past, device)
+    def __init__(self, context_split: ContextSplit, group: Group, device: torch.device) -> None:
+        self.sizes, self.group = context_split.sizes, group
+        self.calls = plan_branch_calls(context_split.segments, context_split.past, device)
 
     def __call__(self, layer: int, q_tHD: Tensor, k_tKD: Tensor, v_tKD: Tensor) -> Tensor:
         k_TKD, v_TKD = gather_uneven(
@@ -101,7 +101,7 @@ class ContextAttention:
         # the autograd graph, so that the backward pass runs its collective.
         if not self.calls:
             return q_tHD + k_TKD.sum() * 0
-        queries = q_tHD.split([call.queries.tokens for call in self.calls])
+        queries = q_tHD.split([call.query_bucket.tokens for call in self.calls])
         return torch.cat(
             [
                 attend_past(call, q, k_TKD, v_TKD)

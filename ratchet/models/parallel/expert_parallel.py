@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import Function
 
-from ratchet.models.layers.moe import Compute
+from ratchet.models.layers.moe import ComputeExperts
 from ratchet.models.parallel.collectives import Group
 
 
@@ -29,7 +29,7 @@ class ExpertExchange:
     def __init__(self, group: Group) -> None:
         self.group = group
 
-    def __call__(self, compute: Compute, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
+    def __call__(self, compute: ComputeExperts, x_Nd: Tensor, counts_E: Tensor) -> Tensor:
         ranks = self.group.size()
         received_E = torch.empty_like(counts_E)
         dist.all_to_all_single(received_E, counts_E, group=self.group)

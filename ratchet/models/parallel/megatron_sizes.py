@@ -29,7 +29,7 @@ class Fp8Format:
     recipe: str  # `MegatronConfig.fp8_recipe`
 
     @property
-    def rows(self) -> int:
+    def size_multiple(self) -> int:
         """The number that must divide both dimensions of a multiplied matrix."""
         return {"mxfp8": 32, "blockwise": 128}.get(self.recipe, 16)
 
@@ -64,10 +64,10 @@ class Fp8Format:
             "intermediate_size": mlp // tensor,
         }
         for name, width in widths.items():
-            if width % self.rows:
+            if width % self.size_multiple:
                 raise ModelError(
                     f"learner.fp8_recipe={self.recipe} needs matrices whose sides are multiples of "
-                    f"{self.rows}, but {name} is {width} on a rank: lower "
+                    f"{self.size_multiple}, but {name} is {width} on a rank: lower "
                     "learner.tensor_parallel, or remove learner.fp8"
                 )
 
@@ -76,7 +76,7 @@ class Fp8Format:
 class MegatronSizes:
     """The number of ranks of each kind of parallelism.
 
-    The world size divided by tensor x context x pipeline is data parallelism.
+    The number of data-parallel ranks is the world size divided by tensor x context x pipeline.
     """
 
     tensor: int = 1

@@ -48,7 +48,8 @@ class DecoderStage(nn.Module):
     ) -> None:
         super().__init__()
         self.decoder = empty_decoder(config, part=shard.part, device=device, dtype=dtype)
-        self.feeds: Sequence[PackedInputs] = ()  # inputs of the micro-batches that a pipeline runs
+        # The inputs of the micro-batches that a pipeline runs.
+        self.micro_inputs: Sequence[PackedInputs] = ()
         self.autocast = False  # True: compute matrix products in bfloat16
         if shard.tensor is not None:
             rows = shard.part.tensor.range(config.vocab_size)
@@ -61,28 +62,30 @@ class DecoderStage(nn.Module):
                     module.exchange = ExpertExchange(shard.experts)
 
     def forward(
-        self, x: Tensor | None, number: Tensor | None = None, *, feed: PackedInputs | None = None
+        self, x: Tensor | None, number: Tensor | None = None, *, packed: PackedInputs | None = None
     ) -> Tensor:
         """Return the hidden states after these layers.
 
         Args:
             x: Hidden states from the previous stage. The first stage ignores them, because it
-                embeds the feed's tokens.
-            number: [1], index of the micro-batch in `feeds`; used if `feed` is None.
-            feed: The inputs of the micro-batch.
+                embeds the tokens of `packed`.
+            number: [1], index of the micro-batch in `micro_inputs`; used if `packed` is None.
+            packed: The inputs of the micro-batch.
         """
-        if feed is None:
-            assert number is not None, "neither a feed nor its number"
-            feed = self.feeds[int(number)]
-        x = None if self.decoder.part.first else x
-        with torch.autocast(feed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
-            return self.decoder(feed.tokens_U, feed.positions_U, feed.attend, x, route=feed.routing)
+        if packed is None:
+            assert number is not None, "neither packed inputs nor the number of a micro-batch"
+            packed = self.micro_inputs[int(number)]
+        x = None if self.decoder.part.is_first else x
+        with torch.autocast(packed.tokens_U.device.type, torch.bfloat16, enabled=self.autocast):
+            return self.decoder(
+                packed.tokens_U, packed.positions_U, packed.attend, x, route=packed.routing
+            )
 
 
 class DistributedPolicy(DecoderPolicy):
     """A policy whose decoder is divided over ranks.
 
-    `hidden` returns the states of this rank's tokens only. `division` returns these tokens.
+    `hidden` returns only the states of the tokens that `split_context` gives to this rank.
     """
 
     def __init__(
@@ -113,10 +116,10 @@ class DistributedPolicy(DecoderPolicy):
         )
         # `decoder` is that of the last stage, which has the head. Setting the attribute in this way
         # keeps torch from registering the module a second time.
-        object.__setattr__(self, "decoder", self.runs[-1].decoder)
+        object.__setattr__(self, "decoder", self.local_stages[-1].decoder)
 
     @property
-    def runs(self) -> list[DecoderStage]:
+    def local_stages(self) -> list[DecoderStage]:
         """The stages on this rank: one, or several if the pipeline is interleaved."""
         return [cast(DecoderStage, stage) for stage in self.stages]
 
@@ -126,7 +129,7 @@ class DistributedPolicy(DecoderPolicy):
 
     @checkpointing.setter
     def checkpointing(self, on: bool) -> None:
-        for stage in self.runs:
+        for stage in self.local_stages:
             stage.decoder.checkpointing = on
 
     @property
@@ -142,7 +145,7 @@ class DistributedPolicy(DecoderPolicy):
             else VocabParallelLogits(self.shard.tensor, self.vocab_size)
         )
 
-    def division(self, lengths: Sequence[int]) -> ContextSplit | None:
+    def split_context(self, lengths: Sequence[int]) -> ContextSplit | None:
         """Return the tokens of packed sequences that this rank computes; None: all tokens."""
         group = self.shard.context
         return (
@@ -160,24 +163,24 @@ class DistributedPolicy(DecoderPolicy):
         *,
         output_mask_T: Tensor | None = None,
     ) -> Tensor:
-        feed = self.feed(tokens_T, positions_T, lengths, routing)
-        return feed.unfold(self.stages[0](None, feed=feed))
+        packed = self.pack_inputs(tokens_T, positions_T, lengths, routing)
+        return packed.unfold(self.stages[0](None, packed=packed))
 
-    def feed(
+    def pack_inputs(
         self,
         tokens_T: Tensor,
         positions_T: Tensor,
         lengths: Sequence[int],
         routing: Routing | None = None,
     ) -> PackedInputs:
-        division, group = self.division(lengths), self.shard.context
-        if division is None or group is None:
-            return super().feed(tokens_T, positions_T, lengths, routing)
-        local_index = torch.from_numpy(division.tokens).to(tokens_T.device)
+        context_split, group = self.split_context(lengths), self.shard.context
+        if context_split is None or group is None:
+            return super().pack_inputs(tokens_T, positions_T, lengths, routing)
+        local_index = torch.from_numpy(context_split.tokens).to(tokens_T.device)
         if routing is not None:
             routing.check(self.shape)
-            routing = routing.rows(local_index)
-        attend = ContextAttention(division, group, tokens_T.device)
+            routing = routing.select(local_index)
+        attend = ContextAttention(context_split, group, tokens_T.device)
         return PackedInputs(
             tokens_T[local_index], positions_T[local_index], attend, routing=routing
         )

@@ -40,16 +40,16 @@ class ModelShard:
     experts: ShardIndex = ShardIndex()  # its part of each layer's experts
 
     @property
-    def first(self) -> bool:
+    def is_first(self) -> bool:
         """True if the shard has the first layers and the embedding."""
         return self.pipeline.index == 0
 
     @property
-    def last(self) -> bool:
+    def is_last(self) -> bool:
         """True if the shard has the last layers and the language head."""
         return self.pipeline.index == self.pipeline.count - 1
 
-    def local(self, config: DecoderConfig) -> DecoderConfig:
+    def local_config(self, config: DecoderConfig) -> DecoderConfig:
         """Return the shape of this rank's layers: `config` divided by tensor parallelism."""
         n = self.tensor.count
         return replace(

@@ -68,7 +68,7 @@ class TensorParallelComm:
         return scatter_sum(F.pad(x, (0, 0, 0, padding)), self.group)
 
     def finish(self, x: Tensor) -> Tensor:
-        """Return the final hidden states of all tokens, from which all ranks compute the same."""
+        """Return the final hidden states of all tokens, the same on every rank."""
         return (
             gather(x, self.group, is_replicated=True)[: self.tokens].clone() if self.sequence else x
         )
@@ -77,7 +77,7 @@ class TensorParallelComm:
 class VocabParallelLogits:
     """A reader of logits whose vocabulary is sharded over the ranks of a group.
 
-    It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only its method `whole`
+    It implements `ratchet.learners.compute.token_outputs.Vocabulary`. Only its method `gather_all`
     gathers the log-probabilities of the whole vocabulary.
     """
 
@@ -96,7 +96,7 @@ class VocabParallelLogits:
         # of the normaliser must be summed over the ranks.
         return logits_nV - sum_backward(self._logsumexp(logits_nV), self.group)[:, None]
 
-    def first(self, all_nV: Tensor, size: int) -> Tensor:
+    def renormalise_first(self, all_nV: Tensor, size: int) -> Tensor:
         return self.log_softmax(all_nV[:, : len(self._rows(self.group.rank(), size))])
 
     def sum(self, x_nV: Tensor) -> Tensor:
@@ -109,7 +109,7 @@ class VocabParallelLogits:
             return sum_forward(all_nV.sum() * all_nV.new_zeros(ids_nK.shape), self.group)
         return sum_forward(all_nV.gather(1, row_nK).where(is_local_nK, 0.0), self.group)
 
-    def rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
+    def compute_rest(self, all_nV: Tensor, ids_nK: Tensor) -> Tensor:
         is_local_nK, row_nK = self._locate(ids_nK, all_nV)
         if all_nV.shape[1]:
             chosen_nV = torch.zeros_like(all_nV).scatter_add(
@@ -118,7 +118,7 @@ class VocabParallelLogits:
             all_nV = all_nV.masked_fill(chosen_nV > 0, -torch.inf)
         return self._logsumexp(all_nV)
 
-    def top(self, all_nV: Tensor, k: int) -> Tensor:
+    def find_top(self, all_nV: Tensor, k: int) -> Tensor:
         """Return the ids of the k largest logits, chosen from the k largest of each rank."""
         values_nk, ids_nk = all_nV.detach().topk(min(k, all_nV.shape[1]), dim=-1)
         missing = (0, k - values_nk.shape[1])
@@ -127,7 +127,7 @@ class VocabParallelLogits:
         values_nK, ids_nK = (gather(x.T, self.group).T for x in (values_nk, ids_nk))
         return ids_nK.gather(1, values_nK.topk(k, dim=-1).indices)
 
-    def whole(self, all_nV: Tensor, size: int) -> Tensor:
+    def gather_all(self, all_nV: Tensor, size: int) -> Tensor:
         widths = [len(self._rows(rank, size)) for rank in range(self.group.size())]
         widest = max(widths)
         padded_nV = F.pad(all_nV, (0, widest - all_nV.shape[1]))

@@ -274,17 +274,17 @@ class MultimodalPolicy(TransformersPolicy):
         mask_NL, types_NL = torch.zeros_like(tokens_NL), torch.zeros_like(tokens_NL)
         row_positions = list[Tensor]()
         for i, (row, placed) in enumerate(zip(rows, media, strict=True)):
-            first = longest - len(row)
-            row_tokens = tokens_NL[i, first:]
+            row_start = longest - len(row)
+            row_tokens = tokens_NL[i, row_start:]
             row_tokens.copy_(torch.as_tensor(row))
-            mask_NL[i, first:] = 1
-            self._mark_media(types_NL[i, first:], row_tokens, placed)
+            mask_NL[i, row_start:] = 1
+            self._mark_media(types_NL[i, row_start:], row_tokens, placed)
             text_positions = torch.arange(len(row), device=device)
             positions = self._position_ids(
-                row_tokens, text_positions, types_NL[i, first:], [len(row)], [placed]
+                row_tokens, text_positions, types_NL[i, row_start:], [len(row)], [placed]
             )
             positions = positions[-3:, 0] if positions.dim() == 3 else positions
-            row_positions.append(nn.functional.pad(positions, (first, 0)))
+            row_positions.append(nn.functional.pad(positions, (row_start, 0)))
         options = self._media_inputs([placed.medium for row in media for placed in row], types_NL)
         positions_RNL = torch.stack(row_positions, 1)
         if self.takes_positions:
@@ -307,9 +307,9 @@ class MultimodalPolicy(TransformersPolicy):
 
     @contextmanager
     def _hide_stray_placeholders(self, tokens_NL: Tensor, types_NL: Tensor) -> Iterator[Tensor]:
-        """Yield the tokens, with placeholders that the policy wrote replaced by a text token.
+        """Yield the tokens, with a text token in place of each placeholder that has no medium.
 
-        These have no medium. The embedding still reads them as ordinary tokens inside the context.
+        The policy wrote it. The embedding still gets the original tokens inside the context.
         """
         stray_NL = (self._media_types(tokens_NL) > 0) & (types_NL == 0)
         if not stray_NL.any():
@@ -423,7 +423,7 @@ class MultimodalPolicy(TransformersPolicy):
     def _probe_rows(
         self, probes: Sequence[Medium]
     ) -> tuple[list[Tensor], list[tuple[Placed, ...]]]:
-        """Return three sequences and their media: with the first medium, with none, with both."""
+        """Return three sequences and their media: the first medium, no medium, and both media."""
         token = int(self.model.config.image_token_id)
         rows, media = list[Tensor](), list[tuple[Placed, ...]]()
         for row_probes in ([probes[0]], [], [probes[1], probes[0]]):

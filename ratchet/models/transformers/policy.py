@@ -59,11 +59,11 @@ class TransformersPolicy(PolicyModel):
 
         saved_config: the configuration that `save` writes; None: the model's.
 
-        Raises ModelError if the logits are no function of the backbone's hidden states.
+        Raises ModelError if the logits depend on more than the backbone's hidden states.
         """
         super().__init__()
         self.model = model.eval()
-        self.path = self.find_backbone(model)
+        self.backbone_path = self.find_backbone(model)
         self.head_name = _find_head_name(model)
         self.saved_config = saved_config or model.config
         self.text_config: Any = model.config.get_text_config()
@@ -109,7 +109,7 @@ class TransformersPolicy(PolicyModel):
 
     @property
     def backbone(self) -> nn.Module:
-        return self.model.get_submodule(self.path)
+        return self.model.get_submodule(self.backbone_path)
 
     @property
     def vocab_size(self) -> int:
@@ -174,7 +174,7 @@ class TransformersPolicy(PolicyModel):
         Raises ModelError if the ranks together don't compute the same as the whole model.
         """
         plan, whole_probe = self.plan(group.size()), self._probe()
-        self.divided = divide_model(self.model, plan, group)
+        self.tp_division = divide_model(self.model, plan, group)
         nn.Module.to(self.model, device)
         plan_name = f"the plan of {type(self.model).__name__} for tensor parallelism"
         try:
@@ -183,12 +183,12 @@ class TransformersPolicy(PolicyModel):
             raise ModelError(f"{plan_name} can't be followed ({error}): {REMEDY}") from None
         for name, computed in shard_probe.items():
             expected = whole_probe[name].to(computed)
-            if name == "logits" and self.divided.vocabulary is not None:
-                rows = self.divided.vocabulary.rows
+            if name == "logits" and self.tp_division.vocabulary is not None:
+                rows = self.tp_division.vocabulary.rows
                 expected = expected[:, rows.start : rows.stop]
-            if name in self.divided.partial:
+            if name in self.tp_division.partial:
                 computed = all_reduce_sum(computed, group)
-            if name not in self.divided.blocks and not is_close(
+            if name not in self.tp_division.blocks and not is_close(
                 computed, expected, self.model.dtype, PROBE_ROUNDING
             ):
                 raise ModelError(f"{plan_name} changes what the model computes ({name}): {REMEDY}")
@@ -260,7 +260,7 @@ class TransformersPolicy(PolicyModel):
 
     def _head(self, hidden_nd: Tensor) -> Tensor:
         """Return the logits of hidden states, with the head's weights in their dtype."""
-        head = _replace_backbone(self.model, self.path, _FixedBackbone(hidden_nd[None]))
+        head = _replace_backbone(self.model, self.backbone_path, _FixedBackbone(hidden_nd[None]))
         weights = {name: weight.to(hidden_nd.dtype) for name, weight in head.named_parameters()}
         tokens = torch.zeros(1, hidden_nd.shape[0], dtype=torch.int64, device=hidden_nd.device)
         inputs = {"input_ids": tokens, "use_cache": False}
@@ -274,13 +274,13 @@ class TransformersPolicy(PolicyModel):
         with torch.no_grad():
             try:
                 logits = self.model(input_ids=tokens[None], use_cache=False).logits[0]
-                ours = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
+                recomputed = self.logits(self._run(tokens, torch.arange(7, device=tokens.device)))
             except (AttributeError, TypeError, RuntimeError) as error:
                 raise ModelError(
                     f"{type(self.model).__name__} can't be split into a backbone and a head: "
                     f"{error}"
                 ) from None
-        if not is_close(ours, logits, self.model.dtype):
+        if not is_close(recomputed, logits, self.model.dtype):
             raise ModelError(
                 f"{type(self.model).__name__}: the logits depend on more than the hidden states of "
                 "the backbone"
@@ -361,7 +361,7 @@ class TransformersPolicy(PolicyModel):
     @property
     def token_cost(self) -> TokenCost | None:
         """The cost of a token, without an adapter; None if the model is divided over ranks."""
-        if self.divided is not None:
+        if self.tp_division is not None:
             return None
         modules = (
             module for module in self.backbone.modules() if not isinstance(module, nn.Embedding)
@@ -416,10 +416,12 @@ def without_dropout(config: PreTrainedConfig) -> PreTrainedConfig:
 
 def find_largest_module_list(module: nn.Module) -> list[nn.Module]:
     """Return the modules of the `ModuleList` with the most parameters; [] if there is none."""
-    lists = [inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)]
+    module_lists = [
+        inner for inner in module.modules() if isinstance(inner, nn.ModuleList) and len(inner)
+    ]
     return (
-        list(max(lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
-        if lists
+        list(max(module_lists, key=lambda modules: sum(p.numel() for p in modules.parameters())))
+        if module_lists
         else []
     )
 

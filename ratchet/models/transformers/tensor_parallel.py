@@ -113,7 +113,7 @@ class TPDivision:
 
     blocks: this rank's block of each divided parameter.
     partial: parameters that each rank has as a whole, but whose gradient must be summed over ranks.
-    vocabulary: a reader of the divided logits; None if each rank has all logits.
+    vocabulary: the operations on the divided logits; None if each rank has all logits.
     """
 
     blocks: Mapping[str, WeightPiece]
@@ -160,7 +160,7 @@ def divide_model(model: nn.Module, plan: TPPlan, group: Group) -> TPDivision:
     )
 
 
-# New parameter -> its piece of the parameter that it replaces. The piece has no name yet.
+# New parameter -> piece of the parameter that the new one replaces. The piece has no name yet.
 CutPieces = dict[Tensor, WeightPiece]
 
 

@@ -46,7 +46,8 @@ def canonical_weights(decoder: Decoder) -> Iterator[tuple[str, Tensor]]:
         if name.endswith((".lora_A", ".lora_B")):
             continue
         for block in cut_blocks(
-            layout[name], weight.shown if isinstance(weight, QuantizedMatrix) else weight.detach()
+            layout[name],
+            weight.contents if isinstance(weight, QuantizedMatrix) else weight.detach(),
         ):
             yield block.name, block.tensor
 
@@ -152,12 +153,12 @@ class WeightFiles:
                     )
             return cls(directory, files)
         if (directory / WEIGHTS).exists():
-            with _open(directory / WEIGHTS) as opened:
-                return cls(directory, dict.fromkeys(opened.keys(), WEIGHTS))
-        others = [path.name for path in sorted(directory.glob("*.bin"))]
+            with _open(directory / WEIGHTS) as weight_file:
+                return cls(directory, dict.fromkeys(weight_file.keys(), WEIGHTS))
+        pickled_names = [path.name for path in sorted(directory.glob("*.bin"))]
         hint = (
-            f" (reading {summarize_names(others)} could run code: convert it to safetensors)"
-            if others
+            f" (reading {summarize_names(pickled_names)} could run code: convert it to safetensors)"
+            if pickled_names
             else ""
         )
         raise ModelError(f"{directory} has neither {WEIGHTS} nor {INDEX}{hint}")
@@ -166,22 +167,22 @@ class WeightFiles:
         """Yield (name, tensor) of the named weights on the CPU, one at a time, file by file."""
         remaining = set(names)
         for file in sorted({self.files[name] for name in remaining}):
-            with _open(self.directory / file) as opened:
-                for name in opened.keys():  # noqa: SIM118 (it looks like a mapping but is none)
+            with _open(self.directory / file) as weight_file:
+                for name in weight_file.keys():  # noqa: SIM118 (it looks like a mapping but is none)
                     if name in remaining:
-                        yield name, opened.get_tensor(name)
+                        yield name, weight_file.get_tensor(name)
 
     def headers(self) -> Iterator[tuple[str, tuple[int, ...], torch.dtype]]:
         """Yield (name, shape, dtype) of every weight, file by file, without reading the weights."""
         for file in sorted(set(self.files.values())):
-            with _open(self.directory / file) as opened:
-                for name in opened.keys():  # noqa: SIM118
-                    tensor_slice = opened.get_slice(name)
+            with _open(self.directory / file) as weight_file:
+                for name in weight_file.keys():  # noqa: SIM118
+                    tensor_slice = weight_file.get_slice(name)
                     shape = tuple(tensor_slice.get_shape())
                     yield (
                         name,
                         shape,
-                        (tensor_slice[0:0] if shape else opened.get_tensor(name)).dtype,
+                        (tensor_slice[0:0] if shape else weight_file.get_tensor(name)).dtype,
                     )
 
     def block(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
@@ -191,8 +192,8 @@ class WeightFiles:
         """
         if name not in self.files:
             raise ModelError(f"{self.directory}: weights are missing: {name}")
-        with _open(self.directory / self.files[name]) as opened:
-            tensor_slice = opened.get_slice(name)
+        with _open(self.directory / self.files[name]) as weight_file:
+            tensor_slice = weight_file.get_slice(name)
             shape = tensor_slice.get_shape()
             if len(shape) != len(sizes) or any(
                 offset + size > total
@@ -375,19 +376,19 @@ def _group_by_file(
 ) -> list[list[tuple[str, SavableTensor]]]:
     """Group weights into files of at most `max_bytes`."""
     shards: list[list[tuple[str, SavableTensor]]] = [[]]
-    used = 0
+    used_bytes = 0
     for name, tensor in weights:
         size = tensor.numel() * dtype.itemsize
-        if shards[-1] and used + size > max_bytes:
+        if shards[-1] and used_bytes + size > max_bytes:
             shards.append([])
-            used = 0
+            used_bytes = 0
         shards[-1].append((name, tensor))
-        used += size
+        used_bytes += size
     return shards
 
 
-def remove_stale_weights(directory: Path, kept: set[str]) -> None:
-    """Remove weight files of an earlier save that are not in `kept`.
+def remove_stale_weights(directory: Path, kept_names: set[str]) -> None:
+    """Remove weight files of an earlier save that are not in `kept_names`.
 
     Otherwise a reader might prefer them, and they would take disk space.
     """
@@ -396,5 +397,5 @@ def remove_stale_weights(directory: Path, kept: set[str]) -> None:
         directory / WEIGHTS,
         directory / INDEX,
     ]:
-        if path.name not in kept:
+        if path.name not in kept_names:
             path.unlink(missing_ok=True)

@@ -92,7 +92,7 @@ def of_files(peer: str, checkout: Path) -> tuple[dict[str, dict[str, Any]], Coun
         totals["files"] += 1
         try:
             source = read_source(path)
-            method = PEERS[peer].method(source.values)
+            method = PEERS[peer].detect_method(source.values)
             totals["of no method"] += not method
             if not method:
                 continue

@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from ratchet.commands.migrate.command import account, recipe_text
-from ratchet.commands.migrate.importer import PEERS, Imported, Item, convert, read_config
+from ratchet.commands.migrate.command import format_account, format_recipe
+from ratchet.commands.migrate.importer import PEERS, ImportResult, Item, convert, read_config
 from ratchet.commands.migrate.read_config import FlatConfig
 from ratchet.commands.migrate.table import PeerConfig
 from ratchet.commands.migrate.used_keys import HiddenValue, HiddenValueUsed
@@ -19,15 +19,15 @@ CORRECTION = "algorithm.rollout_correction"
 ACTOR = "actor_rollout_ref.actor"
 
 
-def item(result: Imported, key: str) -> Item:
+def item(result: ImportResult, key: str) -> Item:
     return next(item for item in result.items if item.peer_key == key)
 
 
-def from_keys(peer: str, method: str, values: dict[str, Any]) -> Imported:
+def from_keys(peer: str, method: str, values: dict[str, Any]) -> ImportResult:
     return convert(PEERS[peer], method, FlatConfig(values))
 
 
-def verl(values: dict[str, Any]) -> Imported:
+def verl(values: dict[str, Any]) -> ImportResult:
     return from_keys("verl", "PPO trainer", values)
 
 
@@ -50,7 +50,9 @@ def test_nemo_truncated_weights_keep_their_lower_bound() -> None:
         "weight_low": 0.25,
         "weight_high": 2.0,
     }
-    assert item(result, f"{TIS}_ratio_min").part_of == "loss_fn.use_importance_sampling_correction"
+    assert (
+        item(result, f"{TIS}_ratio_min").covered_by == "loss_fn.use_importance_sampling_correction"
+    )
     without = from_keys("nemo-rl", "grpo", {**keys, f"{TIS}_ratio_min": None})
     assert without.flat["algorithm.correction"] == {"weight": "token", "weight_high": 2.0}
 
@@ -410,12 +412,12 @@ def test_the_whole_of_it_is_accepted(tmp_path: Path) -> None:
         f"{ACTOR}.ppo_epochs=2\n"
     )
     result = read_config(path)
-    text = recipe_text(result, "run.sh")
+    text = format_recipe(result, "run.sh")
     out.write_text(text)
     config = load_config(out)
     correction: Any = config.stages[0].algorithm.correction  # pyright: ignore[reportAttributeAccessIssue]
     assert (correction.mask, correction.mask_low, correction.mask_high) == ("token", 0.5, 5.0)
-    told = "\n".join(account(result))
+    told = "\n".join(format_account(result))
     assert f"{ACTOR}.ppo_epochs=1" in told
     assert "Without effect on results here:" in told
 

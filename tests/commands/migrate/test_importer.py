@@ -11,8 +11,8 @@ import pytest
 from typer.testing import CliRunner
 
 from ratchet.cli.main import app
-from ratchet.commands.migrate.command import account, recipe_text
-from ratchet.commands.migrate.importer import PEERS, Imported, read_config
+from ratchet.commands.migrate.command import format_account, format_recipe
+from ratchet.commands.migrate.importer import PEERS, ImportResult, read_config
 from ratchet.commands.migrate.read_config import read_source
 from ratchet.commands.migrate.table import Method
 from ratchet.config.key_paths import leaf_keys
@@ -35,13 +35,13 @@ EXAMPLES = {
 READ = {name: read_config(FILES / name) for name in EXAMPLES}
 
 
-def written(tmp_path: Path, text: str, name: str = "theirs.yaml") -> Imported:
+def written(tmp_path: Path, text: str, name: str = "theirs.yaml") -> ImportResult:
     path = tmp_path / name
     path.write_text(text, encoding="utf-8")
     return read_config(path)
 
 
-def note_on(result: Imported, key: str) -> str:
+def note_on(result: ImportResult, key: str) -> str:
     return next(item.note for item in result.items if item.peer_key == key)
 
 
@@ -53,7 +53,7 @@ def test_whose_it_is_is_told_from_its_keys(name: str) -> None:
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_what_comes_of_it_is_accepted(name: str, tmp_path: Path) -> None:
     recipe = tmp_path / "recipe.yaml"
-    recipe.write_text(recipe_text(READ[name], name), encoding="utf-8")
+    recipe.write_text(format_recipe(READ[name], name), encoding="utf-8")
     config = load_config(recipe)
     assert READ[name].problems == []
     assert config.model.path == READ[name].recipe["model"]["path"]
@@ -67,8 +67,8 @@ def test_every_key_is_accounted_for(name: str) -> None:
     source = read_source(FILES / name)
     told = [item.peer_key for item in result.items if not item.is_default] + result.null_keys
     assert sorted(told) == sorted(source.values)
-    assert all(item.recipe_keys or item.note or item.part_of for item in result.items)
-    text = "\n".join(account(result))
+    assert all(item.recipe_keys or item.note or item.covered_by for item in result.items)
+    text = "\n".join(format_account(result))
     for item in result.different + result.dropped:
         assert item.peer_key in text
     for key in [*source.unresolved, *result.null_keys]:
@@ -102,10 +102,10 @@ def test_tables_name_keys_that_there_are(method: Method) -> None:
     for row in method.rows:
         for key in filter(None, row.recipe_key.split(", ")):
             assert key in known, row
-        assert row.recipe_key or row.note or row.part_of or row.convert, row
+        assert row.recipe_key or row.note or row.covered_by or row.convert, row
     names = [row.peer_key for row in method.rows]
     assert sorted(set(names)) == sorted(names), "a key has two rows"
-    assert {row.part_of for row in method.rows if row.part_of} <= set(names)
+    assert {row.covered_by for row in method.rows if row.covered_by} <= set(names)
 
 
 # --- what becomes of values

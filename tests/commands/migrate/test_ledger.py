@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from ratchet.commands.migrate.importer import PEERS, Imported, convert
+from ratchet.commands.migrate.importer import PEERS, ImportResult, convert
 from ratchet.commands.migrate.read_config import FlatConfig
 from ratchet.commands.migrate.table import KeyRow
 from tests.commands.migrate.facts import KEYS, flat
@@ -25,11 +25,11 @@ class Case:
     method: str
     values: dict[str, Any]
 
-    def result(self, **changed: Any) -> Imported:
+    def result(self, **changed: Any) -> ImportResult:
         return convert(PEERS[self.peer], self.method, FlatConfig({**self.values, **changed}))
 
     def row(self, key: str) -> KeyRow | None:
-        return PEERS[self.peer].methods[self.method].row(key)
+        return PEERS[self.peer].methods[self.method].find_row(key)
 
     def converting(self) -> Case:
         """Return the same without the keys that no conversion reads."""
@@ -39,7 +39,7 @@ class Case:
             values={
                 key: self.values[key]
                 for key, row in rows.items()
-                if row and (row.recipe_key or row.part_of)
+                if row and (row.recipe_key or row.covered_by)
             },
         )
 
@@ -85,10 +85,10 @@ def other(value: Any) -> Any:
     return value
 
 
-def told(result: Imported) -> dict[str, Any]:
+def told(result: ImportResult) -> dict[str, Any]:
     """Return what the report says of each key, but for the key's value."""
     return {
-        item.peer_key: (item.status, item.note, item.part_of, dict(item.recipe_keys))
+        item.peer_key: (item.status, item.note, item.covered_by, dict(item.recipe_keys))
         for item in result.items
     }
 
@@ -100,7 +100,7 @@ def test_every_key_has_one_fate(case: Case) -> None:
     accounted = [item.peer_key for item in result.items if not item.is_default] + result.null_keys
     assert sorted(accounted) == sorted(case.values)
     assert "" not in result.flat
-    assert all(item.recipe_keys or item.note or item.part_of for item in result.items)
+    assert all(item.recipe_keys or item.note or item.covered_by for item in result.items)
 
 
 def shown(case: Case) -> set[str]:
@@ -139,6 +139,6 @@ def test_a_key_taken_over_changes_the_recipe(peer: str) -> None:
         row.peer_key
         for method in PEERS[peer].methods.values()
         for row in method.rows
-        if row.recipe_key or row.part_of
+        if row.recipe_key or row.covered_by
     }
     assert converting - seen == set(EXEMPT.get(peer, {}))

@@ -66,7 +66,7 @@ def test_scalars_are_those_of_the_peers_loader(
     """Expected values are those of omegaconf 2.3.1 and PyYAML 6.0.3 (SafeLoader)."""
     path = tmp_path / "a.yaml"
     path.write_text(f"key: {text}\n")
-    read = ConfigReader(dialect).yaml(path)["key"]
+    read = ConfigReader(dialect).read_yaml(path)["key"]
     assert read == value
     assert type(read) is type(value)
 

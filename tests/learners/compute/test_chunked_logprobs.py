@@ -22,7 +22,7 @@ def made(seed=0):
 def test_values_and_gradients_are_those_of_whole_logits(rows):
     hidden, matrix, targets, temperature, weight = made()
     logprobs, entropies = compute_target_logprobs(
-        hidden, matrix, targets, temperature, rows=rows, entropy=True
+        hidden, matrix, targets, temperature, chunk_rows=rows, with_entropy=True
     )
     all_nV = (hidden @ matrix.T / temperature[:, None]).log_softmax(-1)
     whole = all_nV.gather(1, targets[:, None])[:, 0]
@@ -37,7 +37,7 @@ def test_values_and_gradients_are_those_of_whole_logits(rows):
 def test_entropy_costs_nothing_where_nobody_asks_and_has_no_gradient():
     hidden, matrix, targets, temperature, _ = made()
     logprobs, entropies = compute_target_logprobs(
-        hidden, matrix, targets, temperature, rows=4, entropy=False
+        hidden, matrix, targets, temperature, chunk_rows=4, with_entropy=False
     )
     assert logprobs.requires_grad
     assert not entropies.requires_grad
@@ -48,12 +48,16 @@ def test_a_matrix_that_rests_gets_no_gradient():
     hidden, matrix, targets, temperature, weight = made()
     resting = matrix.detach()
     (
-        compute_target_logprobs(hidden, resting, targets, temperature, rows=4, entropy=False)[0]
+        compute_target_logprobs(
+            hidden, resting, targets, temperature, chunk_rows=4, with_entropy=False
+        )[0]
         * weight
     ).sum().backward()
     moving, *_ = made()
     (
-        compute_target_logprobs(moving, matrix, targets, temperature, rows=4, entropy=False)[0]
+        compute_target_logprobs(
+            moving, matrix, targets, temperature, chunk_rows=4, with_entropy=False
+        )[0]
         * weight
     ).sum().backward()
     assert resting.grad is None
@@ -63,6 +67,6 @@ def test_a_matrix_that_rests_gets_no_gradient():
 def test_logits_far_from_zero_stay_finite():
     hidden, matrix = torch.tensor([[1e4], [-1e4]]), torch.tensor([[1.0], [-1.0], [0.0]])
     logprobs, _ = compute_target_logprobs(
-        hidden, matrix, torch.tensor([0, 0]), torch.ones(2), rows=1, entropy=False
+        hidden, matrix, torch.tensor([0, 0]), torch.ones(2), chunk_rows=1, with_entropy=False
     )
     assert logprobs.tolist() == [0.0, -2e4]

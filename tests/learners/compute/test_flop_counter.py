@@ -52,7 +52,7 @@ class Printed(Learner):
 
 
 def spent(update: float = 3.0) -> FlopCounter:
-    return FlopCounter({"policy": DecoderCost(SHAPE).token_cost}, update=update)
+    return FlopCounter({"policy": DecoderCost(SHAPE).token_cost}, passes_per_update=update)
 
 
 def test_rows_by_hand():

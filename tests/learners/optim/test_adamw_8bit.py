@@ -16,7 +16,7 @@ from ratchet.config.schema import OptimizerConfig
 from ratchet.errors import CheckpointError
 from ratchet.learners.optim import adamw_8bit
 from ratchet.learners.optim.adamw import AdamW
-from ratchet.learners.optim.adamw_8bit import BLOCK, AdamW8bit, MomentCodes
+from ratchet.learners.optim.adamw_8bit import BLOCK_SIZE, AdamW8bit, MomentCodes
 from ratchet.learners.optim.config import AdamW8bitConfig
 from ratchet.testing.conformance import check_learner
 
@@ -43,9 +43,9 @@ def give_gradients(named, step):
 
 def test_what_was_restored_is_quantised_to_the_same_bits():
     codes, generator = MomentCodes(), torch.Generator().manual_seed(1)
-    numbers = torch.randn(40 * BLOCK + 17, generator=generator)
-    numbers[:BLOCK] = 0
-    numbers[BLOCK : 2 * BLOCK] = -numbers[BLOCK : 2 * BLOCK].abs()
+    numbers = torch.randn(40 * BLOCK_SIZE + 17, generator=generator)
+    numbers[:BLOCK_SIZE] = 0
+    numbers[BLOCK_SIZE : 2 * BLOCK_SIZE] = -numbers[BLOCK_SIZE : 2 * BLOCK_SIZE].abs()
     for key, given in (("mean", numbers), ("root", numbers.abs())):
         quantised, scales = codes.quantise(given, key)
         assert quantised.dtype == torch.uint8
@@ -85,7 +85,7 @@ def test_runs_of_a_large_matrix_are_taken_one_by_one(monkeypatch):
         give_gradients(parts, step)
         first.step(0.01)
         with monkeypatch.context() as patched:
-            patched.setattr(adamw_8bit, "CHUNK", 2 * BLOCK)
+            patched.setattr(adamw_8bit, "CHUNK_SIZE", 2 * BLOCK_SIZE)
             second.step(0.01)
     assert all(torch.equal(a, b) for (_, a), (_, b) in zip(whole, parts, strict=True))
     assert first.state["matrix"]["step"] == second.state["matrix"]["step"] == 3
@@ -149,7 +149,7 @@ def test_a_state_of_the_other_kind_is_refused(saved, loads):
 
 @pytest.fixture
 def all_quantised(monkeypatch):
-    monkeypatch.setattr(adamw_8bit, "SMALL", 1)
+    monkeypatch.setattr(adamw_8bit, "MIN_QUANTISED_SIZE", 1)
 
 
 def test_conformance(tmp_path, all_quantised):

@@ -115,7 +115,7 @@ def round_trip(rank, directory, written, saved, sizes):
 
 def _logits(policy, stage, parallel_state):
     """Stage by stage; None where the last one is elsewhere."""
-    feed = policy.fitted(policy.feed(sample(), torch.arange(TOKENS), [TOKENS]))
+    feed = policy.pad_inputs(policy.pack_inputs(sample(), torch.arange(TOKENS), [TOKENS]))
     if not stage.pre_process:
         x = torch.empty(
             TOKENS // (policy.sizes.tensor if policy.sizes.sequence else 1), 1, policy.hidden_size
@@ -126,4 +126,4 @@ def _logits(policy, stage, parallel_state):
     if not stage.post_process:
         dist.send(x.contiguous(), parallel_state.get_pipeline_model_parallel_next_rank())
         return None
-    return policy.logits(policy.unpadded(feed, x)).numpy()
+    return policy.logits(policy.unpad_hidden(feed, x)).numpy()

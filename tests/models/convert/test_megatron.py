@@ -28,7 +28,7 @@ DIVISIONS = {
     "PP4": {"pipeline": 4},
     "EP2": {"experts": 2},
     "TP2 x EP2, experts whole": {"tensor": 2, "experts": 2, "expert_tensor": ShardIndex()},
-    "TP2, Transformer Engine": {"tensor": 2, "engine": True},
+    "TP2, Transformer Engine": {"tensor": 2, "has_te_layers": True},
 }
 SPARSE_TOO = ("mixtral", "deepseek_v3", "deepseek_v3-full-queries")
 
@@ -118,7 +118,7 @@ def test_a_tied_head_apart_from_its_embedding_is_a_copy(written):
 
 
 def test_rows_that_pad_the_vocabulary_are_zero_and_belong_to_no_weight(written):
-    dimensions = replace(_dimensions(written("llama")), padded=128)
+    dimensions = replace(_dimensions(written("llama")), padded_vocabulary=128)
     read = WeightFiles.find(written("llama")).block
     rows = 0
     for place in places(tensor=4, pipeline=1):
@@ -134,13 +134,14 @@ def test_rows_that_pad_the_vocabulary_are_zero_and_belong_to_no_weight(written):
 
 def test_transformer_engine_fuses_norms_and_groups_experts(written):
     dimensions = _dimensions(written("qwen3_moe-dense-first"))
-    names = megatron_layout(dimensions, MegatronShard(engine=True))
+    names = megatron_layout(dimensions, MegatronShard(has_te_layers=True))
     assert "decoder.layers.0.mlp.linear_fc1.layer_norm_weight" in names
     assert "decoder.layers.1.pre_mlp_layernorm.weight" in names
     assert "decoder.layers.1.self_attention.linear_qkv.layer_norm_weight" in names
     assert "decoder.layers.1.mlp.experts.linear_fc1.weight3" in names
     latent = megatron_layout(
-        _dimensions(written("deepseek_v3")), MegatronShard(tensor=ShardIndex(1, 2), engine=True)
+        _dimensions(written("deepseek_v3")),
+        MegatronShard(tensor=ShardIndex(1, 2), has_te_layers=True),
     )
     (whole,) = latent["decoder.layers.0.self_attention.linear_kv_down_proj.weight"]
     assert len(whole.rows) == whole.shape[0] == 20

@@ -5,7 +5,12 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from ratchet.models.layers.attention import FREE, WASTE, PackedAttention, _group_lengths
+from ratchet.models.layers.attention import (
+    CALL_COST_PAIRS,
+    MAX_PADDING_FACTOR,
+    PackedAttention,
+    _group_lengths,
+)
 
 HEADS, KV_HEADS, DIM = 4, 2, 8
 
@@ -54,7 +59,10 @@ def test_calls_waste_little_and_keep_order(lengths):
     runs = _group_lengths(lengths)
     assert [length for run in runs for length in run] == lengths
     for run in runs:
-        assert len(run) * max(run) ** 2 <= WASTE * sum(n * n for n in run) + FREE
+        assert (
+            len(run) * max(run) ** 2
+            <= MAX_PADDING_FACTOR * sum(n * n for n in run) + CALL_COST_PAIRS
+        )
 
 
 def test_equal_lengths_are_one_call_without_padding():

@@ -220,7 +220,7 @@ def test_shared_beginnings_replay_as_sequences_alone_do():
     routes[-1] = -1
     with torch.no_grad():
         together = policy(tokens, positions, lengths, Routing(routes))
-        feed = policy.feed(tokens, positions, lengths, Routing(routes))
+        feed = policy.pack_inputs(tokens, positions, lengths, Routing(routes))
         assert len(feed.tokens_U) < len(tokens) - 8
         start = 0
         for n in lengths:

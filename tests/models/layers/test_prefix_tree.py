@@ -14,7 +14,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.models.decoder import Decoder
 from ratchet.models.layers import packed_inputs
 from ratchet.models.layers.packed_inputs import _share_prefixes
-from ratchet.models.layers.prefix_tree import SHORTEST, PrefixTree, count_shared_prefix
+from ratchet.models.layers.prefix_tree import MIN_SHARED_LENGTH, PrefixTree, count_shared_prefix
 from ratchet.models.policy import DecoderPolicy
 
 CONFIG = DecoderConfig(
@@ -83,7 +83,7 @@ def test_what_is_shared_by_hand():
         (9, 11),
     ]
     assert count_shared_prefix([np.array([1, 2]), np.array([1, 2, 3])]) == 2
-    assert SHORTEST == 4
+    assert MIN_SHARED_LENGTH == 4
 
 
 @pytest.mark.parametrize("config", [CONFIG, SPARSE], ids=["dense", "sparse"])

@@ -92,12 +92,12 @@ def test_a_product_and_its_gradient_are_those_of_the_restored_matrix(form, autoc
 def test_new_numbers_count_once_it_is_shut(form):
     quantised, other = QuantizedMatrix(matrix(8, 128), form), matrix(8, 128, seed=1)
     before = quantised.plain()
-    quantised.open()
-    quantised.shown.copy_(other)
+    quantised.begin_write()
+    quantised.contents.copy_(other)
     assert torch.equal(quantised.plain(), before)
-    quantised.shut()
+    quantised.end_write()
     assert torch.equal(quantised.plain(), QuantizedMatrix(other, form).plain())
-    assert quantised.opened is None
+    assert quantised.write_buffer is None
 
 
 def test_a_decoder_with_quantised_maps_has_the_same_names_and_gets_its_weights_back():

@@ -91,7 +91,7 @@ def test_a_token_s_work_is_that_of_the_products(loaded):
         hidden = policy.hidden(torch.arange(7), torch.arange(7), [7])
         policy.logits(hidden)
     layers, heads = config.num_hidden_layers, config.num_attention_heads
-    assert work.attended == layers * heads * (
+    assert work.query_dims == layers * heads * (
         getattr(config, "head_dim", None) or config.hidden_size // heads
     )
     # two experts a token, of three matrices
