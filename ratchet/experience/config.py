@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.errors import ConfigError
 
@@ -32,7 +32,7 @@ class MessageLogConfig(EnvironmentConfig):
     @classmethod
     def _can_be_imported(cls, path: str) -> str:
         try:
-            target = imported(path)
+            target = import_object(path)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         if not callable(target):
@@ -41,7 +41,7 @@ class MessageLogConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check_constructor(self) -> MessageLogConfig:
-        interface = imported(self.interface)
+        interface = import_object(self.interface)
         missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:
             raise ValueError(

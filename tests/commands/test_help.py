@@ -64,7 +64,7 @@ def test_help_suggests_a_near_name():
 
 
 def test_names_of_other_libraries_lead_to_keys():
-    known = {key.written for key in keys(RunConfig)}
+    known = {key.recipe_path for key in keys(RunConfig)}
     paths = {path for paths in PEER_NAMES.values() for path in paths}
     unknown = {path for path in paths if path.removesuffix(".kind") not in known}
     assert unknown == set()
