@@ -267,7 +267,7 @@ def _evaluate_endpoint(url: str, evaluation: Evaluation) -> EvalResults:
         raise ConfigError(NO_TASKS)
     manager = RolloutManager(
         player,
-        setup.copies(),
+        setup.get_environment_factory(),
         setup.eval_reward or setup.reward,
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,

@@ -15,8 +15,7 @@ REQUIRED_METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
-    """An environment that implements `ratchet.experience.nemo_rl.EnvironmentInterface`
-    (docs/rollouts.md)."""
+    """An environment that implements NeMo RL's `EnvironmentInterface` (docs/rollouts.md)."""
 
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
@@ -24,8 +23,8 @@ class MessageLogConfig(EnvironmentConfig):
     interface: str = Field(description="Path of the environment's class: my_pkg.my_mod:MyEnv.")
     arguments: dict[str, Any] = Field({}, description="Arguments of the class, by name.")
     data: str = Field(
-        description='Path of a function of the split, "train" or "test", that gives its samples as '
-        "DatumSpecs."
+        description='Path of a function that takes a split ("train" or "test") and returns its '
+        "samples as DatumSpecs."
     )
 
     @field_validator("interface", "data")

@@ -98,7 +98,9 @@ def make_run(
         stage_source = _wrap_source(
             source, rollout_policy, setup, spec, is_informative, last_step=last_step
         )
-    pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
+    parity_pair = ParityPair.create(
+        roles["policy"], policy.generator, weight_sync, policy.tokenizer
+    )
     environment = setup.environment
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
     probes = _make_probes(policy, setup, spec)
@@ -113,7 +115,7 @@ def make_run(
         ),
         weight_sync=weight_sync,
         metrics=metrics,
-        parity=ParityGate(pair, spec.parity),
+        parity=ParityGate(parity_pair, spec.parity),
         probes=probes,
         first_step=first_step,
         last_step=last_step,
@@ -123,9 +125,9 @@ def make_run(
             *(probes.managers if probes else ()),
         ),
         evaluator=evaluator,
-        environment_numbers=environment.measure if isinstance(environment, HasMetrics) else None,
+        measure_environment=environment.measure if isinstance(environment, HasMetrics) else None,
         evaluate_every=spec.evaluation.every,
-        patience=EarlyStopping.from_config(spec.evaluation),
+        early_stopping=EarlyStopping.from_config(spec.evaluation),
         trainable=_count_trainable(policy.model, spec.adapter),
         **run_fields,
     )
@@ -232,18 +234,20 @@ def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
     )
 
 
-def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> StalenessScheduler:
+def _make_scheduler(
+    settings: RolloutsConfig, groups_per_step: int, last_step: int
+) -> StalenessScheduler:
     adaptive = settings.adaptive
     concurrency = None
     if adaptive is not None:
         concurrency = ConcurrencyController(
-            per_step=per_step,
-            max_groups=get_max_in_flight(per_step, settings.max_staleness),
+            groups_per_step=groups_per_step,
+            max_groups=get_max_in_flight(groups_per_step, settings.max_staleness),
             staleness=adaptive.staleness,
             mismatch=adaptive.mismatch,
         )
     return StalenessScheduler(
-        per_step=per_step,
+        groups_per_step=groups_per_step,
         max_staleness=settings.max_staleness,
         last_step=last_step,
         order=settings.order,

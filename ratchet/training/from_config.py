@@ -160,14 +160,14 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
     )
 
 
-def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
+def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> None:
     """Check all stages now for errors that later stages would otherwise raise only at their start.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
             needs, or a stage can't run for another reason.
     """
-    for index in range(first, len(config.stages)):
+    for index in range(first_stage, len(config.stages)):
         stage = config.stages[index]
         # A prompt has at least one token.
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0

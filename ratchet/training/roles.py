@@ -161,9 +161,9 @@ def _make_local_roles(
 
 
 def _list_adapterless_copies(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the frozen copies of the policy (roles), which the policy without its adapter serves.
+    """Return the roles that are frozen copies of the policy, if the policy has an adapter.
 
-    There are none without an adapter.
+    The policy without its adapter serves as each of them.
     """
     if adapter is None:
         return frozenset()

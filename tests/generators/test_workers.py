@@ -188,7 +188,7 @@ def test_workers_that_play_are_given_up_together(error):
         elsewhere = RemoteRolloutManager(router, ())
         with pytest.raises(type(error)):
             await elsewhere.groups([("a", TASK), ("b", TASK)], Sampling(), attempts=1)
-        assert elsewhere.playing == 0
+        assert elsewhere.n_playing == 0
         for queue in router.queues:
             with pytest.raises(RatchetError):
                 await router.call_worker(queue, "host")
