@@ -158,8 +158,8 @@ class RolloutsConfig(Section):
     redundant_attempts: int = Field(
         default=0,
         ge=0,
-        description="Number of additional attempts that each group begins. The group keeps the "
-        "attempts that end first, and cancels the others.",
+        description="Number of additional attempts that each group begins. The group keeps those "
+        "that end first without failing, and cancels the others.",
     )
     redundant_groups: int = Field(
         default=0,

@@ -232,7 +232,7 @@ class CheckpointConfig(Section):
     keep_every: int = Field(
         default=0,
         ge=0,
-        description="Never delete a checkpoint whose step is a multiple of this; 0: delete any.",
+        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may be.",
     )
     on_error: Literal["stop", "warn"] = Field(
         default="stop",

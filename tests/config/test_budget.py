@@ -54,7 +54,7 @@ def test_values_are_counted_where_anchors_repeat_them():
     ):
         read_text(text, "x", budget=Budget(nodes=500))
     with pytest.raises(ConfigError, match=r"^x:2: a recipe holds at most"):
-        read_text(text, "x", budget=Budget(written=20))
+        read_text(text, "x", budget=Budget(entries=20))
 
 
 @pytest.mark.fault("C13")

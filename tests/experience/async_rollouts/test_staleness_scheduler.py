@@ -19,7 +19,7 @@ def play(scheduler, durations, steps):
     clock, ends, taken = 0, {}, []
     for step in range(steps):
         for _ in range(scheduler.count_startable(step)):
-            issue = scheduler.begin(step, f"g/{scheduler.started}", TASK)
+            issue = scheduler.begin(step, f"g/{scheduler.n_started}", TASK)
             ends[issue] = clock + durations[issue.number % len(durations)]
         while (chosen := scheduler.choose(step)) is None:
             clock += 1
