@@ -232,7 +232,8 @@ class CheckpointConfig(Section):
     keep_every: int = Field(
         default=0,
         ge=0,
-        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may be.",
+        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may "
+        "be deleted.",
     )
     on_error: Literal["stop", "warn"] = Field(
         default="stop",

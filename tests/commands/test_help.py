@@ -51,7 +51,7 @@ def test_every_key_is_described_and_listed():
         ("dapo", "algorithm: {kind: dapo}\n    DAPO: "),
         ("num_generations", "algorithm.group_size"),
         ("pass@k", "evaluation.pass_threshold"),
-        ("", "batch_size    Groups (prompts, rows or pairs) a step."),
+        ("", "batch_size    Number of groups (prompts, rows or pairs) in a step."),
     ],
 )
 def test_help_explains_keys_sections_and_kinds(words, expected):
