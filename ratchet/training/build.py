@@ -98,9 +98,7 @@ def make_run(
         stage_source = _wrap_source(
             source, rollout_policy, setup, spec, is_informative, last_step=last_step
         )
-    parity_pair = ParityPair.create(
-        roles["policy"], policy.generator, weight_sync, policy.tokenizer
-    )
+    pair = ParityPair.create(roles["policy"], policy.generator, weight_sync, policy.tokenizer)
     environment = setup.environment
     evaluator = make_stage_evaluator(policy, setup, algorithm, spec, roles)
     probes = _make_probes(policy, setup, spec)
@@ -115,7 +113,7 @@ def make_run(
         ),
         weight_sync=weight_sync,
         metrics=metrics,
-        parity=ParityGate(parity_pair, spec.parity),
+        parity=ParityGate(pair, spec.parity),
         probes=probes,
         first_step=first_step,
         last_step=last_step,

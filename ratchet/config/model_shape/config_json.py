@@ -8,7 +8,7 @@ from typing import Any
 from ratchet.errors import ModelError
 from ratchet.utils.terminal_text import shorten_text
 
-ORIGINAL_CONTEXT_KEY = "original_max_position_embeddings"  # the context length before RoPE scaling
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context length before RoPE scaling
 NUMBER_BOUND = 1e300  # numbers must stay below it, so that arithmetic does not overflow
 # The smallest and largest value of each field of `DecoderConfig`. The upper bounds are about ten
 # times those of the largest published models: a larger number is a typo or an attack, and would
@@ -49,7 +49,7 @@ HF_NUMBERS = (
         "sliding_window",
         "max_window_layers",
         "bos_token_id",
-        ORIGINAL_CONTEXT_KEY,
+        ORIGINAL_CONTEXT,
     ),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
 )

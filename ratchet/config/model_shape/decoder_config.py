@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.config.model_shape.config_json import (
-    ORIGINAL_CONTEXT_KEY,
+    ORIGINAL_CONTEXT,
     SIZE_RANGES,
     check_types,
     is_number,
@@ -23,8 +23,8 @@ from ratchet.errors import ModelError
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT_KEY),
-    "yarn": ("factor", ORIGINAL_CONTEXT_KEY),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT),
+    "yarn": ("factor", ORIGINAL_CONTEXT),
 }
 SILU = ("silu", "swish")
 # The number of experts: Qwen's older key, and the key of all families since transformers 5.
@@ -69,7 +69,7 @@ class ModelFamily:
     rope_theta: float = 10000.0
     bos_id: int | None = None
     eos_id: int | None = None
-    moe_format: MoEFormat | None = None
+    moe: MoEFormat | None = None
 
 
 MIXTRAL = MoEFormat(
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         qk_norm=True,
         qkv_bias=None,
         kv_heads=4,
-        moe_format=MoEFormat(128, 8, "moe_intermediate_size"),
+        moe=MoEFormat(128, 8, "moe_intermediate_size"),
     ),
     "mixtral": ModelFamily(
         "MixtralForCausalLM",
@@ -119,7 +119,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         rope_theta=1e6,
         bos_id=1,
         eos_id=2,
-        moe_format=MIXTRAL,
+        moe=MIXTRAL,
     ),
 }
 
@@ -225,11 +225,11 @@ class DecoderConfig:
                 raise ModelError(f"{name}={shorten_repr(value)} must be a list of whole numbers")
 
     def _check_experts(self) -> None:
-        moe_families = [name for name, family in FAMILIES.items() if family.moe_format]
-        if bool(self.n_experts) != (self.family in moe_families):
+        sparse = [name for name, family in FAMILIES.items() if family.moe]
+        if bool(self.n_experts) != (self.family in sparse):
             raise ModelError(
-                f"n_experts={self.n_experts} with family '{self.family}': "
-                f"{', '.join(moe_families)} have experts, other families do not"
+                f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have "
+                "experts, other families do not"
             )
         if self.n_experts and not 0 < self.experts_per_token <= self.n_experts:
             raise ModelError(
@@ -330,13 +330,13 @@ class DecoderConfig:
         }
 
     def _experts_hf(self) -> dict[str, Any]:
-        moe_format = FAMILIES[self.family].moe_format
-        if moe_format is None:
+        moe = FAMILIES[self.family].moe
+        if moe is None:
             return {}
         return {
             **dict.fromkeys(EXPERT_KEYS, self.n_experts),
             "num_experts_per_tok": self.experts_per_token,
-            moe_format.size_key: self.expert_intermediate_size,
+            moe.size_key: self.expert_intermediate_size,
             "norm_topk_prob": self.renormalise,
             "mlp_only_layers": list(self.dense_layers),
             "decoder_sparse_step": 1,
@@ -355,10 +355,10 @@ class DecoderConfig:
             "out_bias": out_bias,
             "mlp_bias": mlp_bias,
         }
-        moe_format = family.moe_format
-        if moe_format and moe_format.renormalise is not None:
-            representable["renormalise"] = moe_format.renormalise
-        if moe_format and not moe_format.reads_dense_layers:
+        moe = family.moe
+        if moe and moe.renormalise is not None:
+            representable["renormalise"] = moe.renormalise
+        if moe and not moe.reads_dense_layers:
             representable |= {
                 "dense_layers": (),
                 "expert_intermediate_size": self.intermediate_size,
@@ -380,11 +380,9 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     if model_type not in FAMILIES:
         return f"model_type '{model_type:.80}' is not one of {', '.join(FAMILIES)}"
     check_types(hf)
-    moe_format = FAMILIES[model_type].moe_format
+    moe = FAMILIES[model_type].moe
     if missing := [
-        key
-        for key in (*REQUIRED, *([moe_format.size_key] if moe_format else []))
-        if hf.get(key) is None
+        key for key in (*REQUIRED, *([moe.size_key] if moe else [])) if hf.get(key) is None
     ]:
         return f"its config.json says nothing about {', '.join(missing)}"
     if hf.get("hidden_act", "silu") not in SILU:
@@ -393,7 +391,7 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return "its weights are quantized (quantization_config)"
     if sliding := _sliding_reason(hf, FAMILIES[model_type]):
         return sliding
-    if moe_format and (experts := _experts_reason(hf, moe_format)):
+    if moe and (experts := _experts_reason(hf, moe)):
         return experts
     return _rope_reason(hf)
 
@@ -411,39 +409,39 @@ def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
         and hf.get("sliding_window", 4096) is not None
         and not hf.get("layer_types")
     ):
-        first_windowed = 0 if family.moe_format else hf.get("max_window_layers", 28)
+        first_windowed = 0 if family.moe else hf.get("max_window_layers", 28)
         if first_windowed < hf["num_hidden_layers"]:
             return f"use_sliding_window limits the attention of layers {first_windowed} and up"
     return None
 
 
-def _experts_reason(hf: Mapping[str, Any], moe_format: MoEFormat) -> str | None:
+def _experts_reason(hf: Mapping[str, Any], moe: MoEFormat) -> str | None:
     counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    n_experts = counts.pop() if counts else moe_format.n_experts
-    per_token = hf.get("num_experts_per_tok", moe_format.experts_per_token)
+    n_experts = counts.pop() if counts else moe.n_experts
+    per_token = hf.get("num_experts_per_tok", moe.experts_per_token)
     if not 0 < per_token <= n_experts:
         return f"num_experts_per_tok={per_token} of {n_experts} experts can't be chosen"
-    if moe_format.reads_dense_layers and hf.get("decoder_sparse_step", 1) < 1:
+    if moe.reads_dense_layers and hf.get("decoder_sparse_step", 1) < 1:
         return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
     return None
 
 
 def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    moe_format = family.moe_format
-    if moe_format is None:
+    moe = family.moe
+    if moe is None:
         return {}
-    dense = set(hf.get("mlp_only_layers") or ()) if moe_format.reads_dense_layers else set()
-    step = int(hf.get("decoder_sparse_step", 1)) if moe_format.reads_dense_layers else 1
+    dense = set(hf.get("mlp_only_layers") or ()) if moe.reads_dense_layers else set()
+    step = int(hf.get("decoder_sparse_step", 1)) if moe.reads_dense_layers else 1
     counts = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
     return {
-        "n_experts": int(next(counts, moe_format.n_experts)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", moe_format.experts_per_token)),
-        "expert_intermediate_size": int(hf[moe_format.size_key]),
+        "n_experts": int(next(counts, moe.n_experts)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", moe.experts_per_token)),
+        "expert_intermediate_size": int(hf[moe.size_key]),
         "renormalise": bool(hf.get("norm_topk_prob", False))
-        if moe_format.renormalise is None
-        else moe_format.renormalise,
+        if moe.renormalise is None
+        else moe.renormalise,
         "dense_layers": tuple(
             n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step
         ),
@@ -458,7 +456,7 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
     if kind not in ROPE_KEYS:
         return f"rope_type '{kind}' is not one of {', '.join(ROPE_KEYS)}"
     if missing := [
-        key for key in ROPE_KEYS[kind] if key != ORIGINAL_CONTEXT_KEY and rope.get(key) is None
+        key for key in ROPE_KEYS[kind] if key != ORIGINAL_CONTEXT and rope.get(key) is None
     ]:
         return f"rope_type '{kind}' comes without {', '.join(missing)}"
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1, 1.0):
@@ -476,10 +474,10 @@ def _read_rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
         "rope_type", read_rope_section(hf).get("type", "default")
     )
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
-    if ORIGINAL_CONTEXT_KEY in ROPE_KEYS[rope["rope_type"]]:
-        rope[ORIGINAL_CONTEXT_KEY] = int(
-            hf.get(ORIGINAL_CONTEXT_KEY)
-            or rope.get(ORIGINAL_CONTEXT_KEY)
+    if ORIGINAL_CONTEXT in ROPE_KEYS[rope["rope_type"]]:
+        rope[ORIGINAL_CONTEXT] = int(
+            hf.get(ORIGINAL_CONTEXT)
+            or rope.get(ORIGINAL_CONTEXT)
             or hf.get("max_position_embeddings", family.max_positions)
         )
     return rope

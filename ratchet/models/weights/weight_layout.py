@@ -147,7 +147,7 @@ def _decoder_pieces(
     # name = parent.module.kind, such as layers.0.self_attn.qkv_proj.weight
     path, _, kind = name.rpartition(".")
     parent, _, module = path.rpartition(".")
-    moe_format = FAMILIES[config.family].moe_format
+    moe_format = FAMILIES[config.family].moe
     if moe_format and parent.endswith(".mlp") and module in ("gate", EXPERTS):
         parent = parent.removesuffix("mlp") + moe_format.block
     prefix = f"model.{parent}." if parent else "model."
