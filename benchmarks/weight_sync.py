@@ -95,9 +95,9 @@ class Rank(Watched):
             yield Shard(name, shape, (self.rank * len(own), *(0,) * (own.dim() - 1)), own)
 
     def send(self, sender: str, options: dict[str, Any]) -> Any:
-        from ratchet.config.resolve import imported
+        from ratchet.config.resolve import import_object
 
-        return imported(sender)(self.weights(), self.rank, 2, **options)
+        return import_object(sender)(self.weights(), self.rank, 2, **options)
 
     def step(self, share: float) -> None:
         """Changes so large a share of the numbers."""

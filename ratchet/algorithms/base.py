@@ -117,9 +117,9 @@ class Role:
 
 @dataclass
 class AlgoState:
-    """The state of an algorithm between steps: adaptive coefficients, running statistics.
+    """The state of an algorithm between steps. Checkpoints include it.
 
-    Checkpoints include it.
+    numbers: adaptive coefficients and running statistics, by name.
     """
 
     step: int = 0

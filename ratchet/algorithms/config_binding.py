@@ -7,7 +7,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 
 
 def bind(section: Any) -> Callable[..., Any]:
@@ -15,7 +15,7 @@ def bind(section: Any) -> Callable[..., Any]:
 
     Keys that the function has no parameter for are left out.
     """
-    function = imported(section.function)
+    function = import_object(section.function)
     names = (
         name
         for name in inspect.signature(function).parameters

@@ -41,9 +41,9 @@ from ratchet.config.resolve import build
 
 def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
     """Return the policy-gradient algorithm that a recipe's `algorithm` section describes."""
-    losses = {"policy": _policy_terms(config)}
+    losses = {"policy": _build_policy_terms(config)}
     roles: dict[str, Role] = {}
-    passes = list(_policy_passes(config))
+    passes = list(_list_policy_passes(config))
     warmup: dict[str, int] = {}
     if config.kl.coef > 0:
         roles["reference"] = Role()
@@ -75,9 +75,9 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
         passes=tuple(passes),
         roles=roles,
         warmup=warmup,
-        advantage=partial(pipeline, transforms=_transforms(config)),
+        advantage=partial(pipeline, transforms=_list_transforms(config)),
         fills=frozenset({"old_logprobs"}) if uses_sampler_logprobs else frozenset(),
-        adapt=_adaptation(config.kl),
+        adapt=_build_adaptation(config.kl),
         minibatches=config.minibatches,
         minibatches_of=config.minibatches_of,
         epochs=config.epochs,
@@ -86,7 +86,7 @@ def build_policy_gradient(config: PolicyGradientConfig) -> Algorithm:
         reads_reward=config.reads_reward,
         reads_parts="parts" in config.reads,
         replays=config.router is not None and config.router.replay,
-        exempt=_exemptions(config),
+        exempt=_list_exemptions(config),
     )
 
 
@@ -94,7 +94,9 @@ def build_mixture(section: AdvantageMixture) -> Transform:
     """Return the estimator that mixes a section's parts by their weights."""
     return partial(
         mixture,
-        parts=tuple((build(part), float(getattr(part, "weight", 1.0))) for part in section.parts),
+        weighted_estimators=tuple(
+            (build(part), float(getattr(part, "weight", 1.0))) for part in section.parts
+        ),
     )
 
 
@@ -103,7 +105,7 @@ def sampler_as_old(batch: Batch, state: AlgoState) -> Batch:
     return batch.fill_tokens(old_logprobs=batch.rollout_logprobs_T)
 
 
-def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
+def _list_policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
     """Return the scoring pass of the policy for old log-probabilities, if one is needed.
 
     No pass is needed if a batch gets a single optimizer step and only the loss reads these
@@ -120,7 +122,7 @@ def _policy_passes(config: PolicyGradientConfig) -> tuple[Pass, ...]:
     return (Pass("policy", "logprobs", "old_logprobs"),)
 
 
-def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
+def _build_policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
     """Return the loss terms of the policy."""
     weighting: Weighting = (
         WEIGHTINGS[config.weighting]
@@ -168,7 +170,7 @@ def _policy_terms(config: PolicyGradientConfig) -> tuple[AlgorithmTerm, ...]:
                 "positive_nll", likelihood_loss, positive_weighting, coef=config.positive_nll_coef
             )
         )
-    if config.router is not None and config.router.watches:
+    if config.router is not None and config.router.reads_router_outputs:
         terms += router_terms(balance_coef=config.router.balance_coef, z_coef=config.router.z_coef)
     return tuple(terms)
 
@@ -183,7 +185,7 @@ def _zero_where_masked(fn: TermFunction, correction: CorrectionConfig | None) ->
     return partial(apply_correction_mask, fn=fn) if keeps_masked_tokens else fn
 
 
-def _transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
+def _list_transforms(config: PolicyGradientConfig) -> tuple[Transform, ...]:
     """Return the transforms of a batch, in the order in which they are applied.
 
     The order is: reward shaping, KL penalty, advantage estimator, filters, rollout correction,
@@ -224,7 +226,7 @@ def _adds_signal(shaping: tuple[Section, ...]) -> bool:
     return any("equal_rewards" in getattr(part, "exempt", {}) for part in shaping)
 
 
-def _adaptation(kl: KLConfig) -> Any:
+def _build_adaptation(kl: KLConfig) -> Any:
     """Return the function that adapts the KL coefficient after each step, if it is adaptive."""
     if kl.coef == 0 or kl.target is None:
         return no_adaptation
@@ -251,7 +253,7 @@ def adapt_coef(
         )
 
 
-def _exemptions(config: PolicyGradientConfig) -> dict[str, str]:
+def _list_exemptions(config: PolicyGradientConfig) -> dict[str, str]:
     """Return the properties that the algorithm does not have because of its parts and options.
 
     Each comes with its reason, see `ratchet.algorithms.properties`.

@@ -102,7 +102,7 @@ def _note_correction(
         return batch
     gap_N = gap_T[mask_T]
     weight_N = weight_T[mask_T]
-    numbers = {
+    metrics = {
         "gap_mean": gap_N.abs().mean(),
         "kl": k3(-gap_N).mean(),  # estimates KL(sampler || learner)
         "weight_mean": weight_N.mean(),
@@ -110,7 +110,7 @@ def _note_correction(
         "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),
         "masked_share": 1 - kept_T[mask_T].double().mean(),
     }
-    return batch.note(**{f"correction/{name}": float(value) for name, value in numbers.items()})
+    return batch.note(**{f"correction/{name}": float(value) for name, value in metrics.items()})
 
 
 def apply_correction(

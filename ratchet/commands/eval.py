@@ -278,7 +278,7 @@ def _evaluate_endpoint(url: str, evaluation: EvaluationSettings) -> EvalResults:
         raise ConfigError(NO_TASKS)
     manager = RolloutManager(
         player,
-        setup.copies(),
+        setup.get_environment_factory(),
         setup.eval_reward or setup.reward,
         judge_timeout_s=rollouts.attempt_timeout_s,
         retries=rollouts.retries,

@@ -20,7 +20,7 @@ from typing import Any
 import ratchet
 from ratchet.commands.new import RecipeRequest
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import build, imported, resolve
+from ratchet.config.resolve import build, import_object, resolve
 from ratchet.config.yaml_tree import Budget, read_file, write_flow
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -122,7 +122,7 @@ def _find_algorithm(request: RecipeRequest) -> tuple[dict[str, Any], dict[str, A
         algorithm, lora = {"kind": name}, None
     else:
         algorithm, lora = _read_shipped_recipe(name)
-    section_class = imported(KINDS["algorithm"][algorithm["kind"]])
+    section_class = import_object(KINDS["algorithm"][algorithm["kind"]])
     needs_teacher = "teacher" in algorithm or (
         "teacher" in section_class.model_fields
         and (section_class.model_fields["teacher"].is_required() or "distill" in name)
@@ -180,7 +180,7 @@ def _name_reward(reward: str) -> str:
             )
         module = ".".join(resolved_path.relative_to(working_dir).with_suffix("").parts)
     kind = f"{module}:{function}"
-    target = imported(kind)
+    target = import_object(kind)
     if inspect.isfunction(target) and len(inspect.signature(target).parameters) < 2:
         raise ConfigError(
             f"--reward {reward} takes {inspect.signature(target)}, and a reward takes (trajectory, "

@@ -111,7 +111,7 @@ async def _serve(
         lambda request_key: (
             model if not key or hmac.compare_digest(request_key.encode(), key.encode()) else None
         ),
-        names=hosts,
+        hosts=hosts,
     )
     server, received_signals = Server(app, listener, access_log=True), list[int]()
 

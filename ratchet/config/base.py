@@ -48,7 +48,9 @@ class Section(BaseModel):
         if info.field_name is not None:
             field = cls.model_fields[info.field_name]
             _refuse_non_numbers(field.annotation, value)
-            has_upper_bound = any(hasattr(x, "le") or hasattr(x, "lt") for x in field.metadata)
+            has_upper_bound = any(
+                hasattr(bound, "le") or hasattr(bound, "lt") for bound in field.metadata
+            )
             if not has_upper_bound:
                 _refuse_huge(field.annotation, value)
         return value

@@ -31,8 +31,8 @@ def describe(
     """Return a description of the run and the batch arithmetic of each stage.
 
     Args:
-        config: The recipe. Of a stage whose passes are not yet steps, nothing that depends on
-            their number is said.
+        config: The recipe. If the passes of a stage are not yet converted to steps, what depends on
+            the number of steps is left out.
         lengths: The length of stages in words, by index (`Lengths.notes`).
         threads: What `threads: auto` means on this machine, which this module does not measure.
     """
@@ -41,30 +41,32 @@ def describe(
     context = known_context(model)
     head = [
         ROW.format("run", f"{config.name}, seed {config.seed}, device {config.device}"),
-        ROW.format("model", source + (f", context {_count(context, 'token')}" if context else "")),
+        ROW.format(
+            "model", source + (f", context {_format_count(context, 'token')}" if context else "")
+        ),
         ROW.format("tokenizer", _kind(config.tokenizer)),
     ]
     if threads and config.threads == "auto":
         head.append(ROW.format("threads", threads))
-    if ranks := _ranks(config):
+    if ranks := _describe_ranks(config):
         head.append(ROW.format("learner", ranks))
-    if workers := _workers(config):
+    if workers := _describe_workers(config):
         head.append(ROW.format("generator", workers))
-    is_known = all(stage.steps is not None for stage in config.stages)
-    total = sum(stage.n_steps for stage in config.stages) if is_known else 0
+    has_known_steps = all(stage.steps is not None for stage in config.stages)
+    total = sum(stage.n_steps for stage in config.stages) if has_known_steps else 0
     blocks = ["\n".join(head)]
     first_step = 0
     for index, stage in enumerate(config.stages):
-        place = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
-        if is_known:
-            place += f" (steps {first_step + 1} to {first_step + stage.n_steps} of {total})"
+        heading = f"stage {index + 1} of {len(config.stages)}: {stage.name}"
+        if has_known_steps:
+            heading += f" (steps {first_step + 1} to {first_step + stage.n_steps} of {total})"
         length = (lengths or {}).get(index, "")
-        blocks.append("\n".join([place, *_describe_stage(stage, first_step, length)]))
+        blocks.append("\n".join([heading, *_describe_stage(stage, first_step, length)]))
         first_step += stage.steps or 0
     return "\n\n".join(blocks)
 
 
-def _ranks(config: RunConfig) -> str:
+def _describe_ranks(config: RunConfig) -> str:
     """Return a line on the ranks of a distributed learner, which are the same in all stages."""
     learner = config.stages[0].learner
     if not hasattr(learner, "provider"):
@@ -72,12 +74,12 @@ def _ranks(config: RunConfig) -> str:
     sizes = {key: getattr(learner, key, 1) for key in LEARNER_PARALLELISM}
     shares = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     return (
-        f"{_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster "
+        f"{_format_count(prod(sizes.values()), 'rank')}{f' ({shares})' if shares else ''}, cluster "
         f"{_kind(config.cluster)}"
     )
 
 
-def _workers(config: RunConfig) -> str:
+def _describe_workers(config: RunConfig) -> str:
     """Return a line on the rollout workers, which are the same in all stages."""
     generator: Any = config.stages[0].generator
     if _kind(generator) != "workers":
@@ -85,19 +87,19 @@ def _workers(config: RunConfig) -> str:
     sizes = {key: getattr(generator.worker, key, 1) for key in VLLM_PARALLELISM}
     parallelism = " x ".join(f"{key} {size}" for key, size in sizes.items() if size > 1)
     restarts = (
-        f"at most {_count(generator.max_restarts, 'restart')}"
+        f"at most {_format_count(generator.max_restarts, 'restart')}"
         if generator.recovery == "restart"
         else "no restarts"
     )
     worker = f"{_kind(generator.worker)}{f' ({parallelism})' if parallelism else ''}"
     worker += ", which play whole groups" if generator.worker_runs == "groups" else ""
     return (
-        f"{_count(generator.workers, 'worker')} of {worker}, {restarts}, "
+        f"{_format_count(generator.workers, 'worker')} of {worker}, {restarts}, "
         f"cluster {_kind(config.cluster)}"
     )
 
 
-def _rows_per_rank(stage: StageConfig) -> str:
+def _describe_rows_per_rank(stage: StageConfig) -> str:
     """Return a line on the rows of an optimizer step, as divided among data-parallel ranks."""
     learner: Any = stage.learner
     if not hasattr(learner, "provider"):
@@ -105,45 +107,44 @@ def _rows_per_rank(stage: StageConfig) -> str:
     rows = -(-stage.batch_size // stage.minibatches) * stage.attempts
     ranks = prod(getattr(learner, key) for key in learner.data_parallel_keys)
     idle_ranks = (
-        f": {_count(ranks - rows, 'data rank')} without one, computing fillers"
+        f": {_format_count(ranks - rows, 'data rank')} without one, computing fillers"
         if rows < ranks
         else " each"
     )
     return (
-        f"{_count(rows, 'row')} for {_count(ranks, 'data rank')}, "
+        f"{_format_count(rows, 'row')} for {_format_count(ranks, 'data rank')}, "
         f"about {-(-rows // ranks)}{idle_ranks}"
     )
 
 
 def _describe_stage(stage: StageConfig, first_step: int, length: str) -> list[str]:
-    rows = [
+    lines = [
         ("length", length or ("" if stage.passes is None else f"{stage.passes:g} passes")),
         ("algorithm", f"{_kind(stage.algorithm)} on {_kind(stage.environment)}"),
-        ("teacher", _teacher(stage)),
+        ("teacher", _describe_teachers(stage)),
         ("agent", _kind(stage.agent)),
         (
             "rewards",
             ", ".join(_kind(reward) for reward in stage.rewards) or "the environment's own",
         ),
-        ("batch", _batch(stage)),
-        ("replay", _replay(stage)),
-        ("updates", _updates(stage)),
-        ("ranks", _rows_per_rank(stage)),
-        ("data", _data(stage)),
-        ("evaluation", _evaluation(stage, first_step)),
-        ("checkpoints", _checkpoints(stage, first_step)),
+        ("batch", _describe_batch(stage)),
+        ("replay", _describe_replay(stage)),
+        ("updates", _describe_updates(stage)),
+        ("ranks", _describe_rows_per_rank(stage)),
+        ("data", _describe_data(stage)),
+        ("evaluation", _describe_evaluation(stage, first_step)),
+        ("checkpoints", _describe_checkpoints(stage, first_step)),
         *(("warning", caution) for caution in cautions(stage)),
     ]
-    hidden = {name for name, text in rows if not text}
+    hidden = {name for name, text in lines if not text}
     if stage.source not in ("rollouts", None) or (
         not stage.rewards and not getattr(stage.algorithm, "reads_reward", True)
     ):
         hidden.add("rewards")
-    rows = [row for row in rows if row[0] not in hidden]
-    return ["  " + ROW.format(name, text) for name, text in rows]
+    return ["  " + ROW.format(name, text) for name, text in lines if name not in hidden]
 
 
-def _teacher(stage: StageConfig) -> str:
+def _describe_teachers(stage: StageConfig) -> str:
     """Return a line on the teachers.
 
     A missing directory is not an error yet, because another run may create it first.
@@ -156,7 +157,7 @@ def _teacher(stage: StageConfig) -> str:
     )
 
 
-def _batch(stage: StageConfig) -> str:
+def _describe_batch(stage: StageConfig) -> str:
     nouns = {
         "rows": "row",
         "pairs": "pair",
@@ -164,26 +165,28 @@ def _batch(stage: StageConfig) -> str:
         "steps": "stepwise answer",
     }
     if stage.source in nouns:
-        return f"{_count(stage.batch_size, nouns[stage.source])} a step"
+        return f"{_format_count(stage.batch_size, nouns[stage.source])} a step"
     trajectories = stage.batch_size * stage.attempts
     new_tokens = trajectories * stage.sampling.max_new_tokens
-    factors = f"{_count(stage.batch_size, 'prompt')} x {_count(stage.attempts, 'attempt')}"
+    factors = (
+        f"{_format_count(stage.batch_size, 'prompt')} x {_format_count(stage.attempts, 'attempt')}"
+    )
     return (
-        f"{factors} = {_count(trajectories, 'trajectory')} a step, "
-        f"at most {_count(new_tokens, 'new token')} ({stage.sampling.max_new_tokens} each)"
+        f"{factors} = {_format_count(trajectories, 'trajectory')} a step, "
+        f"at most {_format_count(new_tokens, 'new token')} ({stage.sampling.max_new_tokens} each)"
     )
 
 
-def _replay(stage: StageConfig) -> str:
+def _describe_replay(stage: StageConfig) -> str:
     replay = stage.rollouts.replay
     return (
         ""
         if replay is None
-        else f"up to {_count(replay.groups, 'group')} more a step, of earlier ones"
+        else f"up to {_format_count(replay.groups, 'group')} more a step, of earlier ones"
     )
 
 
-def _updates(stage: StageConfig) -> str:
+def _describe_updates(stage: StageConfig) -> str:
     per_batch = stage.minibatches * stage.epochs
     splits_groups = getattr(stage.algorithm, "minibatches_of", "groups") == "groups"
     count, noun = (
@@ -192,31 +195,31 @@ def _updates(stage: StageConfig) -> str:
         else (stage.batch_size * stage.attempts, "attempt")
     )
     low, extra = divmod(count, stage.minibatches)
-    size = f"{low} to {low + 1} {noun}s" if extra else _count(low, noun)
-    each = (
-        f"{_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
-        f"{_count(stage.epochs, 'epoch')})"
+    size = f"{low} to {low + 1} {noun}s" if extra else _format_count(low, noun)
+    summary = (
+        f"{_format_count(per_batch, 'optimizer step')} a batch ({stage.minibatches} x {size}, "
+        f"{_format_count(stage.epochs, 'epoch')})"
     )
     if stage.steps is None:
-        return each
+        return summary
     total, optimizer = stage.optimizer_steps, stage.optimizer
     warmup = count_warmup_steps(optimizer.warmup_steps, optimizer.warmup_share, total)
-    return f"{each}, {_count(total, 'optimizer step')} in all, {warmup} of them warm-up"
+    return f"{summary}, {_format_count(total, 'optimizer step')} in all, {warmup} of them warm-up"
 
 
-def _data(stage: StageConfig) -> str:
+def _describe_data(stage: StageConfig) -> str:
     if stage.steps is None:
         return ""
     n_tasks = stage.n_steps * stage.batch_size
     if stage.examples is None:
-        return f"{_count(n_tasks, 'task')} drawn"
+        return f"{_format_count(n_tasks, 'task')} drawn"
     return (
-        f"{_count(n_tasks, 'task')} drawn from {stage.examples:,}: {n_tasks / stage.examples:.3g} "
-        "times each"
+        f"{_format_count(n_tasks, 'task')} drawn from {stage.examples:,}: "
+        f"{n_tasks / stage.examples:.3g} times each"
     )
 
 
-def _evaluation(stage: StageConfig, first_step: int) -> str:
+def _describe_evaluation(stage: StageConfig, first_step: int) -> str:
     settings = stage.evaluation
     if not settings.tasks:
         return "none"
@@ -226,28 +229,30 @@ def _evaluation(stage: StageConfig, first_step: int) -> str:
         *([f"{settings.samples} sampled"] if settings.samples else []),
     ]
     size = (
-        f"{_count(attempts, 'attempt')} each ({_count(settings.tasks, 'task')}, "
+        f"{_format_count(attempts, 'attempt')} each ({_format_count(settings.tasks, 'task')}, "
         f"{' and '.join(kinds)})"
     )
     environment = settings.environment or stage.environment
     is_judged = bool(stage.eval_rewards) or getattr(environment, "judges", True)
     if not is_judged:
-        size = f"the loss of {_count(settings.tasks, 'task')} at most"
+        size = f"the loss of {_format_count(settings.tasks, 'task')} at most"
         if stage.source == "pairs":
-            size = f"{_count(settings.tasks, 'pair')} at most, compared"
+            size = f"{_format_count(settings.tasks, 'pair')} at most, compared"
     elif stage.source == "rows":
         size += ", and the loss of the tasks"
     if stage.steps is None:
-        interval = f", every {_count(settings.every, 'step')}" if settings.every else ""
+        interval = f", every {_format_count(settings.every, 'step')}" if settings.every else ""
         return f"before and after{interval}, {size}"
-    between = _count_multiples(stage, first_step, settings.every)
+    n_between = _count_multiples(stage, first_step, settings.every)
     times = (
-        f"before, after and {_count(between, 'time')} between" if between else "before and after"
+        f"before, after and {_format_count(n_between, 'time')} between"
+        if n_between
+        else "before and after"
     )
     return f"{times}, {size}"
 
 
-def _checkpoints(stage: StageConfig, first_step: int) -> str:
+def _describe_checkpoints(stage: StageConfig, first_step: int) -> str:
     if stage.steps is None:
         return f"the newest {stage.checkpoint.keep} kept"
     return (
@@ -261,7 +266,7 @@ def _count_multiples(stage: StageConfig, first_step: int, every: int) -> int:
     return (first_step + stage.n_steps - 1) // every - first_step // every if every else 0
 
 
-def _count(number: int, noun: str) -> str:
+def _format_count(number: int, noun: str) -> str:
     plural = noun if number == 1 else f"{noun[:-1]}ies" if noun.endswith("y") else f"{noun}s"
     return f"{number:,} {plural}"
 

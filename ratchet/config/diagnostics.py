@@ -73,11 +73,13 @@ def explain(error: ValidationError, tree: Node, model: type[Any]) -> Iterator[Re
     A value that fits no branch of a union is one problem. Only the first MAX_SHOWN problems get
     full messages, since a search for the nearest known name takes milliseconds.
     """
-    by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
+    details_by_place: dict[tuple[Any, ...], list[Mapping[str, Any]]] = {}
     for detail in error.errors(include_url=False):
         if detail["type"] != "default_factory_not_called":
-            by_place.setdefault(_locate_error(tree, detail), []).append(detail)
-    places = [(*_origin_at(tree, place), place, details) for place, details in by_place.items()]
+            details_by_place.setdefault(_locate_error(tree, detail), []).append(detail)
+    places = [
+        (*_origin_at(tree, place), place, details) for place, details in details_by_place.items()
+    ]
     places.sort(key=lambda item: _place_in_files(item[0]))
     for index, (origin, missing, place, details) in enumerate(places):
         yield RecipeProblem(
@@ -109,7 +111,7 @@ def _write_message(
     expected = " or ".join([first, *(text.removeprefix("must be ") for text in alternatives)])
     value = locate(tree, place)[0].value
     if details[0]["type"] == "extra_forbidden":
-        return unknown_key(str(place[-1]), place[:-1], tree, model)
+        return _unknown_key_message(str(place[-1]), place[:-1], tree, model)
     if details[0]["type"] == "missing":
         return _missing_message(place, tree, model)
     if missing or details[0]["type"] in SELF_CONTAINED or isinstance(value, dict | list):
@@ -126,12 +128,20 @@ def _locate_error(tree: Node, detail: Mapping[str, Any]) -> tuple[Any, ...]:
     return location if not missing or node.is_section else location[: len(location) - len(missing)]
 
 
-SECRET = ("api_key", "access_key", "secret", "password", "api_token", "access_token", "auth_token")
+SECRET_SUFFIXES = (
+    "api_key",
+    "access_key",
+    "secret",
+    "password",
+    "api_token",
+    "access_token",
+    "auth_token",
+)
 REDACTED = "<redacted>"
 
 
 def is_secret(key: str) -> bool:
-    return key.endswith(SECRET)
+    return key.endswith(SECRET_SUFFIXES)
 
 
 def _format_value(path: str, value: Any) -> str:
@@ -219,12 +229,12 @@ RENAMED_KEYS: Mapping[str, str] = {
 }
 
 
-def unknown_key(key: str, place: Location, tree: Node, model: type[Any]) -> str:
+def _unknown_key_message(key: str, place: Location, tree: Node, model: type[Any]) -> str:
     """Return the message about an unknown key.
 
-    The hint is the first of these that there is: the key's new name, its name here if it is another
-    library's, the kinds that have it, the sections that have it, the nearest known key, the list of
-    all keys known here.
+    The message has one hint, the first of these that applies: the new name of a renamed key; the
+    recipe's name of another library's key; the kinds that have the key; the sections that have it;
+    the nearest known key; the list of all keys known at this place.
     """
     siblings = list_children(model, place, tree)
     if RENAMED_KEYS.get(key) in siblings:
@@ -244,7 +254,7 @@ def _write_path(place: Location, key: str) -> str:
 
 
 def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) -> str:
-    """Return what a recipe calls another library's key, if a stage's kinds have such a key."""
+    """Return the recipe's name of another library's key, if the kinds of a stage have it."""
     stages: Any = tree.value.get(STAGES) if isinstance(tree.value, dict) else None
     count = len(stages.value) if stages is not None and isinstance(stages.value, list) else 0
     # A key at the top may be meant for any stage.
@@ -260,15 +270,15 @@ def _hint_at_peer_name(key: str, place: Location, tree: Node, model: type[Any]) 
 def _has_key(path: str, root: Location, tree: Node, model: type[Any]) -> bool:
     *sections, name = path.split(".")
     owner = model_at(model, [*root, *sections], tree)
-    # `model_at` gives `Section`, which has no keys, where the recipe chooses no kind: the default
+    # If the recipe chooses no kind, `model_at` returns `Section`, which has no keys. The default
     # kind may have the key.
     return owner is not None and (not owner.model_fields or name in [*owner.model_fields, "kind"])
 
 
 def _hint_at_other_kinds(key: str, place: Location, model: type[Any]) -> str:
     """Return the kinds of the section that have the key; "" if none has it."""
-    same = [known for known in keys(model) if known.written == _write_path(place, key)]
-    kinds = sorted({known.kinds.rpartition(", ")[2] for known in same} - {""})
+    matching_keys = [known for known in keys(model) if known.recipe_path == _write_path(place, key)]
+    kinds = sorted({known.kinds.rpartition(", ")[2] for known in matching_keys} - {""})
     return f"only these kinds have it: {', '.join(kinds)}" if kinds else ""
 
 
@@ -288,11 +298,11 @@ def _hint_at_spelling(key: str, siblings: Sequence[str], model: type[Any]) -> st
 
 def _list_keys(candidates: Sequence[Key]) -> str:
     """Return the least nested keys as text, each with its kind if only one kind has it."""
-    depth = min(key.written.count(".") for key in candidates)
+    depth = min(key.recipe_path.count(".") for key in candidates)
     kinds: dict[str, set[str]] = {}
     for key in candidates:
-        if key.written.count(".") == depth:
-            kinds.setdefault(key.written, set()).add(key.kinds)
+        if key.recipe_path.count(".") == depth:
+            kinds.setdefault(key.recipe_path, set()).add(key.kinds)
     shown = [
         f"'{path}'"
         + (f" (kind {min(path_kinds)})" if len(path_kinds) == 1 and min(path_kinds) else "")

@@ -30,18 +30,26 @@ Temperature = Annotated[
 class SamplingConfig(Section):
     """The sampling of attempts. The filters top_p, top_k and min_p act after the temperature."""
 
-    temperature: float = Field(default=1.0, description="0 is greedy; training needs more than 0.")
+    temperature: float = Field(
+        default=1.0,
+        description="Sampling temperature. 0 is greedy; training needs a value above 0.",
+    )
     top_p: float = Field(
         default=1.0,
         description="Sample from the smallest set of tokens with this total probability; 1: off.",
     )
-    top_k: int = Field(default=0, description="Number of likeliest tokens to sample from; 0: off.")
+    top_k: int = Field(
+        default=0, description="Sample from this many of the likeliest tokens; 0: off."
+    )
     min_p: float = Field(
         default=0.0,
-        description="Least probability of a token, as a share of the likeliest one's; 0: off.",
+        description="Sample only from tokens with at least this share of the likeliest token's "
+        "probability; 0: off.",
     )
     max_new_tokens: int = Field(
-        default=256, ge=1, description="Maximum tokens of one completion, with its end token."
+        default=256,
+        ge=1,
+        description="Maximum number of tokens in one completion, including its end token.",
     )
     stop: tuple[str, ...] = Field(default=(), description="Strings that end a completion.")
 
@@ -55,7 +63,10 @@ class ReplayConfig(Section):
     """The replay buffer: a step also trains on groups of earlier steps (arXiv:1511.05952)."""
 
     groups: int = Field(
-        default=8, ge=1, description="Replayed groups a step; fewer if the buffer holds fewer."
+        default=8,
+        ge=1,
+        description="Number of groups that are replayed in each step; fewer if the buffer holds "
+        "fewer.",
     )
     max_age: int = Field(
         default=4,
@@ -65,12 +76,13 @@ class ReplayConfig(Section):
     capacity: int = Field(
         default=256,
         ge=1,
-        description="Groups in the buffer; those trained on longest ago are dropped first.",
+        description="Maximum number of groups in the buffer. A full buffer drops the groups that "
+        "entered it first.",
     )
     priority: Literal["uniform", "spread"] = Field(
         default="spread",
-        description="Choice of groups: spread in proportion to the standard deviation of their "
-        "rewards, uniform at random.",
+        description="How groups are drawn. spread: with a probability in proportion to the "
+        "standard deviation of their rewards. uniform: all with the same probability.",
     )
 
     @model_validator(mode="after")
@@ -83,21 +95,24 @@ class ReplayConfig(Section):
 
 
 class AdaptiveConfig(Section):
-    """Limits that adapt the number of groups in flight, between one step's and max_staleness.
+    """The limits to which the number of groups in flight adapts.
 
-    The number rises while the learner waits, and falls while a limit is exceeded.
+    The number starts at one step's groups and is at most what `max_staleness` allows. It rises
+    after a step in which the learner waited for groups, and falls after a step that exceeded a
+    limit.
     """
 
     staleness: float | None = Field(
         default=None,
         gt=0,
-        description="Largest mean staleness of tokens, in versions of the weights; null: any.",
+        description="Limit on the mean staleness of a step's new tokens, in versions of the "
+        "weights; null: no limit.",
     )
     mismatch: float | None = Field(
         default=None,
         gt=0,
-        description="Largest KL from sampler to learner, in nats a token (batch/correction/kl); "
-        "null: any.",
+        description="Limit on the KL divergence from sampler to learner, in nats per token (the "
+        "metric batch/correction/kl); null: no limit.",
     )
 
     @model_validator(mode="after")
@@ -112,75 +127,84 @@ class AdaptiveConfig(Section):
 class RolloutsConfig(Section):
     """The rollouts of a stage, and the handling of their failures.
 
-    With redundant attempts or groups, the first to finish are used. This depends on timing, so such
-    a run is not bitwise reproducible.
+    With redundant attempts or groups, which of them finish first depends on timing. Such a run is
+    not bitwise reproducible.
     """
 
     max_turns: int = Field(
-        default=64, ge=1, description="Turns of the policy after which an attempt is cut off."
+        default=64,
+        ge=1,
+        description="Number of turns of the policy after which an attempt is cut off.",
     )
     attempt_timeout_s: float | None = Field(
         default=None,
         gt=0,
-        description="Time limit in seconds of playing an attempt, with its waits, and again of "
-        "judging it; null: none. Judged programs have limits of their own (docs/rewards.md).",
+        description="Time limit in seconds for playing an attempt, including time spent waiting. "
+        "The same limit applies separately to judging the attempt. Programs that a reward runs "
+        "have their own limits (docs/rewards.md). null: no limit.",
     )
     retries: int = Field(
         default=2,
         ge=0,
-        description="Retries of an attempt that failed in an environment, a reward or by a "
-        "timeout.",
+        description="Maximum number of retries of an attempt that failed by an error of its "
+        "environment, agent or sandbox, or by a timeout. Judging is retried as often.",
     )
     max_failed_share: float = Field(
         default=0.5,
         ge=0,
         le=1,
-        description="Maximum share of failed attempts in the last 8 steps; above it the run stops.",
+        description="The run stops if more than this share of the last 8 steps' attempts failed.",
     )
     redundant_attempts: int = Field(
-        default=0, ge=0, description="Additional attempts a group; the first to end are kept."
+        default=0,
+        ge=0,
+        description="Number of additional attempts that each group begins. The group keeps those "
+        "that end first without failing, and cancels the others.",
     )
     redundant_groups: int = Field(
         default=0,
         ge=0,
-        description="Additional groups a step; the first to end are kept, others wait.",
+        description="Number of additional groups that each step begins. The step keeps the groups "
+        "that end first. The others are cancelled, and begin again in the next step.",
     )
     max_staleness: Annotated[int | float, Field(ge=0)] = Field(
         default=0,
-        description="Maximum staleness, in steps, of the weights that start an attempt when it is "
-        "trained on. 0: on-policy. Above 0 the next steps' groups are generated during the update; "
-        "0.5: half of the next step's groups.",
+        description="Maximum number of steps between the weights that begin an attempt and the "
+        "weights that train on it. 0: on-policy. 1: the groups of the next step are generated "
+        "during the update. 0.5: half of them are.",
     )
     order: Literal["issued", "ready"] = Field(
         default="issued",
-        description="Order in which groups enter a step: issued takes the oldest first, ready the "
-        "first that have finished, unless another would become too old.",
+        description="Order in which groups enter a step. issued: in the order in which they began. "
+        "ready: in the order in which they finished, unless another group would then exceed "
+        "max_staleness.",
     )
     adaptive: AdaptiveConfig | None = Field(
         default=None,
-        description="Adapts the number of groups in flight to limits; null: as many as "
-        "max_staleness allows.",
+        description="Limits to which the number of groups in flight adapts; null: there are always "
+        "as many as max_staleness allows.",
     )
     tail_batching: int = Field(
         default=0,
         ge=0,
-        description="Additional groups a step; the first to end are kept, the others come "
-        "together in steps of their own (arXiv:2509.21009).",
+        description="Tail batching (arXiv:2509.21009): number of additional groups that a step "
+        "begins. The step keeps the groups that end first. The slower groups are played again "
+        "later, together in steps that wait for all of them.",
     )
     dynamic_sampling: bool = Field(
         default=False,
-        description="Replace groups whose rewards are all equal by others (DAPO, "
+        description="Replace each group whose rewards are all equal by a new group (DAPO, "
         "arXiv:2503.14476).",
     )
     max_replaced: int = Field(
         default=3,
         ge=1,
-        description="Maximum groups that dynamic_sampling replaces in a step, in multiples of "
-        "batch_size; further ones are kept.",
+        description="Maximum number of groups that dynamic_sampling replaces in a step, as a "
+        "multiple of batch_size. Further groups of equal rewards are kept.",
     )
     replay: ReplayConfig | None = Field(
         default=None,
-        description="Replay buffer, to train on groups again; null: each group trains once.",
+        description="Replay buffer for training on groups again; null: each group trains once.",
     )
 
     @property
@@ -203,8 +227,8 @@ class CurriculumConfig(Section):
 
     prefer: Literal["even", "learnable", "hard"] = Field(
         default="learnable",
-        description="Tasks to prefer: learnable, solved about half of the time; hard, solved "
-        "seldom; even: none.",
+        description="Tasks that are drawn more often. learnable: tasks solved about half of the "
+        "time. hard: tasks solved seldom. even: none.",
     )
     explore: float = Field(
         default=0.1,
@@ -216,20 +240,26 @@ class CurriculumConfig(Section):
         default=0.5,
         ge=0,
         lt=1,
-        description="Weight of the old success rate in its moving average, updated after each "
-        "group.",
+        description="Weight of the old success rate when a group updates this moving average.",
     )
-    success: float = Field(default=0.5, description="Least reward of a successful attempt.")
+    success: float = Field(
+        default=0.5, description="Minimum reward of an attempt that counts as a success."
+    )
     difficulty: str | None = Field(
         default=None,
-        description="Name of a number in the tasks' meta; tasks with low values come first; null: "
-        "no order.",
+        description="Name of the number in a task's meta that states its difficulty. Tasks with "
+        "low numbers come first. null: no order.",
     )
     start_share: float = Field(
-        default=0.2, gt=0, le=1, description="Share of the tasks, the easiest, to start with."
+        default=0.2,
+        gt=0,
+        le=1,
+        description="Share of the tasks that is drawn from at the start: the easiest ones.",
     )
     full_by_step: int = Field(
-        default=50, ge=1, description="Steps in which start_share rises linearly to 1."
+        default=50,
+        ge=1,
+        description="Step at which this share, rising linearly from start_share, reaches 1.",
     )
 
     @model_validator(mode="after")
@@ -240,23 +270,24 @@ class CurriculumConfig(Section):
                 "prefer=even without difficulty has no effect: set one of them, or remove "
                 "curriculum"
             )
-        for reader, is_set, keys in (
+        for required_key, is_set, keys in (
             ("difficulty", has_order, ("start_share", "full_by_step")),
             ("prefer", has_preference, ("explore", "memory", "success")),
         ):
             unread = [key for key in keys if not is_set and key in self.changed]
             if unread:
                 raise ValueError(
-                    f"{unread[0]} has no effect without {reader}: set {reader}, or remove it"
+                    f"{unread[0]} has no effect without {required_key}: set {required_key}, or "
+                    "remove it"
                 )
         return self
 
 
 class ParityConfig(Section):
-    """The parity check: compares the log-probabilities of sampler and learner.
+    """The parity check, which compares the log-probabilities of sampler and learner.
 
-    It uses fresh tokens before an update, when sampler and learner have the same weights. A
-    difference then points to a bug, or to numerics that differ.
+    It compares newly sampled tokens before an update, when sampler and learner have the same
+    weights. A difference then points to a bug, or to different numerics.
     """
 
     first_steps: int = Field(
@@ -265,14 +296,15 @@ class ParityConfig(Section):
         description="Number of steps at the start of a stage that are all checked.",
     )
     every: int = Field(default=50, ge=0, description="Steps between later checks; 0: none.")
-    sample: int = Field(default=8, ge=1, description="Attempts compared in a check.")
+    sample: int = Field(default=8, ge=1, description="Number of attempts compared in a check.")
     threshold: float = Field(
         default=0.05,
         gt=0,
-        description="Largest mean difference, in nats a token. About 0.01 is normal in bfloat16, "
-        "1e-6 in float32.",
+        description="Maximum mean difference, in nats per token. About 0.01 is normal in bfloat16, "
+        "and 1e-6 in float32.",
     )
     action: Literal["stop", "warn"] = Field(
         default="stop",
-        description="Reaction to a difference above the threshold; both name its cause.",
+        description="Stop the run, or warn, if the difference is above the threshold. Either "
+        "message names the cause.",
     )

@@ -32,17 +32,17 @@ def section_from_words(slot: str, kind: str, words: Sequence[str] = ()) -> Secti
 
     Raises:
         ConfigError: A word is not of the form key=value, or keys or values are wrong. The error
-            lists all that are wrong.
+            lists all of these problems.
     """
     section = section_class(slot, kind)
-    keys = _keys(words)
+    keys = _parse_keys(words)
     try:
         return section.model_validate({"kind": kind, **keys.plain()})
     except ValidationError as error:
         raise report(explain(error, keys, section)) from None
 
 
-def _keys(words: Sequence[str]) -> Node:
+def _parse_keys(words: Sequence[str]) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
     problems: list[RecipeProblem] = []
     budget = Budget()

@@ -108,8 +108,8 @@ BOUNDS: Mapping[str, str] = {
     "maximum": "at most {}",
     "exclusiveMaximum": "below {}",
 }
-LARGEST_SHOWN = 2**31  # a bound from here on only says what fits into a machine word
-NAMES: Mapping[str, str] = {
+LARGEST_SHOWN = 2**31  # bounds from here on only keep a value within a machine word
+TYPE_NAMES: Mapping[str, str] = {
     "integer": "whole number",
     "number": "number",
     "boolean": "true or false",
@@ -133,7 +133,7 @@ def describe_schema(schema: Mapping[str, Any]) -> str:
         return " or ".join(dict.fromkeys(describe_schema(branch) for branch in branches))
     if schema.get("type") == "array":
         return _describe_array(schema)
-    name = NAMES.get(schema.get("type", ""), "any value")
+    name = TYPE_NAMES.get(schema.get("type", ""), "any value")
     bounds = [
         text.format(f"{schema[key]:g}")
         for key, text in BOUNDS.items()

@@ -35,7 +35,7 @@ class Key:
         return self.path.rpartition(".")[2]
 
     @property
-    def written(self) -> str:
+    def recipe_path(self) -> str:
         """Return the key's path in a recipe, without kinds. A stage's key stands at the top."""
         return re.sub(r"\[.*?\]", "", self.path.removeprefix(f"{STAGES}."))
 
@@ -47,7 +47,7 @@ class Key:
 
 def find_slot(field: FieldInfo) -> Slot | None:
     """Return the slot of a field whose section is chosen by `kind:`; None for other fields."""
-    return next((mark for mark in field.metadata if isinstance(mark, Slot)), None)
+    return next((item for item in field.metadata if isinstance(item, Slot)), None)
 
 
 def find_section(annotation: Any) -> type[Section] | None:

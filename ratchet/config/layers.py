@@ -15,8 +15,8 @@ from ratchet.errors import ConfigError
 
 Path = tuple[str, ...]
 
-# Keys that set one thing in two ways, by the key of their section ("": the recipe, or a stage). A
-# layer that sets one of them drops the other from the layer below.
+# Pairs of keys that set the same thing in two ways, by the key of their section ("" stands for the
+# recipe or a stage). A layer that sets one key of a pair drops the other from the layer below.
 ALTERNATIVES: Mapping[str, frozenset[str]] = {
     "": frozenset({"steps", "passes"}),
     "optimizer": frozenset({"warmup_steps", "warmup_share"}),
@@ -81,8 +81,8 @@ def _merge_items(
 def _kinds_differ(base: Node, over: Node, key: str) -> bool:
     """True if both sections have a kind, and the kinds differ.
 
-    A base without a kind may still be merged; its keys are checked against the kind of `over`
-    later.
+    A base without a kind may still be merged. Its keys are later checked against the kind of
+    `over`.
     """
     base_kind = base.scalar("kind") or DEFAULT_KIND.get(key)
     over_kind = over.scalar("kind")
@@ -131,7 +131,7 @@ def expand(root: Node, problems: list[RecipeProblem]) -> Node:
 
 def _check_size(defaults: Node, stages: Sequence[Node]) -> None:
     """Raise ConfigError if copying the keys at the top into each stage makes too many values."""
-    n_values = sum(1 for _ in _leaves(defaults, ())) * len(stages)
+    n_values = sum(1 for _ in _iter_leaves(defaults, ())) * len(stages)
     if n_values > MAX_NODES:
         raise ConfigError(
             f"{stages[0].origin}: {len(stages):,} stages repeat the keys at the top, which makes "
@@ -202,11 +202,14 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
             list(stages.values()),
         )
     for key in STAGE_KEYS:
-        for path, leaf in _leaves(layer.get(key), (key,)):
+        for path, leaf in _iter_leaves(layer.get(key), (key,)):
             setters = [
                 name
                 for name in stages
-                if any(_sets(stages[name], same, base, layer) for same in _list_alternatives(path))
+                if any(
+                    _stage_sets(stages[name], alternative, base, layer)
+                    for alternative in _list_alternatives(path)
+                )
             ]
             if setters:
                 # The fix names the stages whose kind has the key, or all if none has it.
@@ -221,21 +224,21 @@ def _report_shadowed_keys(base: Node, layer: Node, problems: list[RecipeProblem]
 
 
 def _list_alternatives(path: Path) -> list[Path]:
-    """Return the path and those of the keys that set the same in another way."""
+    """Return the path, and the paths of keys that set the same thing in another way."""
     *sections, last = path
     names = ALTERNATIVES.get(sections[-1] if sections else "", frozenset())
     return [path, *((*sections, name) for name in names if last in names - {name})]
 
 
-def _leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
+def _iter_leaves(node: Node | None, path: Path) -> Iterator[tuple[Path, Node]]:
     if node is not None and not node.is_section:
         yield path, node
     elif node is not None:
         for key, child in node.value.items():
-            yield from _leaves(child, (*path, key))
+            yield from _iter_leaves(child, (*path, key))
 
 
-def _sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
+def _stage_sets(stage: Node, path: Path, base: Node, layer: Node) -> bool:
     """True if a stage sets the value itself, or chooses another kind for its section."""
     node: Node | None = stage
     for key in path:

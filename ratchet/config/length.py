@@ -13,8 +13,8 @@ def count_warmup_steps(steps: int, share: float, total: int) -> int:
     """Return the optimizer steps of a warm-up.
 
     Args:
-        steps: `optimizer.warmup_steps`; 0 takes the share.
-        share: `optimizer.warmup_share`. A part of a step counts as a whole one.
+        steps: `optimizer.warmup_steps`; if it is 0, `share` applies.
+        share: `optimizer.warmup_share`. A fraction of a step counts as a whole step.
         total: Optimizer steps of the stage.
     """
     return steps or math.ceil(share * total)
@@ -30,11 +30,11 @@ def shorten(config: RunConfig, steps: int) -> tuple[RunConfig, list[str]]:
     return config.model_copy(update={"stages": stages}), list(notes)
 
 
-def _shorten_stage(stage: StageConfig, most: int) -> tuple[StageConfig, str]:
-    steps = most if stage.steps is None else min(most, stage.steps)
-    tried = stage.model_copy(update={"steps": steps, "passes": None})
+def _shorten_stage(stage: StageConfig, max_steps: int) -> tuple[StageConfig, str]:
+    steps = max_steps if stage.steps is None else min(max_steps, stage.steps)
+    shortened_stage = stage.model_copy(update={"steps": steps, "passes": None})
     updates = {
-        "optimizer": _clip_optimizer(stage.optimizer, tried.optimizer_steps),
+        "optimizer": _clip_optimizer(stage.optimizer, shortened_stage.optimizer_steps),
         "algorithm": _clip_critic(stage.algorithm, steps),
         "evaluation": _clip(stage.evaluation, "every", steps),
         "checkpoint": _clip(stage.checkpoint, "every", steps),
@@ -42,21 +42,21 @@ def _shorten_stage(stage: StageConfig, most: int) -> tuple[StageConfig, str]:
     }
     evaluation, checkpoint = updates["evaluation"], updates["checkpoint"]
     if checkpoint.every and evaluation.every % checkpoint.every:
-        # The best checkpoint needs one after each evaluation.
+        # keep_best needs a checkpoint after each evaluation.
         updates["checkpoint"] = checkpoint.model_copy(update={"every": evaluation.every})
-    tried = tried.model_copy(update=updates)
+    shortened_stage = shortened_stage.model_copy(update=updates)
     length = (
         f"of the {stage.steps}" if stage.steps is not None else f"of the {stage.passes:g} passes"
     )
     note = f"stage {stage.name} is only tried: {steps} steps {length} in the recipe"
-    clipped = [change for key in updates for change in _list_changes(stage, tried, key)]
-    return tried, note + (f"; clipped: {', '.join(clipped)}" if clipped else "")
+    clipped = [change for key in updates for change in _list_changes(stage, shortened_stage, key)]
+    return shortened_stage, note + (f"; clipped: {', '.join(clipped)}" if clipped else "")
 
 
-def _clip(section: Any, key: str, most: int) -> Any:
-    if section is None or getattr(section, key) <= most:
+def _clip(section: Any, key: str, maximum: int) -> Any:
+    if section is None or getattr(section, key) <= maximum:
         return section
-    return section.model_copy(update={key: most})
+    return section.model_copy(update={key: maximum})
 
 
 def _clip_optimizer(optimizer: OptimizerConfig, total: int) -> OptimizerConfig:

@@ -51,23 +51,23 @@ def load_config(
     """
     problems: list[RecipeProblem] = []
     budget = Budget()
-    root = _read(Path(path), problems, budget)
+    root = _read_with_bases(Path(path), problems, budget)
     if overrides:
-        root = apply_layer(root, _overrides(overrides, problems, budget), problems)
+        root = apply_layer(root, _parse_overrides(overrides, problems, budget), problems)
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
-    return _build(expand(root, problems), problems)
+    return _validate(expand(root, problems), problems)
 
 
 def _with_model_path(model: Node | None, path: str) -> Node:
-    """Return the model's section with a path, without the keys that say otherwise which model."""
+    """Return the model's section with this path, without other keys that choose a model."""
     origin = ValueOrigin(COMMAND_LINE, None, "model")
-    kept = model.value if model is not None and model.is_section else {}
-    others = ("preset", "overrides", "path", "revision")
-    children = {key: node for key, node in kept.items() if key not in others}
+    values = model.value if model is not None and model.is_section else {}
+    replaced_keys = ("preset", "overrides", "path", "revision")
+    children = {key: node for key, node in values.items() if key not in replaced_keys}
     return Node({**children, "path": Node(path, origin.below("path"))}, origin)
 
 
@@ -84,7 +84,7 @@ def plain(config: RunConfig) -> dict[str, Any]:
     return _redact(config.model_dump(mode="json"))
 
 
-def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
+def _validate(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
     try:
         config = RunConfig.model_validate(tree.plain())
     except ValidationError as error:
@@ -108,7 +108,7 @@ def _build(tree: Node, problems: Sequence[RecipeProblem]) -> RunConfig:
     return config
 
 
-def _read(path: Path, problems: list[RecipeProblem], budget: Budget) -> Node:
+def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) -> Node:
     """Return a recipe merged over the recipes that it extends. Raises ConfigError."""
     layers: list[Node] = []
     chain: list[Path] = []
@@ -150,7 +150,7 @@ def _read(path: Path, problems: list[RecipeProblem], budget: Budget) -> Node:
     return merged
 
 
-def _overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budget) -> Node:
+def _parse_overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budget) -> Node:
     parsed: dict[tuple[str, ...], Node] = {}
     for text in texts:
         path, equals, value = text.partition("=")
@@ -167,17 +167,17 @@ def _overrides(texts: Sequence[str], problems: list[RecipeProblem], budget: Budg
             )
         node, duplicates = read_text(value, COMMAND_LINE, ".".join(keys), budget)
         problems += duplicates
-        parsed.pop(keys, None)  # of a repeated key the last value counts, in its place
-        parsed[keys] = _without_lines(node)
+        parsed.pop(keys, None)  # a repeated key takes its last value and position
+        parsed[keys] = _strip_lines(node)
     return as_layer(parsed, Node({}, ValueOrigin(COMMAND_LINE, None, "")), problems)
 
 
-def _without_lines(node: Node) -> Node:
+def _strip_lines(node: Node) -> Node:
     value: Any = node.value
     if isinstance(value, dict):
-        value = {key: _without_lines(child) for key, child in value.items()}
+        value = {key: _strip_lines(child) for key, child in value.items()}
     elif isinstance(value, list):
-        value = [_without_lines(child) for child in value]
+        value = [_strip_lines(child) for child in value]
     return Node(value, replace(node.origin, line=None))
 
 

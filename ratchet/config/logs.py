@@ -1,4 +1,4 @@
-"""The sections of what a run writes down: its logs and the records of its steps."""
+"""The sections of a run's logs and of the records of its steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,8 @@ class RecordConfig(Section):
     groups: int | None = Field(
         default=None,
         ge=1,
-        description="Groups recorded a step, drawn at random; null: all, as replay needs.",
+        description="Number of groups recorded in a step, drawn at random; null: all groups, which "
+        "`ratchet replay` needs.",
     )
     max_gib: float = Field(
         default=8.0,
@@ -31,7 +32,7 @@ class LoggingConfig(Section):
 
     tensorboard: bool = Field(default=True, description="Write tensorboard/ beside metrics.jsonl.")
     sinks: Annotated[tuple[SerializeAsAny[Section], ...], Slot("sink", is_list=True)] = Field(
-        default=(), description="Experiment trackers that also get the metrics."
+        default=(), description="Experiment trackers that receive the metrics too."
     )
     progress: Literal["auto", "live", "plain", "off"] = Field(
         default="auto",

@@ -15,7 +15,9 @@ class LoRAConfig(Section):
     Only A and B train; W is frozen.
     """
 
-    rank: int = Field(default=16, ge=1, description="Rows of each A, columns of each B.")
+    rank: int = Field(
+        default=16, ge=1, description="Number of rows of each A and of columns of each B."
+    )
     alpha: float = Field(default=32.0, gt=0, description="The scale is alpha / rank.")
     dropout: float = Field(
         default=0.0, ge=0, lt=1, description="Dropout of A's inputs during updates."
@@ -30,11 +32,12 @@ class LoRAConfig(Section):
         description="Initial values of A. B begins at 0: training starts from the base model.",
     )
     rslora: bool = Field(
-        default=False, description="The scale is alpha / sqrt(rank) (arXiv:2312.03732)."
+        default=False,
+        description="Rank-stabilised LoRA: the scale is alpha / sqrt(rank) (arXiv:2312.03732).",
     )
     base: Literal["nf4", "float8"] | None = Field(
         default=None,
-        description="Quantisation of the base weights: nf4 (4 bits, QLoRA), float8; null: none.",
+        description="Quantisation of the base weights: nf4 (4 bits, QLoRA) or float8; null: none.",
     )
 
     @property

@@ -1,4 +1,4 @@
-"""The configuration of images, audio clips and videos: size limits, and where files may lie."""
+"""The configuration of images, audio clips and videos: size limits, and the folder of files."""
 
 from __future__ import annotations
 
@@ -18,18 +18,22 @@ PILLOW_PIXELS = 178_956_970  # Pillow refuses to open an image with more
 class FileLimits(Section):
     """Limits of an image, audio or video file that are checked before it is decoded."""
 
-    max_side: int = Field(default=8192, ge=1, description="Pixels of an image's longer side.")
+    max_side: int = Field(
+        default=8192, ge=1, description="Maximum number of pixels along an image's longer side."
+    )
     max_pixels: int = Field(
         default=64_000_000,
         ge=1,
         le=PILLOW_PIXELS,
-        description="Pixels of one image, or frame, as its header declares.",
+        description="Maximum number of pixels of an image or video frame, as its header declares.",
     )
-    max_mib: float = Field(default=64.0, gt=0, description="Size of one encoded file, in MiB.")
+    max_mib: float = Field(
+        default=64.0, gt=0, description="Maximum size of one encoded file, in MiB."
+    )
     urls: bool = Field(
         default=False,
-        description="Fetch http:// and https:// addresses in the data. Only for trusted data, "
-        "which then choose what is fetched.",
+        description="Fetch http:// and https:// addresses in the data. Set it for trusted data "
+        "only, because the data choose what is fetched.",
     )
 
 
@@ -43,13 +47,14 @@ class MediaLimits(FileLimits):
     max_frames: int = Field(
         default=64,
         ge=1,
-        description="Frames of a video; from a longer one this many are taken, evenly spaced.",
+        description="Maximum number of frames of a video. A longer video is reduced to this many "
+        "evenly spaced frames.",
     )
     max_audio_s: float = Field(
-        default=600.0, gt=0, description="Length of an audio clip, in seconds."
+        default=600.0, gt=0, description="Maximum length of an audio clip, in seconds."
     )
     timeout_s: float = Field(
-        default=20.0, gt=0, description="Timeout of fetching one address, in seconds."
+        default=20.0, gt=0, description="Time limit for fetching one address, in seconds."
     )
 
 
@@ -58,12 +63,12 @@ class MediaConfig(MediaLimits):
 
     root: str | None = Field(
         default=None,
-        description="Directory or store that all media paths are relative to, and may not leave; "
-        "null: paths are used unchanged.",
+        description="Directory or store of all media. Their paths are relative to it and may not "
+        "leave it. null: paths are used unchanged.",
     )
     remembered_mib: float = Field(
         default=512.0,
         ge=0,
-        description="Size of the cache of preprocessed media, in MiB (least recently used go "
-        "first).",
+        description="Maximum size of the cache of preprocessed media, in MiB. The least recently "
+        "used media are dropped first.",
     )

@@ -19,7 +19,7 @@ ESTIMATORS: Mapping[str, str] = {
     "gigpo": "ratchet.algorithms.config.advantages:GiGPO",
     "on_policy_distillation": "ratchet.algorithms.config.advantages:OnPolicyDistillation",
 }
-PROBLEMS: Mapping[str, str] = {
+SINGLE_TURN_ENVIRONMENTS: Mapping[str, str] = {
     "arithmetic": "ratchet.environments.toy.arithmetic:ArithmeticConfig",
     "sorting": "ratchet.environments.toy.sorting:SortingConfig",
     "countdown": "ratchet.environments.toy.countdown:CountdownConfig",
@@ -28,7 +28,7 @@ PROBLEMS: Mapping[str, str] = {
     "dataset": "ratchet.environments.datasets.config:DatasetConfig",
 }
 ENVIRONMENTS: Mapping[str, str] = {
-    **PROBLEMS,
+    **SINGLE_TURN_ENVIRONMENTS,
     "preferences": "ratchet.environments.datasets.config:PreferencesConfig",
     "terminal": "ratchet.environments.tool_use.terminal:TerminalConfig",
     "sliding_puzzle": "ratchet.environments.games.sliding_puzzle:SlidingPuzzleConfig",
@@ -50,7 +50,7 @@ GENERATORS: Mapping[str, str] = {
     "hf": "ratchet.generators.config:HFConfig",
     "vllm": "ratchet.generators.config:VLLMConfig",
 }
-PARTS: Mapping[str, str] = {
+MIXTURE_PARTS: Mapping[str, str] = {
     **ENVIRONMENTS,
     "workers": "ratchet.environments.workers.environment:WorkersConfig",
 }
@@ -113,10 +113,10 @@ KINDS: Mapping[str, Mapping[str, str]] = {
         "normalise": "ratchet.algorithms.config.shaping:NormaliseRewards",
         "component_weights": "ratchet.algorithms.config.shaping:ComponentWeights",
     },
-    "environment": {**PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
-    "part": PARTS,  # the parts of an environment mixture
+    "environment": {**MIXTURE_PARTS, "mixture": "ratchet.environments.mixture:MixtureConfig"},
+    "part": MIXTURE_PARTS,  # the parts of an environment mixture
     "played": ENVIRONMENTS,  # the environments of environment workers
-    "problems": PROBLEMS,  # single-turn environments that other environments can wrap
+    "problems": SINGLE_TURN_ENVIRONMENTS,  # environments that others can wrap
     "tool": {
         "calculator": "ratchet.environments.tool_use.calculator:CalculatorConfig",
         "python": "ratchet.environments.tool_use.python:PythonConfig",

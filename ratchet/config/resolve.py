@@ -74,7 +74,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
         target_class = _section_from_path(slot, kind)
         _require_methods(slot, kind)
     elif kind in KINDS[slot]:
-        target_class = imported(KINDS[slot][kind])
+        target_class = import_object(KINDS[slot][kind])
     else:
         raise ConfigError(_unknown_kind(slot, kind))
     missing = {
@@ -95,7 +95,7 @@ def section_class(slot: str, kind: str) -> type[Section]:
     )
 
 
-def with_kind(slot: str, section: Section) -> Section:
+def add_slot_keys(slot: str, section: Section) -> Section:
     """Add the slot's keys to a section made in Python, so that its dump can be loaded again."""
     section_type = type(section)
     path = f"{section_type.__module__}:{section_type.__qualname__}"
@@ -111,7 +111,7 @@ def build(section: Section, /, *arguments: Any, **named: Any) -> Any:
 
     Further arguments are passed on.
     """
-    return imported(section.builds)(section, *arguments, **named)
+    return import_object(section.builds)(section, *arguments, **named)
 
 
 def _unknown_kind(slot: str, kind: str) -> str:
@@ -135,7 +135,7 @@ METHODS: Mapping[str, tuple[str, ...]] = dict.fromkeys(
 )
 
 
-def imported(path: str) -> Any:
+def import_object(path: str) -> Any:
     """Import and return the object at an import path.
 
     Raises ConfigError if the import fails or the module has no such name. Other errors in the
@@ -164,7 +164,7 @@ def imported(path: str) -> Any:
 
 
 def _section_from_path(slot: str, kind: str) -> type[Section]:
-    target = imported(kind)
+    target = import_object(kind)
     if _is_section(target):
         return target
     if not callable(target):
@@ -179,7 +179,7 @@ def _section_from_path(slot: str, kind: str) -> type[Section]:
 
 def _require_methods(slot: str, kind: str) -> None:
     """Raise ConfigError for a class that lacks the methods of its slot."""
-    target = imported(kind)
+    target = import_object(kind)
     if inspect.isclass(target) and not _is_section(target):
         missing_methods = [name for name in METHODS.get(slot, ()) if not hasattr(target, name)]
         if missing_methods:
@@ -225,7 +225,7 @@ def build_from_signature(section: SignatureSection, *context: Any, **named: Any)
     The arguments that built-in kinds get are ignored.
     """
     values = {name: getattr(section, name) for name in section.parameters}
-    target = imported(section.target)
+    target = import_object(section.target)
     return partial(target, **values) if section.binds else target(**values)
 
 
@@ -323,7 +323,7 @@ class Slot:
 
     def _validate_one(self, value: Any) -> Any:
         if isinstance(value, Section):
-            return with_kind(self.name, value)
+            return add_slot_keys(self.name, value)
         if not isinstance(value, Mapping):
             kind = value if isinstance(value, str) else next(iter(KINDS[self.name]))
             # pydantic writes messages as UTF-8, which can't encode half a surrogate pair

@@ -25,7 +25,7 @@ from ratchet.config.resolve import Slot, resolve
 from ratchet.config.sentinels import SentinelsConfig
 
 
-def _matches(pattern: str, expected: str) -> AfterValidator:
+def _must_match(pattern: str, expected: str) -> AfterValidator:
     def check(text: str) -> str:
         if re.fullmatch(pattern, text) is None:
             raise ValueError(f"{text!r} must be {expected}")
@@ -34,12 +34,13 @@ def _matches(pattern: str, expected: str) -> AfterValidator:
     return AfterValidator(check)
 
 
-Device = Annotated[str, _matches(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
+Device = Annotated[str, _must_match(r"auto|cpu|cuda(:\d+)?", "auto, cpu, cuda or cuda:N")]
 RunName = Annotated[
-    str, _matches(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory")
+    str,
+    _must_match(r"[A-Za-z0-9][\w.+-]*", "of letters, digits and _ . + -, as it names a directory"),
 ]
 StageName = Annotated[
-    str, _matches(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
+    str, _must_match(r"[A-Za-z_][\w-]*", "of letters, digits, _ and -, and not begin with a digit")
 ]
 
 
@@ -64,7 +65,7 @@ class ModelConfig(Section):
     )
     train_encoders: bool = Field(
         default=False,
-        description="Train the encoders of images, audio and video too, in a model that has some.",
+        description="Also train the image, audio and video encoders of a multimodal model.",
     )
     trust_remote_code: bool = Field(
         default=False, description="Let transformers run code that comes with the model."
@@ -77,25 +78,29 @@ class OptimizerConfig(Section):
     Steps are optimizer steps here: batches x minibatches x epochs.
 
     Attributes:
-        whole_matrices: True if a step needs each matrix in one process.
-        needs: The package that implements the optimizer; None for PyTorch or Ratchet.
+        needs_whole_matrices: True if a step needs each matrix in one process.
+        required_package: The package that implements the optimizer; None for PyTorch or Ratchet.
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw:AdamW"
-    whole_matrices: ClassVar[bool] = False
-    needs: ClassVar[str | None] = None
+    needs_whole_matrices: ClassVar[bool] = False
+    required_package: ClassVar[str | None] = None
 
     lr: float = Field(default=1e-5, gt=0, description="Peak learning rate.")
     betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
         default=(0.9, 0.95),
         description="Decay rates of the moving averages of gradients and of their squares.",
     )
-    eps: float = Field(default=1e-8, gt=0, description="Added to the root of the second moment.")
+    eps: float = Field(
+        default=1e-8, gt=0, description="Added to the square root of the second moment."
+    )
     weight_decay: float = Field(
         default=0.0, ge=0, description="Decoupled weight decay, on matrices only."
     )
     max_grad_norm: float | None = Field(
-        default=1.0, gt=0, description="Gradients are scaled down to this norm; null: never."
+        default=1.0,
+        gt=0,
+        description="Gradients of a larger norm are scaled down to this norm; null: never.",
     )
     warmup_steps: int = Field(
         default=0, ge=0, description="Optimizer steps in which the learning rate rises to lr."
@@ -104,13 +109,13 @@ class OptimizerConfig(Section):
         default=0.0,
         ge=0,
         le=1,
-        description="Share of the stage's optimizer steps in which the rate rises to lr, in place "
-        "of warmup_steps.",
+        description="Share of the stage's optimizer steps in which the learning rate rises to lr, "
+        "in place of warmup_steps.",
     )
     schedule: Literal["constant", "linear", "cosine", "wsd"] = Field(
         default="constant",
-        description="Learning rate after the warm-up; wsd: constant, then linear over the last "
-        "decay_steps.",
+        description="Course of the learning rate after the warm-up. wsd: constant, then a linear "
+        "decay over the last decay_steps.",
     )
     decay_steps: int = Field(
         default=0, ge=0, description="Optimizer steps of the decay that ends a wsd schedule."
@@ -139,7 +144,7 @@ class EvaluationConfig(Section):
     environment: Annotated[AnySection | None, Slot("environment", is_optional=True)] = Field(
         default=None,
         description="Environment of the held-out tasks, judged by its own reward if it has one, "
-        "else by eval_rewards; null: the stage's.",
+        "else by eval_rewards; null: the stage's environment.",
     )
 
     every: int = Field(
@@ -149,20 +154,23 @@ class EvaluationConfig(Section):
     )
     tasks: int = Field(default=512, ge=0, description="Held-out tasks; 0: no evaluation at all.")
     samples: int = Field(
-        default=0, ge=0, description="Sampled attempts a task, besides the greedy one."
+        default=0, ge=0, description="Number of sampled attempts per task, besides the greedy one."
     )
     greedy: bool = Field(
         default=True,
-        description="Play one attempt a task at temperature 0; false: only the sampled ones.",
+        description="Play one attempt per task at temperature 0; false: only the sampled ones.",
     )
     pass_threshold: float = Field(
-        default=1.0, description="Least reward of a sampled attempt that passes (pass@k)."
+        default=1.0,
+        description="Minimum reward of a sampled attempt that counts as passed (pass@k).",
     )
     temperature: Temperature | None = Field(
         default=None, gt=0, description="Temperature of the sampled attempts; null: as in sampling."
     )
     max_new_tokens: int | None = Field(
-        default=None, ge=1, description="Tokens of one completion; null: as in sampling."
+        default=None,
+        ge=1,
+        description="Maximum number of tokens in one completion; null: as in sampling.",
     )
     patience: int = Field(
         default=0,
@@ -172,8 +180,9 @@ class EvaluationConfig(Section):
     )
     metric: str | None = Field(
         default=None,
-        description="Metric of early stopping. Less is better of eval/loss, eval/perplexity, "
-        "and of any with - before it: -policy/kl/kl. null: eval/accuracy, or eval/loss without it.",
+        description="Metric of early stopping. Lower is better for eval/loss, for eval/perplexity "
+        "and for a metric with a minus before it, such as -policy/kl/kl. null: eval/accuracy, or "
+        "eval/loss if no accuracy is measured.",
     )
     min_gain: float = Field(
         default=0.0,
@@ -211,17 +220,20 @@ class CheckpointConfig(Section):
     )
     metric: str | None = Field(
         default=None,
-        description="Metric of the best checkpoints. Less is better of eval/loss, eval/perplexity, "
-        "and of any with - before it. null: eval/accuracy, or eval/loss without it.",
+        description="Metric of the best checkpoints. Lower is better for eval/loss, for "
+        "eval/perplexity and for a metric with a minus before it. null: eval/accuracy, or "
+        "eval/loss if no accuracy is measured.",
     )
     end_with: Literal["last", "best"] = Field(
         default="last",
-        description="Weights of the stage's result: its last, or those of its best checkpoint.",
+        description="Weights with which the stage ends: those of its last step, or of its best "
+        "checkpoint.",
     )
     keep_every: int = Field(
         default=0,
         ge=0,
-        description="Keep checkpoints whose step is a multiple of this for good; 0: none.",
+        description="Checkpoints whose step is a multiple of this are never deleted; 0: any may "
+        "be deleted.",
     )
     on_error: Literal["stop", "warn"] = Field(
         default="stop",
@@ -236,8 +248,8 @@ class CheckpointConfig(Section):
     limit_s: float | None = Field(
         default=None,
         gt=0,
-        description="Time limit of the process, in seconds. A checkpoint is saved before it, and "
-        "the exit status is 75. null: none.",
+        description="Time limit of the process, in seconds. Before it is reached, the run saves a "
+        "checkpoint and ends with exit status 75. null: no limit.",
     )
 
     @model_validator(mode="after")
@@ -254,7 +266,7 @@ def _default_section(slot: str, kind: str) -> Any:
     return lambda: resolve(slot, {"kind": kind})
 
 
-def own_rewards(environment: object) -> tuple[Section, ...]:
+def get_default_rewards(environment: object) -> tuple[Section, ...]:
     """Return the environment's default rewards; () if its steps give the rewards."""
     default = getattr(environment, "default_reward", "")
     return (
@@ -265,7 +277,7 @@ def own_rewards(environment: object) -> tuple[Section, ...]:
 
 
 def _default_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
-    return own_rewards(fields.get("environment"))
+    return get_default_rewards(fields.get("environment"))
 
 
 def _default_eval_rewards(fields: dict[str, Any]) -> tuple[Section, ...]:
@@ -300,22 +312,28 @@ class StageConfig(Section):
     agent: Annotated[AnySection | None, Slot("agent", is_optional=True)] = Field(
         default=None,
         description="Agent that plays the attempts, through an OpenAI-compatible server; null: "
-        "the environment's own turns.",
+        "the policy itself plays in the environment.",
     )
     steps: int | None = Field(
-        default=100, ge=1, description="Batches to train on; null: as many as passes need."
+        default=100,
+        ge=1,
+        description="Number of batches to train on; null: as many as `passes` needs.",
     )
     passes: float | None = Field(
         default=None,
         gt=0,
-        description="Passes over the training data, in place of steps; parts of one too (0.5).",
+        description="Number of passes over the training data, in place of steps. It may be a "
+        "fraction, such as 0.5.",
     )
-    batch_size: int = Field(default=32, ge=1, description="Groups (prompts, rows or pairs) a step.")
+    batch_size: int = Field(
+        default=32, ge=1, description="Number of groups (prompts, rows or pairs) in a step."
+    )
     examples: int | None = Field(
-        default=None, ge=1, description="Distinct training tasks; null: no limit."
+        default=None, ge=1, description="Number of distinct training tasks; null: no limit."
     )
     curriculum: CurriculumConfig | None = Field(
-        default=None, description="Order of the examples; null: shuffled passes over all."
+        default=None,
+        description="Order in which tasks are drawn; null: shuffled passes over all of them.",
     )
     sampling: SamplingConfig = SamplingConfig()
     rollouts: RolloutsConfig = RolloutsConfig()
@@ -408,7 +426,7 @@ def _check_names(stages: tuple[StageConfig, ...]) -> tuple[StageConfig, ...]:
 
 
 class RunConfig(Section):
-    """The settings of a whole run. Its stages follow each other, on the same policy."""
+    """The settings of a whole run. Its stages train the same policy one after the other."""
 
     name: RunName = Field(
         default="run", description="Name of the run; default: the recipe's file name."
@@ -419,8 +437,8 @@ class RunConfig(Section):
     )
     threads: Annotated[int, Field(ge=1)] | Literal["auto"] = Field(
         default="auto",
-        description="CPU threads, divided among workers; auto: the usable cores or "
-        "OMP_NUM_THREADS, or 1 where more are no faster.",
+        description="Number of CPU threads, divided among the workers; auto: the usable cores or "
+        "OMP_NUM_THREADS, or 1 if more threads are no faster.",
     )
     kernels: Literal["auto", "compiled", "torch"] = Field(
         default="auto",

@@ -40,8 +40,8 @@ class SentinelConfig(Section):
     )
     action: Literal["off", "warn", "pause"] = Field(
         default="warn",
-        description="warn: log it, with the evidence in sentinels/. pause: also save and end the "
-        "run with 77.",
+        description="Reaction to an alarm. warn: log it, and write the evidence to sentinels/. "
+        "pause: also save a checkpoint and end the run with exit status 77. off: none.",
     )
 
 
@@ -80,8 +80,8 @@ class SentinelsConfig(Section):
         metric="policy/policy_gradient/old_kl", rule="above", threshold=0.5, patience=3,
     )  # fmt: skip
     equal_rewards: SentinelConfig = _sentinel_field(
-        "which teaches nothing: look at a few answers (is their format what the reward reads? are "
-        "the tasks too easy, or too hard?)",
+        "equal rewards teach nothing: look at a few answers (is their format what the reward "
+        "reads? are the tasks too easy, or too hard?)",
         metric="rollout/reward_std*", rule="below", threshold=1e-12, patience=10,
     )  # fmt: skip
     broken_rewards: SentinelConfig = _sentinel_field(

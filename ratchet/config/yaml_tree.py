@@ -25,7 +25,7 @@ from ratchet.utils.terminal_text import shorten_text
 
 COMMAND_LINE = "command line"
 MAX_BYTES = 512 << 10  # PyYAML reads about 100 KiB a second
-MAX_WRITTEN = 10_000  # keys and values in the files
+MAX_ENTRIES = 10_000  # keys and values in the files
 MAX_NODES = 100_000  # values after anchors are expanded
 MAX_DEPTH = 64
 MAX_KEY_CHARS = 200
@@ -102,7 +102,7 @@ SCALARS: tuple[tuple[str, str, str], ...] = (
 )
 
 
-def _resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
+def _build_resolvers() -> dict[str, list[tuple[str, re.Pattern[str]]]]:
     table: dict[str, list[tuple[str, re.Pattern[str]]]] = {}
     for tag, pattern, starts in SCALARS:
         for start in starts:
@@ -118,20 +118,20 @@ class Budget:
 
     Attributes:
         bytes: Size of the files.
-        written: Keys and values in the files.
+        entries: Keys and values in the files.
         nodes: Values after anchors are expanded.
     """
 
     bytes: int = MAX_BYTES
-    written: int = MAX_WRITTEN
+    entries: int = MAX_ENTRIES
     nodes: int = MAX_NODES
 
-    def take_written(self, file: str, line: int) -> None:
-        """Count a key or value of a file. Raises ConfigError beyond MAX_WRITTEN."""
-        self.written -= 1
-        if self.written < 0:
+    def take_entry(self, file: str, line: int) -> None:
+        """Count a key or value of a file. Raises ConfigError beyond MAX_ENTRIES."""
+        self.entries -= 1
+        if self.entries < 0:
             raise ConfigError(
-                f"{file}:{line}: a recipe holds at most {MAX_WRITTEN:,} keys and values: move data "
+                f"{file}:{line}: a recipe holds at most {MAX_ENTRIES:,} keys and values: move data "
                 "to data files"
             )
 
@@ -146,7 +146,7 @@ class Budget:
 
 
 class _Loader(yaml.SafeLoader):
-    yaml_implicit_resolvers = _resolvers()  # pyright: ignore[reportAssignmentType]
+    yaml_implicit_resolvers = _build_resolvers()  # pyright: ignore[reportAssignmentType]
 
     def __init__(self, text: str, file: str, budget: Budget) -> None:
         super().__init__(text)
@@ -154,7 +154,7 @@ class _Loader(yaml.SafeLoader):
 
     def compose_node(self, parent: yaml.Node | None, index: int) -> yaml.Node | None:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Compose a node recursively as PyYAML does, within the budget and MAX_DEPTH."""
-        self.budget.take_written(self.file, self.line + 1)
+        self.budget.take_entry(self.file, self.line + 1)
         self.depth += 1
         if self.depth > MAX_DEPTH:
             _refuse_depth(f"{self.file}:{self.line + 1}")
@@ -170,13 +170,13 @@ def _refuse_depth(where: ValueOrigin | str) -> NoReturn:
 
 
 class _Dumper(yaml.SafeDumper):
-    yaml_implicit_resolvers = _resolvers()  # pyright: ignore[reportAssignmentType]
+    yaml_implicit_resolvers = _build_resolvers()  # pyright: ignore[reportAssignmentType]
 
     def ignore_aliases(self, data: Any) -> bool:
         return True
 
 
-def _scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
+def _read_scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
     """Return a scalar's value.
 
     Raises ConfigError for a tag outside the core schema, and for a malformed or too long number.
@@ -188,7 +188,7 @@ def _scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
         case "bool":
             return text.lower() == "true"
         case "int":
-            return _integer(text, where)
+            return _parse_integer(text, where)
         case "float":
             try:
                 return float(re.sub(r"\.(?=inf|nan)", "", text.lower()))
@@ -202,7 +202,7 @@ def _scalar(node: yaml.ScalarNode, where: ValueOrigin) -> Any:
             )
 
 
-def _integer(text: str, where: ValueOrigin) -> int:
+def _parse_integer(text: str, where: ValueOrigin) -> int:
     # Python converts at most 4,300 digits, and a float holds at most 308.
     if len(text) > MAX_DIGITS:
         raise ConfigError(
@@ -235,25 +235,25 @@ class _Reader:
             _refuse_depth(origin)
         self.open_nodes.append(id(node))
         if isinstance(node, yaml.MappingNode):
-            value: Any = self._section(node, origin)
+            value: Any = self._read_section(node, origin)
         elif isinstance(node, yaml.SequenceNode):
             value = [
-                self.read(item, origin.below(_label(item, i)).path)
+                self.read(item, origin.below(_item_label(item, i)).path)
                 for i, item in enumerate(node.value)
             ]
         else:
             assert isinstance(node, yaml.ScalarNode)
-            value = _scalar(node, origin)
+            value = _read_scalar(node, origin)
         self.open_nodes.pop()
         return Node(value, origin)
 
-    def _section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
+    def _read_section(self, node: yaml.MappingNode, origin: ValueOrigin) -> dict[str, Node]:
         merged: dict[str, Node] = {}
         children: dict[str, Node] = {}
         for key_node, value_node in node.value:
             line = key_node.start_mark.line + 1
             if key_node.tag.endswith(":merge"):
-                merged |= self._merged(value_node, origin)
+                merged |= self._read_merge(value_node, origin)
                 continue
             key = str(key_node.value) if isinstance(key_node, yaml.ScalarNode) else ""
             if not key:
@@ -262,16 +262,16 @@ class _Reader:
             child = self.read(value_node, origin.below(key).path)
             child = replace(child, origin=replace(child.origin, line=line))
             if key in children:
-                first = children[key].origin.line
+                first_line = children[key].origin.line
                 self.problems.append(
                     RecipeProblem(
-                        child.origin, f"is set twice, here and in line {first}: remove one"
+                        child.origin, f"is set twice, here and in line {first_line}: remove one"
                     )
                 )
             children[key] = child
         return merged | children
 
-    def _merged(self, node: yaml.Node, origin: ValueOrigin) -> dict[str, Node]:
+    def _read_merge(self, node: yaml.Node, origin: ValueOrigin) -> dict[str, Node]:
         """Return the content of `<<: *anchor` or `<<: [*a, *b]`, where earlier anchors win."""
         tree = self.read(node, origin.path)
         merged: dict[str, Node] = {}
@@ -298,7 +298,7 @@ def check_key_path(keys: Sequence[str]) -> None:
         _check_key(key, COMMAND_LINE)
 
 
-def _label(item: yaml.Node, index: int) -> str:
+def _item_label(item: yaml.Node, index: int) -> str:
     """Return an item's `name` if it has one, as stages do; otherwise its position."""
     if isinstance(item, yaml.MappingNode):
         for key, value in item.value:

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.errors import PortBusy
 from ratchet.executors.protocol import FrameKind, Parcel, get_versions, pack, unpack
 from ratchet.utils.object_store import configure_cache
@@ -84,7 +84,7 @@ class ComponentHost:
             import torch
 
             torch.set_num_threads(place.threads)
-        self._component = self._await_result(imported(factory)(place, **arguments))
+        self._component = self._await_result(import_object(factory)(place, **arguments))
 
     def call(self, method: str, arguments: tuple[Any, ...], keywords: Mapping[str, Any]) -> Any:
         """Run a method of the component."""

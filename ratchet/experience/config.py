@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, field_validator, model_validator
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.environments.base import EnvironmentConfig
 from ratchet.errors import ConfigError
 
@@ -15,8 +15,7 @@ REQUIRED_METHODS = ("step", "global_post_process_and_metrics")
 
 
 class MessageLogConfig(EnvironmentConfig):
-    """An environment that implements `ratchet.experience.nemo_rl.EnvironmentInterface`
-    (docs/rollouts.md)."""
+    """An environment that implements NeMo RL's `EnvironmentInterface` (docs/rollouts.md)."""
 
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
     gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
@@ -24,15 +23,15 @@ class MessageLogConfig(EnvironmentConfig):
     interface: str = Field(description="Path of the environment's class: my_pkg.my_mod:MyEnv.")
     arguments: dict[str, Any] = Field({}, description="Arguments of the class, by name.")
     data: str = Field(
-        description='Path of a function of the split, "train" or "test", that gives its samples as '
-        "DatumSpecs."
+        description='Path of a function that takes a split ("train" or "test") and returns its '
+        "samples as DatumSpecs."
     )
 
     @field_validator("interface", "data")
     @classmethod
     def _can_be_imported(cls, path: str) -> str:
         try:
-            target = imported(path)
+            target = import_object(path)
         except ConfigError as error:
             raise ValueError(str(error)) from error
         if not callable(target):
@@ -41,7 +40,7 @@ class MessageLogConfig(EnvironmentConfig):
 
     @model_validator(mode="after")
     def _check_constructor(self) -> MessageLogConfig:
-        interface = imported(self.interface)
+        interface = import_object(self.interface)
         missing = next((name for name in REQUIRED_METHODS if not hasattr(interface, name)), None)
         if missing is not None:
             raise ValueError(

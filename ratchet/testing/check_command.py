@@ -15,7 +15,7 @@ from ratchet.algorithms.properties import render_properties
 from ratchet.config.base import Section
 from ratchet.config.from_words import section_from_words
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import build, imported, resolve
+from ratchet.config.resolve import build, import_object, resolve
 from ratchet.errors import ConfigError
 from ratchet.rewards.base import as_reward
 from ratchet.testing.algorithms import Finding, examine
@@ -45,7 +45,7 @@ def properties_page() -> str:
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
     """Check the object at an import path, and return (the table, True if no check failed)."""
-    slot = _find_slot(imported(path))
+    slot = _find_slot(import_object(path))
     if slot != "algorithm":
         return _check_points(path, slot, overrides)
     algorithm = named(path, overrides)
@@ -62,7 +62,7 @@ def _find_slot(target: object) -> str:
     """
     inspected = target
     if inspect.isclass(target) and issubclass(target, Section) and target.builds:
-        inspected = imported(target.builds)
+        inspected = import_object(target.builds)
     if all(hasattr(inspected, method) for method in ("tasks", "reset", "step")):
         return "environment"
     if hasattr(inspected, "score") or hasattr(inspected, "judge"):
@@ -75,7 +75,7 @@ def _find_slot(target: object) -> str:
 
 
 def _check_points(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
-    target = imported(path)
+    target = import_object(path)
     is_instance = not callable(target)  # an instance, which takes no keys
     instance = target if is_instance else build(section_from_words(slot, path, overrides))
     points: Mapping[str, Callable[[Calls], None]]
@@ -114,7 +114,7 @@ def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
     If the path names a section, class or function, the algorithm is built from it, with `overrides`
     ("group_size=4") as its keys. Raises ConfigError if there is no algorithm.
     """
-    target = imported(path)
+    target = import_object(path)
     if isinstance(target, Algorithm):
         if overrides:
             raise ConfigError(

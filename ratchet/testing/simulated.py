@@ -111,10 +111,12 @@ def undisturbed(
     while len(ends) < scheduler.last_step:
         step = len(ends)
         # While a step trains, its groups still take up room that the next step may not use.
-        while free and (waiting or scheduler.count_startable(step) > training * scheduler.per_step):
+        while free and (
+            waiting or scheduler.count_startable(step) > training * scheduler.groups_per_step
+        ):
             if not waiting:
                 issue = scheduler.begin(
-                    step, str(scheduler.started), Task(str(scheduler.started), ())
+                    step, str(scheduler.n_started), Task(str(scheduler.n_started), ())
                 )
                 attempts_left[issue] = attempts
                 waiting.extend((issue, attempt) for attempt in range(attempts))

@@ -123,9 +123,9 @@ def make_run(
             *(probes.managers if probes else ()),
         ),
         evaluator=evaluator,
-        environment_numbers=environment.measure if isinstance(environment, HasMetrics) else None,
+        measure_environment=environment.measure if isinstance(environment, HasMetrics) else None,
         evaluate_every=spec.evaluation.every,
-        patience=EarlyStopping.from_config(spec.evaluation),
+        early_stopping=EarlyStopping.from_config(spec.evaluation),
         trainable=_count_trainable(policy.model, spec.adapter),
         **run_fields,
     )
@@ -232,18 +232,20 @@ def _wrap_generator(policy: Policy, settings: RolloutsConfig) -> Policy:
     )
 
 
-def _make_scheduler(settings: RolloutsConfig, per_step: int, last_step: int) -> StalenessScheduler:
+def _make_scheduler(
+    settings: RolloutsConfig, groups_per_step: int, last_step: int
+) -> StalenessScheduler:
     adaptive = settings.adaptive
     concurrency = None
     if adaptive is not None:
         concurrency = ConcurrencyController(
-            per_step=per_step,
-            max_groups=get_max_in_flight(per_step, settings.max_staleness),
+            groups_per_step=groups_per_step,
+            max_groups=get_max_in_flight(groups_per_step, settings.max_staleness),
             staleness=adaptive.staleness,
             mismatch=adaptive.mismatch,
         )
     return StalenessScheduler(
-        per_step=per_step,
+        groups_per_step=groups_per_step,
         max_staleness=settings.max_staleness,
         last_step=last_step,
         order=settings.order,

@@ -78,8 +78,8 @@ class CheckpointSaver:
         if self._background.ended:
             self.settle()
 
-    async def save(self, done: int) -> None:
-        """Save the checkpoint after `done` steps.
+    async def save(self, steps_done: int) -> None:
+        """Save the checkpoint after `steps_done` steps.
 
         The last checkpoint of a stage is complete when this returns. Others may be written in the
         background.
@@ -103,32 +103,34 @@ class CheckpointSaver:
             "sentinels": {} if run.sentinels is None else run.sentinels.state(),
             "data": self.data,
             "recipe": self.recipe,
-            "score": self._score[1] if self._score[0] == done else None,
+            "score": self._score[1] if self._score[0] == steps_done else None,
         }
         source = await run.batcher.source.snapshot()
         mirror_snapshot = {} if self.mirror is None else self.mirror.take_snapshot()
-        continues = run.stop.status is None and not run.progress.ended and done < run.last_step
-        if self.config.background and continues:
+        run_continues = (
+            run.stop.status is None and not run.progress.ended and steps_done < run.last_step
+        )
+        if self.config.background and run_continues:
             write = self._copy(source)
-            self._background_step = done
+            self._background_step = steps_done
             failpoints.point("checkpoint.copied")
-            self._background.begin(lambda: self._store(done, write, meta, mirror_snapshot))
+            self._background.begin(lambda: self._store(steps_done, write, meta, mirror_snapshot))
             return
         # A run that stops here can resume only from this checkpoint, so errors are raised.
         with self._tolerate_errors(run.stop.status is None):
             self._store(
-                done, lambda directory: self._write(directory, source), meta, mirror_snapshot
+                steps_done, lambda directory: self._write(directory, source), meta, mirror_snapshot
             )
-            self.saved_step = done
+            self.saved_step = steps_done
 
     def _store(
         self,
-        done: int,
+        steps_done: int,
         write: Write,
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
-        self.store.save(done, write, meta)
+        self.store.save(steps_done, write, meta)
         if self.mirror is not None:
             self.mirror.push(mirror_snapshot, in_background=self.config.background)
 
@@ -177,27 +179,27 @@ class CheckpointSaver:
         Args:
             checkpoint: The checkpoint.
             changed_data: Restore even if data files have changed.
-            changed_recipe: Say nothing of changes of the recipe, which have been said already.
+            changed_recipe: Do not warn about changes of the recipe, which were announced already.
 
         Raises:
             DataError: Data files have changed since, and `changed_data` is False.
         """
         run, meta = self.run, checkpoint.meta
-        changed = [
+        changed_paths = [
             path
             for path, saved_fingerprint in meta["data"].items()
             if self.data.get(path) != saved_fingerprint
         ]
-        if changed and not changed_data:
+        if changed_paths and not changed_data:
             raise DataError(
-                f"{', '.join(changed)} changed since step {checkpoint.step}, so the checkpoint's "
-                "position in the data is invalid. Restore the files, allow the change with "
-                "--changed-data, or start a new run from its weights (--from)"
+                f"{', '.join(changed_paths)} changed since step {checkpoint.step}, so the "
+                "checkpoint's position in the data is invalid. Restore the files, allow the change "
+                "with --changed-data, or start a new run from its weights (--from)"
             )
-        if changed:
+        if changed_paths:
             log.warning(
                 "%s changed since step %d: rows may be repeated or skipped",
-                ", ".join(changed),
+                ", ".join(changed_paths),
                 checkpoint.step,
             )
         recipe_changes = list_config_differences(meta["recipe"], self.recipe)

@@ -100,7 +100,7 @@ def make_loss_evaluator(
 ) -> LossEvaluator | None:
     """Return the evaluator of the algorithm's own loss on held-out tasks.
 
-    Attempts of the policy, where the algorithm learns from these, need no reward. Returns None
+    If the algorithm learns from attempts of the policy, they need no reward here. Returns None
     without held-out tasks.
     """
     tasks = list_held_out_tasks(setup, spec)
@@ -135,7 +135,7 @@ def _without_selection(spec: StageSpec) -> StageSpec:
     return replace(spec, examples=None, curriculum=None)
 
 
-def _lacks_answers(setup: EnvSetup, spec: StageSpec) -> str:
+def _explain_missing_answers(setup: EnvSetup, spec: StageSpec) -> str:
     """Return why the held-out tasks have no answer to learn from; "" if the first one has."""
     task = next(iter(setup.environment.tasks("test", seed=spec.seed)), None)
     if task is None:
@@ -159,9 +159,9 @@ def make_stage_evaluator(
 ) -> StageEvaluator | None:
     """Return the stage's evaluator; None without held-out tasks.
 
-    A model that scores is evaluated by its loss. Otherwise the policy's answers are judged, where
-    something judges them, and else pairs are compared. Beside it stands the loss of given text, and
-    of distillation.
+    A reward model is evaluated by its loss. For any other model, the policy's answers are judged if
+    there is a reward; without one, the answers of pairs are compared. If the algorithm has a
+    held-out loss (see `has_held_out_loss`), it is measured too.
 
     Raises:
         ConfigError: The held-out tasks have nothing that the algorithm can be evaluated on.
@@ -171,33 +171,33 @@ def make_stage_evaluator(
         return None
     if SCALAR_COLUMNS & algorithm.required_outputs("policy"):
         return make_loss_evaluator(policy, setup, algorithm, spec, roles)
-    parts: list[StageEvaluator | None] = []
+    evaluators: list[StageEvaluator | None] = []
     if setup.judges:
-        parts.append(make_evaluator(policy, setup, spec))
+        evaluators.append(make_evaluator(policy, setup, spec))
     elif algorithm.source == "pairs":
-        parts.append(make_pair_evaluator(policy, setup, algorithm, spec, roles["policy"]))
+        evaluators.append(make_pair_evaluator(policy, setup, algorithm, spec, roles["policy"]))
     if has_held_out_loss(algorithm, setup, spec):
-        parts.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
-    elif not parts:
+        evaluators.append(make_loss_evaluator(policy, setup, algorithm, spec, roles))
+    elif not evaluators:
         raise ConfigError(
             f"nothing judges the held-out answers, and algorithm {algorithm.name} has no loss on "
             "tasks alone. Set eval_rewards, or evaluation.tasks=0"
         )
-    evaluators = tuple(part for part in parts if part is not None)
-    return CombinedEvaluator(evaluators) if len(evaluators) > 1 else next(iter(evaluators), None)
+    present = tuple(evaluator for evaluator in evaluators if evaluator is not None)
+    return CombinedEvaluator(present) if len(present) > 1 else next(iter(present), None)
 
 
 def has_held_out_loss(algorithm: Algorithm, setup: EnvSetup, spec: StageSpec) -> bool:
-    """True if the algorithm's loss is a measure of held-out tasks.
+    """True if the algorithm's loss is a useful measure on held-out tasks.
 
-    It is if the loss is of given text, or if a teacher alone guides it. The loss of a policy
-    gradient is none, as it depends on rewards relative to other attempts.
+    That is so for a loss on given text, and for distillation. It is not so for a policy gradient,
+    whose loss depends on the rewards of other attempts.
 
     Raises:
-        ConfigError: The tasks have no text to compute it on, and nothing else to evaluate.
+        ConfigError: The tasks have no text to compute it on, and no reward judges answers.
     """
     if algorithm.source == "rows":
-        reason = _lacks_answers(setup, spec)
+        reason = _explain_missing_answers(setup, spec)
         if reason and not setup.judges:
             raise ConfigError(explain_no_answers("rows", reason))
         if reason:

@@ -11,8 +11,8 @@ import torch
 
 from ratchet.config.base import Section
 from ratchet.config.model_shape.presets import get_preset
-from ratchet.config.resolve import build, imported
-from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, own_rewards
+from ratchet.config.resolve import build, import_object
+from ratchet.config.schema import ModelConfig, RunConfig, StageConfig, get_default_rewards
 from ratchet.data.chat.chat_templates import set_printed_date
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tokenizer import Tokenizer
@@ -35,7 +35,7 @@ from ratchet.protocols import Environment, Executor, Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.training.build import make_run
 from ratchet.training.generator_workers import get_generator_resources, start_generators
-from ratchet.training.roles import check_readers, check_roles, check_routers
+from ratchet.training.roles import check_media_readers, check_roles, check_routers
 from ratchet.training.run import StageRun
 from ratchet.training.stage import EnvSetup, Policy, StageSpec, WorkerRolloutSpec
 from ratchet.types import Sampling
@@ -70,12 +70,14 @@ def start_processes(config: RunConfig, executor: Executor, policy: Policy) -> Po
     learner_resources = trainer_resources or (
         [ResourceRequest(DRIVER, 1, gpus=1)] if driver_trains else []
     )
-    beside = (
+    colocated_role = (
         learner_resources[0].role
         if _is_colocated(config) and learner_resources and not on_cpu
         else None
     )
-    generator_resources = get_generator_resources(generator, on_cpu=on_cpu, beside=beside)
+    generator_resources = get_generator_resources(
+        generator, on_cpu=on_cpu, colocated_role=colocated_role
+    )
     if not trainer_resources and not generator_resources:
         return policy
     if generator_resources:
@@ -135,7 +137,7 @@ def _get_trainer_resources(config: RunConfig, model: PolicyModel) -> list[Resour
     section = config.stages[0].learner
     if not isinstance(section, DistributedConfig):
         return []
-    imported(section.division_check)(section, model)
+    import_object(section.division_check)(section, model)
     return [
         ResourceRequest(
             LEARNER, build_topology(section).world_size, gpus=0 if config.device == "cpu" else 1
@@ -158,21 +160,21 @@ def _get_model_source(config: RunConfig, model: PolicyModel) -> ModelSource:
     )
 
 
-def check_stages(config: RunConfig, policy: Policy, *, first: int = 0) -> None:
+def check_stages(config: RunConfig, policy: Policy, *, first_stage: int = 0) -> None:
     """Check all stages now for errors that later stages would otherwise raise only at their start.
 
     Raises:
         ConfigError: A teacher does not fit the policy, the model lacks the routers that a stage
             needs, or a stage can't run for another reason.
     """
-    for index in range(first, len(config.stages)):
+    for index in range(first_stage, len(config.stages)):
         stage = config.stages[index]
         # A prompt has at least one token.
         longest = stage.sampling.max_new_tokens + 1 if stage.source == "rollouts" else 0
         algorithm = build(stage.algorithm)
         check_roles(policy.model, policy.tokenizer, algorithm, longest=longest)
         needs_media = bool(getattr(stage.environment, "needs_media", False))
-        check_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
+        check_media_readers(policy.renderer.processor, algorithm, needs_media=needs_media)
         check_routers(policy.model, policy.generator, algorithm, stage.learner)
         if stage.played_by_workers and policy.renderer.processor is not None:
             raise ConfigError(
@@ -302,7 +304,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
 
 def build_eval_env_setup(environment: Section) -> EnvSetup:
     """Return an environment that is judged by its own reward."""
-    return EnvSetup(build(environment), reward=build_reward(own_rewards(environment)))
+    return EnvSetup(build(environment), reward=build_reward(get_default_rewards(environment)))
 
 
 def _build_other_env_setup(stage: StageConfig, section: Section) -> EnvSetup:
@@ -319,11 +321,11 @@ def choose_eval_rewards(stage: StageConfig, environment: Environment) -> Sequenc
     section = stage.evaluation.environment
     if section is None:
         return stage.eval_rewards
-    rewards = own_rewards(section)
+    rewards = get_default_rewards(section)
     if rewards or getattr(environment, "judges", True):
         return rewards
-    is_own = stage.eval_rewards == own_rewards(stage.environment)
-    return () if is_own else stage.eval_rewards
+    is_environment_default = stage.eval_rewards == get_default_rewards(stage.environment)
+    return () if is_environment_default else stage.eval_rewards
 
 
 def build_reward(sections: Sequence[Section]) -> Reward | None:

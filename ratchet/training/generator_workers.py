@@ -84,14 +84,14 @@ def get_worker_factory(section: GeneratorWorkersConfig) -> str:
 
 
 def get_generator_resources(
-    section: Section, *, on_cpu: bool, beside: str | None = None
+    section: Section, *, on_cpu: bool, colocated_role: str | None = None
 ) -> list[ResourceRequest]:
     """Return the resources of generator workers, or none if the generator is in this process.
 
     Args:
         section: The generator's section.
         on_cpu: True if the workers need no accelerators.
-        beside: The role that workers share accelerators with.
+        colocated_role: The role that workers share accelerators with.
     """
     if not isinstance(section, GeneratorWorkersConfig):
         return []
@@ -99,7 +99,7 @@ def get_generator_resources(
         ResourceRequest(
             GENERATOR,
             section.workers,
-            colocated_with=beside,
+            colocated_with=colocated_role,
             gpus=0 if on_cpu else section.accelerators,
         )
     ]

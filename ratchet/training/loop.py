@@ -15,7 +15,7 @@ async def train(run: StageRun) -> None:
             groups = await run.batcher.next(step)  # rollouts | rows | pairs, by group
         batch = pack(groups)
         with run.phase("score"):
-            await run.compare(step, batch)  # the sampler's probabilities with the learner's
+            await run.check_parity(step, batch)  # sampler's against learner's logprobs
             batch = await fill_columns(batch, algo, roles)
         batch = algo.advantage(batch, state)
         run.measure("batch", batch.metrics)
@@ -24,7 +24,7 @@ async def train(run: StageRun) -> None:
                 weighed = algo.weigh(mini, state)
                 for role in algo.roles_to_update(state):
                     run.measure(role, await roles[role].update(weighed, algo.losses[role]))
-        algo.observe(state, run.measured)
+        algo.observe(state, run.mean_metrics)
         with run.phase("sync"):
             await run.sync(version=step + 1)  # learner -> generator
         await run.after(step, groups, batch)  # acknowledge, record, log, evaluate, save

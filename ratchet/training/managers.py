@@ -63,7 +63,7 @@ def make_manager_with_player(
         _ = renderer.tool_format
     return RolloutManager(
         player,
-        setup.copies(),
+        setup.get_environment_factory(),
         reward,
         needs_reward=needs_reward,
         judge_timeout_s=rollouts.attempt_timeout_s,

@@ -21,8 +21,8 @@ from ratchet.training.stage import Policy
 from ratchet.types import Group
 from ratchet.utils.datasheets import KNOWN
 
-# Side of the square matrices of the CPU peak measurement; a product takes 5 ms on one core.
-SIDE = 512
+# Size of the square matrices that measure the CPU peak; a product takes 5 ms on one core.
+MATRIX_SIDE = 512
 ROUND_S = 0.01  # seconds per round of the peak measurement
 
 
@@ -141,7 +141,7 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
         else learners + generators
     )
     if parameter.device.type != "cuda":
-        gemm = Gemm(SIDE, SIDE, SIDE)
+        gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
         return devices * measure_gemm_rate(
             gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S
         )

@@ -46,7 +46,7 @@ class PreflightReport:
     """The findings of `run_preflight`.
 
     Attributes:
-        opened: A line for each thing that was opened.
+        opened: A line for each file, data split or reward that was opened.
         warnings: Sentences on what may be wrong.
         problems: Errors by the recipe's section.
     """
@@ -61,8 +61,8 @@ class PreflightReport:
         try:
             yield
         except Exception as error:  # classes of users may raise anything
-            known = {str(problem) for _, problem in self.problems}
-            if str(error) not in known:
+            known_messages = {str(problem) for _, problem in self.problems}
+            if str(error) not in known_messages:
                 self.problems.append((name, error))
 
     def raise_problems(self) -> None:
@@ -79,12 +79,13 @@ class PreflightReport:
 
 
 def run_preflight(config: RunConfig, *, scan: bool = True) -> PreflightReport:
-    """Open the recipe's model directory and tokenizer, one row of each data set, tools and rewards.
+    """Open the recipe's model directory, tokenizer, tools and rewards, and a row of each data set.
 
     Nothing is trained, no weights are loaded, and nothing is downloaded: a model on the hub or at
     an address is left alone, and so are rewards that call a service or load a model.
 
-    scan: Read all rows of data sets that say so. A run does without, as it scans them anyway.
+    scan: Read all rows of data sets whose section has scan=true. A run passes False, because it
+      scans them anyway.
     """
     report = PreflightReport()
     renderer = None
@@ -229,7 +230,7 @@ class _StageCheck:
             answer, is_made_up = tuple(environment.demonstration(task)), False
         except (DataError, NotImplementedError, AttributeError):
             answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
-        trajectory = self._write(task, answer)
+        trajectory = self._make_trajectory(task, answer)
         (outcome,) = asyncio.run(reward.score([trajectory], task))
         names = ", ".join(str(getattr(section, "kind", "")) for section in local)
         if isinstance(outcome, Failed):
@@ -241,11 +242,13 @@ class _StageCheck:
                 f"{message}. A failed attempt trains nothing; return 0 for a wrong answer"
             )
             return
-        judged = f"the answer {MADE_UP_ANSWER!r}" if is_made_up else "a demonstration"
-        earned = getattr(outcome, "reward", None)
-        self.report.opened.append(f"{self.stage.name}: {key}: {names} gives {judged} {earned}")
+        answer_text = f"the answer {MADE_UP_ANSWER!r}" if is_made_up else "a demonstration"
+        reward_value = getattr(outcome, "reward", None)
+        self.report.opened.append(
+            f"{self.stage.name}: {key}: {names} gives {answer_text} {reward_value}"
+        )
 
-    def _write(self, task: Task, answer: Sequence[Message]) -> Trajectory:
+    def _make_trajectory(self, task: Task, answer: Sequence[Message]) -> Trajectory:
         if self.renderer is None:
             return replace(
                 Trajectory.supervised([], [], messages=(*task.messages, *answer)), outcome=None

@@ -8,7 +8,7 @@ from typing import Any
 
 from ratchet.algorithms.base import Algorithm, Role
 from ratchet.config.base import Section
-from ratchet.config.resolve import build, with_kind
+from ratchet.config.resolve import add_slot_keys, build
 from ratchet.config.schema import OptimizerConfig
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
@@ -161,9 +161,9 @@ def _make_local_roles(
 
 
 def _list_adapterless_copies(algorithm: Algorithm, adapter: Adapter | None) -> frozenset[str]:
-    """Return the frozen copies of the policy (roles), which the policy without its adapter serves.
+    """Return the roles that are frozen copies of the policy, if the policy has an adapter.
 
-    There are none without an adapter.
+    The policy without its adapter serves as each of them.
     """
     if adapter is None:
         return frozenset()
@@ -216,7 +216,7 @@ def _make_remote_roles(
         )
         specs[name] = RoleSpec(
             origin=None if role.path is None else ModelSource(path=role.path),
-            optimizer=with_kind("optimizer", role_optimizer).model_dump(mode="json")
+            optimizer=add_slot_keys("optimizer", role_optimizer).model_dump(mode="json")
             if name in algorithm.losses
             else None,
             total_steps=_count_updates(algorithm, name, steps),
@@ -253,7 +253,7 @@ def _check_remote(
     kind: str, model: PolicyModel, algorithm: Algorithm, optimizer: OptimizerConfig
 ) -> None:
     """Raise ConfigError for an optimizer or a copied role that remote learners do not support."""
-    if optimizer.whole_matrices:
+    if optimizer.needs_whole_matrices:
         raise ConfigError(
             f"{type(optimizer).__name__} computes with whole matrices, and learner.kind={kind} "
             "divides them. Set optimizer.kind=adamw, or learner.kind=local"
@@ -325,7 +325,9 @@ def check_roles(
         )
 
 
-def check_readers(processor: Processor | None, algorithm: Algorithm, *, needs_media: bool) -> None:
+def check_media_readers(
+    processor: Processor | None, algorithm: Algorithm, *, needs_media: bool
+) -> None:
     """Check that models loaded from a path read the media that the policy's processor prepares.
 
     Args:

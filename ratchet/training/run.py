@@ -123,7 +123,8 @@ class StageRun:
         observers: Functions called with every step's number and metrics.
         managers: Rollout managers, closed with the run.
         trainable: Number and share of the trained parameters, logged with the first step.
-        evaluations: The directory for results of evaluations, by step.
+        measure_environment: Returns the environment's own metrics of a step's new groups.
+        evaluations_dir: The directory for results of evaluations, by step.
         save: Writes a checkpoint after the given number of steps.
         verify_directory: Raises RunDirectoryError if the run may no longer write to its directory.
             It is called after every step, before any of its files are written.
@@ -146,10 +147,10 @@ class StageRun:
     evaluator: StageEvaluator | None = None
     managers: Sequence[GroupPlayer] = ()
     trainable: Mapping[str, float] = field(default_factory=dict)
-    environment_numbers: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
+    measure_environment: Callable[[Sequence[Group]], Mapping[str, float]] | None = None
     evaluate_every: int = 0
-    patience: EarlyStopping | None = None
-    evaluations: Path | None = None
+    early_stopping: EarlyStopping | None = None
+    evaluations_dir: Path | None = None
     save: Callable[[int], Awaitable[None]] | None = None
     save_every: int = 0
     verify_directory: Callable[[], None] | None = None
@@ -199,32 +200,34 @@ class StageRun:
 
     def reopen(self) -> None:
         """Let a stage that ended early go on, because its recipe was changed since."""
-        progress, patience = self.progress, self.patience
+        progress, early_stopping = self.progress, self.early_stopping
         progress.ended = False
-        if patience is not None and progress.fruitless >= patience.n_evaluations:
+        if early_stopping is not None and progress.fruitless >= early_stopping.n_evaluations:
             progress.fruitless = 0
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Time a phase of the step. At its start is a failpoint, where tests kill the process."""
+        """Time a phase of the step. It begins with a failpoint, where tests kill the process."""
         failpoints.point(f"step.{name}")
         note(RUN, f"began to {name} for step {self.done + 1}")
         with self._time_part(name), self.metrics.phase(name):
             yield
 
-    async def compare(self, step: int, batch: Batch) -> None:
+    async def check_parity(self, step: int, batch: Batch) -> None:
         """Check the sampler's log-probabilities against the learner's, while both have the same
         weights."""
         if self.parity is not None and self.parity.is_due(step - self.origin):
             self.metrics.add("parity", await self.parity.check(batch, version=step))
 
-    def measure(self, role: str, numbers: Mapping[str, float]) -> None:
+    def measure(self, role: str, update_metrics: Mapping[str, float]) -> None:
         """Add the metrics of one optimizer step; a batch with several steps logs their mean."""
-        self.metrics.add(role, numbers)
-        self._update_metrics.append({f"{role}/{key}": value for key, value in numbers.items()})
+        self.metrics.add(role, update_metrics)
+        self._update_metrics.append(
+            {f"{role}/{key}": value for key, value in update_metrics.items()}
+        )
 
     @property
-    def measured(self) -> dict[str, float]:
+    def mean_metrics(self) -> dict[str, float]:
         """Return the mean of each metric over the optimizer steps of this batch."""
         names = dict.fromkeys(name for update in self._update_metrics for name in update)
         return {
@@ -265,17 +268,17 @@ class StageRun:
         rollout_metrics = (
             measure_groups(groups) | measure_staleness(groups, step) | self.batcher.measure(groups)
         )
-        self.batcher.adapt(groups, step, self.measured)
-        if self.environment_numbers is not None:
+        self.batcher.adapt(groups, step, self.mean_metrics)
+        if self.measure_environment is not None:
             new_groups = [group for group in groups if not group.uses]
             rollout_metrics |= {
                 f"environment/{name}": value
-                for name, value in self.environment_numbers(new_groups).items()
+                for name, value in self.measure_environment(new_groups).items()
             }
         self.progress.seconds += seconds
         self.progress.trained_tokens += rollout_metrics["trained_tokens"]
         self.progress.generated_tokens += rollout_metrics.get("generated_tokens", 0.0)
-        self.progress.silent_steps += self.measured.get("batch/advantage/zero_share") == 1.0
+        self.progress.silent_steps += self.mean_metrics.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", rollout_metrics)
         for labels, samples in iterate_attempt_samples(groups):
             self.metrics.add("rollout", samples, labels=labels)
@@ -291,8 +294,8 @@ class StageRun:
             },
         )
         if self.meter is not None:
-            for prefix, measured in self.meter.measure(groups, seconds).items():
-                self.metrics.add(prefix, measured)
+            for prefix, meter_metrics in self.meter.measure(groups, seconds).items():
+                self.metrics.add(prefix, meter_metrics)
         steps_done = step + 1
         self.done = steps_done
         self._check_time_limits()
@@ -328,21 +331,21 @@ class StageRun:
 
     def _update_patience(self, metrics: Mapping[str, float | None]) -> None:
         """End the stage after this step if `patience` evaluations brought no improvement."""
-        patience = self.patience
+        early_stopping = self.early_stopping
         progress = self.progress
-        if patience is None:
+        if early_stopping is None:
             return
-        progress.best, progress.fruitless = patience.update(
+        progress.best, progress.fruitless = early_stopping.update(
             metrics, progress.best, progress.fruitless
         )
-        if progress.fruitless >= patience.n_evaluations and self.done < self.last_step:
+        if progress.fruitless >= early_stopping.n_evaluations and self.done < self.last_step:
             log.info(
                 "stage %s ends after step %d of %d: %s was no better in %d evaluations in a row "
                 "(evaluation.patience)",
                 self.name,
                 self.done,
                 self.last_step,
-                choose_metric(patience.metric, metrics),
+                choose_metric(early_stopping.metric, metrics),
                 progress.fruitless,
             )
             progress.ended = True
@@ -370,8 +373,8 @@ class StageRun:
             return ProbeFindings()
         await self._push_weights()
         findings = await self.probes.check(groups)
-        for prefix, numbers in findings.metrics.items():
-            self.metrics.add(prefix, numbers)
+        for prefix, probe_metrics in findings.metrics.items():
+            self.metrics.add(prefix, probe_metrics)
         return findings
 
     async def evaluate(self) -> dict[str, float]:
@@ -383,8 +386,8 @@ class StageRun:
         is_first = self.done == self.origin and self.batcher.max_failed_share < 1
         for answers in list_answer_results(results):
             report_failures(answers, is_first=is_first)
-        if self.evaluations is not None:
-            directory = self.evaluations / f"step-{self.done:08d}"
+        if self.evaluations_dir is not None:
+            directory = self.evaluations_dir / f"step-{self.done:08d}"
             for answers in list_answer_results(results):
                 save_report(answers, directory, f"{self.name}, step {self.done}")
         metrics = results.get_metrics()

@@ -72,7 +72,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
     """
     text, step = split_step(str(place).rstrip("/"))
     if is_address(text) and step is None:
-        return None  # whether a run or a model is there, `find_model` and others say
+        return None  # the caller finds out whether it names a run or a model
     path = fetch_run_model(text, step) if is_address(text) else Path(text).expanduser()
     directory = RunDirectory(path)
     if not directory.used:
@@ -84,10 +84,10 @@ def find_saved(place: str | Path) -> SavedWeights | None:
         )
     if step is None and not (path / MODEL).is_dir():
         steps = CheckpointStore(directory.checkpoints).steps()
-        saved = f", or give a step of it: {path}@{steps[-1]}" if steps else ""
+        step_hint = f", or give a step of it: {path}@{steps[-1]}" if steps else ""
         raise RunDirectoryError(
             f"{path} has no finished model yet. Continue with `ratchet train --resume {path}`"
-            f"{saved}"
+            f"{step_hint}"
         )
     if step is not None:
         _require_step(directory, step)
@@ -181,8 +181,8 @@ def load_recipe(run: Path, checkpoint: Checkpoint) -> RunConfig:
 
 
 def _export_local(stage: StageConfig, policy: Policy, saved: Path, target: Path) -> None:
-    scores = SCALAR_COLUMNS & build(stage.algorithm).required_outputs("policy")
-    head = ScalarHead(policy.model.hidden_size) if scores else None
+    needs_head = SCALAR_COLUMNS & build(stage.algorithm).required_outputs("policy")
+    head = ScalarHead(policy.model.hidden_size) if needs_head else None
     learner = build(LocalConfig(), policy.model, head=head)
     learner.load(saved)
     learner.export(target)
@@ -196,11 +196,11 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
 
     Args:
         place: The run, with a step or without.
-        with_optimizer: True if the optimizer's state is wanted too. Only checkpoints hold it, so
-            that a run without a step stands for its newest one.
+        with_optimizer: True to start from the optimizer's state too. Only checkpoints hold it, so a
+            run without a step then means its newest checkpoint.
 
     Raises:
-        RunDirectoryError: It names no run.
+        RunDirectoryError: `place` names no run.
         CheckpointError: There is no such checkpoint.
     """
     text, step = split_step(place.rstrip("/"))
@@ -221,9 +221,9 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
 
 
 def copy_start(saved: SavedWeights, config: RunConfig, run: Path, *, with_optimizer: bool) -> None:
-    """Put the weights of a checkpoint, and its optimizer's state, where a new run starts from.
+    """Copy a checkpoint's weights into a new run's directory, as the model that it starts from.
 
-    The copy is complete or absent.
+    The optimizer's state may be copied too. The copy is complete or absent.
 
     Args:
         saved: The checkpoint.
@@ -272,8 +272,8 @@ def localize_model(config: RunConfig, run: Path) -> RunConfig:
     start = run / START
     if not start.is_dir():
         return config
-    kept = {key: getattr(config.model, key) for key in ("backend", "train_encoders")}
-    return config.model_copy(update={"model": ModelConfig(path=str(start), **kept)})
+    model_options = {key: getattr(config.model, key) for key in ("backend", "train_encoders")}
+    return config.model_copy(update={"model": ModelConfig(path=str(start), **model_options)})
 
 
 def load_start_state(run: StageRun, directory: Path) -> None:

@@ -129,8 +129,8 @@ class TrainingSession:
         self.recorder: Recorder | None = None
         self.trace: Trace | None = None
         self.started_at = time.monotonic()
-        self._profiled = 0  # index of the stage that `profile` applies to
-        self.measures = frozenset[str]()  # what the latest stage's evaluator measures
+        self._profiled_stage = 0  # index of the stage that is profiled
+        self.measures = frozenset[str]()  # metrics of the latest stage's evaluator
 
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
@@ -209,7 +209,7 @@ class TrainingSession:
         exit_stack.callback(executor.close)
         policy = build_policy(config)
         exit_stack.push_async_callback(policy.close)
-        check_stages(config, policy, first=len(self.summaries))
+        check_stages(config, policy, first_stage=len(self.summaries))
         return start_processes(config, executor, policy)
 
     async def _train_stages(
@@ -220,7 +220,7 @@ class TrainingSession:
         gc.collect()
         gc.freeze()
         learner: Learner | None = None
-        self._profiled = choose_profiled_stage(self.config, len(self.summaries))
+        self._profiled_stage = choose_profiled_stage(self.config, len(self.summaries))
         for index in range(len(self.summaries), len(self.config.stages)):
             learner = await self._train_stage(index, policy, stop, checkpoint)
             if stop.status is not None:
@@ -300,7 +300,7 @@ class TrainingSession:
             mirror=self.mirror,
         )
         run.verify_directory = self._verify_directory
-        run.evaluations = self.directory.evals / stage.name
+        run.evaluations_dir = self.directory.evals / stage.name
         run.save, run.recorder = saver.save, self.recorder
         if checkpoint is not None:
             await self._restore(checkpoint, run, saver)
@@ -374,7 +374,7 @@ class TrainingSession:
             policy.tokenizer.save(base)
 
     def _profiling(self, index: int, run: StageRun, policy: Policy) -> AbstractContextManager[None]:
-        if self.profile is None or index != self._profiled:
+        if self.profile is None or index != self._profiled_stage:
             return nullcontext()
         return profiling(
             run, policy, self.config, self.profile, self.directory.profile, self.console
@@ -392,9 +392,9 @@ class TrainingSession:
         ):
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
             return
-        numbers = await run.evaluate()
-        run.progress.accuracy_before = numbers.get("accuracy")
-        run.progress.loss_before = numbers.get("loss")
+        results = await run.evaluate()
+        run.progress.accuracy_before = results.get("accuracy")
+        run.progress.loss_before = results.get("loss")
         flushed = run.metrics.flush(run.first_step)
         # The metrics file gets a line for step 0. The first step of a later stage has one already.
         if index == 0:

@@ -31,10 +31,10 @@ def _make_stream(setup: EnvSetup, spec: StageSpec) -> TaskStream:
     limits: dict[str, Any] = {"seed": order, "examples": spec.examples, "pool_seed": spec.seed}
     if spec.curriculum is None:
         return TaskStream(setup.environment, **limits)
-    return Curriculum(setup.environment, spec.curriculum, per_step=spec.batch_size, **limits)
+    return Curriculum(setup.environment, spec.curriculum, tasks_per_step=spec.batch_size, **limits)
 
 
-def _make_writer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
+def _make_text_renderer(policy: Policy, algorithm: Algorithm) -> TextRenderer:
     return TextRenderer(
         policy.renderer, max_context=policy.model.max_positions, temperature=algorithm.temperature
     )
@@ -44,7 +44,10 @@ def _make_supervised(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
     return SupervisedSource(
-        _make_stream(setup, spec), spec.name, _make_writer(policy, algorithm), train=algorithm.turns
+        _make_stream(setup, spec),
+        spec.name,
+        _make_text_renderer(policy, algorithm),
+        train=algorithm.turns,
     )
 
 
@@ -56,7 +59,7 @@ def make_pairs(
     manager: GroupPlayer | None = None,
 ) -> PairSource:
     """Return the source of preference pairs. `manager` is unused: pairs need no rollouts."""
-    return PairSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
+    return PairSource(_make_stream(setup, spec), spec.name, _make_text_renderer(policy, algorithm))
 
 
 def _make_labelled(
@@ -65,7 +68,7 @@ def _make_labelled(
     return LabelledSource(
         _make_stream(setup, spec),
         spec.name,
-        _make_writer(policy, algorithm),
+        _make_text_renderer(policy, algorithm),
         reference_rows=algorithm.reference_rows,
     )
 
@@ -73,7 +76,9 @@ def _make_labelled(
 def _make_stepped(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
-    return SteppedSource(_make_stream(setup, spec), spec.name, _make_writer(policy, algorithm))
+    return SteppedSource(
+        _make_stream(setup, spec), spec.name, _make_text_renderer(policy, algorithm)
+    )
 
 
 def _make_rollouts(

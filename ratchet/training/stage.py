@@ -135,7 +135,7 @@ class EnvSetup:
             or getattr(self.environment, "judges", True)
         )
 
-    def copies(self) -> Callable[[], Environment]:
+    def get_environment_factory(self) -> Callable[[], Environment]:
         """Return a function that makes a copy of the environment for each attempt.
 
         The copies share their data (see `Environment.tasks`).

@@ -71,8 +71,8 @@ def start_run(
     if saved is not None:
         notes.append(f"starts from the weights of {saved.path}")
     if try_steps is not None:
-        unfrozen, clipped = shorten(unfrozen, try_steps)
-        notes += clipped
+        unfrozen, clip_notes = shorten(unfrozen, try_steps)
+        notes += clip_notes
     # Before the run directory exists, so that a start that fails leaves none.
     report = run_preflight(unfrozen, scan=False)
     report.raise_problems()
@@ -270,7 +270,7 @@ def _run(directory: RunDirectory, make_session: Callable[[], TrainingSession]) -
 def _find_free_path(path: Path) -> Path:
     """Return `path`, or the first of `path-2`, `path-3`, ... that does not exist.
 
-    A new run never writes into an old one, but into one that never finished a step.
+    An existing run that never finished a step counts as free: a new run may replace it.
     """
     candidate = path
     number = 1

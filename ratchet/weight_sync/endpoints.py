@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.errors import WeightSyncError
 from ratchet.models.lora.decoder import Adapter
 from ratchet.protocols import Generator, HasReadableWeights, Learner, Shard, SupportsWeightAdoption
@@ -55,7 +55,7 @@ class WeightSender:
 
         sender: "module:function", called with (weights, rank, world size, **options).
         """
-        return imported(sender)(self.learner.weights(), 0, 1, **options)
+        return import_object(sender)(self.learner.weights(), 0, 1, **options)
 
 
 class WeightReceiver:
@@ -115,7 +115,7 @@ class WeightReceiver:
         receiver: "module:function" of the transport, called with (blocks, rank, **options).
         """
         self._part_reader = await self._run_in_thread(
-            partial(imported(receiver), self._blocks, self.rank, **options)
+            partial(import_object(receiver), self._blocks, self.rank, **options)
         )
 
     async def verify(
@@ -207,7 +207,7 @@ class WeightReceiver:
         """Release everything that a session keeps at this end."""
         self._received.pop(session, None)
         if function:
-            imported(function)(session)
+            import_object(function)(session)
 
     def list_differing(
         self, checksums: Sequence[Sequence[tuple[WeightBlock, str]]]

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.protocols import Shard
 from ratchet.weight_sync import delta
 from ratchet.weight_sync.checksums import checksum
@@ -59,7 +59,7 @@ def send(
         if delta_args is None
         else delta.iterate_changes(weights, dtype, **delta_args)
     )
-    return imported(writer)(outgoing, rank, **options)
+    return import_object(writer)(outgoing, rank, **options)
 
 
 def compute_checksums(
@@ -83,4 +83,4 @@ def forget(
     """
     delta.forget(session)
     if function:
-        imported(function)(session)
+        import_object(function)(session)

@@ -46,7 +46,7 @@ def test_a_mixture_equals_the_oracle(rows: list[Row], first: float, second: floa
         (on_policy_distillation, second),
         (partial(gae, lam=0.9), 0.5),
     )
-    batch = mixture(filled(rows, *COLUMNS), AlgoState(), parts=parts)
+    batch = mixture(filled(rows, *COLUMNS), AlgoState(), weighted_estimators=parts)
     relative = oracle.on_tokens(rows, oracle.group_relative(rows, scale="std", epsilon=1e-3))
     critic, _ = temporal.gae(rows, gamma=1.0, lam=0.9, value_lam=None, length_alpha=None)
     teacher = temporal.on_policy_distillation(rows)
@@ -60,7 +60,7 @@ def test_a_mixture_equals_the_oracle(rows: list[Row], first: float, second: floa
 def test_a_mixture_by_hand():
     # RLOO: 3 and -3; centred: 1.5 and -1.5
     parts = ((rloo, 2.0), (partial(group_relative, scale="none"), -1.0))
-    batch = mixture(filled(attempts(3.0, 0.0)), AlgoState(), parts=parts)
+    batch = mixture(filled(attempts(3.0, 0.0)), AlgoState(), weighted_estimators=parts)
     assert batch.need("advantages").tolist() == [0, 4.5, 4.5, 0, -4.5, -4.5]
 
 

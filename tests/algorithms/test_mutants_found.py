@@ -271,7 +271,9 @@ def test_what_one_part_of_a_mixture_takes_out_has_no_advantage_of_another():
     rows = [
         Row("g", attempt, [0, 0], [False, True], "scored", float(attempt)) for attempt in (0, 1)
     ]
-    batch = mixture(pack(groups(rows)), AlgoState(), parts=((group_relative, 1.0), (remax, 1.0)))
+    batch = mixture(
+        pack(groups(rows)), AlgoState(), weighted_estimators=((group_relative, 1.0), (remax, 1.0))
+    )
     assert not batch.trainable_T.any()
     assert batch.need("advantages").tolist() == [0.0] * 4
 

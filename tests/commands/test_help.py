@@ -51,7 +51,7 @@ def test_every_key_is_described_and_listed():
         ("dapo", "algorithm: {kind: dapo}\n    DAPO: "),
         ("num_generations", "algorithm.group_size"),
         ("pass@k", "evaluation.pass_threshold"),
-        ("", "batch_size    Groups (prompts, rows or pairs) a step."),
+        ("", "batch_size    Number of groups (prompts, rows or pairs) in a step."),
     ],
 )
 def test_help_explains_keys_sections_and_kinds(words, expected):
@@ -64,7 +64,7 @@ def test_help_suggests_a_near_name():
 
 
 def test_names_of_other_libraries_lead_to_keys():
-    known = {key.written for key in keys(RunConfig)}
+    known = {key.recipe_path for key in keys(RunConfig)}
     paths = {path for paths in PEER_NAMES.values() for path in paths}
     unknown = {path for path in paths if path.removesuffix(".kind") not in known}
     assert unknown == set()

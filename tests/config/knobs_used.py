@@ -23,7 +23,7 @@ from sandbox.fake_remote import FakeRemote
 from ratchet.config.media_limits import MediaConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.config.registry import KINDS
-from ratchet.config.resolve import build, imported, resolve, section_class
+from ratchet.config.resolve import build, import_object, resolve, section_class
 from ratchet.data.formats.media import decode_audio, decode_video, fetch
 from ratchet.data.processor import load_processor
 from ratchet.environments.games.game import GameConfig
@@ -155,7 +155,7 @@ def in_ranks() -> None:
 
 def _in_rank(section) -> None:
     place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
-    imported(section.divides)(section, init_policy(get_preset("tiny", vocab_size=8), seed=0))
+    import_object(section.divides)(section, init_policy(get_preset("tiny", vocab_size=8), seed=0))
     rank = LearnerRank(
         place,
         learner=section.model_dump(mode="json"),

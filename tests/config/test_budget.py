@@ -7,7 +7,7 @@ import pytest
 from ratchet.config import yaml_tree
 from ratchet.config.from_words import section_from_words
 from ratchet.config.loader import load_config
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.config.yaml_tree import Budget, read_text
 from ratchet.errors import ConfigError
 
@@ -54,7 +54,7 @@ def test_values_are_counted_where_anchors_repeat_them():
     ):
         read_text(text, "x", budget=Budget(nodes=500))
     with pytest.raises(ConfigError, match=r"^x:2: a recipe holds at most"):
-        read_text(text, "x", budget=Budget(written=20))
+        read_text(text, "x", budget=Budget(entries=20))
 
 
 @pytest.mark.fault("C13")
@@ -139,4 +139,4 @@ def test_stages_do_not_multiply_what_stands_at_the_top(tmp_path):
 )
 def test_a_path_that_names_no_class_is_refused(path):
     with pytest.raises(ConfigError, match="is not the path of a class or function"):
-        imported(path)
+        import_object(path)

@@ -32,8 +32,8 @@ def test_leaf_keys_are_every_key_that_holds_a_value():
 def test_keys_are_shown_as_a_recipe_may_write_them():
     by_path = {key.path: key for key in keys(RunConfig)}
     key = by_path["stages.algorithm[grpo].advantage[rloo].scale"]
-    assert (key.written, key.kinds) == ("algorithm.advantage.scale", "grpo, rloo")
-    assert by_path["stages.optimizer[adamw].lr"].written == "optimizer.lr"
+    assert (key.recipe_path, key.kinds) == ("algorithm.advantage.scale", "grpo, rloo")
+    assert by_path["stages.optimizer[adamw].lr"].recipe_path == "optimizer.lr"
 
 
 def test_every_leaf_is_described():

@@ -19,7 +19,7 @@ import pytest
 
 from ratchet.commands.eval import make_env_section
 from ratchet.config.resolve import build
-from ratchet.config.schema import own_rewards
+from ratchet.config.schema import get_default_rewards
 from ratchet.data.presets.benchmarks import ALIASES, BENCHMARK_NAMES, BENCHMARKS
 from ratchet.data.presets.lookup import PUBLISHED
 from ratchet.errors import DataError
@@ -161,7 +161,7 @@ def tasks_of(name: str, path: Path, count: int = 10) -> tuple[Any, list[Task]]:
 
 
 def rewards_of(section: Any, task: Task, answers: Sequence[str]) -> list[float | None]:
-    reward = build_reward(own_rewards(section))
+    reward = build_reward(get_default_rewards(section))
     assert reward is not None
     rows = [answered(task, answer) for answer in answers]
     return [getattr(outcome, "reward", None) for outcome in asyncio.run(reward.score(rows, task))]

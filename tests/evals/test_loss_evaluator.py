@@ -93,7 +93,7 @@ def oracle(llama: Path, run: StageRun, *, train: str) -> list[tuple[list[float],
     model = AutoModelForCausalLM.from_pretrained(llama, dtype=torch.float64)
     assert isinstance(run.evaluator, LossEvaluator)
     environment = run.evaluator.source.stream.environment
-    renderer = run.evaluator.source.writer.renderer  # pyright: ignore[reportAttributeAccessIssue]
+    renderer = run.evaluator.source.text_renderer.renderer  # pyright: ignore[reportAttributeAccessIssue]
     rows = []
     for task in run.evaluator.tasks:
         messages = (*task.messages, *environment.demonstration(task))

@@ -98,7 +98,9 @@ def trained(seed, *, max_staleness, correction):
     source = RolloutSource(
         stream, "bandit", manager, sampling=Sampling(), seed=seed, group_size=ATTEMPTS
     )
-    scheduler = StalenessScheduler(per_step=BATCH, max_staleness=max_staleness, last_step=STEPS)
+    scheduler = StalenessScheduler(
+        groups_per_step=BATCH, max_staleness=max_staleness, last_step=STEPS
+    )
     ahead = PrefetchingSource(source, scheduler, asked, pause_during_update=False, replayable=True)
     section = {
         "kind": "policy_gradient",

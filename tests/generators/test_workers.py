@@ -17,7 +17,7 @@ from generators.workers_play import (
 )
 from pydantic import ValidationError
 
-from ratchet.config.resolve import imported, resolve
+from ratchet.config.resolve import import_object, resolve
 from ratchet.errors import DataError, RatchetError, WeightSyncError, WorkerDied, WorkerRaised
 from ratchet.experience.rollout.remote_manager import RemoteRolloutManager
 from ratchet.generators.config import EngineConfig
@@ -188,7 +188,7 @@ def test_workers_that_play_are_given_up_together(error):
         elsewhere = RemoteRolloutManager(router, ())
         with pytest.raises(type(error)):
             await elsewhere.groups([("a", TASK), ("b", TASK)], Sampling(), attempts=1)
-        assert elsewhere.playing == 0
+        assert elsewhere.n_playing == 0
         for queue in router.queues:
             with pytest.raises(RatchetError):
                 await router.call_worker(queue, "host")
@@ -380,7 +380,7 @@ def test_the_section():
 
 @pytest.mark.parametrize("worker_runs", ["completions", "groups"])
 def test_the_rank_factory_exists(worker_runs):
-    assert callable(imported(get_worker_factory(config(worker_runs=worker_runs))))
+    assert callable(import_object(get_worker_factory(config(worker_runs=worker_runs))))
 
 
 @pytest.mark.parametrize(

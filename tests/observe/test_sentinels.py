@@ -215,7 +215,7 @@ def test_identical_rewards_for_as_many_steps_as_are_allowed_are_told_once(told):
     three = {"equal_rewards": {"patience": 3}}
     assert rollouts(SAME, SAME, MIXED, SAME, SAME, **three) == []
     assert rollouts(SAME, SAME, SAME, SAME, **three) == [3]
-    assert "which teaches nothing: look at a few answers" in told()[0]
+    assert "equal rewards teach nothing: look at a few answers" in told()[0]
     assert rollouts(SAME, SAME, SAME, MIXED, SAME, SAME, equal_rewards={"patience": 2}) == [2, 6]
     assert rollouts(SAME, {"tokens": 3.0}, SAME, equal_rewards={"patience": 2}) == [3]
     assert rollouts(*[SAME] * 12) == [10], "as it is"

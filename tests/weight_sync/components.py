@@ -6,7 +6,7 @@ import signal
 import torch
 from learners.spread_cases import SHAPE, made
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.generators.config import EngineConfig
 from ratchet.generators.engine.engine import EmbeddedEngine
 from ratchet.learners.config import DTensorConfig
@@ -29,7 +29,7 @@ class SpreadRank:
         )
 
     def send(self, sender, options):
-        return imported(sender)(self.learner.weights(), self.rank, self.world, **options)
+        return import_object(sender)(self.learner.weights(), self.rank, self.world, **options)
 
     def change(self, factor):
         with torch.no_grad():
@@ -63,7 +63,7 @@ class RowsRank:
             )
 
     def send(self, sender, options):
-        return imported(sender)(self.weights(), self.rank, self.world, **options)
+        return import_object(sender)(self.weights(), self.rank, self.world, **options)
 
     def die(self, rank, at):
         self.die_at = at if rank == self.rank else None

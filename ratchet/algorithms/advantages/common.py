@@ -95,37 +95,39 @@ def sum_by(index: Tensor, x: Tensor, size: int) -> Tensor:
     return torch.zeros(size, dtype=x.dtype).index_add(0, index, x)
 
 
-def count_by(by: Index) -> Tensor:
+def count_by(bins: Index) -> Tensor:
     """Count the entries of each bin, float64 [size]."""
-    index, size = by
+    index, size = bins
     return sum_by(index, torch.ones(len(index), dtype=torch.float64), size)
 
 
-def mean_by(by: Index, x: Tensor) -> Tensor:
+def mean_by(bins: Index, x: Tensor) -> Tensor:
     """Return the mean of x in each bin, and 0 for an empty bin."""
-    index, size = by
-    return sum_by(index, x, size) / count_by(by).clamp(min=1)
+    index, size = bins
+    return sum_by(index, x, size) / count_by(bins).clamp(min=1)
 
 
-def is_equal_by(by: Index, x: Tensor) -> Tensor:
+def is_equal_by(bins: Index, x: Tensor) -> Tensor:
     """True for each bin whose x are all equal, bool [size].
 
     A bin with one entry or none counts as equal.
     """
-    index, size = by
+    index, size = bins
     minimum = torch.full((size,), torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amin")
     maximum = torch.full((size,), -torch.inf, dtype=x.dtype).scatter_reduce(0, index, x, "amax")
     return maximum <= minimum
 
 
-def std_by(by: Index, x: Tensor) -> Tensor:
+def std_by(bins: Index, x: Tensor) -> Tensor:
     """Return the sample standard deviation (ddof 1) of each bin, exactly 0 if all x are equal."""
-    index, size = by
-    squares = sum_by(index, (x - mean_by(by, x)[index]).square(), size)
-    return torch.where(is_equal_by(by, x), 0.0, (squares / (count_by(by) - 1).clamp(min=1)).sqrt())
+    index, size = bins
+    squares = sum_by(index, (x - mean_by(bins, x)[index]).square(), size)
+    return torch.where(
+        is_equal_by(bins, x), 0.0, (squares / (count_by(bins) - 1).clamp(min=1)).sqrt()
+    )
 
 
-def normalise_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
+def normalise_by(bins: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
     """Normalise x within each bin: return (x - mean) / (std + epsilon).
 
     std is the sample standard deviation (ddof 1). scale="none" gives x - mean.
@@ -133,11 +135,11 @@ def normalise_by(by: Index, x: Tensor, *, scale: str, epsilon: float) -> Tensor:
     The result is exactly 0 if all x of a bin are equal. Otherwise the rounding error of their mean,
     divided by a tiny standard deviation, would become a signal.
     """
-    index, _ = by
-    centred = x - mean_by(by, x)[index]
+    index, _ = bins
+    centred = x - mean_by(bins, x)[index]
     if scale == "std":
-        centred = centred / (std_by(by, x) + epsilon)[index]
-    return torch.where(is_equal_by(by, x)[index], 0.0, centred)
+        centred = centred / (std_by(bins, x) + epsilon)[index]
+    return torch.where(is_equal_by(bins, x)[index], 0.0, centred)
 
 
 def index_as_one(x: Tensor) -> Index:

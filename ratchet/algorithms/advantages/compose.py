@@ -16,13 +16,15 @@ from ratchet.batch import Batch
 Transform = Callable[[Batch, AlgoState], Batch]
 
 
-def mixture(batch: Batch, state: AlgoState, *, parts: Sequence[tuple[Transform, float]]) -> Batch:
+def mixture(
+    batch: Batch, state: AlgoState, *, weighted_estimators: Sequence[tuple[Transform, float]]
+) -> Batch:
     """Fill advantages with the weighted sum of several estimators' advantages.
 
     Other columns that an estimator fills, such as `returns`, are kept.
     """
     total_T = torch.zeros(batch.n_tokens, dtype=torch.float64)
-    for estimator, weight in parts:
+    for estimator, weight in weighted_estimators:
         batch = estimator(batch, state)
         total_T = total_T + weight * batch.need("advantages")
     return batch.fill_tokens(advantages=torch.where(batch.trainable_T, total_T, 0.0))

@@ -16,7 +16,7 @@ TEMPORAL = "ratchet.algorithms.advantages.per_turn"
 
 Scale = Literal["std", "none"]
 ScaleField = Annotated[
-    Scale, Field(description="Divide by the standard deviation (ddof 1) or not.")
+    Scale, Field(description="std: divide by the standard deviation (ddof 1). none: do not divide.")
 ]
 Epsilon = Annotated[float, Field(gt=0, description="Added to the standard deviation.")]
 

@@ -53,7 +53,7 @@ class DistillationConfig(AlgorithmConfig):
         return 1.0
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> DistillationConfig:
+    def _check_keys_agree(self) -> DistillationConfig:
         if self.mix is not None and self.objective not in MIXED:
             raise ValueError(
                 f"mix is not read with objective={self.objective}: set objective to "

@@ -34,10 +34,10 @@ GroupSize = Annotated[int, Field(ge=1, description="Sampled attempts at each pro
 Weighting = Annotated[
     Literal["token_mean", "sequence_mean", "prompt_mean", "token_sum", "fixed_length"],
     Field(
-        description="Loss aggregation over an optimizer step. token_mean: the mean over tokens "
-        "(DAPO); sequence_mean: over answers of their token means (GRPO); prompt_mean: over "
-        "prompts of their token means; token_sum: over answers of their token sums; fixed_length: "
-        "token_sum divided by fixed_length (Dr. GRPO)."
+        description="Loss aggregation over an optimizer step. token_mean: the mean over all tokens "
+        "(DAPO). sequence_mean: the mean over answers of their token means (GRPO). prompt_mean: "
+        "the mean over prompts of their token means. token_sum: the mean over answers of their "
+        "token sums. fixed_length: token_sum divided by fixed_length (Dr. GRPO)."
     ),
 ]
 EqualRewards = Annotated[
@@ -45,7 +45,7 @@ EqualRewards = Annotated[
     Field(
         description="drop: remove groups whose rewards are all equal, which have no signal, from "
         "the means over the batch (DAPO); penalties for length or truncation are ignored in the "
-        "comparison. drop_shaped: the same, but with these penalties."
+        "comparison. drop_shaped: the same, but the comparison includes these penalties."
     ),
 ]
 OldLogprobs = Annotated[
@@ -86,8 +86,8 @@ class CriticConfig(Section):
     value_clip: float | None = Field(
         default=0.2,
         gt=0,
-        description="Value clipping: the most that a value may differ from its value before the "
-        "update; null: no clip.",
+        description="Value clipping: the largest allowed difference between a value and its value "
+        "before the update; null: no clip.",
     )
 
 
@@ -184,7 +184,7 @@ class PolicyGradientConfig(AlgorithmConfig):
         )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> PolicyGradientConfig:
+    def _check_keys_agree(self) -> PolicyGradientConfig:
         """Raise ValueError if keys contradict each other, or if a key that is set has no effect."""
         for check in self._checks:
             check()

@@ -179,7 +179,7 @@ class CorrectionConfig(AlgorithmPart):
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> CorrectionConfig:
+    def _check_keys_agree(self) -> CorrectionConfig:
         if self.weight == self.mask == "none":
             raise ValueError(
                 "correction with weight=none and mask=none does nothing: set one of them, or "
@@ -233,8 +233,8 @@ class KLConfig(Section):
     importance_weight: bool = Field(
         default=True,
         description="Multiply the penalty of a token by its importance ratio to the old policy, so "
-        "that the gradient stays right over several optimizer steps. false, with "
-        "objective=forward: as GRPO was published.",
+        "that the gradient stays right over several optimizer steps. false with "
+        "objective=forward is the penalty as GRPO was published.",
     )
     place: Literal["loss", "reward"] = Field(
         default="loss",
@@ -244,18 +244,18 @@ class KLConfig(Section):
     target: float | None = Field(
         default=None,
         gt=0,
-        description="KL (nats per token) that coef adapts to reach; null: coef is fixed.",
+        description="KL in nats per token to which coef adapts; null: coef is fixed.",
     )
     rate: float = Field(
         default=0.1,
         gt=0,
         le=1,
-        description="Speed of that adaptation: a step changes coef by at most 0.2 * rate of "
-        "itself.",
+        description="Speed at which coef adapts to target: a step changes coef by at most the "
+        "share 0.2 * rate.",
     )
 
     @model_validator(mode="after")
-    def _keys_agree(self) -> KLConfig:
+    def _check_keys_agree(self) -> KLConfig:
         if self.coef == 0 and self.changed - {"coef"}:
             raise ValueError(
                 f"{min(self.changed - {'coef'})} is not read with coef=0: set coef, or remove it"
@@ -316,18 +316,18 @@ class RouterConfig(Section):
     )
 
     @property
-    def watches(self) -> bool:
+    def reads_router_outputs(self) -> bool:
         """True if metrics or loss terms read the routers' outputs."""
         return self.measure or self.balance_coef > 0 or self.z_coef > 0
 
     @model_validator(mode="after")
-    def _does_something(self) -> RouterConfig:
+    def _check_has_effect(self) -> RouterConfig:
         if not self.measure and (self.balance_coef or self.z_coef):
             raise ValueError(
                 "measure=false contradicts balance_coef and z_coef, whose losses measure the "
                 "routers: remove one of them"
             )
-        if not (self.replay or self.watches):
+        if not (self.replay or self.reads_router_outputs):
             raise ValueError(
                 "router neither replays nor measures anything: set replay=true, or remove it"
             )

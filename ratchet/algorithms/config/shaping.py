@@ -25,7 +25,7 @@ class OverlongPenalty(AlgorithmPart):
     factor: float = Field(default=1.0, gt=0, description="Full penalty, at max_length and beyond.")
 
     @model_validator(mode="after")
-    def _fits(self) -> OverlongPenalty:
+    def _check_buffer(self) -> OverlongPenalty:
         if self.buffer > self.max_length:
             raise ValueError(
                 f"buffer={self.buffer} is more than max_length={self.max_length}: lower it"
@@ -45,7 +45,7 @@ class StopProperly(AlgorithmPart):
     coef: float = Field(
         ge=0,
         lt=1,
-        description="Share of a positive reward that a cut-off answer keeps; a negative reward "
+        description="Share of a positive reward that a cut-off answer keeps. A negative reward "
         "does not change.",
     )
 
@@ -80,7 +80,7 @@ class ClipRewards(AlgorithmPart):
     high: float | None = Field(default=None, description="Highest reward; null: no bound.")
 
     @model_validator(mode="after")
-    def _bounds(self) -> ClipRewards:
+    def _check_bounds(self) -> ClipRewards:
         if self.low is None and self.high is None:
             raise ValueError(
                 "clip without low and high does nothing: set one of them, or remove it"

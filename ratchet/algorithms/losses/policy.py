@@ -185,7 +185,7 @@ def _metrics(out: Outputs, batch: Batch, *, clipped: Tensor | None = None) -> Me
     metrics = {
         "ratio": ratio_T,
         "old_kl": k3(-log_ratio_T),  # estimates KL(old policy || current policy)
-        # |learner - sampler|. More than rounding points to stale weights, or to a bug in one.
+        # |learner - sampler|. A gap larger than rounding errors points to stale weights or a bug.
         "sampler_gap": (out.need("old_logprobs") - batch.rollout_logprobs_T).abs(),
     }
     return metrics if clipped is None else {**metrics, "clipped": clipped.to(ratio_T.dtype)}

@@ -1,6 +1,7 @@
-"""Check the settings that depend on the number of a stage's steps.
+"""Check the settings that depend on the number of steps of a stage.
 
-A stage of `passes` has none before its data are read, so these checks are made again then.
+If a stage has `passes`, its number of steps is known only after its data are read. These checks
+then run again.
 """
 
 from __future__ import annotations
@@ -82,13 +83,13 @@ def _check_decay(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
         return
     warmup = count_warmup_steps(optimizer.warmup_steps, optimizer.warmup_share, steps)
     if warmup <= steps < warmup + decay:
-        written = (
+        warmup_setting = (
             f"warmup_share={optimizer.warmup_share:g}"
             if optimizer.warmup_share
             else f"warmup_steps={warmup}"
         )
         yield clash(
-            f"optimizer.{written} and decay_steps={decay} together are more than the "
+            f"optimizer.{warmup_setting} and decay_steps={decay} together are more than the "
             f"stage's {steps} optimizer "
             "steps: lower one of them, or raise steps",
             "optimizer.decay_steps",
@@ -132,7 +133,7 @@ LENGTH_CHECKS = (
 
 
 def length_conflicts(config: RunConfig) -> Iterator[str]:
-    """Yield what can't be with the stages' numbers of steps, each with its smallest fix."""
+    """Yield a message, with its smallest fix, for each conflict with a stage's number of steps."""
     for stage in config.stages:
         for check in LENGTH_CHECKS:
             for conflict in check(stage, config):

@@ -19,21 +19,21 @@ from ratchet.utils.object_store import explain_bad_address, is_address
 def address_conflicts(config: RunConfig) -> Iterator[Conflict]:
     """Yield a conflict for each object-store address that can't be used."""
     tokenizer = getattr(config.tokenizer, "path", None)
-    places = {
+    addresses = {
         "run_dir": config.run_dir,
         "model.path": config.model.path,
         "tokenizer.path": tokenizer,
     }
-    for key, place in places.items():
-        if place is not None and is_address(place) and (why := explain_bad_address(place)):
-            yield clash(f"{key}={place} can't be used: {why}", key)
-    for section, place in (("model", config.model.path), ("tokenizer", tokenizer)):
+    for key, address in addresses.items():
+        if address is not None and is_address(address) and (reason := explain_bad_address(address)):
+            yield clash(f"{key}={address} can't be used: {reason}", key)
+    for section, address in (("model", config.model.path), ("tokenizer", tokenizer)):
         revision = getattr(getattr(config, section), "revision", None)
-        if place is not None and is_address(place) and revision is not None:
+        if address is not None and is_address(address) and revision is not None:
             key = f"{section}.revision"
             yield clash(
-                f"{key}={revision} is for a repository on the Hugging Face Hub, and {place} has no "
-                "revisions: remove it",
+                f"{key}={revision} is for a repository on the Hugging Face Hub, and {address} has "
+                "no revisions: remove it",
                 key,
             )
 

@@ -11,8 +11,10 @@ from ratchet.config.schema import RunConfig, StageConfig
 
 
 def _check_same_learner(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    first = config.stages[0].learner
-    if stage.learner != first and (_is_distributed(first) or _is_distributed(stage.learner)):
+    first_learner = config.stages[0].learner
+    if stage.learner != first_learner and (
+        _is_distributed(first_learner) or _is_distributed(stage.learner)
+    ):
         yield clash(
             f"learner differs from that of stage {config.stages[0].name}, but a distributed "
             "learner keeps its processes from stage to stage: put one learner section at the top "
@@ -35,7 +37,7 @@ def _check_sequence_parallel(stage: StageConfig, config: RunConfig) -> Iterator[
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     learner = _kind(stage.learner)
-    if stage.optimizer.whole_matrices and _is_distributed(stage.learner):
+    if stage.optimizer.needs_whole_matrices and _is_distributed(stage.learner):
         yield clash(
             f"optimizer.kind={_kind(stage.optimizer)} computes with whole matrices, and "
             f"learner.kind={learner} shards them over processes: set optimizer.kind=adamw, or "

@@ -12,11 +12,11 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import suggest_install
 
 BITSANDBYTES, TRANSFORMER_ENGINE = "bitsandbytes", "transformer_engine"
-CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # of CUDA on Linux and on WSL
+CUDA_DEVICES = ("/dev/nvidiactl", "/dev/dxg")  # device files on Linux and on WSL
 
 
 def _check_optimizer(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
-    package = stage.optimizer.needs
+    package = stage.optimizer.required_package
     if package is not None and find_spec(package) is None:
         yield clash(
             f"optimizer.kind={getattr(stage.optimizer, 'kind', '')} needs the package "

@@ -21,7 +21,7 @@ from ratchet.config.checks.sizes import SIZE_CHECKS
 from ratchet.config.model_shape.presets import PRESETS
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
-from ratchet.config.schema import RunConfig, StageConfig, own_rewards
+from ratchet.config.schema import RunConfig, StageConfig, get_default_rewards
 
 
 def conflicts(config: RunConfig) -> Iterator[Conflict]:
@@ -76,12 +76,12 @@ def _check_sampling(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]
             "attempt anyway)",
             "sampling.temperature",
         )
-    for key, off in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
+    for key, off_value in (("top_p", 1.0), ("top_k", 0), ("min_p", 0.0)):
         value = getattr(sampling, key)
-        if value != off and getattr(stage.algorithm, "correction", None) is None:
+        if value != off_value and getattr(stage.algorithm, "correction", None) is None:
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, which needs a rollout "
-                f"correction in algorithm {_kind(stage)}: set sampling.{key}={off:g}, or "
+                f"correction in algorithm {_kind(stage)}: set sampling.{key}={off_value:g}, or "
                 "algorithm.correction if the algorithm has that key",
                 f"sampling.{key}",
             )
@@ -147,15 +147,15 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
     They are fine as a default that a stage with rollouts shares, and if evaluation uses them.
     """
-    is_default = stage.rewards == own_rewards(stage.environment)
-    shared = any(
+    is_default = stage.rewards == get_default_rewards(stage.environment)
+    is_shared = any(
         other.source == "rollouts" and other.rewards == stage.rewards for other in config.stages
     )
-    evaluated = stage.evaluation.tasks > 0 and stage.eval_rewards == stage.rewards
+    is_evaluated = stage.evaluation.tasks > 0 and stage.eval_rewards == stage.rewards
     if (
         stage.source not in ("rollouts", None)
         and stage.rewards
-        and not (is_default or shared or evaluated)
+        and not (is_default or is_shared or is_evaluated)
     ):
         yield clash(
             f"rewards judge attempts, and algorithm {_kind(stage)} generates none: remove rewards, "
@@ -167,7 +167,7 @@ def _check_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that an evaluation uses `eval_rewards`, of this stage or of one that shares them."""
     eval_environment = stage.evaluation.environment
-    users = [
+    evaluating_stages = [
         other
         for other in config.stages
         if other.evaluation.tasks
@@ -175,8 +175,8 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
             other.evaluation.environment is None or not _judges_itself(other.evaluation.environment)
         )
     ]
-    is_default = stage.eval_rewards == (own_rewards(stage.environment) or stage.rewards)
-    if is_default or any(other.eval_rewards == stage.eval_rewards for other in users):
+    is_default = stage.eval_rewards == (get_default_rewards(stage.environment) or stage.rewards)
+    if is_default or any(other.eval_rewards == stage.eval_rewards for other in evaluating_stages):
         return
     key, reason = "evaluation.tasks", "evaluation.tasks=0 evaluates nothing"
     if eval_environment is not None:
@@ -193,7 +193,7 @@ def _check_eval_rewards(stage: StageConfig, config: RunConfig) -> Iterator[Confl
 
 
 def _judges_itself(environment: Section) -> bool:
-    return bool(own_rewards(environment)) or getattr(environment, "judges", True)
+    return bool(get_default_rewards(environment)) or getattr(environment, "judges", True)
 
 
 def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
@@ -210,17 +210,17 @@ def _check_reward_names(stage: StageConfig, config: RunConfig) -> Iterator[Confl
 def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the generator supports top_p, top_k and min_p. Greedy sampling ignores them."""
     off_values = {"top_p": 1.0, "top_k": 0, "min_p": 0.0}
-    for key, off in off_values.items():
+    for key, off_value in off_values.items():
         value = getattr(stage.sampling, key)
         if (
-            value != off
+            value != off_value
             and stage.sampling.temperature > 0
             and not getattr(stage.generator, "filters", True)
         ):
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
                 f"{getattr(stage.generator, 'kind', '')} doesn't return the kept probability mass, "
-                f"which training needs: set sampling.{key}={off:g}, or "
+                f"which training needs: set sampling.{key}={off_value:g}, or "
                 "generator.kind=engine",
                 f"sampling.{key}",
                 "generator.kind",
@@ -229,10 +229,8 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
 
 def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the generator can run the preset. A model directory is checked when it is read."""
-    misfit, shape = (
-        getattr(stage.generator, "misfit", None),
-        PRESETS.get(config.model.preset or ""),
-    )
+    misfit = getattr(stage.generator, "misfit", None)
+    shape = PRESETS.get(config.model.preset or "")
     if misfit is None or shape is None:
         return
     shape = {**shape, **config.model.overrides}
@@ -297,10 +295,10 @@ def _check_agent(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     if stage.agent is None:
         return
     kind = getattr(stage.agent, "kind", "")
-    shared = any(
+    is_shared = any(
         other.source in ("rollouts", None) and other.agent == stage.agent for other in config.stages
     )
-    if not shared and not stage.evaluation.tasks:
+    if not is_shared and not stage.evaluation.tasks:
         yield clash(
             f"agent {kind} plays attempts, and algorithm {_kind(stage)} generates none: remove "
             "agent",

@@ -8,12 +8,12 @@ from typing import Any
 from ratchet.errors import ModelError
 from ratchet.utils.terminal_text import shorten_text
 
-ORIGINAL = "original_max_position_embeddings"  # the context length before RoPE scaling
-NUMBERS_END = 1e300  # numbers must stay below it, so that arithmetic does not overflow
+ORIGINAL_CONTEXT = "original_max_position_embeddings"  # the context length before RoPE scaling
+NUMBER_BOUND = 1e300  # numbers must stay below it, so that arithmetic does not overflow
 # The smallest and largest value of each field of `DecoderConfig`. The upper bounds are about ten
 # times those of the largest published models: a larger number is a typo or an attack, and would
 # cost hours of computation before memory ran out.
-SIZES: Mapping[str, tuple[int, int]] = {
+SIZE_RANGES: Mapping[str, tuple[int, int]] = {
     "vocab_size": (1, 2**24),
     "hidden_size": (1, 2**20),
     "n_layers": (1, 10_000),
@@ -49,7 +49,7 @@ HF_NUMBERS = (
         "sliding_window",
         "max_window_layers",
         "bos_token_id",
-        ORIGINAL,
+        ORIGINAL_CONTEXT,
     ),
     *("rms_norm_eps", "initializer_range", "rope_theta", "partial_rotary_factor"),
 )
@@ -98,15 +98,15 @@ def check_types(hf: Mapping[str, Any]) -> None:
         if isinstance(value, list):
             raise ModelError(
                 f"config.json says {key:.80}={shorten_repr(value)} of its rotary embedding: the "
-                "built-in decoder reads no lists"
+                "built-in decoder reads no lists there"
             )
     n_heads = hf.get("num_attention_heads")
     n_layers = hf.get("num_hidden_layers")
     check("num_attention_heads", n_heads is None or n_heads >= 1, "at least 1")
     check(
         "num_hidden_layers",
-        n_layers is None or 1 <= n_layers <= SIZES["n_layers"][1],
-        f"1 to {SIZES['n_layers'][1]}",
+        n_layers is None or 1 <= n_layers <= SIZE_RANGES["n_layers"][1],
+        f"1 to {SIZE_RANGES['n_layers'][1]}",
     )
 
 
@@ -116,9 +116,9 @@ def read_rope_section(hf: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def is_number(value: object) -> bool:
-    """True for an int or float, but not a bool, of magnitude below `NUMBERS_END`."""
+    """True for an int or float, but not a bool, of magnitude below `NUMBER_BOUND`."""
     return (
-        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBERS_END
+        isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < NUMBER_BOUND
     )
 
 

@@ -10,8 +10,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ratchet.config.model_shape.config_json import (
-    ORIGINAL,
-    SIZES,
+    ORIGINAL_CONTEXT,
+    SIZE_RANGES,
     check_types,
     is_number,
     read_rope_section,
@@ -23,8 +23,8 @@ from ratchet.errors import ModelError
 ROPE_KEYS: Mapping[str, tuple[str, ...]] = {
     "default": (),
     "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL),
-    "yarn": ("factor", ORIGINAL),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", ORIGINAL_CONTEXT),
+    "yarn": ("factor", ORIGINAL_CONTEXT),
 }
 SILU = ("silu", "swish")
 # The number of experts: Qwen's older key, and the key of all families since transformers 5.
@@ -46,7 +46,7 @@ class MoEFormat:
     experts_per_token: int  # default where `config.json` has no such key
     size_key: str  # key of an expert's intermediate size
     renormalise: bool | None = None  # None: read from `norm_topk_prob`
-    dense_layers: bool = True  # True if `mlp_only_layers` and `decoder_sparse_step` are read
+    reads_dense_layers: bool = True  # True if `mlp_only_layers` and `decoder_sparse_step` are read
     block: str = "mlp"  # the layer's name in weight files
     gate_up: tuple[str, str] = ("gate_proj", "up_proj")  # names of an expert's matrices
     down: str = "down_proj"
@@ -69,7 +69,7 @@ class ModelFamily:
     rope_theta: float = 10000.0
     bos_id: int | None = None
     eos_id: int | None = None
-    sparse: MoEFormat | None = None
+    moe: MoEFormat | None = None
 
 
 MIXTRAL = MoEFormat(
@@ -77,7 +77,7 @@ MIXTRAL = MoEFormat(
     2,
     "intermediate_size",
     renormalise=True,
-    dense_layers=False,
+    reads_dense_layers=False,
     block="block_sparse_moe",
     gate_up=("w1", "w3"),
     down="w2",
@@ -108,7 +108,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         qk_norm=True,
         qkv_bias=None,
         kv_heads=4,
-        sparse=MoEFormat(128, 8, "moe_intermediate_size"),
+        moe=MoEFormat(128, 8, "moe_intermediate_size"),
     ),
     "mixtral": ModelFamily(
         "MixtralForCausalLM",
@@ -119,7 +119,7 @@ FAMILIES: Mapping[str, ModelFamily] = {
         rope_theta=1e6,
         bos_id=1,
         eos_id=2,
-        sparse=MIXTRAL,
+        moe=MIXTRAL,
     ),
 }
 
@@ -192,7 +192,7 @@ class DecoderConfig:
         self._check_experts()
 
     def _check_sizes(self) -> None:
-        for name, (lower, upper) in SIZES.items():
+        for name, (lower, upper) in SIZE_RANGES.items():
             value = getattr(self, name)
             if type(value) is not int or not lower <= value <= upper:
                 raise ModelError(
@@ -225,7 +225,7 @@ class DecoderConfig:
                 raise ModelError(f"{name}={shorten_repr(value)} must be a list of whole numbers")
 
     def _check_experts(self) -> None:
-        sparse = [name for name, family in FAMILIES.items() if family.sparse]
+        sparse = [name for name, family in FAMILIES.items() if family.moe]
         if bool(self.n_experts) != (self.family in sparse):
             raise ModelError(
                 f"n_experts={self.n_experts} with family '{self.family}': {', '.join(sparse)} have "
@@ -330,13 +330,13 @@ class DecoderConfig:
         }
 
     def _experts_hf(self) -> dict[str, Any]:
-        sparse = FAMILIES[self.family].sparse
-        if sparse is None:
+        moe = FAMILIES[self.family].moe
+        if moe is None:
             return {}
         return {
             **dict.fromkeys(EXPERT_KEYS, self.n_experts),
             "num_experts_per_tok": self.experts_per_token,
-            sparse.size_key: self.expert_intermediate_size,
+            moe.size_key: self.expert_intermediate_size,
             "norm_topk_prob": self.renormalise,
             "mlp_only_layers": list(self.dense_layers),
             "decoder_sparse_step": 1,
@@ -355,10 +355,10 @@ class DecoderConfig:
             "out_bias": out_bias,
             "mlp_bias": mlp_bias,
         }
-        sparse = family.sparse
-        if sparse and sparse.renormalise is not None:
-            representable["renormalise"] = sparse.renormalise
-        if sparse and not sparse.dense_layers:
+        moe = family.moe
+        if moe and moe.renormalise is not None:
+            representable["renormalise"] = moe.renormalise
+        if moe and not moe.reads_dense_layers:
             representable |= {
                 "dense_layers": (),
                 "expert_intermediate_size": self.intermediate_size,
@@ -380,9 +380,9 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
     if model_type not in FAMILIES:
         return f"model_type '{model_type:.80}' is not one of {', '.join(FAMILIES)}"
     check_types(hf)
-    sparse = FAMILIES[model_type].sparse
+    moe = FAMILIES[model_type].moe
     if missing := [
-        key for key in (*REQUIRED, *([sparse.size_key] if sparse else [])) if hf.get(key) is None
+        key for key in (*REQUIRED, *([moe.size_key] if moe else [])) if hf.get(key) is None
     ]:
         return f"its config.json says nothing about {', '.join(missing)}"
     if hf.get("hidden_act", "silu") not in SILU:
@@ -391,7 +391,7 @@ def unsupported_reason(hf: Mapping[str, Any]) -> str | None:
         return "its weights are quantized (quantization_config)"
     if sliding := _sliding_reason(hf, FAMILIES[model_type]):
         return sliding
-    if sparse and (experts := _experts_reason(hf, sparse)):
+    if moe and (experts := _experts_reason(hf, moe)):
         return experts
     return _rope_reason(hf)
 
@@ -409,39 +409,39 @@ def _sliding_reason(hf: Mapping[str, Any], family: ModelFamily) -> str | None:
         and hf.get("sliding_window", 4096) is not None
         and not hf.get("layer_types")
     ):
-        first_windowed = 0 if family.sparse else hf.get("max_window_layers", 28)
+        first_windowed = 0 if family.moe else hf.get("max_window_layers", 28)
         if first_windowed < hf["num_hidden_layers"]:
             return f"use_sliding_window limits the attention of layers {first_windowed} and up"
     return None
 
 
-def _experts_reason(hf: Mapping[str, Any], sparse: MoEFormat) -> str | None:
+def _experts_reason(hf: Mapping[str, Any], moe: MoEFormat) -> str | None:
     counts = {hf[key] for key in EXPERT_KEYS if hf.get(key) is not None}
     if len(counts) > 1:
         return f"{' and '.join(EXPERT_KEYS)} disagree"
-    n_experts = counts.pop() if counts else sparse.n_experts
-    per_token = hf.get("num_experts_per_tok", sparse.experts_per_token)
+    n_experts = counts.pop() if counts else moe.n_experts
+    per_token = hf.get("num_experts_per_tok", moe.experts_per_token)
     if not 0 < per_token <= n_experts:
         return f"num_experts_per_tok={per_token} of {n_experts} experts can't be chosen"
-    if sparse.dense_layers and hf.get("decoder_sparse_step", 1) < 1:
+    if moe.reads_dense_layers and hf.get("decoder_sparse_step", 1) < 1:
         return f"decoder_sparse_step={hf['decoder_sparse_step']} is below 1"
     return None
 
 
 def _read_experts(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
-    sparse = family.sparse
-    if sparse is None:
+    moe = family.moe
+    if moe is None:
         return {}
-    dense = set(hf.get("mlp_only_layers") or ()) if sparse.dense_layers else set()
-    step = int(hf.get("decoder_sparse_step", 1)) if sparse.dense_layers else 1
+    dense = set(hf.get("mlp_only_layers") or ()) if moe.reads_dense_layers else set()
+    step = int(hf.get("decoder_sparse_step", 1)) if moe.reads_dense_layers else 1
     counts = (hf[key] for key in EXPERT_KEYS if hf.get(key) is not None)
     return {
-        "n_experts": int(next(counts, sparse.n_experts)),
-        "experts_per_token": int(hf.get("num_experts_per_tok", sparse.experts_per_token)),
-        "expert_intermediate_size": int(hf[sparse.size_key]),
+        "n_experts": int(next(counts, moe.n_experts)),
+        "experts_per_token": int(hf.get("num_experts_per_tok", moe.experts_per_token)),
+        "expert_intermediate_size": int(hf[moe.size_key]),
         "renormalise": bool(hf.get("norm_topk_prob", False))
-        if sparse.renormalise is None
-        else sparse.renormalise,
+        if moe.renormalise is None
+        else moe.renormalise,
         "dense_layers": tuple(
             n for n in range(int(hf["num_hidden_layers"])) if n in dense or (n + 1) % step
         ),
@@ -455,7 +455,9 @@ def _rope_reason(hf: Mapping[str, Any]) -> str | None:
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ROPE_KEYS:
         return f"rope_type '{kind}' is not one of {', '.join(ROPE_KEYS)}"
-    if missing := [key for key in ROPE_KEYS[kind] if key != ORIGINAL and rope.get(key) is None]:
+    if missing := [
+        key for key in ROPE_KEYS[kind] if key != ORIGINAL_CONTEXT and rope.get(key) is None
+    ]:
         return f"rope_type '{kind}' comes without {', '.join(missing)}"
     if rope.get("partial_rotary_factor", hf.get("partial_rotary_factor")) not in (None, 1, 1.0):
         return "its rotary embedding rotates only a part of each head (partial_rotary_factor)"
@@ -472,10 +474,10 @@ def _read_rope(hf: Mapping[str, Any], family: ModelFamily) -> dict[str, Any]:
         "rope_type", read_rope_section(hf).get("type", "default")
     )
     rope["rope_theta"] = float(rope.get("rope_theta") or hf.get("rope_theta") or family.rope_theta)
-    if ORIGINAL in ROPE_KEYS[rope["rope_type"]]:
-        rope[ORIGINAL] = int(
-            hf.get(ORIGINAL)
-            or rope.get(ORIGINAL)
+    if ORIGINAL_CONTEXT in ROPE_KEYS[rope["rope_type"]]:
+        rope[ORIGINAL_CONTEXT] = int(
+            hf.get(ORIGINAL_CONTEXT)
+            or rope.get(ORIGINAL_CONTEXT)
             or hf.get("max_position_embeddings", family.max_positions)
         )
     return rope

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.environments.adapters.reset_step import (
     Observation,
     ResetStepConfig,
@@ -49,7 +49,7 @@ class GemEnvironment(ResetStepEnvironment):
     def __init__(self, config: GemConfig) -> None:
         super().__init__(config, config.id or str(config.path))
         self.config = config
-        self.factory = _gem_factory(config.id) if config.id else imported(str(config.path))
+        self.factory = _gem_factory(config.id) if config.id else import_object(str(config.path))
 
     def make(self) -> Any:
         return self.factory(**self.config.kwargs)

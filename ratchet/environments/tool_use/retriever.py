@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 from pydantic import Field
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.data.jsonl import read_jsonl
 from ratchet.environments.tool_use.base import ToolConfig
 from ratchet.errors import DataError, MissingDependency
@@ -192,7 +192,7 @@ def embedder(name: str) -> Embed:
     With a colon, `name` is the import path of a function. Otherwise it is a model directory, and a
     text's embedding is the mean of the model's hidden states.
     """
-    return imported(name) if ":" in name else _load_embedder(name)
+    return import_object(name) if ":" in name else _load_embedder(name)
 
 
 def _load_embedder(directory: str) -> Embed:

@@ -20,7 +20,7 @@ class ConcurrencyController:
     so a faster controller would oscillate.
 
     Args:
-        per_step: Groups of a step; at least as many are in flight.
+        groups_per_step: Number of groups in a step; at least as many are in flight.
         max_groups: The maximum number in flight that the staleness bound allows.
         staleness: Target for the mean staleness, in versions, of a step's new tokens. None sets no
             target.
@@ -30,17 +30,17 @@ class ConcurrencyController:
     def __init__(
         self,
         *,
-        per_step: int,
+        groups_per_step: int,
         max_groups: int,
         staleness: float | None = None,
         mismatch: float | None = None,
     ) -> None:
-        self.per_step = per_step
+        self.groups_per_step = groups_per_step
         self.max_groups = max_groups
         self.staleness = staleness
         self.mismatch = mismatch
-        # The unrounded number of groups, between per_step and max_groups.
-        self.level = float(per_step)
+        # The unrounded number of groups, between groups_per_step and max_groups.
+        self.level = float(groups_per_step)
 
     @property
     def groups(self) -> int:
@@ -65,8 +65,8 @@ class ConcurrencyController:
             return
         headroom = min(headroom for headroom in headrooms if headroom is not None)
         if headroom < 0 or waited:
-            level = self.level + RATE * self.per_step * max(-1.0, headroom)
-            self.level = min(max(level, float(self.per_step)), float(self.max_groups))
+            level = self.level + RATE * self.groups_per_step * max(-1.0, headroom)
+            self.level = min(max(level, float(self.groups_per_step)), float(self.max_groups))
 
 
 def _get_headroom(target: float | None, measured: float | None) -> float | None:

@@ -81,19 +81,19 @@ class PrefetchingSource:
         self._tasks: dict[ScheduledGroup, asyncio.Task[None]] = {}
         # groups whose attempts begin with the next draw
         self._to_restart: list[ScheduledGroup] = []
-        self._changed = asyncio.Event()
+        self._task_done = asyncio.Event()
         self._version = 0
         self._waited = False  # True if the latest draw had to wait
-        self._replaced = 0  # groups replaced since the last step
+        self._n_replaced = 0  # groups replaced since the last step
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return the groups of a step, and begin new ones.
 
-        An exception that is no single attempt's failure, such as a generator error, is raised here.
+        Errors that are not the failure of a single attempt, such as a generator error, are raised.
         """
-        assert n == self.scheduler.per_step, "the scheduler plans steps of another size"
+        assert n == self.scheduler.groups_per_step, "the scheduler plans steps of another size"
         self._version = version
-        self._replaced = 0
+        self._n_replaced = 0
         self._waited = False
         if self.pause_during_update:
             await self.generator.inner.resume()
@@ -104,8 +104,8 @@ class PrefetchingSource:
         self._begin(self.scheduler.count_startable(version))
         while (chosen_groups := self.scheduler.choose(version)) is None:
             self._waited = True
-            self._changed.clear()
-            await self._changed.wait()
+            self._task_done.clear()
+            await self._task_done.wait()
             self._raise_failures()
         if self.pause_during_update:
             await self.generator.inner.pause()
@@ -141,7 +141,7 @@ class PrefetchingSource:
         Attempts in flight are interrupted and continue with the next draw.
         """
         if self._tasks and self.replayable:
-            await self.generator.close(lambda: self.source.manager.playing)
+            await self.generator.close(lambda: self.source.manager.n_playing)
         return {
             "source": await self.source.snapshot(),
             "issues": [self._to_state(scheduled) for scheduled in self.scheduler.unfinished],
@@ -197,7 +197,7 @@ class PrefetchingSource:
             return
         for scheduled in in_flight:
             self._play(scheduled)
-        await self.generator.close(lambda: self.source.manager.playing)
+        await self.generator.close(lambda: self.source.manager.n_playing)
 
     async def close(self) -> None:
         tasks = list(self._tasks.values())
@@ -216,7 +216,7 @@ class PrefetchingSource:
 
     def _play(self, scheduled: ScheduledGroup) -> None:
         self._tasks[scheduled] = asyncio.create_task(self._run_group(scheduled))
-        self._tasks[scheduled].add_done_callback(lambda _: self._changed.set())
+        self._tasks[scheduled].add_done_callback(lambda _: self._task_done.set())
 
     async def _run_group(self, scheduled: ScheduledGroup) -> None:
         CURRENT_GROUP.set(scheduled if self.replayable else None)
@@ -224,9 +224,9 @@ class PrefetchingSource:
         if (
             self.has_signal is not None
             and not self.has_signal(group)
-            and self._replaced < self.max_replaced * self.scheduler.per_step
+            and self._n_replaced < self.max_replaced * self.scheduler.groups_per_step
         ):
-            self._replaced += 1
+            self._n_replaced += 1
             self.scheduler.drop(scheduled)
             self.source.discard([scheduled.id], "filtered", reason="it teaches nothing")
             self._begin(1)

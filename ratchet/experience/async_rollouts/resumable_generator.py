@@ -66,27 +66,27 @@ class ResumableGenerator:
                 break  # the request was aborted for another reason
         return completion
 
-    async def close(self, playing: Callable[[], int]) -> None:
+    async def close(self, count_playing: Callable[[], int]) -> None:
         """Interrupt all requests, and wait until every attempt waits in `generate`.
 
         Attempts that are still busy in an environment or a reward after INTERRUPT_TIMEOUT_S are not
         waited for. The resumed run repeats their turn.
 
         Args:
-            playing: Returns the number of attempts in flight.
+            count_playing: Returns the number of attempts in flight.
         """
         self._closed = True
         self.inner.abort()
         try:
             async with asyncio.timeout(INTERRUPT_TIMEOUT_S):
                 await _run_event_loop()
-                while len(self._waiting) < playing():
+                while len(self._waiting) < count_playing():
                     await asyncio.sleep(POLL_S)
                     await _run_event_loop()
         except TimeoutError:
             log.warning(
                 "%d attempts are still busy in an environment or a reward after %g s",
-                playing() - len(self._waiting),
+                count_playing() - len(self._waiting),
                 INTERRUPT_TIMEOUT_S,
             )
 

@@ -26,7 +26,7 @@ class ScheduledGroup:
     """A group from its start to the step that trains on it.
 
     Attributes:
-        number: Its place in the order of starts.
+        number: Its position in the order of starts.
         version: The version of the weights that it began with.
         journal: Completions drawn for it, by the request's seed (see `ResumableGenerator`).
     """
@@ -43,7 +43,7 @@ class StalenessScheduler:
     """The scheduler of a stage's groups.
 
     Args:
-        per_step: Number of groups that a step trains on.
+        groups_per_step: Number of groups that a step trains on.
         max_staleness: The bound k.
         last_step: The first step after the stage.
         order: "issued" takes the oldest groups and waits for them. "ready" takes the groups that
@@ -55,21 +55,21 @@ class StalenessScheduler:
     def __init__(
         self,
         *,
-        per_step: int,
+        groups_per_step: int,
         max_staleness: float,
         last_step: int,
         order: Order = "issued",
         concurrency: ConcurrencyController | None = None,
     ) -> None:
-        self.per_step = per_step
+        self.groups_per_step = groups_per_step
         self.max_staleness = math.ceil(max_staleness)
         self.last_step = last_step
         self.order = order
-        self.max_in_flight = get_max_in_flight(per_step, max_staleness)
+        self.max_in_flight = get_max_in_flight(groups_per_step, max_staleness)
         self.concurrency = concurrency
         self.unfinished: list[ScheduledGroup] = []  # in flight or ready, in the order of starts
         self.ready_groups: list[ScheduledGroup] = []  # in the order in which they became ready
-        self.started = 0
+        self.n_started = 0
 
     def count_startable(self, step: int) -> int:
         """Return the number of groups that may begin before `step` trains."""
@@ -79,13 +79,15 @@ class StalenessScheduler:
             else min(self.max_in_flight, self.concurrency.groups)
         )
         return max(
-            0, min(max_unfinished, (self.last_step - step) * self.per_step) - len(self.unfinished)
+            0,
+            min(max_unfinished, (self.last_step - step) * self.groups_per_step)
+            - len(self.unfinished),
         )
 
     def begin(self, version: int, name: str, task: Task) -> ScheduledGroup:
         """Start a group."""
-        scheduled = ScheduledGroup(self.started, version, name, task)
-        self.started += 1
+        scheduled = ScheduledGroup(self.n_started, version, name, task)
+        self.n_started += 1
         self.unfinished.append(scheduled)
         return scheduled
 
@@ -113,10 +115,10 @@ class StalenessScheduler:
 
     def _choose_oldest(self) -> list[ScheduledGroup] | None:
         """Return the oldest groups of a step if all are ready, else None."""
-        oldest = self.unfinished[: self.per_step]
+        oldest = self.unfinished[: self.groups_per_step]
         return (
             oldest
-            if len(oldest) == self.per_step
+            if len(oldest) == self.groups_per_step
             and all(scheduled.group is not None for scheduled in oldest)
             else None
         )
@@ -135,7 +137,7 @@ class StalenessScheduler:
                     scheduled.version + self.max_staleness <= deadline
                     for scheduled in self.unfinished
                 )
-                - (deadline - step) * self.per_step
+                - (deadline - step) * self.groups_per_step
             )
             _append_until(
                 chosen,
@@ -148,13 +150,13 @@ class StalenessScheduler:
             )
             if len(chosen) < required:
                 return None
-        _append_until(chosen, self.ready_groups, self.per_step)
-        return chosen if len(chosen) == self.per_step else None
+        _append_until(chosen, self.ready_groups, self.groups_per_step)
+        return chosen if len(chosen) == self.groups_per_step else None
 
 
-def get_max_in_flight(per_step: int, max_staleness: float) -> int:
+def get_max_in_flight(groups_per_step: int, max_staleness: float) -> int:
     """Return the number of groups that the staleness bound allows in flight or ready."""
-    return per_step + round(max_staleness * per_step)
+    return groups_per_step + round(max_staleness * groups_per_step)
 
 
 def _append_until(

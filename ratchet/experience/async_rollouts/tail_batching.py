@@ -51,10 +51,10 @@ class AbortableGenerator:
 
     def __init__(self, inner: Generator) -> None:
         self.inner = inner
-        self._cut = False
-        self._requests = 0  # requests in flight
+        self._is_cut = False
+        self._n_requests = 0  # requests in flight
         self._all_returned = asyncio.Event()
-        self._forever = asyncio.Event()
+        self._never_set = asyncio.Event()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.inner, name)
@@ -69,13 +69,13 @@ class AbortableGenerator:
         if counter is None:
             return await self.inner.generate(tokens, sampling, media)
         await self._wait_if_cut()
-        self._requests += 1
+        self._n_requests += 1
         try:
             completion = await self.inner.generate(tokens, sampling, media)
             counter.tokens += len(completion.tokens)
         finally:
-            self._requests -= 1
-            if not self._requests:
+            self._n_requests -= 1
+            if not self._n_requests:
                 self._all_returned.set()
         await self._wait_if_cut()
         return completion
@@ -86,8 +86,8 @@ class AbortableGenerator:
         Until `open` is called, further requests of groups wait forever, because the caller cancels
         their tasks.
         """
-        self._cut = True
-        if not self._requests:
+        self._is_cut = True
+        if not self._n_requests:
             return
         self._all_returned.clear()
         self.inner.abort()
@@ -96,16 +96,18 @@ class AbortableGenerator:
                 await self._all_returned.wait()
         except TimeoutError:
             log.warning(
-                "%d aborted requests have not returned after %g s", self._requests, ABORT_TIMEOUT_S
+                "%d aborted requests have not returned after %g s",
+                self._n_requests,
+                ABORT_TIMEOUT_S,
             )
 
     def open(self) -> None:
         """Let requests pass again."""
-        self._cut = False
+        self._is_cut = False
 
     async def _wait_if_cut(self) -> None:
-        if self._cut:
-            await self._forever.wait()
+        if self._is_cut:
+            await self._never_set.wait()
 
 
 class TailBatching:

@@ -32,7 +32,7 @@ log = logging.getLogger(__name__)
 POSITIONS = (0, 1, 4, 16, 64, 256, 1024)
 # A generator with one of these formats rounds the weights it receives, so they are not compared.
 QUANTISED = ("float8", "nf4")
-REPEATED = 4  # number of rows, and of tokens per row, that the sampler generates again
+N_REPEATED = 4  # number of rows, and of tokens per row, that the sampler generates again
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ class ParityFinding:
 class ParityGate:
     """A check of some steps for parity, which stops the run or warns (see `ParityConfig`).
 
-    Steps are counted from the start of the process, so that a resumed run checks its first weight
-    syncs again.
+    Steps are counted from the start of the stage, in a resumed run too.
     """
 
     def __init__(self, pair: ParityPair, config: ParityConfig) -> None:
@@ -85,7 +84,7 @@ class ParityGate:
         self.sample = config.sample
 
     def is_due(self, step: int) -> bool:
-        """True if this step must be checked."""
+        """True if this step of the stage must be checked."""
         return step < self.first_steps or (self.every > 0 and step % self.every == 0)
 
     async def check(self, batch: Batch, version: int) -> dict[str, float]:
@@ -104,36 +103,36 @@ class ParityGate:
         rows = select_comparable_rows(batch, version)
         if not rows:
             return {}
-        part = batch.take(_sample_evenly(rows, self.sample))
-        difference_T = await self._difference(part)
+        subset = batch.take(_sample_evenly(rows, self.sample))
+        difference_T = await self._difference(subset)
         mean = float(difference_T.mean())
         maximum = float(difference_T.max())
         # Written so that NaN fails too.
         if not mean <= self.threshold:
-            report = await self.report(part, difference_T)
+            report = await self.report(subset, difference_T)
             if self.action == "stop":
                 raise ParityError(report)
             log.warning("%s", report)
         return {"mean": mean, "max": maximum, "tokens": float(len(difference_T))}
 
-    async def _difference(self, part: Batch) -> Tensor:
+    async def _difference(self, subset: Batch) -> Tensor:
         """Return |learner - sampler| of each predicted token, float64."""
-        logprobs_T = (await self.pair.learner.score(part, ["logprobs"]))["logprobs"]
-        return (logprobs_T.double() - part.rollout_logprobs_T.double()).abs()[part.predicted_T]
+        logprobs_T = (await self.pair.learner.score(subset, ["logprobs"]))["logprobs"]
+        return (logprobs_T.double() - subset.rollout_logprobs_T.double()).abs()[subset.predicted_T]
 
-    async def report(self, part: Batch, difference_T: Tensor) -> str:
+    async def report(self, subset: Batch, difference_T: Tensor) -> str:
         """Return all findings as text, after the first one that explains the difference."""
         findings = [
             await self._compare_weights(),
             self._compare_tokenizers(),
-            await self._check_temperature(part),
+            await self._check_temperature(subset),
             self._compare_dtypes(),
-            *await self._check_kernels(part, difference_T),
+            *await self._check_kernels(subset, difference_T),
         ]
-        is_cause = next((finding for finding in findings if finding.is_cause), None)
+        explanation = next((finding for finding in findings if finding.is_cause), None)
         verdict = (
-            f"the cause is: {is_cause.cause} ({is_cause.text})"
-            if is_cause
+            f"the cause is: {explanation.cause} ({explanation.text})"
+            if explanation
             else "weights and inputs agree: a kernel differs"
         )
         lines = [f"  {finding.cause:<12} {finding.text}" for finding in findings]
@@ -144,7 +143,7 @@ class ParityGate:
                 f"{float(difference_T.max()):.3g} (parity.threshold={self.threshold:g}, "
                 f"{len(difference_T)} tokens): {verdict}",
                 *lines,
-                "Where that is expected, raise parity.threshold or set parity.action=warn.",
+                "If this is expected, raise parity.threshold or set parity.action=warn.",
             )
         )
 
@@ -190,23 +189,23 @@ class ParityGate:
             "tokenizer", "the same" if len(fingerprints) > 1 else "not compared: only one is known"
         )
 
-    async def _check_temperature(self, part: Batch) -> ParityFinding:
+    async def _check_temperature(self, subset: Batch) -> ParityFinding:
         """Test whether the sampler ignored the temperature, or applied it twice."""
-        temperature_S = part.temperature_S
+        temperature_S = subset.temperature_S
         if bool((temperature_S == 1).all()):
-            return ParityFinding("temperature", "1: nothing to get wrong")
+            return ParityFinding("temperature", "1, which can't be applied wrongly")
         for fault, used_S in (
             ("ignores", torch.ones_like(temperature_S)),
             ("applies twice", temperature_S.square()),
         ):
-            mean = float((await self._difference(replace(part, temperature_S=used_S))).mean())
+            mean = float((await self._difference(replace(subset, temperature_S=used_S))).mean())
             if mean <= self.threshold:
                 return ParityFinding(
                     "temperature",
                     f"the sampler {fault} it: {mean:.3g} nats differ then",
                     is_cause=True,
                 )
-        return ParityFinding("temperature", "explains nothing")
+        return ParityFinding("temperature", "does not explain the difference")
 
     def _compare_dtypes(self) -> ParityFinding:
         learner_dtypes = {
@@ -228,41 +227,41 @@ class ParityGate:
             is_cause=_join_dtype_names(learner_dtypes) != generator_format,
         )
 
-    async def _check_kernels(self, part: Batch, difference_T: Tensor) -> list[ParityFinding]:
+    async def _check_kernels(self, subset: Batch, difference_T: Tensor) -> list[ParityFinding]:
         """Return findings on the positions of the difference, and on batch invariance."""
         differences_alone = [
-            await self._difference(part.take([row])) for row in range(part.n_sequences)
+            await self._difference(subset.take([row])) for row in range(subset.n_sequences)
         ]
         learner_change = float((torch.cat(differences_alone) - difference_T).abs().max())
         return [
-            ParityFinding("positions", _describe_by_position(part, difference_T)),
+            ParityFinding("positions", _describe_by_position(subset, difference_T)),
             ParityFinding(
                 "batches",
                 f"alone or together: learner {learner_change:.3g}, sampler "
-                f"{await self._compare_batched_with_alone(part):.3g} at most",
+                f"{await self._compare_batched_with_alone(subset):.3g} at most",
             ),
         ]
 
-    async def _compare_batched_with_alone(self, part: Batch) -> float:
+    async def _compare_batched_with_alone(self, subset: Batch) -> float:
         """Generate some prompts batched and alone, and return the largest logprob difference.
 
         Tokens are compared up to the first one that differs.
         """
         generator = self.pair.generator
-        starts = part.starts_S.tolist()
+        starts = subset.starts_S.tolist()
         requests = []
-        for row in range(min(REPEATED, part.n_sequences)):
-            row_slice = slice(starts[row], starts[row] + int(part.lengths_S[row]))
-            first = int(part.predicted_T[row_slice].nonzero()[0])
+        for row in range(min(N_REPEATED, subset.n_sequences)):
+            row_slice = slice(starts[row], starts[row] + int(subset.lengths_S[row]))
+            first = int(subset.predicted_T[row_slice].nonzero()[0])
             sampling = Sampling(
-                temperature=float(part.temperature_S[row]), max_new_tokens=REPEATED, seed=row
+                temperature=float(subset.temperature_S[row]), max_new_tokens=N_REPEATED, seed=row
             )
             media = (
-                [placed for placed in part.media_S[row] if placed.start < first]
-                if part.media_S
+                [placed for placed in subset.media_S[row] if placed.start < first]
+                if subset.media_S
                 else []
             )
-            requests.append((part.tokens_T[row_slice][:first].tolist(), sampling, media))
+            requests.append((subset.tokens_T[row_slice][:first].tolist(), sampling, media))
         batched_completions = await asyncio.gather(
             *(generator.generate(*request) for request in requests)
         )
@@ -292,14 +291,14 @@ def _sample_evenly(rows: Sequence[int], count: int) -> list[int]:
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
-def _describe_by_position(part: Batch, difference_T: Tensor) -> str:
+def _describe_by_position(subset: Batch, difference_T: Tensor) -> str:
     """Return the mean difference for each range of positions, as text.
 
     Positions count the predicted tokens of each row.
     """
-    predicted_T = part.predicted_T.long()
+    predicted_T = subset.predicted_T.long()
     preceding_T = predicted_T.cumsum(0) - predicted_T
-    position_T = (preceding_T - preceding_T[part.starts_S][part.sequence_T])[part.predicted_T]
+    position_T = (preceding_T - preceding_T[subset.starts_S][subset.sequence_T])[subset.predicted_T]
     texts = []
     for first, end in zip(POSITIONS, (*POSITIONS[1:], None), strict=True):
         is_in_range = (position_T >= first) & (position_T < (end if end is not None else torch.inf))

@@ -153,8 +153,8 @@ class RowBarrier(Generic[T]):
     exception to raise there.
     """
 
-    def __init__(self, rows: int) -> None:
-        self.remaining = rows
+    def __init__(self, n_rows: int) -> None:
+        self.n_remaining = n_rows
         self._waiting: list[tuple[int, Hashable, Any, asyncio.Future[Any]]] = []
 
     async def submit(
@@ -168,13 +168,13 @@ class RowBarrier(Generic[T]):
 
     def leave(self) -> None:
         """Remove a row that has ended."""
-        self.remaining -= 1
+        self.n_remaining -= 1
         self._answer_if_all_wait()
 
     def _answer_if_all_wait(self) -> None:
         # Rows that were cancelled no longer wait.
         self._waiting = [entry for entry in self._waiting if not entry[3].done()]
-        if not self._waiting or len(self._waiting) < self.remaining:
+        if not self._waiting or len(self._waiting) < self.n_remaining:
             return
         entries, self._waiting = sorted(self._waiting, key=lambda entry: entry[0]), []
         requests_by_handle: dict[Any, list[tuple[Any, asyncio.Future[Any]]]] = {}

@@ -102,13 +102,13 @@ def step_rows(
         [{"role": entry["role"], "content": entry["content"]} for entry in log] for log in logs
     ]
     returned = environment.step(log_copies, copy.deepcopy(list(metadata)))
-    name, rows = type(environment).__name__, len(logs)
+    name, n_rows = type(environment).__name__, len(logs)
     if not isinstance(returned, tuple) or len(returned) != len(EnvironmentReturn._fields):
         raise DataError(f"{name}.step returned {returned!r:.80}, it must be an EnvironmentReturn")
     result = EnvironmentReturn(*returned)
-    _check_lengths(result, rows, name)
-    stop_strings = result.next_stop_strings or [None] * rows
-    answers = result.answers or [None] * rows
+    _check_lengths(result, n_rows, name)
+    stop_strings = result.next_stop_strings or [None] * n_rows
+    answers = result.answers or [None] * n_rows
     return [
         EnvironmentReply(
             _check_observation(result.observations[i], name),
@@ -118,7 +118,7 @@ def step_rows(
             bool(result.terminateds[i]),
             answers[i],
         )
-        for i in range(rows)
+        for i in range(n_rows)
     ]
 
 
@@ -191,7 +191,7 @@ def post_process(
     return BatchedDataDict[Any].from_batches(parts).reorder(order), metrics
 
 
-def _check_lengths(result: EnvironmentReturn[Any], rows: int, name: str) -> None:
+def _check_lengths(result: EnvironmentReturn[Any], n_rows: int, name: str) -> None:
     rewards = result.rewards if isinstance(result.rewards, Mapping) else {"": result.rewards}
     columns = {
         "observations": result.observations,
@@ -207,10 +207,10 @@ def _check_lengths(result: EnvironmentReturn[Any], rows: int, name: str) -> None
     }
     for column, values in columns.items():
         shape = tuple(values.shape) if isinstance(values, Tensor) else (len(values),)
-        if shape != (rows,):
+        if shape != (n_rows,):
             raise DataError(
-                f"{name}.step gave {column} of shape {shape} for {rows} conversations, it must be "
-                f"({rows},)"
+                f"{name}.step gave {column} of shape {shape} for {n_rows} conversations, it must "
+                f"be ({n_rows},)"
             )
 
 

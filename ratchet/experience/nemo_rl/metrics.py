@@ -21,11 +21,11 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
     """
     failed = isinstance(trajectory.outcome, Failed | Cancelled)
     hit_turn_limit = not failed and trajectory.metrics.get("turn_limit", 0) > 0
-    generated = [turn.end - turn.start for turn in trajectory.turns]
+    tokens_per_turn = [turn.end - turn.start for turn in trajectory.turns]
     policy_tokens = int((trajectory.owner == Owner.POLICY).sum())
     environment_tokens = int((trajectory.owner == Owner.ENVIRONMENT).sum())
     return {
-        "turn_count": int(trajectory.metrics.get("turns", len(generated))),
+        "turn_count": int(trajectory.metrics.get("turns", len(tokens_per_turn))),
         "total_tokens": policy_tokens + environment_tokens,
         "assistant_tokens": policy_tokens,
         "env_tokens": environment_tokens,
@@ -36,10 +36,10 @@ def measure_sample(trajectory: Trajectory) -> dict[str, Any]:
         "total_reward": math.nan
         if failed
         else math.fsum(turn.reward or 0.0 for turn in trajectory.turns),
-        "turn_gen_tokens": generated,
+        "turn_gen_tokens": tokens_per_turn,
         "turn_input_tokens": [turn.start for turn in trajectory.turns],
         "turn_total_tokens": [turn.end for turn in trajectory.turns],
-        "max_gen_tokens_per_turn": max(generated, default=0),
+        "max_gen_tokens_per_turn": max(tokens_per_turn, default=0),
     }
 
 
@@ -50,15 +50,15 @@ def measure_samples(samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     """
     if not samples:
         return {}
-    turns = [sample["turn_count"] for sample in samples]
+    turn_counts = [sample["turn_count"] for sample in samples]
     longest_turns = [sample["max_gen_tokens_per_turn"] for sample in samples]
     rewards = [sample["total_reward"] for sample in samples if not sample["failed"]]
     metrics: dict[str, Any] = {
-        "total_turns": sum(turns),
-        "avg_turns_per_sample": fmean(turns),
-        "max_turns_per_sample": max(turns),
-        "turns_per_sample/p95": compute_percentile(turns, 95),
-        "turns_per_sample/p99": compute_percentile(turns, 99),
+        "total_turns": sum(turn_counts),
+        "avg_turns_per_sample": fmean(turn_counts),
+        "max_turns_per_sample": max(turn_counts),
+        "turns_per_sample/p95": compute_percentile(turn_counts, 95),
+        "turns_per_sample/p99": compute_percentile(turn_counts, 99),
         "natural_termination_rate": fmean(sample["terminated"] for sample in samples),
         "truncation_rate": fmean(sample["truncated"] for sample in samples),
         "max_turns_reached_rate": fmean(sample["max_turns_reached"] for sample in samples),

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ratchet.config.resolve import imported
+from ratchet.config.resolve import import_object
 from ratchet.environments.single_turn import Rows
 from ratchet.errors import DataError
 from ratchet.experience.config import MessageLogConfig
@@ -36,8 +36,10 @@ class MessageLogEnvironment(Rows):
     replayable = False  # the interface need not be deterministic
 
     def __init__(self, config: MessageLogConfig) -> None:
-        self.interface: EnvironmentInterface[Any] = imported(config.interface)(**config.arguments)
-        self.data = imported(config.data)
+        self.interface: EnvironmentInterface[Any] = import_object(config.interface)(
+            **config.arguments
+        )
+        self.data = import_object(config.data)
         self.path = config.data
         self.interface_name = type(self.interface).__name__
         self._rows: dict[Split, list[Task]] = {}

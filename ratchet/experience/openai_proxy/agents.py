@@ -18,7 +18,7 @@ from ratchet.types import Task
 
 MAX_OUTPUT = 2**20  # bytes kept of the end of stdout and of stderr
 GRACE_S = 1.0  # longest wait for outputs that a process outside the group still holds open
-TAIL = 2000  # number of characters of stderr's end in an error message
+MAX_ERROR_CHARS = 2000  # an error message quotes this much of the end of stderr
 
 
 # (task, base URL, API key) -> any result; rewards read it in `Trajectory.extras["result"]`.
@@ -101,7 +101,7 @@ class CommandAgent:
         if status := transport.get_returncode():
             error_output = program.tails[2].decode("utf-8", "replace")
             raise RuntimeError(
-                f"{self.command[0]} ended with status {status}: {error_output[-TAIL:]}"
+                f"{self.command[0]} ended with status {status}: {error_output[-MAX_ERROR_CHARS:]}"
             )
         return program.tails[1].decode("utf-8", "replace")
 

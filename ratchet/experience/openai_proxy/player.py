@@ -100,15 +100,15 @@ class AgentPlayer:
 
 
 def _get_outcome(session: AgentSession, error: str) -> Outcome | None:
-    last = session.last
-    if last is None and session.exhausted:
-        return Failed("prompt_too_long", f"{session.exhausted}: shorten it or drop the task")
-    if last is None and not error:
+    latest_answer = session.latest_answer
+    if latest_answer is None and session.exhausted_budget:
+        return Failed("prompt_too_long", f"{session.exhausted_budget}: shorten it or drop the task")
+    if latest_answer is None and not error:
         return Failed(
             "agent", "it ended without requesting an answer, so there is nothing to learn from"
         )
-    if session.exhausted:
+    if session.exhausted_budget:
         return Truncated()
     if error:
         return Failed("agent", error)
-    return Truncated() if last is not None and last.cut else None
+    return Truncated() if latest_answer is not None and latest_answer.cut else None

@@ -21,15 +21,15 @@ from ratchet.errors import SamplingError
 from ratchet.types import Completion, Message, Sampling, StopReason, ToolCall
 
 MODEL = "policy"  # the only model that is served
-MOST_MESSAGES = 2048  # per request, as in OpenAI's API
-MOST_TOOLS = 128  # per request, as in OpenAI's API
-MOST_STOP = 1024  # characters of a stop string
-MOST_METADATA = 16  # entries
-MOST_PLACE = 200  # characters of an invalid field's path, which holds keys of the request
+MAX_MESSAGES = 2048  # per request, as in OpenAI's API
+MAX_TOOLS = 128  # per request, as in OpenAI's API
+MAX_STOP_CHARS = 1024  # of a stop string
+MAX_METADATA = 16  # entries per request
+MAX_PATH_CHARS = 200  # of an invalid field's path, which holds keys of the request
 # Maximum number of JSON values in a request, arguments of calls included. Each value takes about a
 # hundred bytes, and a microsecond in which no other request is answered. Without this limit a body
 # of 8 MiB could hold four million.
-MOST_VALUES = 2**16
+MAX_VALUES = 2**16
 
 
 class ApiError(Exception):
@@ -59,14 +59,14 @@ class ApiError(Exception):
 class JsonValueBudget:
     """The budget of JSON values of one request."""
 
-    def __init__(self, values: int = MOST_VALUES) -> None:
-        self.values = self.remaining = values
+    def __init__(self, max_values: int = MAX_VALUES) -> None:
+        self.max_values = self.remaining = max_values
 
     def take(self, text: bytes) -> None:
         """Subtract the number of values in a JSON text from the budget, without parsing the text.
 
         Raises:
-            ValueError: The text has more values than are left.
+            ValueError: The text has more values than the budget has left.
         """
         # Backslashes occur only in strings. Once escapes are removed, each quote begins or ends a
         # string.
@@ -78,7 +78,7 @@ class JsonValueBudget:
             if self.remaining >= 0:
                 return
         self.remaining = 0
-        raise ValueError(f"the request holds more than {self.values} values of JSON")
+        raise ValueError(f"the request holds more than {self.max_values} values of JSON")
 
 
 class _StrictModel(BaseModel):
@@ -172,7 +172,7 @@ class _ResponseFormat(_StrictModel):
 
 
 Zero = Annotated[float, Field(ge=0, le=0)]
-Stop = Annotated[str, Field(max_length=MOST_STOP)]
+Stop = Annotated[str, Field(max_length=MAX_STOP_CHARS)]
 
 
 class ChatRequest(_StrictModel):
@@ -180,9 +180,9 @@ class ChatRequest(_StrictModel):
 
     model: str
     messages: Annotated[
-        list[_Message], Field(min_length=1, max_length=MOST_MESSAGES, fail_fast=True)
+        list[_Message], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)
     ]
-    tools: Annotated[list[_Tool], Field(max_length=MOST_TOOLS, fail_fast=True)] | None = None
+    tools: Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none"] | None = None
     parallel_tool_calls: Literal[True] | None = None
     temperature: float | None = None
@@ -216,8 +216,8 @@ class ChatRequest(_StrictModel):
     @classmethod
     def _check_entry_count(cls, metadata: Any) -> Any:
         """Refuse too many entries with a single error, which takes less time than one per entry."""
-        if isinstance(metadata, dict) and len(metadata) > MOST_METADATA:
-            raise ValueError(f"has {len(metadata)} entries: give {MOST_METADATA} at most")
+        if isinstance(metadata, dict) and len(metadata) > MAX_METADATA:
+            raise ValueError(f"has {len(metadata)} entries: give {MAX_METADATA} at most")
         return metadata
 
     @classmethod
@@ -235,11 +235,13 @@ class ChatRequest(_StrictModel):
         try:
             request = cls.model_validate_json(body, context=budget)
         except ValidationError as error:
-            first = error.errors(include_url=False, include_context=False, include_input=False)[0]
-            place = ".".join(map(str, first["loc"]))[:MOST_PLACE] or None
-            hint = REFUSAL_REASONS.get(str(first["loc"][0]), "") if first["loc"] else ""
-            message = f"{place or 'the body'}: {first['msg']}{hint}"
-            raise ApiError(400, message, param=place, code="invalid_value") from None
+            first_error = error.errors(
+                include_url=False, include_context=False, include_input=False
+            )[0]
+            path = ".".join(map(str, first_error["loc"]))[:MAX_PATH_CHARS] or None
+            hint = REFUSAL_REASONS.get(str(first_error["loc"][0]), "") if first_error["loc"] else ""
+            message = f"{path or 'the body'}: {first_error['msg']}{hint}"
+            raise ApiError(400, message, param=path, code="invalid_value") from None
         if request.model != MODEL:
             raise ApiError(
                 404,

@@ -38,7 +38,7 @@ T = TypeVar("T")
 
 
 @dataclass
-class _Serving:
+class _RunningServer:
     server: Server
     task: asyncio.Task[None]
 
@@ -48,7 +48,7 @@ class Proxy:
 
     def __init__(self, limits: ServerLimits = LIMITS) -> None:
         self._sessions: dict[str, AgentSession] = {}
-        self._serving: _Serving | None = None
+        self._running: _RunningServer | None = None
         self._limits = limits
         self._app = make_chat_app(self._sessions.get, limits=limits)
 
@@ -60,22 +60,22 @@ class Proxy:
         """
         key = f"rk-{secrets.token_urlsafe(32)}"
         self._sessions[key] = session
-        if self._serving is None:
-            self._serving = self._start()
+        if self._running is None:
+            self._running = self._start()
         try:
-            yield f"http://127.0.0.1:{self._serving.server.address[1]}/v1", key
+            yield f"http://127.0.0.1:{self._running.server.address[1]}/v1", key
         finally:
             del self._sessions[key]
             session.close()
             if not self._sessions:
-                serving, self._serving = self._serving, None
-                serving.server.stop()
-                await serving.task
+                running, self._running = self._running, None
+                running.server.stop()
+                await running.task
 
-    def _start(self) -> _Serving:
+    def _start(self) -> _RunningServer:
         # The socket listens before the server runs: connections wait instead of being refused.
         server = Server(self._app, socket.create_server(("127.0.0.1", 0)), limits=self._limits)
-        return _Serving(server, asyncio.get_running_loop().create_task(server.run()))
+        return _RunningServer(server, asyncio.get_running_loop().create_task(server.run()))
 
 
 class ChatHandler(Protocol):
@@ -88,19 +88,19 @@ class ChatHandler(Protocol):
 def make_chat_app(
     find_handler: Callable[[str], ChatHandler | None],
     *,
-    names: Collection[str] | None = None,
+    hosts: Collection[str] | None = None,
     limits: ServerLimits = ServerLimits(),
 ) -> FastAPI:
     """Return the API as an HTTP application.
 
     Args:
         find_handler: Returns the handler for a key ("" for requests without one), or None.
-        names: Hosts that requests may name (see `Guard`); None allows any, for servers that require
+        hosts: Hosts that requests may name (see `Guard`); None allows any, for servers that require
             a key.
         limits: Limits of connections and bodies.
     """
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
-    app.add_middleware(Guard, hosts=names, format_error=_error_body, limits=limits)
+    app.add_middleware(Guard, hosts=hosts, format_error=_format_error, limits=limits)
 
     def find_request_handler(request: Request) -> ChatHandler:
         handler = find_handler(get_bearer_key(request.headers.raw).decode(errors="replace"))
@@ -135,7 +135,9 @@ def make_chat_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         handler = find_request_handler(request)  # the key is checked before the body is read
-        chat_request = schema.ChatRequest.read(b"".join([part async for part in request.stream()]))
+        chat_request = schema.ChatRequest.read(
+            b"".join([chunk async for chunk in request.stream()])
+        )
         if chat_request.stream:
             return StreamingResponse(
                 _stream_events(handler, chat_request), media_type="text/event-stream"
@@ -147,7 +149,7 @@ def make_chat_app(
     return app
 
 
-def _error_body(status: int, message: str, code: str) -> tuple[str, bytes]:
+def _format_error(status: int, message: str, code: str) -> tuple[str, bytes]:
     return "application/json", json.dumps(ApiError(status, message, code=code).json()).encode()
 
 
@@ -181,22 +183,22 @@ def _new_completion_id() -> str:
     return f"chatcmpl-{secrets.token_hex(8)}"
 
 
-async def _cancel_on_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Return the result of `work`, which is cancelled when the client disconnects.
+async def _cancel_on_disconnect(request: Request, coroutine: Coroutine[Any, Any, T]) -> T:
+    """Return the result of `coroutine`, which is cancelled when the client disconnects.
 
     Raises:
         ClientDisconnect: The client has disconnected.
     """
-    task = asyncio.ensure_future(work)
-    handle_disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
+    task = asyncio.ensure_future(coroutine)
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, handle_disconnect}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
         task.cancel()
-        handle_disconnect.cancel()
+        disconnect.cancel()
 
 
 async def _wait_for_disconnect(request: Request) -> None:

@@ -1,9 +1,9 @@
 """Answer the requests of one attempt of an agent, in any order, and build its trajectories.
 
-An answer becomes part of a trajectory only once it is delivered. A request may extend a
-conversation of the session: its messages begin with that conversation, its answers unchanged. Its
-prompt then continues from the exact tokens of that conversation. The first such request also
-extends the conversation's trajectory.
+An answer becomes part of a trajectory only once it is delivered. A request extends a conversation
+of the session if its messages begin with that conversation, with unchanged answers. Its prompt then
+continues from the exact tokens of that conversation. The first request that extends a conversation
+also extends the conversation's trajectory.
 
 Any other request begins a trajectory of its own: a second try from the same point, an edited or
 shortened history, or a history that the chat template rewrites. All tokens before its answer are
@@ -55,10 +55,10 @@ from ratchet.types import (
 # releases the GIL.
 RENDERING = ThreadPoolExecutor(4, thread_name_prefix="render")
 # Maximum number of characters that a tokenizer's normalisation may merge into one.
-SHRINKAGE = 4
+MAX_MERGED_CHARS = 4
 # Maximum of messages times assistant turns in a conversation that extends no answer. A template
 # renders all messages before each turn, which takes two seconds at this size.
-MOST_RENDERED = 2**19
+MAX_RENDERED = 2**19
 
 
 @dataclass(eq=False)
@@ -82,7 +82,7 @@ class AgentAnswer:
         messages: The conversation, with the answer last.
         key: The digest of the conversation up to and including it.
         parent: The answer whose tokens the prompt begins with, if any.
-        malformed: Number of malformed tool calls.
+        n_malformed: Number of malformed tool calls.
         cut: True if a limit of the run ended it, not the policy or the agent.
         strand: The strand that it was delivered to.
     """
@@ -93,7 +93,7 @@ class AgentAnswer:
     key: bytes
     parent: AgentAnswer | None
     reply: ChatReply
-    malformed: int
+    n_malformed: int
     cut: bool
     strand: AgentStrand | None = None
 
@@ -115,7 +115,8 @@ class AgentSession:
     Attributes:
         ended: Completes when the session can give no more answers, with the attempt's outcome or
             the generator's error.
-        exhausted: The budget for which a request was refused; empty if none was.
+        exhausted_budget: The reason why a request was refused for lack of turns or context; "" if
+            none was.
     """
 
     def __init__(
@@ -133,8 +134,8 @@ class AgentSession:
         self.max_context = max_context
         self.max_turns = max_turns
         self.ended: asyncio.Future[Outcome] = asyncio.get_running_loop().create_future()
-        self.exhausted = ""
-        self.turn_limit = False
+        self.exhausted_budget = ""
+        self.reached_turn_limit = False
         self.strands: list[AgentStrand] = []  # the one with the latest answer is last
         self._answers: defaultdict[bytes, list[AgentAnswer]] = defaultdict(list)
         self._request_counts: Counter[bytes] = Counter()
@@ -172,7 +173,7 @@ class AgentSession:
                 stop=tuple(dict.fromkeys((*self.sampling.stop, *(request.stop or ())))),
             )
         completion = await self._sample(prompt, sampling)
-        message, malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
+        message, n_malformed = self._parse(completion, messages, tools, tuple(request.stop or ()))
         pieces = (
             tuple(self._decode_token(token) for token in completion.tokens.tolist())
             if request.logprobs
@@ -185,7 +186,7 @@ class AgentSession:
             _extend_key(keys[-1], message),
             parent,
             ChatReply(message, completion, len(prompt), pieces),
-            malformed,
+            n_malformed,
             cut=not completion.stop.finished and sampling.max_new_tokens == max_new_tokens,
         )
 
@@ -207,10 +208,10 @@ class AgentSession:
         answer.strand = strand
         self.strands.append(strand)
         self._answers[answer.key].append(answer)
-        self._malformed += answer.malformed
+        self._malformed += answer.n_malformed
 
     @property
-    def last(self) -> AgentAnswer | None:
+    def latest_answer(self) -> AgentAnswer | None:
         """The answer that was delivered last."""
         return self.strands[-1].tip if self.strands else None
 
@@ -234,7 +235,7 @@ class AgentSession:
             "turns": float(sum(len(strand.turns) for strand in strands)),
             "forks": len(strands) - 1.0,
         }
-        metrics |= {"turn_limit": float(self.turn_limit), "retries": 0.0}
+        metrics |= {"turn_limit": float(self.reached_turn_limit), "retries": 0.0}
         if self._offered_tools:
             metrics["malformed_tool_calls"] = float(self._malformed)
         return [
@@ -270,23 +271,23 @@ class AgentSession:
                     code="unsupported_value",
                 )
         if sum(self._request_counts.values()) >= self.max_turns:
-            self.turn_limit = True
-            self.exhausted = f"the attempt has had its {self.max_turns} turns"
-            raise ApiError(429, self.exhausted, code="turn_limit")
+            self.reached_turn_limit = True
+            self.exhausted_budget = f"the attempt has had its {self.max_turns} turns"
+            raise ApiError(429, self.exhausted_budget, code="turn_limit")
 
     def _check_size(self, messages: Sequence[Message]) -> None:
         """Raise ApiError for a conversation far longer than the context.
 
         Rendering it would take much time and memory.
         """
-        counted = (
+        counted_messages = (
             messages
             if self.renderer.extends_history
             else [message for message in messages if message.role != "assistant"]
         )
-        characters = sum(len(message.text) for message in counted)
+        characters = sum(len(message.text) for message in counted_messages)
         # Normalisation such as NFKC may merge several characters into one.
-        limit = SHRINKAGE * self.renderer.tokenizer.max_token_chars * self.max_context
+        limit = MAX_MERGED_CHARS * self.renderer.tokenizer.max_token_chars * self.max_context
         if characters > limit:
             raise self._make_too_long_error(
                 f"the messages have {characters} characters, and a context of {self.max_context} "
@@ -294,7 +295,7 @@ class AgentSession:
             )
 
     def _make_too_long_error(self, reason: str) -> ApiError:
-        self.exhausted = reason
+        self.exhausted_budget = reason
         return ApiError(400, reason, param="messages", code="context_length_exceeded")
 
     async def _make_prompt(
@@ -356,11 +357,11 @@ class AgentSession:
                 suffix = self.renderer.extend(sampled, new_messages, history=history, tools=tools)
                 return parent, np.concatenate([parent.tokens, np.asarray(suffix, dtype=np.int64)])
         turns = sum(message.role == "assistant" for message in messages)
-        if turns * len(messages) > MOST_RENDERED:
+        if turns * len(messages) > MAX_RENDERED:
             raise DataError(
                 f"{len(messages)} messages, {turns} of them from the assistant, are too many for a "
                 "conversation that extends no answer of this attempt: the product of the two "
-                f"numbers may be at most {MOST_RENDERED}. Send fewer messages"
+                f"numbers may be at most {MAX_RENDERED}. Send fewer messages"
             )
         return None, np.asarray(self.renderer.prompt(messages, tools), dtype=np.int64)
 
@@ -419,16 +420,16 @@ class AgentSession:
     ) -> tuple[Message, int]:
         tokens = completion.tokens.tolist()
         message = self.renderer.parse(tokens, completion.stop)
-        malformed = 0
+        n_malformed = 0
         if tools is not None:
             self._offered_tools = True
-            calls = sum(len(message.tool_calls) for message in messages)
-            message, malformed = self.renderer.parse_calls(
-                tokens, completion.stop, tools=tools, first=calls
+            n_calls = sum(len(message.tool_calls) for message in messages)
+            message, n_malformed = self.renderer.parse_calls(
+                tokens, completion.stop, tools=tools, first=n_calls
             )
         return replace(
             message, content=cut_at_stop_string(message.text, completion, stop)
-        ), malformed
+        ), n_malformed
 
     def _decode_token(self, token: int) -> str:
         return self.renderer.tokenizer.decode([token], skip_special=False)

@@ -46,13 +46,15 @@ class PackedColumn:
     present_S: Sequence[bool] | None
 
     @classmethod
-    def concatenate(cls, parts_S: Sequence[NDArray[Any] | None]) -> PackedColumn | None:
-        """Return the column of the trajectories' parts, or None if all parts are None."""
-        parts = [part for part in parts_S if part is not None]
-        present_S = None if len(parts) == len(parts_S) else [part is not None for part in parts_S]
-        return cls(np.concatenate(parts), present_S) if parts else None
+    def concatenate(cls, arrays_S: Sequence[NDArray[Any] | None]) -> PackedColumn | None:
+        """Return the column of the trajectories' arrays, or None if all arrays are None."""
+        arrays = [array for array in arrays_S if array is not None]
+        present_S = None
+        if len(arrays) < len(arrays_S):
+            present_S = [array is not None for array in arrays_S]
+        return cls(np.concatenate(arrays), present_S) if arrays else None
 
-    def parts(self, lengths: Sequence[int]) -> list[NDArray[Any] | None]:
+    def split(self, lengths: Sequence[int]) -> list[NDArray[Any] | None]:
         """Return a view of the values of each trajectory; None for one without this field."""
         present_S = self.present_S or [True] * len(lengths)
         ends = np.cumsum(
@@ -71,7 +73,7 @@ class PackedGroups:
         columns: The token columns by field name.
         others: The other fields by name.
         ids: The id of each group.
-        uses: `Group.uses` of each group.
+        uses: `Group.uses` of each group, the number of steps that trained on it before.
         counts: Number of trajectories of each group.
     """
 
@@ -105,7 +107,7 @@ class PackedGroups:
     def groups(self, tasks: Sequence[Task]) -> Iterator[Group]:
         """Yield the groups, given the task of each. Their token columns are views, not copies."""
         values: dict[str, Sequence[Any]] = {
-            name: [None] * len(self.lengths) if column is None else column.parts(self.lengths)
+            name: [None] * len(self.lengths) if column is None else column.split(self.lengths)
             for name, column in self.columns.items()
         }
         values |= self.others

@@ -136,8 +136,8 @@ class TokenRecord:
             return None
         routes = np.full((self.length, *known_routes[0].shape[1:]), -1, np.int16)
         for turn_routes in known_routes:
-            missing = routes[: len(turn_routes), 0, 0] < 0
-            routes[: len(turn_routes)][missing] = turn_routes[missing]
+            is_missing = routes[: len(turn_routes), 0, 0] < 0
+            routes[: len(turn_routes)][is_missing] = turn_routes[is_missing]
         return routes
 
 
@@ -327,10 +327,10 @@ class EpisodePlayer:
         strand = state.strand
         prompt, strand.media = memo.render(self.renderer, state.messages, state.tools)
         strand.record.add(Owner.PROMPT, prompt)
-        for number in range(self.max_turns):
+        for turn_index in range(self.max_turns):
             room = self.max_context - state.strand.record.length
             if room <= 0:
-                if number:
+                if turn_index:
                     return Truncated()
                 length = state.strand.record.length
                 detail = (
@@ -338,14 +338,14 @@ class EpisodePlayer:
                     "shorten it or drop the task"
                 )
                 return Failed("prompt_too_long", detail)
-            ended, outcome = await self._play_turn(state, number, room)
+            ended, outcome = await self._play_turn(state, turn_index, room)
             if ended:
                 return outcome
         state.metrics["turn_limit"] = 1
         return Truncated()
 
     async def _play_turn(
-        self, state: EpisodeState, number: int, room: int
+        self, state: EpisodeState, turn_index: int, room: int
     ) -> tuple[bool, Outcome | None]:
         """Play a turn, and return (True if the attempt ended with it, the outcome if known)."""
         sampling = state.sampling
@@ -355,8 +355,8 @@ class EpisodePlayer:
             sampling = replace(
                 sampling, stop=tuple(dict.fromkeys((*sampling.stop, *environment.stop_strings)))
             )
-        if number or room < sampling.max_new_tokens:
-            seed = derive_seed(sampling.seed, number) if number else sampling.seed
+        if turn_index or room < sampling.max_new_tokens:
+            seed = derive_seed(sampling.seed, turn_index) if turn_index else sampling.seed
             sampling = replace(
                 sampling, seed=seed, max_new_tokens=min(sampling.max_new_tokens, room)
             )
@@ -374,9 +374,9 @@ class EpisodePlayer:
         state.metrics["turns"] += 1
         if completion.stop is StopReason.ABORTED:
             return True, Cancelled("aborted")
-        if stray := self.renderer.find_media_token(completion.tokens):
+        if media_token := self.renderer.find_media_token(completion.tokens):
             return True, Failed(
-                "data", f"the policy wrote {stray}, which stands for media that do not exist"
+                "data", f"the policy wrote {media_token}, which stands for media that do not exist"
             )
         if not completion.stop.finished:
             strand.turns.append(Turn(start, strand.record.length, cut=True))

@@ -63,10 +63,10 @@ class AttemptPlayer(Protocol):
 class GroupPlayer(Protocol):
     """A player of groups: `RolloutManager`, or a pool of rollout workers.
 
-    `playing` is the number of attempts or groups in flight.
+    `n_playing` is the number of attempts or groups in flight.
     """
 
-    playing: int
+    n_playing: int
 
     async def groups(
         self,
@@ -113,8 +113,8 @@ class RolloutManager:
         self.retries = retries
         # True if an attempt can be judged as soon as it ends, without the rest of its group.
         self._judges_alone = reward is None or not getattr(reward, "together", True)
-        self.playing = 0  # attempts that are being played or judged
-        self._idle: list[Environment] = []
+        self.n_playing = 0  # attempts that are being played or judged
+        self._idle_environments: list[Environment] = []
 
     async def group(
         self,
@@ -139,17 +139,17 @@ class RolloutManager:
         coroutines = [
             self._attempt(task, sampling, group_id, i, memo) for i in range(attempts + redundant)
         ]
-        playing = gather_first(coroutines, attempts, is_good=_has_not_failed)
+        played_attempts = gather_first(coroutines, attempts, is_good=_has_not_failed)
         if greedy:
             greedy_coroutine = self._attempt(
                 task, replace(sampling, temperature=0.0), group_id, len(coroutines), memo
             )
             attempt_rows, (baseline,) = await asyncio.gather(
-                playing, gather_first([greedy_coroutine], 1)
+                played_attempts, gather_first([greedy_coroutine], 1)
             )
             attempt_rows.append([replace(row, use="baseline") for row in baseline])
         else:
-            attempt_rows = await playing
+            attempt_rows = await played_attempts
         judged_rows = (
             attempt_rows if self._judges_alone else await self._judge_together(task, attempt_rows)
         )
@@ -179,13 +179,13 @@ class RolloutManager:
         return await gather_first(coroutines, len(coroutines) if keep_first is None else keep_first)
 
     async def close(self) -> None:
-        idle, self._idle = self._idle, []
+        idle, self._idle_environments = self._idle_environments, []
         await asyncio.gather(*(_close(environment) for environment in idle))
 
     async def _attempt(
         self, task: Task, sampling: Sampling, group_id: str, attempt: int, memo: PromptMemo
     ) -> AttemptRows:
-        self.playing += 1
+        self.n_playing += 1
         try:
             seeded = sampling.seeded(derive_seed(sampling.seed, group_id, attempt))
             retries = 0
@@ -200,7 +200,7 @@ class RolloutManager:
                 ]
             return (await self._judge(task, [rows]))[0] if self._judges_alone else rows
         finally:
-            self.playing -= 1
+            self.n_playing -= 1
 
     async def _play(
         self,
@@ -212,7 +212,9 @@ class RolloutManager:
         in_new_environment: bool = False,
     ) -> AttemptRows:
         environment = (
-            self._idle.pop() if self._idle and not in_new_environment else self.new_environment()
+            self._idle_environments.pop()
+            if self._idle_environments and not in_new_environment
+            else self.new_environment()
         )
         is_reusable = False
         try:
@@ -223,7 +225,7 @@ class RolloutManager:
             return rows
         finally:
             if is_reusable:
-                self._idle.append(environment)
+                self._idle_environments.append(environment)
             else:  # its state is unreliable after a failure
                 await _close(environment)
 
@@ -231,11 +233,11 @@ class RolloutManager:
         self, task: Task, attempt_rows: Sequence[AttemptRows]
     ) -> list[AttemptRows]:
         # Judging counts as an attempt in flight, so that a snapshot waits for it.
-        self.playing += 1
+        self.n_playing += 1
         try:
             return await self._judge(task, attempt_rows)
         finally:
-            self.playing -= 1
+            self.n_playing -= 1
 
     async def _judge(self, task: Task, attempt_rows: Sequence[AttemptRows]) -> list[AttemptRows]:
         """Judge the attempts that ended normally or were cut off; the others keep their outcome."""

@@ -58,12 +58,14 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
         metrics |= _measure_attempts(attempts) | _measure_rewards(
             [t for t in attempts if t.reward is not None]
         )
-        scored = [
+        rewards_by_group = [
             [r for t in group.trajectories if t.use == "train" and (r := t.reward) is not None]
             for group in groups
         ]
-        if any(scored):
-            metrics["equal_rewards_share"] = fmean(max(row) == min(row) for row in scored if row)
+        if any(rewards_by_group):
+            metrics["equal_rewards_share"] = fmean(
+                max(rewards) == min(rewards) for rewards in rewards_by_group if rewards
+            )
     if baselines:
         metrics["greedy_unscored_share"] = fmean(t.reward is None for t in baselines)
         if rewards := [reward for t in baselines if (reward := t.reward) is not None]:
@@ -164,7 +166,7 @@ def measure_redundancy(groups: Sequence[Group], attempts_begun: int) -> dict[str
     if not any(lengths_by_group):
         return {}
     estimated_mean = estimate_mean_length(lengths_by_group, cancelled)
-    kept_mean = fmean(estimated_mean for lengths in lengths_by_group for estimated_mean in lengths)
+    kept_mean = fmean(length for lengths in lengths_by_group for length in lengths)
     share = sum(cancelled) / (attempts_begun * len(groups))
     return {
         "redundancy/cancelled_share": share,
@@ -205,14 +207,14 @@ def _is_sampled(row: Trajectory) -> bool:
 
 def _measure_attempts(attempts: Sequence[Trajectory]) -> dict[str, float]:
     lengths = [t.completion_length for t in attempts]
-    kinds = Counter(t.outcome.kind for t in attempts if isinstance(t.outcome, Failed))
+    failure_counts = Counter(t.outcome.kind for t in attempts if isinstance(t.outcome, Failed))
     return {
         "length_mean": fmean(lengths),
         "length_max": float(max(lengths)),
         **measure_repetition(attempts),
         "truncated_share": fmean(t.truncated for t in attempts),
-        "failed_share": sum(kinds.values()) / len(attempts),
-        **{f"failed/{kind}": float(count) for kind, count in kinds.items()},
+        "failed_share": sum(failure_counts.values()) / len(attempts),
+        **{f"failed/{kind}": float(count) for kind, count in failure_counts.items()},
     }
 
 

@@ -41,14 +41,14 @@ class RemoteRolloutManager:
     """A `GroupPlayer` that plays in `ratchet.training.rollout_workers.GroupRank`s.
 
     Args:
-        players: the workers.
-        stage: the arguments of `GroupRank.begin`.
+        workers: The rollout workers.
+        begin_arguments: The arguments of `GroupRank.begin`.
     """
 
-    def __init__(self, workers: RolloutWorkers, stage: Sequence[Any]) -> None:
+    def __init__(self, workers: RolloutWorkers, begin_arguments: Sequence[Any]) -> None:
         self.workers = workers
-        self.stage = stage
-        self.playing = 0
+        self.begin_arguments = begin_arguments
+        self.n_playing = 0
         self._has_begun = False
 
     async def groups(
@@ -72,11 +72,11 @@ class RemoteRolloutManager:
         assert keep_first in (None, len(jobs)), "there are no redundant groups"
         size = self.workers.size
         shares = [jobs[i::size] for i in range(size)]
-        self.playing += len(jobs)
+        self.n_playing += len(jobs)
         try:
             with waiting("groups", GENERATE, "workers", None):
                 if not self._has_begun:
-                    await self.workers.call_each("begin", [self.stage] * size)
+                    await self.workers.call_each("begin", [self.begin_arguments] * size)
                     self._has_begun = True
                 arguments = [(share, sampling, attempts, greedy) for share in shares]
                 packed_shares: list[PackedGroups] = await self.workers.call_each(
@@ -90,7 +90,7 @@ class RemoteRolloutManager:
             )
             raise
         finally:
-            self.playing -= len(jobs)
+            self.n_playing -= len(jobs)
         groups_by_worker = [
             list(packed.groups([task for _, task in share]))
             for packed, share in zip(packed_shares, shares, strict=True)

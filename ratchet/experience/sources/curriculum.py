@@ -24,7 +24,7 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Environment
 from ratchet.types import Group, Task
 
-UNTRIED = 0.5  # initial success rate; prefer=learnable gives it the highest weight
+UNTRIED_RATE = 0.5  # initial success rate; prefer=learnable gives it the highest weight
 
 
 class Curriculum(TaskStream):
@@ -33,10 +33,10 @@ class Curriculum(TaskStream):
     N = tasks in the pool, O = open tasks (those that may be drawn at a position).
 
     Args:
-        per_step: Number of tasks of a step.
+        tasks_per_step: Number of tasks of a step.
 
     Raises:
-        DataError: The difficulty that the recipe names is no finite number in a task's meta.
+        DataError: A task's meta has no finite number under the recipe's `difficulty`.
     """
 
     def __init__(
@@ -44,16 +44,16 @@ class Curriculum(TaskStream):
         environment: Environment,
         config: CurriculumConfig,
         *,
-        per_step: int,
+        tasks_per_step: int,
         seed: int,
         examples: int,
         pool_seed: int | None = None,
     ) -> None:
         super().__init__(environment, seed=seed, examples=examples, pool_seed=pool_seed)
         self.config = config
-        self.per_step = per_step
+        self.tasks_per_step = tasks_per_step
         self._index_by_prompt = {task.messages: index for index, task in enumerate(self._pool)}
-        self._rates_N = np.full(len(self._pool), UNTRIED)
+        self._rates_N = np.full(len(self._pool), UNTRIED_RATE)
         self._tried_N = np.zeros(len(self._pool), dtype=np.bool_)
         ranks = (
             range(len(self._pool))
@@ -78,7 +78,7 @@ class Curriculum(TaskStream):
         self._tried_N[index] = True
 
     def measure(self) -> Mapping[str, float]:
-        metrics = {"open_share": len(self._get_open(self.position)) / len(self._pool)}
+        metrics = {"open_share": len(self._get_open_tasks(self.position)) / len(self._pool)}
         if self._tried_N.any():
             metrics |= {
                 "tried_share": self._tried_N.mean(),
@@ -87,10 +87,11 @@ class Curriculum(TaskStream):
         return {f"curriculum/{name}": float(value) for name, value in metrics.items()}
 
     def snapshot(self, unfinished: Sequence[tuple[int, Task]]) -> dict[str, Any]:
-        by_position = dict(unfinished)
+        task_by_position = dict(unfinished)
         state = super().snapshot(unfinished)
         indices = [
-            self._index_by_prompt[by_position[position].messages] for position in state["pending"]
+            self._index_by_prompt[task_by_position[position].messages]
+            for position in state["pending"]
         ]
         return {
             **state,
@@ -108,21 +109,19 @@ class Curriculum(TaskStream):
         ]
 
     def _get_task(self, position: int) -> Task:
-        open_O = self._get_open(position)
+        open_O = self._get_open_tasks(position)
         bounds_O = np.cumsum(self._compute_weights(open_O))
-        point = (
-            random.Random(derive_seed(self.seed, "curriculum", position)).random() * bounds_O[-1]
-        )
+        draw = random.Random(derive_seed(self.seed, "curriculum", position)).random() * bounds_O[-1]
         return self._pool[
-            open_O[min(int(np.searchsorted(bounds_O, point, side="right")), len(open_O) - 1)]
+            open_O[min(int(np.searchsorted(bounds_O, draw, side="right")), len(open_O) - 1)]
         ]
 
-    def _get_open(self, position: int) -> NDArray[np.int64]:
+    def _get_open_tasks(self, position: int) -> NDArray[np.int64]:
         """Return the indices in the pool of the tasks that may be drawn at a position."""
         if self.config.difficulty is None:
             return self._ranked_N
         start = self.config.start_share
-        progress = position // self.per_step / self.config.full_by_step
+        progress = position // self.tasks_per_step / self.config.full_by_step
         return self._ranked_N[
             : math.ceil(min(1.0, start + (1 - start) * progress) * len(self._pool))
         ]

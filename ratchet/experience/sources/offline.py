@@ -50,8 +50,8 @@ class TextRenderer:
         messages = (*task.messages, *answer)
         if not task.messages:
             with _prefix_errors_with_task(task):
-                plain = self._plain_text(answer[-1].text)
-            return self._finish(task, plain, reward)
+                text_row = self._plain_text(answer[-1].text)
+            return self._finish(task, text_row, reward)
         with _prefix_errors_with_task(task):
             tokens, trainable = self.renderer.supervised(messages, tools, train=train)
             media = self.renderer.media(tokens, messages)
@@ -62,8 +62,9 @@ class TextRenderer:
     def _plain_text(self, text: str) -> Trajectory:
         """Return a trajectory that trains on a whole text, and on its end.
 
-        Control tokens that are written in the text are those tokens. BOS stands before it where the
-        tokenizer adds it, and EOS after it. The first token has nothing to be predicted from.
+        Control tokens written in the text become those tokens. BOS is put before the text if the
+        tokenizer adds it, and EOS after it. The first token does not train, because no token
+        precedes it.
         """
         tokenizer = self.renderer.tokenizer
         tokens = tokenizer.encode(text, allow_special=True)
@@ -86,14 +87,14 @@ class TextRenderer:
         with _prefix_errors_with_task(task):
             tokens = list(self.renderer.prompt(task.messages))
             media = self.renderer.media(tokens, task.messages)
-        first = len(tokens)
+        prompt_length = len(tokens)
         turns: list[Turn] = []
         for text, label in steps:
             start = len(tokens)
             tokens += self.renderer.tokenizer.encode(text)
             turns.append(Turn(start, len(tokens), label))
         trajectory = Trajectory.supervised(
-            tokens, [i >= first for i in range(len(tokens))], media=media
+            tokens, [i >= prompt_length for i in range(len(tokens))], media=media
         )
         return replace(self._finish(task, trajectory, None), turns=tuple(turns))
 
@@ -118,10 +119,15 @@ class SupervisedSource(StreamSource):
     """A source of supervised rows: each is a task with its demonstration."""
 
     def __init__(
-        self, stream: TaskStream, name: str, writer: TextRenderer, *, train: Literal["all", "last"]
+        self,
+        stream: TaskStream,
+        name: str,
+        text_renderer: TextRenderer,
+        *,
+        train: Literal["all", "last"],
     ) -> None:
         super().__init__(stream, name)
-        self.writer = writer
+        self.text_renderer = text_renderer
         self.train: Literal["all", "last"] = train
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
@@ -130,7 +136,9 @@ class SupervisedSource(StreamSource):
     def _row(self, task: Task) -> Trajectory:
         environment = self.stream.environment
         tools = (environment.tools(task) or None) if isinstance(environment, HasTools) else None
-        return self.writer.row(task, environment.demonstration(task), train=self.train, tools=tools)
+        return self.text_renderer.row(
+            task, environment.demonstration(task), train=self.train, tools=tools
+        )
 
 
 class AnswerSource(StreamSource):
@@ -142,9 +150,9 @@ class AnswerSource(StreamSource):
 
     protocol: type
 
-    def __init__(self, stream: TaskStream, name: str, writer: TextRenderer) -> None:
+    def __init__(self, stream: TaskStream, name: str, text_renderer: TextRenderer) -> None:
         super().__init__(stream, name)
-        self.writer = writer
+        self.text_renderer = text_renderer
         if not isinstance(stream.environment, self.protocol):
             method = next(name for name in vars(self.protocol) if not name.startswith("_"))
             raise ConfigError(
@@ -167,8 +175,8 @@ class PairSource(AnswerSource):
         assert isinstance(environment, HasPreferencePairs)
         pair = environment.comparison(task)
         chosen, rejected = pair.rewards or (None, None)
-        return self.writer.row(task, pair.chosen, chosen), replace(
-            self.writer.row(task, pair.rejected, rejected), attempt=1
+        return self.text_renderer.row(task, pair.chosen, chosen), replace(
+            self.text_renderer.row(task, pair.rejected, rejected), attempt=1
         )
 
 
@@ -182,9 +190,9 @@ class LabelledSource(AnswerSource):
     protocol = HasLabelledAnswers
 
     def __init__(
-        self, stream: TaskStream, name: str, writer: TextRenderer, *, reference_rows: bool
+        self, stream: TaskStream, name: str, text_renderer: TextRenderer, *, reference_rows: bool
     ) -> None:
-        super().__init__(stream, name, writer)
+        super().__init__(stream, name, text_renderer)
         self.reference_rows = reference_rows
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
@@ -193,11 +201,13 @@ class LabelledSource(AnswerSource):
         answers = [environment.judged(task) for _, task in jobs]
         groups = []
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
-            rows = [self.writer.row(task, answer.messages, answer.reward)]
+            rows = [self.text_renderer.row(task, answer.messages, answer.reward)]
             if self.reference_rows:
                 other = answers[_find_other_prompt(index, [task.messages for _, task in jobs])]
                 rows.append(
-                    replace(self.writer.row(task, other.messages), attempt=1, use="reference")
+                    replace(
+                        self.text_renderer.row(task, other.messages), attempt=1, use="reference"
+                    )
                 )
             groups.append(Group(name, task, tuple(rows)))
         return groups
@@ -213,8 +223,8 @@ def _find_other_prompt(index: int, prompts: Sequence[Sequence[Message]]) -> int:
         if prompts[other] != prompts[index]:
             return other
     raise DataError(
-        "KTO compares each answer with one to another prompt, and a draw has only one prompt. "
-        "Raise batch_size"
+        "KTO compares each answer with an answer to another prompt, and a draw has only one "
+        "prompt. Raise batch_size"
     )
 
 
@@ -227,6 +237,6 @@ class SteppedSource(AnswerSource):
         environment = self.stream.environment
         assert isinstance(environment, HasStepLabels)
         return [
-            Group(name, task, (self.writer.row_from_steps(task, environment.steps(task)),))
+            Group(name, task, (self.text_renderer.row_from_steps(task, environment.steps(task)),))
             for name, task in jobs
         ]

@@ -12,7 +12,7 @@ from ratchet.config.schema import RunConfig, StageConfig
 from ratchet.errors import ConfigError, DataError, MissingDependency
 from ratchet.protocols import Environment, HasTaskCount
 
-# Below this a product such as 0.1 x 30 counts as the whole number that it is meant to be.
+# A product such as 0.1 x 30 that exceeds a whole number by at most this counts as that number.
 ROUNDING = 1e-9
 
 
@@ -51,12 +51,12 @@ def resolve_lengths(config: RunConfig) -> Lengths:
         if stage.steps is not None or stage.passes is None:
             continue
         environment: Environment = build(stage.environment)
-        tasks = _count_tasks(stage, environment)
-        steps = max(1, math.ceil(stage.passes * tasks / stage.batch_size - ROUNDING))
+        n_tasks = _count_tasks(stage, environment)
+        steps = max(1, math.ceil(stage.passes * n_tasks / stage.batch_size - ROUNDING))
         stages[index] = stage.model_copy(update={"steps": steps, "passes": None})
         plural = "" if stage.passes == 1 else "es"
         notes[index] = (
-            f"{stage.passes:g} pass{plural} over {tasks:,} tasks, {stage.batch_size:,} a step: "
+            f"{stage.passes:g} pass{plural} over {n_tasks:,} tasks, {stage.batch_size:,} a step: "
             f"{steps:,} steps"
         )
         environments[index] = environment
@@ -71,17 +71,17 @@ def resolve_lengths(config: RunConfig) -> Lengths:
 def describe_lengths(config: RunConfig) -> tuple[RunConfig, Mapping[int, str]]:
     """Return the recipe with its numbers of steps, and the length of stages in words, by index.
 
-    Where the data can't be read from here, the recipe stays as it is, and the words say why.
+    If the data can't be read on this machine, the recipe is unchanged, and the words say why.
 
     Raises:
-        ConfigError: As `resolve_lengths`.
+        ConfigError: See `resolve_lengths`.
     """
     try:
         lengths = resolve_lengths(config)
     except (DataError, MissingDependency) as error:
-        why = f"the data tell how many steps that is, and can't be read here: {error}"
+        reason = f"the number of steps depends on the data, which can't be read here: {error}"
         return config, {
-            index: f"{stage.passes:g} passes; {why}"
+            index: f"{stage.passes:g} passes; {reason}"
             for index, stage in enumerate(config.stages)
             if stage.passes is not None
         }
@@ -95,12 +95,11 @@ def _count_tasks(stage: StageConfig, environment: Environment) -> int:
         kind = getattr(stage.environment, "kind", "")
         raise ConfigError(
             f"stage {stage.name}: passes={stage.passes:g} counts the tasks of environment {kind}, "
-            "which are endless. Set steps, or examples to train on so many"
+            "which are endless. Set steps, or set examples to the number of tasks to train on"
         )
-    known = [number for number in (count, stage.examples) if number is not None]
-    tasks = min(known)
-    if not tasks:
+    n_tasks = min(number for number in (count, stage.examples) if number is not None)
+    if not n_tasks:
         raise ConfigError(
             f"stage {stage.name}: passes={stage.passes:g}, but the training split has no rows"
         )
-    return tasks
+    return n_tasks

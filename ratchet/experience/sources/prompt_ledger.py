@@ -18,7 +18,7 @@ from ratchet.observe.write_files import AppendFile
 from ratchet.utils import failpoints
 
 Event = Literal["issued", "ready", "trained", "replayed", "filtered", "again", "deferred"]
-ENDS = ("trained", "filtered")
+END_EVENTS = ("trained", "filtered")
 
 
 class PromptLedger:
@@ -97,7 +97,7 @@ def find_ledger_faults(
         max_age: Versions by which the weights of a replayed group may lie behind its step.
     """
     issued: dict[str, int] = {}
-    ends: Counter[str] = Counter()
+    end_counts: Counter[str] = Counter()
     faults = []
     for line in lines:
         name = line["id"]
@@ -106,15 +106,15 @@ def find_ledger_faults(
         elif line["event"] == "deferred":
             issued.pop(name, None)
         elif line["event"] == "replayed":
-            if not ends[name]:
+            if not end_counts[name]:
                 faults.append(f"{name} was replayed before it was trained on")
             if line["step"] - line["version"] > max_age:
                 faults.append(
                     f"{name} was drawn by version {line['version']} and replayed at step "
                     f"{line['step']}"
                 )
-        elif line["event"] in ENDS:
-            ends[name] += 1
+        elif line["event"] in END_EVENTS:
+            end_counts[name] += 1
             if name not in issued:
                 faults.append(f"{name} was {line['event']} and never issued")
             elif line["event"] == "trained" and line["step"] - issued[name] > max_staleness:
@@ -122,5 +122,5 @@ def find_ledger_faults(
                     f"{name} was issued at version {issued[name]} and trained on at step "
                     f"{line['step']}"
                 )
-    faults += [f"{name} ended {count} times" for name, count in ends.items() if count > 1]
+    faults += [f"{name} ended {count} times" for name, count in end_counts.items() if count > 1]
     return faults

@@ -29,7 +29,7 @@ def render_task(
     """Return the trajectories of a task: one for each of its answers.
 
     Args:
-        environment: The environment of the task, which knows its answers.
+        environment: The environment of the task, which supplies its answers.
         task: The task.
         renderer: The renderer of the policy's tokenizer.
         source: One of OFFLINE_SOURCES.
@@ -37,7 +37,7 @@ def render_task(
 
     Raises:
         ConfigError: The environment has no such answers.
-        DataError: The row has none, or can't be rendered.
+        DataError: The row has no such answer, or can't be rendered.
     """
     (group,) = asyncio.run(
         _make_source(environment, renderer, source, turns).make([(task.id, task)], version=0)
@@ -49,11 +49,11 @@ def _make_source(
     environment: Environment, renderer: Renderer, source: str, turns: str
 ) -> StreamSource:
     stream = TaskStream(environment, seed=0)
-    writer = TextRenderer(renderer, max_context=sys.maxsize)
+    text_renderer = TextRenderer(renderer, max_context=sys.maxsize)
     if source == "rows":
         return SupervisedSource(
-            stream, "render", writer, train="last" if turns == "last" else "all"
+            stream, "render", text_renderer, train="last" if turns == "last" else "all"
         )
     if source == "labelled":
-        return LabelledSource(stream, "render", writer, reference_rows=False)
-    return (PairSource if source == "pairs" else SteppedSource)(stream, "render", writer)
+        return LabelledSource(stream, "render", text_renderer, reference_rows=False)
+    return (PairSource if source == "pairs" else SteppedSource)(stream, "render", text_renderer)

@@ -36,8 +36,8 @@ class ReplayBuffer:
         self.config = config
         self.ledger = ledger
         self.seed = seed
-        self._unacknowledged: dict[str, Group] = {}  # drawn and not yet acknowledged
-        self._buffer: dict[str, Group] = {}  # the buffer, oldest first
+        self._unacknowledged: dict[str, Group] = {}
+        self._buffer: dict[str, Group] = {}  # in the order in which groups entered it
 
     async def draw(self, n: int, version: int) -> list[Group]:
         """Return n groups of the source, followed by the replayed ones."""

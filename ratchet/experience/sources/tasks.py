@@ -72,7 +72,7 @@ class TaskStream:
         }
 
     def restore(self, state: Mapping[str, Any]) -> list[tuple[int, Task]]:
-        """Restore the state, and return the waiting pairs (position, task)."""
+        """Restore the state, and return its unfinished pairs (position, task)."""
         unfinished = []
         for position in state["pending"]:
             self.seek(position)

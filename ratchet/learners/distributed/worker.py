@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ratchet.algorithms.base import Algorithm, AlgorithmTerm
 from ratchet.batch import Batch
-from ratchet.config.resolve import build, imported, resolve
+from ratchet.config.resolve import build, import_object, resolve
 from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.stage_spec import RoleSpec
@@ -70,7 +70,7 @@ class LearnerRank:
             world_size=process.world_size,
             timeout=TIMEOUT,
         )
-        self.provider: ModelProvider = imported(config.provider)(config, device, dtype)
+        self.provider: ModelProvider = import_object(config.provider)(config, device, dtype)
         self.policy = self.provider.load(origin)
         self.learners: dict[str, RankLearner] = {}
         self.algorithm: Algorithm | None = None
@@ -142,7 +142,7 @@ class LearnerRank:
         Args:
             sender: "module:function", called with (blocks, rank, world size, **options).
         """
-        return imported(sender)(
+        return import_object(sender)(
             self.learners["policy"].weights(), dist.get_rank(), dist.get_world_size(), **options
         )
 

@@ -17,7 +17,7 @@ class MuonConfig(OptimizerConfig):
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.muon:Muon"
-    whole_matrices: ClassVar[bool] = True
+    needs_whole_matrices: ClassVar[bool] = True
 
     momentum: float = Field(
         default=0.95,
@@ -34,4 +34,4 @@ class AdamW8bitConfig(OptimizerConfig):
     """
 
     builds: ClassVar[str] = "ratchet.learners.optim.adamw_8bit:AdamW8bit"
-    needs: ClassVar[str | None] = "bitsandbytes"
+    required_package: ClassVar[str | None] = "bitsandbytes"

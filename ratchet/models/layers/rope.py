@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ratchet.config.model_shape.decoder_config import ORIGINAL, DecoderConfig
+from ratchet.config.model_shape.decoder_config import ORIGINAL_CONTEXT, DecoderConfig
 
 
 class RotaryTable(nn.Module):
@@ -70,7 +70,7 @@ def _llama3(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     factor, low, high = (
         float(rope[key]) for key in ("factor", "low_freq_factor", "high_freq_factor")
     )
-    original = float(rope[ORIGINAL])
+    original = float(rope[ORIGINAL_CONTEXT])
     wavelength = 2 * math.pi / unscaled
     smooth = (original / wavelength - low) / (high - low)
     blended = (1 - smooth) * unscaled / factor + smooth * unscaled
@@ -84,7 +84,7 @@ def _yarn(unscaled: Tensor, rope: Mapping[str, Any]) -> tuple[Tensor, float]:
     YaRN combines "NTK-by-parts" interpolation (section 3.2) and a temperature of attention (section
     3.4).
     """
-    original = float(rope[ORIGINAL])
+    original = float(rope[ORIGINAL_CONTEXT])
     factor = float(rope["factor"])
     base = float(rope["rope_theta"])
     head_dim = 2 * len(unscaled)

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from ratchet.config.model_shape.config_json import SIZES
+from ratchet.config.model_shape.config_json import SIZE_RANGES
 from ratchet.errors import ModelError, RatchetError
 from ratchet.utils import safe_read
 from ratchet.utils.terminal_text import get_first_line
@@ -15,15 +15,15 @@ from ratchet.utils.terminal_text import get_first_line
 READ_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
 # Maximum of a size in a config.json, by the suffix of its key. Families have different keys.
 MAX_BY_SUFFIX: Mapping[str, int] = {
-    "_layers": SIZES["n_layers"][1],
-    "n_layer": SIZES["n_layers"][1],
-    "depth": SIZES["n_layers"][1],
-    "_size": SIZES["vocab_size"][1],
-    "_dim": SIZES["vocab_size"][1],
-    "n_embd": SIZES["vocab_size"][1],
-    "d_model": SIZES["vocab_size"][1],
-    "_heads": SIZES["n_heads"][1],
-    "_experts": SIZES["n_experts"][1],
+    "_layers": SIZE_RANGES["n_layers"][1],
+    "n_layer": SIZE_RANGES["n_layers"][1],
+    "depth": SIZE_RANGES["n_layers"][1],
+    "_size": SIZE_RANGES["vocab_size"][1],
+    "_dim": SIZE_RANGES["vocab_size"][1],
+    "n_embd": SIZE_RANGES["vocab_size"][1],
+    "d_model": SIZE_RANGES["vocab_size"][1],
+    "_heads": SIZE_RANGES["n_heads"][1],
+    "_experts": SIZE_RANGES["n_experts"][1],
 }
 
 

@@ -147,15 +147,15 @@ def _decoder_pieces(
     # name = parent.module.kind, such as layers.0.self_attn.qkv_proj.weight
     path, _, kind = name.rpartition(".")
     parent, _, module = path.rpartition(".")
-    sparse = FAMILIES[config.family].sparse
-    if sparse and parent.endswith(".mlp") and module in ("gate", EXPERTS):
-        parent = parent.removesuffix("mlp") + sparse.block
+    moe_format = FAMILIES[config.family].moe
+    if moe_format and parent.endswith(".mlp") and module in ("gate", EXPERTS):
+        parent = parent.removesuffix("mlp") + moe_format.block
     prefix = f"model.{parent}." if parent else "model."
     share = part.tensor
     rows = shape[0]
     columns = shape[1:]  # () for a vector
-    if sparse and module == EXPERTS:
-        yield from _expert_pieces(f"{prefix}experts", kind, config, part, sparse)
+    if moe_format and module == EXPERTS:
+        yield from _expert_pieces(f"{prefix}experts", kind, config, part, moe_format)
     elif module in (fused := fused_rows(config)):
         start = 0
         for matrix, total in fused[module].items():
@@ -184,7 +184,7 @@ def _decoder_pieces(
 
 
 def _expert_pieces(
-    prefix: str, kind: str, config: DecoderConfig, part: ModelShard, sparse: MoEFormat
+    prefix: str, kind: str, config: DecoderConfig, part: ModelShard, moe_format: MoEFormat
 ) -> Iterator[WeightPiece]:
     """Yield the pieces of an experts parameter [E, 2F, d] or [E, d, F], one for each matrix.
 
@@ -194,7 +194,7 @@ def _expert_pieces(
     hidden = config.hidden_size
     local_range = part.tensor.range(size)  # this rank's part of the intermediate size F
     is_gate_up = kind == "gate_up_proj"
-    names = sparse.gate_up if is_gate_up else (sparse.down,)
+    names = moe_format.gate_up if is_gate_up else (moe_format.down,)
     start = 0
     for expert in part.experts.range(config.n_experts):
         for name in names:

@@ -22,7 +22,7 @@ from ratchet.testing.clock import simulate
 def test_by_hand():
     """Of 16 groups a step an eighth is 2: so many more where nothing of the target is used, one
     more where half is."""
-    held = ConcurrencyController(per_step=16, max_groups=48, staleness=2.0)
+    held = ConcurrencyController(groups_per_step=16, max_groups=48, staleness=2.0)
     assert held.groups == 16
     held.update(waited=True, staleness=0.0)
     assert held.level == 18.0
@@ -39,7 +39,7 @@ def test_by_hand():
 
 
 def test_the_target_that_is_nearer_decides():
-    held = ConcurrencyController(per_step=16, max_groups=48, staleness=2.0, mismatch=0.1)
+    held = ConcurrencyController(groups_per_step=16, max_groups=48, staleness=2.0, mismatch=0.1)
     held.update(waited=True, staleness=1.0, mismatch=0.0)
     assert held.level == 17.0
     held.update(waited=True, staleness=0.0, mismatch=0.075)
@@ -52,7 +52,7 @@ def test_the_target_that_is_nearer_decides():
 
 @pytest.mark.parametrize("mismatch", [None, math.nan])
 def test_a_step_that_was_not_measured_changes_nothing(mismatch):
-    held = ConcurrencyController(per_step=16, max_groups=48, mismatch=0.1)
+    held = ConcurrencyController(groups_per_step=16, max_groups=48, mismatch=0.1)
     held.update(waited=True, staleness=9.0, mismatch=mismatch)
     assert held.level == 16.0
     held.update(waited=True, staleness=9.0, mismatch=0.0)
@@ -61,28 +61,30 @@ def test_a_step_that_was_not_measured_changes_nothing(mismatch):
 
 @settings(max_examples=100, deadline=None)
 @given(
-    per_step=st.integers(1, 32),
+    groups_per_step=st.integers(1, 32),
     ahead=st.integers(1, 8),
     target=st.floats(0.25, 3.0),
     power=st.sampled_from([1, 2]),
     share=st.floats(0.3, 1.0),
 )
-def test_it_holds_a_target_that_answers_late(per_step, ahead, target, power, share):
+def test_it_holds_a_target_that_answers_late(groups_per_step, ahead, target, power, share):
     """What begins now is trained on when all that is before it has been. Mismatch grows with that,
     or with its square, by a factor that nobody knows."""
     held = ConcurrencyController(
-        per_step=per_step, max_groups=per_step * (ahead + 1), mismatch=target
+        groups_per_step=groups_per_step, max_groups=groups_per_step * (ahead + 1), mismatch=target
     )
     levels = deque([held.groups] * 40, maxlen=40)
     measured = []
     for _ in range(400):
-        began = levels[-1 - round(levels[-1] / per_step)]
-        measured.append((share * (began / per_step - 1)) ** power)
+        began = levels[-1 - round(levels[-1] / groups_per_step)]
+        measured.append((share * (began / groups_per_step - 1)) ** power)
         held.update(waited=True, staleness=0.0, mismatch=measured[-1])
         levels.append(held.groups)
-        assert per_step <= held.groups <= held.max_groups
+        assert groups_per_step <= held.groups <= held.max_groups
     reachable = min(target, (share * ahead) ** power)
-    grain = (share * (began / per_step - 1 + 1 / per_step)) ** power - measured[-1]  # of one group
+    grain = (share * (began / groups_per_step - 1 + 1 / groups_per_step)) ** power - measured[
+        -1
+    ]  # of one group
     assert abs(fmean(measured[-100:]) - reachable) < 0.1 * target + grain
 
 

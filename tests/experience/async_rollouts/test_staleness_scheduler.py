@@ -19,7 +19,7 @@ def play(scheduler, durations, steps):
     clock, ends, taken = 0, {}, []
     for step in range(steps):
         for _ in range(scheduler.count_startable(step)):
-            issue = scheduler.begin(step, f"g/{scheduler.started}", TASK)
+            issue = scheduler.begin(step, f"g/{scheduler.n_started}", TASK)
             ends[issue] = clock + durations[issue.number % len(durations)]
         while (chosen := scheduler.choose(step)) is None:
             clock += 1
@@ -34,22 +34,22 @@ def play(scheduler, durations, steps):
 
 @settings(max_examples=300, deadline=None)
 @given(
-    per_step=st.integers(1, 5),
+    groups_per_step=st.integers(1, 5),
     max_staleness=st.integers(0, 4) | st.sampled_from([0.25, 0.5, 0.7, 1.5]),
     order=st.sampled_from(["issued", "ready"]),
     durations=st.lists(st.integers(0, 60), min_size=1, max_size=30),
     steps=st.integers(1, 12),
 )
 def test_every_group_is_trained_on_once_and_in_time(
-    per_step, max_staleness, order, durations, steps
+    groups_per_step, max_staleness, order, durations, steps
 ):
     scheduler = StalenessScheduler(
-        per_step=per_step, max_staleness=max_staleness, last_step=steps, order=order
+        groups_per_step=groups_per_step, max_staleness=max_staleness, last_step=steps, order=order
     )
     taken = play(scheduler, durations, steps)
-    assert all(len(chosen) == per_step for chosen in taken)
+    assert all(len(chosen) == groups_per_step for chosen in taken)
     numbers = [issue.number for chosen in taken for issue in chosen]
-    assert sorted(numbers) == list(range(per_step * steps)), (
+    assert sorted(numbers) == list(range(groups_per_step * steps)), (
         "each once, and none is begun for nothing"
     )
     staleness = [step - issue.version for step, chosen in enumerate(taken) for issue in chosen]
@@ -64,7 +64,9 @@ def test_every_group_is_trained_on_once_and_in_time(
 def test_without_staleness_a_step_takes_what_it_began():
     for order in ("issued", "ready"):
         taken = play(
-            StalenessScheduler(per_step=3, max_staleness=0, last_step=4, order=order), [5, 0, 9], 4
+            StalenessScheduler(groups_per_step=3, max_staleness=0, last_step=4, order=order),
+            [5, 0, 9],
+            4,
         )
         assert [[issue.version for issue in chosen] for chosen in taken] == [
             [step] * 3 for step in range(4)
@@ -72,7 +74,7 @@ def test_without_staleness_a_step_takes_what_it_began():
 
 
 def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
-    scheduler = StalenessScheduler(per_step=2, max_staleness=2, last_step=10, order="ready")
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=2, last_step=10, order="ready")
     slow, *others = [
         scheduler.begin(0, f"g/{i}", TASK) for i in range(scheduler.count_startable(0))
     ]
@@ -87,7 +89,7 @@ def test_the_ready_go_first_and_the_slow_are_waited_for_when_they_are_due():
 
 @pytest.mark.parametrize("order", ["issued", "ready"])
 def test_what_is_dropped_makes_room(order):
-    scheduler = StalenessScheduler(per_step=2, max_staleness=0, last_step=3, order=order)
+    scheduler = StalenessScheduler(groups_per_step=2, max_staleness=0, last_step=3, order=order)
     first, second = (scheduler.begin(0, f"g/{i}", TASK) for i in range(2))
     assert scheduler.count_startable(0) == 0
     scheduler.drop(first)

@@ -116,11 +116,11 @@ def test_limits_and_stop_strings_of_a_request():
         async with serving(generator, max_new_tokens=6) as (session, client):
             question = [{"role": "user", "content": "hi"}]
             _, short = await said(client, question, max_tokens=3, stop=["x"])
-            assert not session.last.cut, "the agent's own limit is no budget of the run"
+            assert not session.latest_answer.cut, "the agent's own limit is no budget of the run"
             (row,) = session.trajectories(0, None, {})
             assert row.is_cut_short, "but it took the end off the answer"
             _, cut = await said(client, question, max_completion_tokens=99, stop="y", seed=1)
-            assert session.last.cut
+            assert session.latest_answer.cut
         return short, cut, [sampling for _, sampling in generator.requests]
 
     short, cut, asked = asyncio.run(scene())
@@ -155,7 +155,7 @@ def test_tool_choice_none_hides_the_tools():
             message, answer = await said(
                 client, [{"role": "user", "content": "hi"}], tools=TOOLS, tool_choice="none"
             )
-        return message, answer, text(session.last.tokens)
+        return message, answer, text(session.latest_answer.tokens)
 
     message, answer, tokens = asyncio.run(scene())
     assert message["tool_calls"] is None

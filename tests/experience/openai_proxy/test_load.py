@@ -15,7 +15,7 @@ from experience.openai_proxy.talk import RENDERER, TEMPLATE, TOOLS, Scripted, sa
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.data.chat.renderer import Renderer
-from ratchet.experience.openai_proxy.schema import MOST_MESSAGES
+from ratchet.experience.openai_proxy.schema import MAX_MESSAGES
 from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Message, Sampling
 
@@ -129,10 +129,10 @@ def post(body: Any, generator: Scripted, **options: Any) -> tuple[int, dict[str,
 
 @pytest.mark.fault("S5")
 def test_too_many_messages_are_refused_by_name() -> None:
-    for count in (MOST_MESSAGES + 1, 20_000):
+    for count in (MAX_MESSAGES + 1, 20_000):
         status, error = post({"messages": [{"role": "user", "content": ""}] * count}, Scripted())
         assert (status, error["param"]) == (400, "messages")
-        assert f"at most {MOST_MESSAGES} items" in error["message"]
+        assert f"at most {MAX_MESSAGES} items" in error["message"]
 
 
 @pytest.mark.fault("S5")

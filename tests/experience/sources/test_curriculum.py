@@ -32,7 +32,7 @@ class Levels(FakeEnvironment):
 
 
 def curriculum(seed=0, **keys):
-    return Curriculum(Levels(), CurriculumConfig(**keys), per_step=4, seed=seed, examples=10)
+    return Curriculum(Levels(), CurriculumConfig(**keys), tasks_per_step=4, seed=seed, examples=10)
 
 
 def ended(task, *rewards):

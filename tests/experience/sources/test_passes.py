@@ -127,7 +127,10 @@ def test_check_and_plan_say_how_many_steps(recipe: Path) -> None:
 def test_check_tells_why_it_can_not_count(recipe: Path) -> None:
     Path("rows.jsonl").unlink()
     text = CliRunner().invoke(app, ["check", str(recipe)]).stdout
-    assert "2 passes; the data tell how many steps that is, and can't be read here: rows.j" in text
+    assert (
+        "2 passes; the number of steps depends on the data, which can't be read here: rows.j"
+        in text
+    )
     assert "steps 1 to" not in text
 
 

@@ -7,7 +7,7 @@ import hostile
 import pytest
 import torch
 
-from ratchet.config.model_shape.config_json import SIZES
+from ratchet.config.model_shape.config_json import SIZE_RANGES
 from ratchet.config.model_shape.decoder_config import DecoderConfig
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.chat.builtin_tokenizers import character_tokenizer
@@ -81,7 +81,7 @@ def test_a_model_beyond_memory_is_refused_by_arithmetic(device, monkeypatch):
 
 
 def test_the_largest_sizes_do_not_reach_an_allocation():
-    largest = {name: most for name, (_, most) in SIZES.items() if "expert" not in name}
+    largest = {name: most for name, (_, most) in SIZE_RANGES.items() if "expert" not in name}
     shape = DecoderConfig(**largest)
     with pytest.raises(ModelError, match="weights take"):
         init_policy(shape, seed=0)
