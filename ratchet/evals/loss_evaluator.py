@@ -18,7 +18,7 @@ from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.rollouts import StreamSource
-from ratchet.protocols import Learner, Outputs, needed
+from ratchet.protocols import Learner, Outputs, list_needed_outputs
 from ratchet.types import Task
 
 # Tokens that are scored at a time: columns of teachers have up to 4,096 numbers for each.
@@ -106,7 +106,7 @@ class LossEvaluator:
             batch = algorithm.advantage(await fill_columns(batch, algorithm, self.roles), state)
         batch = algorithm.weigh(batch, state)
         sums = _Sums()
-        for part in batch.cut(_split_groups(batch)):
+        for part in batch.split(_split_groups(batch)):
             filled = await fill_columns(part, algorithm, self.roles) if fills_later else part
             await self._add(sums, filled)
         trains = bool(batch.trainable_T.any())
@@ -121,7 +121,7 @@ class LossEvaluator:
     async def _add(self, sums: _Sums, part: Batch) -> None:
         """Add the loss and the metrics of a part, whose weights are those of the whole."""
         terms = self.algorithm.losses["policy"]
-        needs = needed(terms)
+        needs = list_needed_outputs(terms)
         # The probabilities of text before an update are those of the passes, or the present ones.
         wanted = needs - {"old_logprobs"} | ({"logprobs"} if "old_logprobs" in needs else set())
         of_text = self.algorithm.source == "rows" and "logprobs" in needs

@@ -266,7 +266,7 @@ class StageRun:
         )
         self.batcher.adapt(groups, step, self.measured)
         if self.environment_numbers is not None:
-            new_groups = [group for group in groups if not group.uses]
+            new_groups = [group for group in groups if not group.n_uses]
             rollout_metrics |= {
                 f"environment/{name}": value
                 for name, value in self.environment_numbers(new_groups).items()

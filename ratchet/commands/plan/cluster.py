@@ -17,7 +17,7 @@ from ratchet.utils.datasheets import (
     GIB,
     SCORE_SHARE,
     UPDATE_SHARE,
-    USABLE,
+    USABLE_MEMORY_SHARE,
     ClusterSpec,
 )
 
@@ -85,7 +85,7 @@ def plan_cluster(
         trained: Number of parameters that optimizers update.
         frozen: Number of parameters of models that only score.
     """
-    limit, smallest_peak_gib = spec.accelerator.memory * USABLE, float("inf")
+    limit, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
     for layout in _list_layouts(cost, load, spec):
         memory = _estimate_memory(cost, load, trained, frozen, layout)
         if memory.peak <= limit:
@@ -107,7 +107,7 @@ def _list_layouts(cost: DecoderCost, load: Load, spec: ClusterSpec) -> Iterator[
     come before those with it, and large micro-batches before small ones.
     """
     weight_bytes = cost.parameters * BF16_BYTES
-    max_weight_bytes = spec.accelerator.memory * (USABLE - KV_CACHE_SHARE)
+    max_weight_bytes = spec.accelerator.memory * (USABLE_MEMORY_SHARE - KV_CACHE_SHARE)
     sizes = [
         size
         for size in (1, 2, 4, 8)

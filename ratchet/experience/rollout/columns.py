@@ -71,7 +71,7 @@ class PackedGroups:
         columns: The token columns by field name.
         others: The other fields by name.
         ids: The id of each group.
-        uses: `Group.uses` of each group.
+        uses: `Group.n_uses` of each group.
         counts: Number of trajectories of each group.
     """
 
@@ -98,7 +98,7 @@ class PackedGroups:
             },
             others,
             [group.id for group in groups],
-            [group.uses for group in groups],
+            [group.n_uses for group in groups],
             [len(group.trajectories) for group in groups],
         )
 

@@ -83,7 +83,7 @@ def make_setting_row(
         np.inf if sampling.top_p >= 1 else sampling.top_p,
         sampling.min_p,
         sampling.greedy,
-        sampling.truncates,
+        sampling.has_filters,
     )
 
 

@@ -137,7 +137,7 @@ class VLLMGenerator(AsyncEngine):
         temperature that vLLM can't use, and ModelError after a push that failed while it was
         loaded.
         """
-        if sampling.truncates:
+        if sampling.has_filters:
             raise ConfigError(
                 "vLLM doesn't report the probability mass that its sampling filters keep, which "
                 "training needs: set sampling.top_p=1, top_k=0 and min_p=0, or "

@@ -246,7 +246,7 @@ def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
         "environment": [task.environment for task in tasks],
         "tag": [task.tag for task in tasks],
         "task_seed": [task.seed for task in tasks],
-        "uses": [group.uses for group in groups.values()],
+        "uses": [group.n_uses for group in groups.values()],
         "answer": [None if task.answer is None else as_json(task.answer) for task in tasks],
         "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
     }
