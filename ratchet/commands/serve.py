@@ -14,7 +14,7 @@ from typing import Any
 
 from ratchet.commands.model_target import open_target
 from ratchet.errors import ConfigError
-from ratchet.executors.signals import STOPPING
+from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.experience.openai_proxy.schema import ChatRequest, apply_sampling
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
@@ -116,7 +116,7 @@ async def _serve(
         signals.append(number)
         server.stop()
 
-    for number in STOPPING:
+    for number in STOP_SIGNALS:
         # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. It stays so.
         if number is not signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
             asyncio.get_running_loop().add_signal_handler(number, stop, number)

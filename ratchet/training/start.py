@@ -64,7 +64,7 @@ def start_run(
             `ratchet.training.run`.
     """
     notes: list[str] = []
-    torchrun_rank = TorchrunRank.here()
+    torchrun_rank = TorchrunRank.from_environment()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     unfrozen, saved = _load_recipe(recipe, overrides, start_from, with_optimizer=with_optimizer)
@@ -178,7 +178,7 @@ def resume_run(
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
     """
-    torchrun_rank = TorchrunRank.here()
+    torchrun_rank = TorchrunRank.from_environment()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
