@@ -192,9 +192,8 @@ class WeightStaging:
         ]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened_matrices))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
-        pieces_by_address: dict[
-            int, list[StagedPiece]
-        ] = {}  # address of parameter or opened matrix
+        # The key is the address of a parameter or of an opened matrix.
+        pieces_by_address: dict[int, list[StagedPiece]] = {}
         for piece in self.pieces:
             address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
             pieces_by_address.setdefault(address, []).append(piece)

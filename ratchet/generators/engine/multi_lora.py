@@ -74,9 +74,8 @@ class MultiLoRA:
         self.source_decoder = decoder
         self.row_multiple = row_multiple
         self._adapter_rows = AdapterRows()
-        self._adapters_by_name: dict[
-            str, dict[str, FusedLoRA]
-        ] = {}  # by name, then by path of the linear map
+        # By name, then by path of the linear map.
+        self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
         self._view: Decoder | None = None
         # Identities of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()

@@ -18,17 +18,8 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import WEIGHTS, StoredAdapter, save_adapter
 from ratchet.protocols import Shard
 
-SUPPORTED_RANKS = (
-    1,
-    8,
-    16,
-    32,
-    64,
-    128,
-    256,
-    320,
-    512,
-)  # maximum ranks with which vLLM can be started
+# The maximum ranks of adapters with which vLLM can be started.
+SUPPORTED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class AdapterSender:
@@ -43,9 +34,7 @@ class AdapterSender:
         self.loaded_path: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._n_missing_by_weight: dict[
-            str, int
-        ] = {}  # by weight: number of elements not yet added
+        self._n_missing_by_weight: dict[str, int] = {}  # number of elements not yet added
         self._n_saved = 0
 
     def expect(self, adapter: Adapter | None, shapes: Mapping[str, tuple[int, ...]]) -> None:

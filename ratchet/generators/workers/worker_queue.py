@@ -65,9 +65,8 @@ class WorkerQueue:
     cancelled_numbers: list[int] = field(default_factory=list)  # whose cancellation is not sent yet
     must_abort: bool = False  # the next exchange aborts the sent requests
     load: int = 0  # sum of `cost` over waiting and sent requests
-    request_count_by_prompt: Counter[PromptKey] = field(
-        default_factory=Counter
-    )  # of waiting and sent requests
+    # Number of waiting and sent requests with each prompt.
+    request_count_by_prompt: Counter[PromptKey] = field(default_factory=Counter)
     pump: asyncio.Task[None] | None = None  # the task that exchanges messages with the worker
 
     @property
