@@ -182,7 +182,7 @@ def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_fo
 
 
 def test_a_sample_of_the_groups_has_its_own_columns():
-    whole, some = table().to_pylist(), table(chosen=[2]).to_pylist()
+    whole, some = table().to_pylist(), table(group_indices=[2]).to_pylist()
     assert repr(some) == repr(whole[-1:])
 
 

@@ -54,7 +54,7 @@ def test_a_listener_is_told_of_what_has_ended_even_where_it_failed():
 
 def test_who_waits_for_a_generator_lets_it_work(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    for name, value in (("clock", clock), ("_busy_s", 0.0), ("_working", 0)):
+    for name, value in (("clock", clock), ("_busy_s", 0.0), ("_n_working", 0)):
         monkeypatch.setattr(ACTIVITY, name, value)
     with waiting("attempts", "step", "environment", None):
         clock.now += 1.0
