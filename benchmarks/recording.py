@@ -122,7 +122,10 @@ def measuring(
         ratchet.training.run.iterate_attempt_samples = counted("attempts", spread)
         meter.begin, meter.measure = counted("meter", meter.begin), counted("meter", meter.measure)
         meter.flop_counter.add = counted("meter", meter.flop_counter.add)
-        trace.span, trace.attempt = counted("trace", trace.span), counted("trace", trace.attempt)
+        trace.add_span, trace.add_attempt = (
+            counted("trace", trace.add_span),
+            counted("trace", trace.add_attempt),
+        )
         trace.flush = counted("trace", trace.flush)
         started = time.process_time()
         asyncio.run(train(run))

@@ -1,5 +1,4 @@
-"""Ratchet: post-training of language models by reinforcement learning, one path from a laptop to a
-cluster.
+"""Ratchet post-trains language models by reinforcement learning, on a laptop or on a cluster.
 
 `import ratchet` is light: a public name loads its module on first use, and torch with it only where
 it is needed.

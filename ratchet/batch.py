@@ -1,7 +1,6 @@
-"""Define the packed form of a list of groups: flat, logical, no padding, no sharing.
+"""Define the packed form of a list of groups, in which all tokens lie end to end without padding.
 
-T = all tokens laid end to end, S = sequences (trajectories), G = groups. Groups are contiguous and
-in order.
+T = all tokens, S = sequences (trajectories), G = groups. Groups are contiguous and in order.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ Level = Literal["token", "sequence", "group"]
 ROUTES = "routes"
 
 
-class Weight(NamedTuple):
+class LossWeights(NamedTuple):
     """The weights of one loss term in one optimizer step. They include the normaliser."""
 
     level: Level
@@ -73,8 +72,8 @@ class Batch:
     media_S: tuple[tuple[Placed, ...], ...] = ()  # [S]; (): no sequence has media
     token_columns: Mapping[str, Tensor] = field(default_factory=dict)
     sequence_columns: Mapping[str, Tensor] = field(default_factory=dict)
-    weights: Mapping[str, Weight] = field(default_factory=dict)  # by term name
-    metrics: Mapping[str, float] = field(default_factory=dict)  # see `note`
+    weights: Mapping[str, LossWeights] = field(default_factory=dict)  # by term name
+    metrics: Mapping[str, float] = field(default_factory=dict)  # see `with_metrics`
 
     @property
     def n_tokens(self) -> int:
@@ -129,9 +128,9 @@ class Batch:
             )
         return replace(self, sequence_columns={**self.sequence_columns, **columns})
 
-    def note(self, **numbers: float) -> Batch:
-        """Return the batch with further metrics. Functions that fill columns report by it."""
-        return replace(self, metrics={**self.metrics, **numbers})
+    def with_metrics(self, **metrics: float) -> Batch:
+        """Return the batch with further metrics, such as those of a function that fills columns."""
+        return replace(self, metrics={**self.metrics, **metrics})
 
     def sequence_sum(self, x_T: Tensor) -> Tensor:
         """Sum a token column within each sequence: [T] -> [S], differentiable."""
@@ -148,12 +147,12 @@ class Batch:
         of appearance. If a weight is at group level, each group must be taken whole (the planner's
         `unit` ensures that).
         """
-        return next(self.cut([sequences]))
+        return next(self.split([sequences]))
 
-    def cut(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
-        """Split the batch by a plan (into micro-batches, say): yield `take(part)` for each part.
+    def split(self, plan: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """Yield `take(part)` for each part of a plan, such as a plan of micro-batches.
 
-        Each takes time proportional to the size of its part.
+        The time for each part is proportional to its size.
         """
         starts_S = self.starts_S
         return (self._select(sequences, starts_S) for sequences in plan)

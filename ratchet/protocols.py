@@ -15,7 +15,7 @@ from ratchet.types import (
     Comparison,
     Completion,
     Group,
-    Judged,
+    LabelledAnswer,
     Message,
     Outcome,
     Placed,
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
     from ratchet.batch import Batch
 
 
-Exported = Literal["all", "base", "adapter"]
+ExportedPart = Literal["all", "base", "adapter"]
 # The fields of `Outputs` that have an entry for each sequence, not for each token.
 SEQUENCE_OUTPUTS = frozenset({"scores", "routers"})
 
@@ -85,7 +85,7 @@ class Shard:
     shape: tuple[int, ...]  # of the whole weight
     offsets: tuple[int, ...]  # where the piece starts, per dimension
     tensor: Tensor
-    is_frozen: bool = False  # frozen: receivers need it only once
+    is_frozen: bool = False  # True if training never changes it, so receivers need it only once
 
 
 class LossTerm(Protocol):
@@ -100,7 +100,7 @@ class LossTerm(Protocol):
         ...
 
 
-def needed(terms: Iterable[LossTerm]) -> frozenset[str]:
+def list_needed_outputs(terms: Iterable[LossTerm]) -> frozenset[str]:
     """Return the names of all outputs that the terms read."""
     return frozenset[str]().union(*(term.needs for term in terms))
 
@@ -139,7 +139,9 @@ class Learner(Protocol):
         ...
 
     def load(self, directory: Path) -> None: ...
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         """Write the model in Hugging Face format, with its scalar head if it has one.
 
         Args:
@@ -301,10 +303,7 @@ class HasTools(Protocol):
 
 @runtime_checkable
 class HasStopStrings(Protocol):
-    """An environment with stop strings of its own, in addition to the recipe's.
-
-    They are read before each turn of the policy.
-    """
+    """An environment that adds stop strings to the recipe's; they are read before each turn."""
 
     @property
     def stop_strings(self) -> tuple[str, ...]: ...
@@ -340,7 +339,7 @@ class HasPreferencePairs(Protocol):
 class HasLabelledAnswers(Protocol):
     """An environment with single answers that have a reward (above 0: good)."""
 
-    def judged(self, task: Task) -> Judged: ...
+    def labelled_answer(self, task: Task) -> LabelledAnswer: ...
 
 
 @runtime_checkable
@@ -453,9 +452,9 @@ class Workers(Ranks, Protocol):
         """Return the same workers with another deadline for calls."""
         ...
 
-    async def call(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]: ...
+    async def call(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]: ...
     async def each(self, method: str, arguments_by_rank: Sequence[Sequence[Any]]) -> list[Any]: ...
-    def call_now(self, method: str, /, *arguments: Any, **named: Any) -> list[Any]:
+    def call_now(self, method: str, /, *arguments: Any, **keywords: Any) -> list[Any]:
         """Call all ranks and block until they return, for callers that can't await."""
         ...
 

@@ -21,10 +21,10 @@ from ratchet.errors import SamplingError
 LEAST_TEMPERATURE, LARGEST_TEMPERATURE = 1e-5, 1e5
 LARGEST_COUNT = 2**31 - 1  # the largest integer that every generator can hold
 LEAST_SEED, LARGEST_SEED = -(2**63), 2**64 - 1
-MOST_STOP_IDS = 4096  # each is compared with each row's token at every step
-# At every token, text of twice the longest stop string's length or more is decoded, and searched
+MAX_STOP_IDS = 4096  # each is compared with each row's token at every step
+# At every token, text of at least twice the longest stop string's length is decoded and searched
 # for every stop string.
-MOST_STOPS, LONGEST_STOP = 64, 1024
+MAX_STOP_STRINGS, MAX_STOP_STRING_LENGTH = 64, 1024
 _set_field = object.__setattr__  # sets fields of a frozen dataclass, as its own __init__ does
 
 
@@ -68,17 +68,17 @@ class Sampling:
         This runs for every turn of an attempt, so it is a single expression. It takes 0.4 us
         without stop strings and stop ids, and 1.4 us with them.
         """
-        t, p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
+        temperature, top_p, ids, stop = self.temperature, self.top_p, self.stop_ids, self.stop
         return (
-            type(t) is type(p) is type(self.min_p) is float
+            type(temperature) is type(top_p) is type(self.min_p) is float
             and type(self.top_k)
             is type(self.max_new_tokens)
             is type(self.seed)
             is type(self.drawn)
             is int
             and type(ids) is type(stop) is tuple
-            and (t == 0.0 or LEAST_TEMPERATURE <= t <= LARGEST_TEMPERATURE)
-            and 0.0 < p <= 1.0
+            and (temperature == 0.0 or LEAST_TEMPERATURE <= temperature <= LARGEST_TEMPERATURE)
+            and 0.0 < top_p <= 1.0
             and 0.0 <= self.min_p < 1.0
             and 0 <= self.top_k <= LARGEST_COUNT
             and 0 <= self.max_new_tokens <= LARGEST_COUNT
@@ -106,7 +106,7 @@ class Sampling:
         return self.temperature == 0.0
 
     @property
-    def truncates(self) -> bool:
+    def has_filters(self) -> bool:
         """True if filters can remove tokens, so that `log_kept_mass` is not all zero."""
         return not self.greedy and (self.top_p < 1.0 or self.top_k > 0 or self.min_p > 0.0)
 
@@ -125,7 +125,7 @@ def check_setting(name: str, value: Any) -> Any:
 def _are_valid_stop_ids(ids: tuple[Any, ...]) -> bool:
     return (
         {*map(type, ids)} == {int}
-        and len(ids) <= MOST_STOP_IDS
+        and len(ids) <= MAX_STOP_IDS
         and min(ids) >= 0
         and max(ids) <= LARGEST_COUNT
     )
@@ -134,9 +134,9 @@ def _are_valid_stop_ids(ids: tuple[Any, ...]) -> bool:
 def _are_valid_stop_strings(stops: tuple[Any, ...]) -> bool:
     return (
         {*map(type, stops)} == {str}
-        and len(stops) <= MOST_STOPS
+        and len(stops) <= MAX_STOP_STRINGS
         and all(stops)
-        and max(map(len, stops)) <= LONGEST_STOP
+        and max(map(len, stops)) <= MAX_STOP_STRING_LENGTH
     )
 
 
@@ -224,13 +224,16 @@ def _check_stop(name: str, value: Any) -> tuple[str, ...]:
                 "is not text, or is empty, which would end every completion at once",
                 "[] (none)",
             )
-        if len(text) > LONGEST_STOP:
+        if len(text) > MAX_STOP_STRING_LENGTH:
             raise _make_error(
-                name, text, f"has {len(text):,} characters", f"a string of at most {LONGEST_STOP:,}"
+                name,
+                text,
+                f"has {len(text):,} characters",
+                f"a string of at most {MAX_STOP_STRING_LENGTH:,}",
             )
-    if len(value) > MOST_STOPS:
+    if len(value) > MAX_STOP_STRINGS:
         raise _make_error(
-            name, value, f"has {len(value):,} strings", f"at most {MOST_STOPS} of them"
+            name, value, f"has {len(value):,} strings", f"at most {MAX_STOP_STRINGS} of them"
         )
     return tuple(map(str, value))
 
@@ -238,9 +241,9 @@ def _check_stop(name: str, value: Any) -> tuple[str, ...]:
 def _check_stop_ids(name: str, value: Any) -> tuple[int, ...]:
     if not isinstance(value, list | tuple):
         raise _make_error(name, value, "is not a sequence of token ids", "[] (none)")
-    if len(value) > MOST_STOP_IDS:
+    if len(value) > MAX_STOP_IDS:
         raise _make_error(
-            name, value, f"has {len(value):,} ids", f"at most {MOST_STOP_IDS:,} of them"
+            name, value, f"has {len(value):,} ids", f"at most {MAX_STOP_IDS:,} of them"
         )
     return tuple(_check_token_id(name, token) for token in value)
 

@@ -136,8 +136,8 @@ class Comparison:
 
 
 @dataclass(frozen=True, slots=True)
-class Judged:
-    """A continuation of a task's messages and its reward."""
+class LabelledAnswer:
+    """One continuation of a task's messages, and its reward as a label."""
 
     messages: tuple[Message, ...]
     reward: float
@@ -210,7 +210,7 @@ class Turn:
 NUMBER = float | Real
 
 
-def finite(number: Any) -> bool:
+def is_finite_number(number: Any) -> bool:
     """True if the value is a finite number: a valid reward, reward part or metric."""
     return isinstance(number, NUMBER) and math.isfinite(number)
 
@@ -332,7 +332,7 @@ class Trajectory:
         """True if a token limit cut off the last answer.
 
         A truncated attempt may still end with a complete answer: at the turn limit, or without room
-        for another turn. If `Turn.cut` is unknown (given text), the outcome decides.
+        for another turn. If `Turn.cut` is unknown (text that was not sampled), the outcome decides.
         """
         cut = self.turns[-1].cut if self.turns else None
         return self.truncated if cut is None else cut
@@ -357,9 +357,9 @@ class Trajectory:
         messages: tuple[Message, ...] = (),
         **fields: Any,
     ) -> Trajectory:
-        """Return a row of given text.
+        """Return a trajectory of text that was not sampled (supervised data).
 
-        Trainable tokens are owned by the policy, all others by the prompt.
+        The owner of trainable tokens is the policy, and of all others the prompt.
         """
         import numpy as np
 
@@ -374,7 +374,7 @@ class Trajectory:
             **fields,
         )
 
-    def judged(self, outcome: Outcome) -> Trajectory:
+    def with_outcome(self, outcome: Outcome) -> Trajectory:
         """Return a copy with this outcome, in a third of the time of `dataclasses.replace`."""
         return Trajectory(
             self.tokens,
@@ -400,14 +400,14 @@ class Trajectory:
 class Group:
     """All trajectories from one draw of a task.
 
-    `id` names the draw, not the prompt, and is unique within a run. `uses` is the number of earlier
-    steps that trained on the group: 0 unless it is replayed.
+    `id` names the draw, not the prompt, and is unique within a run. `n_uses` is the number of
+    earlier steps that trained on the group: 0 unless it is replayed.
     """
 
     id: str
     task: Task
     trajectories: tuple[Trajectory, ...]
-    uses: int = 0
+    n_uses: int = 0
 
     @property
     def attempts(self) -> list[list[Trajectory]]:

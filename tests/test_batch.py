@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from ratchet.batch import Weight
+from ratchet.batch import LossWeights
 from ratchet.data.packing import pack
 from ratchet.errors import MissingColumn
 from ratchet.testing.builders import make_group, make_trajectory
@@ -36,9 +36,9 @@ def test_weights_travel_with_their_rows_unchanged(batch):
     weighed = batch.__class__(
         **{name: getattr(batch, name) for name in batch.__slots__ if name != "weights"},
         weights={
-            "token": Weight("token", torch.arange(9.0)),
-            "sequence": Weight("sequence", torch.tensor([10.0, 20.0, 30.0])),
-            "group": Weight("group", torch.tensor([100.0, 200.0])),
+            "token": LossWeights("token", torch.arange(9.0)),
+            "sequence": LossWeights("sequence", torch.tensor([10.0, 20.0, 30.0])),
+            "group": LossWeights("group", torch.tensor([100.0, 200.0])),
         },
     )
     part = weighed.take([2, 0])

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from ratchet.testing.builders import make_trajectory
-from ratchet.types import Message, Sampling, Scored, Trajectory, Turn, finite
+from ratchet.types import Message, Sampling, Scored, Trajectory, Turn, is_finite_number
 
 
 def changed(thing, **marks):
@@ -56,7 +56,7 @@ def test_a_judged_trajectory_keeps_everything_else():
         media=("some",),
         extras={"k": 1},
     )
-    judged = own.judged(Scored(1.0))
+    judged = own.with_outcome(Scored(1.0))
     assert judged.outcome == Scored(1.0)
     for field in fields(Trajectory):
         if field.name != "outcome":
@@ -86,5 +86,7 @@ def test_columns_of_another_length_are_refused():
 
 
 def test_numbers_that_can_be_rewards():
-    assert all(map(finite, (1, 0.5, True, np.float32(1), np.int64(2))))
-    assert not any(map(finite, (float("nan"), float("inf"), np.float64("nan"), "1", None, 1j)))
+    assert all(map(is_finite_number, (1, 0.5, True, np.float32(1), np.int64(2))))
+    assert not any(
+        map(is_finite_number, (float("nan"), float("inf"), np.float64("nan"), "1", None, 1j))
+    )

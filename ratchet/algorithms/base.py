@@ -15,7 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from ratchet.batch import Batch, Level, Weight
+from ratchet.batch import Batch, Level, LossWeights
 from ratchet.errors import ConfigError
 from ratchet.protocols import Outputs
 
@@ -279,7 +279,7 @@ class Algorithm:
         `mini` must hold all rows of the optimizer step: the weights contain the normalisers, so
         that losses over micro-batches only sum.
         """
-        weights: dict[str, Weight] = {}
+        weights: dict[str, LossWeights] = {}
         for term in (term for terms in self.losses.values() for term in terms):
             values = term.weighting(mini)
             assert len(values) == mini.n_tokens, (
@@ -290,7 +290,7 @@ class Algorithm:
                 values = mini.sequence_sum(values)
             if term.level == "group":
                 values = mini.group_sum(values)
-            weights[term.name] = Weight(
+            weights[term.name] = LossWeights(
                 term.level, values, total, state.numbers.get(f"coef/{term.name}", term.coef)
             )
         return replace(mini, weights=weights)

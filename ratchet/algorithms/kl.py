@@ -89,14 +89,14 @@ def kl_in_reward(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     )
     mean_kl = float(log_ratio_T.sum() / batch.trainable_T.sum().clamp(min=1))
     current_coef = state.numbers.get(COEF, coef)
-    return batch.fill_tokens(token_rewards=rewards_T - current_coef * log_ratio_T).note(
+    return batch.fill_tokens(token_rewards=rewards_T - current_coef * log_ratio_T).with_metrics(
         **{"kl/kl": mean_kl, "kl/coef": current_coef}
     )
 
 
 def kl_in_loss(batch: Batch, state: AlgoState, *, coef: float) -> Batch:
     """Report this step's KL coefficient as metric "kl/coef"; the loss term `kl_penalty` uses it."""
-    return batch.note(**{"kl/coef": state.numbers.get(COEF, coef)})
+    return batch.with_metrics(**{"kl/coef": state.numbers.get(COEF, coef)})
 
 
 def adapt_kl(coef: float, kl: float, *, target: float, rate: float) -> float:

@@ -110,7 +110,9 @@ def _note_correction(
         "clipped_share": (weight_N != ratio_T[mask_T]).double().mean(),
         "masked_share": 1 - kept_T[mask_T].double().mean(),
     }
-    return batch.note(**{f"correction/{name}": float(value) for name, value in metrics.items()})
+    return batch.with_metrics(
+        **{f"correction/{name}": float(value) for name, value in metrics.items()}
+    )
 
 
 def apply_correction(

@@ -1,5 +1,4 @@
-"""Run a task in the background: writing a checkpoint, from a copy in main memory, while training
-continues."""
+"""Run a task in a background thread, such as writing a checkpoint while training continues."""
 
 from __future__ import annotations
 

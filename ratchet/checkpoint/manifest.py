@@ -23,10 +23,10 @@ FORMAT = 1
 MANIFEST = "manifest.json"
 MAX_MANIFEST_BYTES = 16 * 2**20
 # The allowed formats. None of them executes code when it is read, unlike pickle (.pt, .bin, .pkl).
-SUFFIXES = {".json", ".safetensors", ".jinja", ".txt"}
+ALLOWED_SUFFIXES = {".json", ".safetensors", ".jinja", ".txt"}
 # The exception: in folders of this name, Megatron's dist_checkpointing writes files with these
 # suffixes, and some of them are pickles. Only a Megatron learner reads them.
-MEGATRON = "megatron"
+MEGATRON_FOLDER = "megatron"
 MEGATRON_SUFFIXES = {".distcp", ".pt", ""}
 
 
@@ -81,22 +81,23 @@ def list_files(directory: Path) -> list[str]:
 def check_format(location: Path | str, name: str) -> None:
     """Raise CheckpointError unless the file has an allowed format, which never executes code."""
     path = PurePosixPath(name)
-    if path.suffix not in SUFFIXES and not (
-        path.parent.name == MEGATRON and path.suffix in MEGATRON_SUFFIXES
+    if path.suffix not in ALLOWED_SUFFIXES and not (
+        path.parent.name == MEGATRON_FOLDER and path.suffix in MEGATRON_SUFFIXES
     ):
         raise CheckpointError(
-            f"{location}: '{name}' has none of the allowed formats {', '.join(sorted(SUFFIXES))}"
+            f"{location}: '{name}' has none of the allowed formats "
+            f"{', '.join(sorted(ALLOWED_SUFFIXES))}"
         )
 
 
-def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
+def verify(path: Path, step: int, *, check_hashes: bool = True) -> Checkpoint:
     """Check a directory against its manifest and return its checkpoint.
 
     The directory must hold exactly the files that the manifest lists. No file is opened before its
     name, kind and size have been checked.
 
     Args:
-        contents: True to check every file's hash too.
+        check_hashes: True to check every file's hash too.
 
     Raises CheckpointError that names the first difference.
     """
@@ -104,7 +105,7 @@ def verify(path: Path, step: int, *, contents: bool = True) -> Checkpoint:
         raise CheckpointError(f"{path} is not a directory")
     try:
         body = read_body(path, _read_manifest(path), step)
-        _check_files(path, body["files"], contents=contents)
+        _check_files(path, body["files"], check_hashes=check_hashes)
         return Checkpoint(step, path, body["meta"])
     except (KeyError, TypeError, AttributeError) as error:
         raise CheckpointError(f"{path}: the manifest is malformed ({error!r})") from error
@@ -168,7 +169,7 @@ def unseal(location: Path | str, name: str, content: bytes) -> dict[str, Any]:
 
 
 def _check_files(
-    directory: Path, listed_files: Mapping[str, Mapping[str, Any]], *, contents: bool
+    directory: Path, listed_files: Mapping[str, Mapping[str, Any]], *, check_hashes: bool
 ) -> None:
     """Raise CheckpointError if a directory's files differ from those listed in its manifest."""
     present = set(list_files(directory)) - {MANIFEST}
@@ -183,7 +184,7 @@ def _check_files(
         size = path.stat().st_size
         if size != expected["size"]:
             raise CheckpointError(f"{path} has {size} bytes instead of {expected['size']}")
-        if contents and hash_file(path) != expected["sha256"]:
+        if check_hashes and hash_file(path) != expected["sha256"]:
             raise CheckpointError(f"{path} is damaged: its checksum does not match")
 
 

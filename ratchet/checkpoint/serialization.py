@@ -44,13 +44,13 @@ NATIVE_DTYPES = {
 }
 
 
-Write = Callable[[Path], None]  # writes files below the given root
+WriteFiles = Callable[[Path], None]  # writes files below the given root
 
-_deferred_writes: list[Write] | None = None  # None outside of `defer_writes`
+_deferred_writes: list[WriteFiles] | None = None  # None outside of `defer_writes`
 
 
 @contextmanager
-def defer_writes() -> Iterator[list[Write]]:
+def defer_writes() -> Iterator[list[WriteFiles]]:
     """Make `save_state` only copy its state to main memory inside the block, and write no file yet.
 
     Each `save_state` adds a function to the yielded list, which writes the files when it is called
@@ -77,7 +77,7 @@ def save_state(directory: Path, state: Any, name: str = "state") -> None:
             and scalars.
     """
     tensors: dict[str, Tensor] = {}
-    structure = _encode(state, tensors, place="state")
+    structure = _encode(state, tensors, path="state")
     if _deferred_writes is None:
         _write(directory, name, structure, tensors)
     else:
@@ -124,7 +124,7 @@ def load_state(directory: Path, name: str = "state") -> Any:
         raise CheckpointError(f"'{name}' in {directory} can't be read: {error!r}") from error
 
 
-def rng_state() -> dict[str, Any]:
+def get_rng_state() -> dict[str, Any]:
     """Return the state of the global random generators of Python, numpy and torch.
 
     CUDA's generators are included if the process uses CUDA.
@@ -140,7 +140,7 @@ def rng_state() -> dict[str, Any]:
 
 
 def set_rng_state(state: Mapping[str, Any]) -> None:
-    """Set the global random generators to a state that `rng_state` returned.
+    """Set the global random generators to a state that `get_rng_state` returned.
 
     Raises CheckpointError if the state has more CUDA devices than this machine.
     """
@@ -160,11 +160,11 @@ def set_rng_state(state: Mapping[str, Any]) -> None:
 # --- encoding to JSON
 
 
-def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
+def _encode(value: Any, tensors: dict[str, Tensor], path: str) -> Any:
     """Return the JSON form of a value, and add its tensors to `tensors`.
 
     Args:
-        place: Where the value is in the state, for error messages.
+        path: Where the value is in the state, for error messages.
     """
     # Exact types are compared, because an enum would be read back as a plain number or string.
     if value is None or type(value) in (bool, int, str):
@@ -174,24 +174,24 @@ def _encode(value: Any, tensors: dict[str, Tensor], place: str) -> Any:
     if isinstance(value, Tensor):
         return _encode_tensor(value, tensors)
     if isinstance(value, dict):
-        return _encode_dict(value, tensors, place)
+        return _encode_dict(value, tensors, path)
     if type(value) in (list, tuple):
-        items = [_encode(item, tensors, f"{place}[{index}]") for index, item in enumerate(value)]
+        items = [_encode(item, tensors, f"{path}[{index}]") for index, item in enumerate(value)]
         return items if type(value) is list else {TAG: "tuple", "items": items}
     # Arrays of objects (O) and of records (V) have no plain bytes.
     if isinstance(value, np.ndarray | np.generic) and value.dtype.kind not in "OV":
         return _encode_array(value, tensors)
     raise CheckpointError(
-        f"{place} is a {type(value).__qualname__}, which can't be saved: use numbers, text, lists "
+        f"{path} is a {type(value).__qualname__}, which can't be saved: use numbers, text, lists "
         "or tensors"
     )
 
 
-def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], place: str) -> Any:
-    values = [_encode(item, tensors, f"{place}[{key!r}]") for key, item in value.items()]
+def _encode_dict(value: Mapping[Any, Any], tensors: dict[str, Tensor], path: str) -> Any:
+    values = [_encode(item, tensors, f"{path}[{key!r}]") for key, item in value.items()]
     if all(type(key) is str for key in value) and TAG not in value:
         return dict(zip(value, values, strict=True))
-    keys = [_encode(key, tensors, f"a key of {place}") for key in value]
+    keys = [_encode(key, tensors, f"a key of {path}") for key in value]
     return {TAG: "dict", "items": [list(pair) for pair in zip(keys, values, strict=True)]}
 
 

@@ -35,15 +35,15 @@ class StoredBlock:
 
 
 def save_blocks(
-    directory: Path, rank: int, blocks: Iterable[Shard], numbers: Mapping[str, Any]
+    directory: Path, rank: int, blocks: Iterable[Shard], metadata: Mapping[str, Any]
 ) -> None:
-    """Write one rank's blocks and numbers to a directory.
+    """Write one rank's blocks and metadata to a directory.
 
     Args:
         directory: The directory, the same for all ranks.
         rank: The rank that writes.
         blocks: The rank's blocks.
-        numbers: JSON values that are equal on all ranks. Dicts may differ: a reader merges them.
+        metadata: JSON values that are equal on all ranks. Dicts may differ: a reader merges them.
 
     Raises CheckpointError if the files can't be written.
     """
@@ -64,7 +64,7 @@ def save_blocks(
         directory.mkdir(parents=True, exist_ok=True)
         save_file(tensors, directory / f"rank-{rank}.safetensors")
         (directory / f"rank-{rank}.json").write_text(
-            json.dumps({"blocks": index, "numbers": dict(numbers)}), encoding="utf-8"
+            json.dumps({"blocks": index, "numbers": dict(metadata)}), encoding="utf-8"
         )
     except (OSError, SafetensorError) as error:
         raise CheckpointError(f"rank {rank} can't write to {directory}: {error}") from error
@@ -82,11 +82,11 @@ class BlockSpan(Protocol):
 Part = TypeVar("Part", bound=BlockSpan)
 # (part, starts, ends) -> the part's values between starts and ends. Both are positions in the whole
 # tensor, not in the part.
-Cut = Callable[[Part, Sequence[int], Sequence[int]], Tensor]
+SlicePart = Callable[[Part, Sequence[int], Sequence[int]], Tensor]
 
 
 def assemble_block(
-    parts: Iterable[Part], offsets: Sequence[int], sizes: Sequence[int], cut: Cut[Part]
+    parts: Iterable[Part], offsets: Sequence[int], sizes: Sequence[int], slice_part: SlicePart[Part]
 ) -> tuple[Tensor | None, int]:
     """Assemble a block of a tensor from the parts that overlap it.
 
@@ -94,13 +94,14 @@ def assemble_block(
         parts: the available parts of the tensor.
         offsets: start of the block in the tensor.
         sizes: size of the block.
-        cut: returns the values of a part between two positions in the tensor.
+        slice_part: returns the values of a part between two positions in the tensor.
 
-    Returns (block, missing). `missing` is the number of the block's elements that no part holds.
+    Returns (block, n_missing). `n_missing` is the number of the block's elements that no part
+    holds.
     The block is None if no part overlaps it.
     """
     block: Tensor | None = None
-    missing = torch.Size(sizes).numel()
+    n_missing = torch.Size(sizes).numel()
     used_spans: set[tuple[tuple[int, ...], tuple[int, ...]]] = set()
     for part in parts:
         # The overlap of the requested block and this part is [starts, ends) in the whole tensor.
@@ -115,19 +116,19 @@ def assemble_block(
         ):
             continue
         used_spans.add((part.offsets, part.sizes))
-        piece = cut(part, starts, ends)
+        piece = slice_part(part, starts, ends)
         if block is None:
             block = piece.new_empty(tuple(sizes))
         target = tuple(slice(a - o, b - o) for a, b, o in zip(starts, ends, offsets, strict=True))
         block[target] = piece
-        missing -= piece.numel()
-    return block, missing
+        n_missing -= piece.numel()
+    return block, n_missing
 
 
 class BlockFiles:
     """The blocks that all ranks of an earlier run wrote to a directory.
 
-    `numbers` merges the numbers of all ranks. A dict among them has the entries of all ranks.
+    `metadata` merges the metadata of all ranks. A dict in it has the entries of all ranks.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -136,8 +137,8 @@ class BlockFiles:
         Raises CheckpointError if there is none, or if one is damaged.
         """
         self.directory = directory
-        self.stored: dict[str, list[StoredBlock]] = {}
-        self.numbers: dict[str, Any] = {}
+        self.blocks_by_name: dict[str, list[StoredBlock]] = {}
+        self.metadata: dict[str, Any] = {}
         files = sorted(
             directory.glob("rank-*.json"), key=lambda path: int(path.stem.partition("-")[2])
         )
@@ -149,34 +150,37 @@ class BlockFiles:
             for path in files:
                 content = safe_read.read_json(path)
                 for key, value in content["numbers"].items():
-                    self.numbers[key] = (
-                        {**self.numbers.get(key, {}), **value} if isinstance(value, dict) else value
+                    self.metadata[key] = (
+                        {**self.metadata.get(key, {}), **value}
+                        if isinstance(value, dict)
+                        else value
                     )
                 for i, entry in enumerate(content["blocks"]):
                     geometry = (tuple(entry[key]) for key in ("shape", "offsets", "sizes"))
                     stored_block = StoredBlock(path.with_suffix(".safetensors"), f"b{i}", *geometry)
-                    self.stored.setdefault(entry["name"], []).append(stored_block)
+                    self.blocks_by_name.setdefault(entry["name"], []).append(stored_block)
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"the index of {directory} can't be read: {error!r}") from error
 
     @property
     def shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shape of each whole tensor, by name."""
-        return {name: blocks[0].shape for name, blocks in self.stored.items()}
+        return {name: blocks[0].shape for name, blocks in self.blocks_by_name.items()}
 
     def read(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> Tensor:
         """Return a block of a tensor on the CPU, assembled from all files that hold parts of it.
 
         Raises CheckpointError if a part of it is missing.
         """
-        block, missing = assemble_block(self.stored.get(name, ()), offsets, sizes, _slice)
-        if missing or block is None:
+        block, n_missing = assemble_block(self.blocks_by_name.get(name, ()), offsets, sizes, _slice)
+        if n_missing or block is None:
             raise CheckpointError(
-                f"{self.directory} lacks {missing or 'all'} elements of '{name}': a file is missing"
+                f"{self.directory} lacks {n_missing or 'all'} elements of '{name}': a file is "
+                "missing"
             )
         return block
 
-    def whole(self, name: str) -> LazyTensor:
+    def get_lazy_tensor(self, name: str) -> LazyTensor:
         """Return a handle to a whole tensor, which is read from disk when it is used."""
         return LazyTensor(self, name)
 

@@ -407,7 +407,7 @@ def main() -> None:
     sys.path.insert(0, str(Path.cwd()))
     try:
         failpoints.arm(os.environ.get("RATCHET_FAULTS", ""))
-        credentials.offer(os.environ)
+        credentials.set_environment(os.environ)
         object_store.configure_cache(os.environ)
         app()
     except Exception as error:

@@ -231,7 +231,7 @@ def _detect_data_kind(environment: Environment, task: Task) -> str:
     """
     kinds = (
         ("pairs", HasPreferencePairs, "comparison"),
-        ("labelled", HasLabelledAnswers, "judged"),
+        ("labelled", HasLabelledAnswers, "labelled_answer"),
         ("steps", HasStepLabels, "steps"),
     )
     for data_kind, protocol, method in kinds:

@@ -291,7 +291,7 @@ def _list_answers(dataset: Dataset, task: Task, source: str) -> list[Sequence[Me
         pair = dataset.comparison(task)
         return [pair.chosen, pair.rejected]
     if source == "labelled":
-        return [dataset.judged(task).messages]
+        return [dataset.labelled_answer(task).messages]
     if source == "steps":
         dataset.steps(task)
     elif not task.messages:

@@ -306,7 +306,7 @@ def prune_runs(directory: Path, *, keep: int, confirmed: bool) -> None:
             max(_read_stage_values(run, "checkpoint", key)) for key in ("keep_best", "keep_every")
         )
         store = CheckpointStore(run.checkpoints, keep, keep_best=keep_best, keep_every=keep_every)
-        for checkpoint in store.surplus():
+        for checkpoint in store.list_surplus():
             size = _measure_bytes(checkpoint.path)
             freed_bytes += size
             verb = "removed" if confirmed else "would remove"

@@ -14,7 +14,7 @@ from typing import Any
 
 from ratchet.commands.model_target import open_target
 from ratchet.errors import ConfigError
-from ratchet.executors.signals import STOPPING
+from ratchet.executors.signals import STOP_SIGNALS
 from ratchet.experience.openai_proxy.schema import ChatRequest, apply_sampling
 from ratchet.experience.openai_proxy.server import make_chat_app
 from ratchet.experience.openai_proxy.session import AgentAnswer, AgentSession
@@ -119,7 +119,7 @@ async def _serve(
         received_signals.append(signal_number)
         server.stop()
 
-    for signal_number in STOPPING:
+    for signal_number in STOP_SIGNALS:
         # Under `nohup`, SIGHUP is ignored so that the server outlives its terminal. No handler may
         # replace that.
         if (

@@ -27,7 +27,7 @@ from ratchet.protocols import (
     HasTools,
     Step,
 )
-from ratchet.types import Comparison, Group, Judged, Message, Split, Task
+from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Task
 
 
 class MixtureConfig(EnvironmentConfig):
@@ -218,11 +218,11 @@ class Mixture:
             raise DataError(f"part '{task.tag}' of the mixture has no pairs to compare")
         return part.comparison(task)
 
-    def judged(self, task: Task) -> Judged:
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
         part = self._part(task)
         if not isinstance(part, HasLabelledAnswers):
-            raise DataError(f"part '{task.tag}' of the mixture has no judged answers")
-        return part.judged(task)
+            raise DataError(f"part '{task.tag}' of the mixture has no labelled answers")
+        return part.labelled_answer(task)
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
         part = self._part(task)

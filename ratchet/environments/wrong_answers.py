@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import random
 
-from ratchet.types import Comparison, Judged, Message, Task
+from ratchet.types import Comparison, LabelledAnswer, Message, Task
 
 
 def add_mistake(answer: str, rng: random.Random) -> str:
@@ -37,21 +37,23 @@ class SingleAnswer:
             self._to_messages(str(task.answer)), self._to_messages(wrong), rewards=(1.0, 0.0)
         )
 
-    def judged(self, task: Task) -> Judged:
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
         """Return the correct answer for about half of the tasks, else a wrong one.
 
         The choice depends only on the task.
         """
         pair = self.comparison(task)
         is_correct = random.Random(f"label/{task.id}").random() < 0.5
-        return Judged(pair.chosen, 1.0) if is_correct else Judged(pair.rejected, 0.0)
+        return (
+            LabelledAnswer(pair.chosen, 1.0) if is_correct else LabelledAnswer(pair.rejected, 0.0)
+        )
 
     def steps(self, task: Task) -> list[tuple[str, float]]:
-        """Return the answer of `judged` with one character per step, as (character, label).
+        """Return the answer of `labelled_answer` in steps of one character: (character, label).
 
         The label is 1.0 up to the first wrong character, and 0.0 from there on.
         """
-        text = self.judged(task).messages[0].text
+        text = self.labelled_answer(task).messages[0].text
         answer = str(task.answer)
         return [(text[i], float(text[: i + 1] == answer[: i + 1])) for i in range(len(text))]
 

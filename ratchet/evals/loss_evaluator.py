@@ -18,7 +18,7 @@ from ratchet.batch import Batch
 from ratchet.data.packing import pack
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.sources.rollouts import StreamSource
-from ratchet.protocols import Learner, Outputs, needed
+from ratchet.protocols import Learner, Outputs, list_needed_outputs
 from ratchet.types import Task
 
 # Tokens that are scored at a time. A teacher's columns have up to 4,096 numbers for each token.
@@ -106,7 +106,7 @@ class LossEvaluator:
             batch = algorithm.advantage(await fill_columns(batch, algorithm, self.roles), state)
         batch = algorithm.weigh(batch, state)
         sums = _Sums()
-        for part in batch.cut(_split_groups(batch)):
+        for part in batch.split(_split_groups(batch)):
             filled_part = (
                 await fill_columns(part, algorithm, self.roles) if fills_each_part else part
             )
@@ -128,7 +128,7 @@ class LossEvaluator:
     async def _add(self, sums: _Sums, part: Batch) -> None:
         """Add the loss and the metrics of a part, whose weights are normalised over the batch."""
         terms = self.algorithm.losses["policy"]
-        needs = needed(terms)
+        needs = list_needed_outputs(terms)
         # The old logprobs are those of a scoring pass, or the current ones without such a pass.
         scored_names = needs - {"old_logprobs"} | (
             {"logprobs"} if "old_logprobs" in needs else set()

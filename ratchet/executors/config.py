@@ -78,8 +78,8 @@ class RayClusterConfig(ClusterConfig):
     )
     strategy: Strategy = Field(
         "pack",
-        description="How ranks go to nodes: few nodes (pack), many (spread), one on each "
-        "(per_node).",
+        description="How ranks are placed on nodes: on few nodes (pack), on many (spread), or one "
+        "on each (per_node).",
     )
     object_store_mib: int = Field(
         2048,

@@ -26,10 +26,10 @@ log = logging.getLogger(__name__)
 
 # Parameters of mallopt(3), and their values:
 # M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, M_TOP_PAD, M_ARENA_MAX
-MALLOC = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}
+MALLOC_OPTIONS = {-3: 2**30, -1: 2**31 - 1, -2: 64 * 2**20, -8: 1}
 # Bytes of the heap for which huge pages are requested: less than M_MMAP_THRESHOLD, or malloc would
 # not take them from the heap.
-HEAP = 2**30 - 2**20
+HEAP_BYTES = 2**30 - 2**20
 
 
 def prepare_process(threads: int | Literal["auto"]) -> None:
@@ -86,7 +86,7 @@ def keep_freed_memory() -> None:
     # Other C libraries have no mallopt.
     if sys.platform != "linux" or not hasattr(libc, "mallopt"):
         return
-    for parameter, value in MALLOC.items():
+    for parameter, value in MALLOC_OPTIONS.items():
         libc.mallopt(parameter, value)
     libc.malloc.argtypes = [ctypes.c_size_t]
     libc.malloc.restype = ctypes.c_void_p
@@ -95,10 +95,12 @@ def keep_freed_memory() -> None:
     # Request pages of 2 MiB for the heap. They need fewer entries of the processor's TLB, and an
     # update of a small model takes 6 % less time. No page is touched here, and a kernel without
     # huge pages rejects the request.
-    block = libc.malloc(HEAP)
+    block = libc.malloc(HEAP_BYTES)
     if block:
         libc.madvise(
-            -(-block // mmap.PAGESIZE) * mmap.PAGESIZE, HEAP - mmap.PAGESIZE, mmap.MADV_HUGEPAGE
+            -(-block // mmap.PAGESIZE) * mmap.PAGESIZE,
+            HEAP_BYTES - mmap.PAGESIZE,
+            mmap.MADV_HUGEPAGE,
         )
         libc.free(block)
 
@@ -154,7 +156,7 @@ def freeze(config: RunConfig, reasons: list[str] | None = None) -> RunConfig:
             else "torch"
         )
     cluster = config.cluster
-    if TorchrunRank.here() is not None and isinstance(cluster, LocalClusterConfig):
+    if TorchrunRank.from_environment() is not None and isinstance(cluster, LocalClusterConfig):
         common_fields = {key: getattr(cluster, key) for key in ClusterConfig.model_fields}
         cluster = resolve("cluster", {"kind": "torchrun", **common_fields})
     resolved_fields = {

@@ -59,7 +59,7 @@ class LocalExecutor:
         self.device = device
         self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        self._server: ForkServer | None = None
+        self._server: ForkServerHandle | None = None
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -79,7 +79,7 @@ class LocalExecutor:
         It does not wait until they have started; the first call does.
         """
         if self._server is None:
-            self._server = ForkServer(self.preload)
+            self._server = ForkServerHandle(self.preload)
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
@@ -140,7 +140,7 @@ class LocalWorkerHandle(SocketWorkerHandle):
         super().kill()
         self.child.kill()
 
-    def tail(self) -> str:
+    def read_log_tail(self) -> str:
         return read_tail(self._log)
 
     def describe_state(self) -> str:
@@ -181,7 +181,7 @@ class ForkedWorker:
         self.pid.add_done_callback(lambda pid: self._send_order({"kill": pid.result()}))
 
 
-class ForkServer:
+class ForkServerHandle:
     """The driver's handle of the fork server. However the driver ends, the workers end too."""
 
     def __init__(self, preload: Sequence[str]) -> None:

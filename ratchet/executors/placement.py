@@ -95,35 +95,35 @@ class ResourceManager:
     def assign(self, requests: Sequence[ResourceRequest]) -> dict[str, tuple[ResourceBundle, ...]]:
         """Return the bundles of each role, by rank. Raises ConfigError as `check` does."""
         layout = _Layout(self.nodes)
-        placed_counts: dict[str, int] = {}
+        assigned_count_by_role: dict[str, int] = {}
         # Colocated roles come last: they need the bundles of the role that they share with.
         for request in sorted(requests, key=lambda request: request.colocated_with is not None):
-            placed = layout.place(request, request.strategy or self.strategy)
-            if placed < request.ranks:
-                placed_counts[request.role] = placed
-        if placed_counts:
-            raise ConfigError(self._describe_shortage(requests, placed_counts))
+            n_assigned = layout.assign_role(request, request.strategy or self.strategy)
+            if n_assigned < request.ranks:
+                assigned_count_by_role[request.role] = n_assigned
+        if assigned_count_by_role:
+            raise ConfigError(self._describe_shortage(requests, assigned_count_by_role))
         return layout.share_cores()
 
     def _describe_shortage(
-        self, requests: Sequence[ResourceRequest], placed_counts: Mapping[str, int]
+        self, requests: Sequence[ResourceRequest], assigned_count_by_role: Mapping[str, int]
     ) -> str:
         rows = [("role", "requests", "ranks that fit")]
         rows += [
             (
                 request.role,
                 str(request),
-                f"{placed_counts.get(request.role, request.ranks)} of {request.ranks}",
+                f"{assigned_count_by_role.get(request.role, request.ranks)} of {request.ranks}",
             )
             for request in requests
         ]
-        offers = ", ".join(
+        node_descriptions = ", ".join(
             f"{n.name} ({len(n.accelerators)} accelerators, {n.cpus:g} cores)" for n in self.nodes
         )
         return (
             f"the cluster has too few resources for the recipe:\n{format_table(rows)}\n"
-            f"The cluster has: {offers or 'no node'}. Request fewer ranks, colocate roles "
-            "(cluster.colocated=true), or add nodes"
+            f"The cluster has: {node_descriptions or 'no node'}. Request fewer ranks, colocate "
+            "roles (cluster.colocated=true), or add nodes"
         )
 
 
@@ -145,12 +145,12 @@ class VirtualCluster:
 
         The bundles may be in any order. Roles colocated with this one get new bundles too.
         """
-        order = {node.name: position for position, node in enumerate(self.manager.nodes)}
-        self._bundles[role] = sort_bundles(bundles, order)
+        position_by_node = {node.name: position for position, node in enumerate(self.manager.nodes)}
+        self._bundles[role] = sort_bundles(bundles, position_by_node)
         for request in self._requests:
             if request.colocated_with == role:
                 self._bundles[request.role] = sort_bundles(
-                    assign_colocated(request, self._bundles[role]), order
+                    assign_colocated(request, self._bundles[role]), position_by_node
                 )
 
     def bundles(self, role: str) -> tuple[ResourceBundle, ...]:
@@ -162,15 +162,15 @@ class VirtualCluster:
 
 
 class _Layout:
-    """A partial assignment: the nodes' free resources and the bundles so far."""
+    """A partial assignment of roles: the nodes' free resources, and the bundles so far."""
 
     def __init__(self, nodes: Sequence[ClusterNode]) -> None:
-        self._order = {node.name: position for position, node in enumerate(nodes)}
-        self._rooms = [_Room(node) for node in nodes]
+        self._position_by_node = {node.name: position for position, node in enumerate(nodes)}
+        self._free_resources = [_FreeResources(node) for node in nodes]
         self._requests: dict[str, ResourceRequest] = {}
         self._bundles: dict[str, tuple[ResourceBundle, ...]] = {}
 
-    def place(self, request: ResourceRequest, strategy: Strategy) -> int:
+    def assign_role(self, request: ResourceRequest, strategy: Strategy) -> int:
         """Assign as many ranks of a role as fit, and return their number."""
         if request.role in self._requests:
             raise ConfigError(f"two roles are called '{request.role}'")
@@ -188,35 +188,42 @@ class _Layout:
                 f"role '{request.role}' can't be colocated with '{request.colocated_with}', which "
                 "has no accelerators of its own"
             )
-        self._bundles[request.role] = sort_bundles(bundles, self._order)
+        self._bundles[request.role] = sort_bundles(bundles, self._position_by_node)
         return len(bundles)
 
     def _assign_rank(self, request: ResourceRequest, strategy: Strategy) -> ResourceBundle | None:
-        rooms = [room for room in self._rooms if room.fits(request)]
+        candidates = [free for free in self._free_resources if free.fits(request)]
         if strategy == "per_node":
-            rooms = [room for room in rooms if not room.ranks[request.role]]
-        if not rooms:
+            candidates = [free for free in candidates if not free.rank_count_by_role[request.role]]
+        if not candidates:
             return None
         if strategy == "spread":
             return max(
-                rooms, key=lambda room: (-room.ranks[request.role], room.space(request))
-            ).take(request)
+                candidates,
+                key=lambda free: (
+                    -free.rank_count_by_role[request.role],
+                    free.count_fitting_ranks(request),
+                ),
+            ).assign_rank(request)
         # Prefer a node that already has ranks of the role, then the fullest node with room for all
         # ranks of the role, then the emptiest node.
         return max(
-            rooms,
-            key=lambda room: (
-                room.ranks[request.role] > 0,
-                _rank_room(room.space(request), request.ranks),
+            candidates,
+            key=lambda free: (
+                free.rank_count_by_role[request.role] > 0,
+                _make_fit_key(free.count_fitting_ranks(request), request.ranks),
             ),
-        ).take(request)
+        ).assign_rank(request)
 
     def share_cores(self) -> dict[str, tuple[ResourceBundle, ...]]:
         """Divide each node's free cores among its ranks, and return the bundles of all roles.
 
         Ranks that requested no number of cores get equal shares.
         """
-        share = {room.node.name: room.cpus / max(1, room.open_ranks) for room in self._rooms}
+        cores_per_rank_by_node = {
+            free.node.name: free.cpus / max(1, free.n_ranks_without_cores)
+            for free in self._free_resources
+        }
         for request in self._requests.values():
             if request.colocated_with is not None:
                 bundles = assign_colocated(request, self._bundles[request.colocated_with])
@@ -224,10 +231,10 @@ class _Layout:
                 bundles = self._bundles[request.role]
             else:
                 bundles = [
-                    replace(bundle, cpus=share[bundle.node])
+                    replace(bundle, cpus=cores_per_rank_by_node[bundle.node])
                     for bundle in self._bundles[request.role]
                 ]
-            self._bundles[request.role] = sort_bundles(bundles, self._order)
+            self._bundles[request.role] = sort_bundles(bundles, self._position_by_node)
         return self._bundles
 
 
@@ -240,10 +247,10 @@ def assign_colocated(
     """
     bundles: list[ResourceBundle] = []
     for node in dict.fromkeys(bundle.node for bundle in partner_bundles):
-        on_node = [bundle for bundle in partner_bundles if bundle.node == node]
-        devices = [device for bundle in on_node for device in bundle.accelerators]
-        ranks = len(devices) // request.gpus if request.gpus else len(on_node)
-        cpus = request.cpus or sum(bundle.cpus for bundle in on_node) / max(1, ranks)
+        node_bundles = [bundle for bundle in partner_bundles if bundle.node == node]
+        devices = [device for bundle in node_bundles for device in bundle.accelerators]
+        ranks = len(devices) // request.gpus if request.gpus else len(node_bundles)
+        cpus = request.cpus or sum(bundle.cpus for bundle in node_bundles) / max(1, ranks)
         bundles += [
             ResourceBundle(node, tuple(devices[i * request.gpus : (i + 1) * request.gpus]), cpus)
             for i in range(ranks)
@@ -252,62 +259,64 @@ def assign_colocated(
 
 
 def sort_bundles(
-    bundles: Iterable[ResourceBundle], order: Mapping[str, int]
+    bundles: Iterable[ResourceBundle], position_by_node: Mapping[str, int]
 ) -> tuple[ResourceBundle, ...]:
     """Return bundles sorted by node, neighbours together, with their local ranks.
 
-    order: position of each node, by name.
+    position_by_node: position of each node in the inventory, by name.
     """
 
     def key(bundle: ResourceBundle) -> tuple[int, tuple[int, int, int]]:
-        return order[bundle.node], min(
+        return position_by_node[bundle.node], min(
             (a.neighbourhood for a in bundle.accelerators), default=(0, 0, 0)
         )
 
-    counts: Counter[str] = Counter()  # ranks so far, by node
+    rank_count_by_node: Counter[str] = Counter()  # ranks so far, by node
     ranked: list[ResourceBundle] = []
     for bundle in sorted(bundles, key=key):
-        ranked.append(replace(bundle, local_rank=counts[bundle.node]))
-        counts[bundle.node] += 1
+        ranked.append(replace(bundle, local_rank=rank_count_by_node[bundle.node]))
+        rank_count_by_node[bundle.node] += 1
     return tuple(ranked)
 
 
-def _rank_room(space: int, ranks: int) -> tuple[bool, int]:
+def _make_fit_key(space: int, ranks: int) -> tuple[bool, int]:
     """Return a sort key that is largest for the tightest node on which all ranks fit."""
     return (space >= ranks, -space if space >= ranks else space)
 
 
 @dataclass
-class _Room:
+class _FreeResources:
     """The free resources of a node."""
 
     node: ClusterNode
-    free: list[Accelerator] = field(init=False)
+    accelerators: list[Accelerator] = field(init=False)
     cpus: float = field(init=False)
-    ranks: Counter[str] = field(default_factory=Counter)
-    open_ranks: int = 0
+    rank_count_by_role: Counter[str] = field(default_factory=Counter)  # ranks assigned so far
+    n_ranks_without_cores: int = 0  # assigned ranks that requested no number of cores
 
     def __post_init__(self) -> None:
-        self.free = sorted(
+        self.accelerators = sorted(
             self.node.accelerators, key=lambda accelerator: accelerator.neighbourhood
         )
         self.cpus = self.node.cpus
 
     def fits(self, request: ResourceRequest) -> bool:
-        return len(self.free) >= request.gpus and self.cpus + 1e-9 >= request.cpus
+        return len(self.accelerators) >= request.gpus and self.cpus + 1e-9 >= request.cpus
 
-    def space(self, request: ResourceRequest) -> int:
+    def count_fitting_ranks(self, request: ResourceRequest) -> int:
         """Return the number of further ranks of a role that fit."""
-        limits = [len(self.free) // request.gpus] if request.gpus else []
+        limits = [len(self.accelerators) // request.gpus] if request.gpus else []
         limits += [int((self.cpus + 1e-9) / request.cpus)] if request.cpus else []
-        return min(limits, default=int(self.node.cpus) + 1 - self.open_ranks)
+        return min(limits, default=int(self.node.cpus) + 1 - self.n_ranks_without_cores)
 
-    def take(self, request: ResourceRequest) -> ResourceBundle:
+    def assign_rank(self, request: ResourceRequest) -> ResourceBundle:
         accelerators = self._pick_accelerators(request.gpus)
-        self.free = [accelerator for accelerator in self.free if accelerator not in accelerators]
+        self.accelerators = [
+            accelerator for accelerator in self.accelerators if accelerator not in accelerators
+        ]
         self.cpus -= request.cpus
-        self.open_ranks += not request.cpus
-        self.ranks[request.role] += 1
+        self.n_ranks_without_cores += not request.cpus
+        self.rank_count_by_role[request.role] += 1
         return ResourceBundle(self.node.name, accelerators, request.cpus)
 
     def _pick_accelerators(self, count: int) -> tuple[Accelerator, ...]:
@@ -317,12 +326,12 @@ class _Room:
         """
         for group_key in (lambda a: (a.island, a.numa), lambda a: a.island):
             groups: dict[object, list[Accelerator]] = {}
-            for accelerator in self.free:
+            for accelerator in self.accelerators:
                 groups.setdefault(group_key(accelerator), []).append(accelerator)
             large_groups = [group for group in groups.values() if len(group) >= count]
             if large_groups:
                 return tuple(min(large_groups, key=len)[:count])
-        return tuple(self.free[:count])
+        return tuple(self.accelerators[:count])
 
 
 def format_table(rows: Sequence[Sequence[str]]) -> str:

@@ -22,7 +22,7 @@ from typing import Any
 PROTOCOL = 1  # version: increase it with every change of the messages
 HEAD = struct.Struct("!BQI")  # kind, call number, count of pieces
 LENGTH = struct.Struct("!Q")
-SMALL = 2**16  # smaller pieces, in bytes, are joined before they are sent
+SMALL_PIECE_BYTES = 2**16  # smaller pieces, in bytes, are joined before they are sent
 
 
 class FrameKind(IntEnum):
@@ -130,7 +130,7 @@ def send(
     lengths = [LENGTH.pack(memoryview(piece).nbytes) for piece in pieces]
     joined = bytearray(HEAD.pack(kind, number, len(pieces)) + b"".join(lengths))
     for piece in pieces:
-        if memoryview(piece).nbytes < SMALL:
+        if memoryview(piece).nbytes < SMALL_PIECE_BYTES:
             joined += piece
             continue
         connection.sendall(joined)

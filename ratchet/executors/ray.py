@@ -92,7 +92,7 @@ class RayExecutor:
         self._cluster: VirtualCluster | None = None
         self._placement_groups: list[PlacementGroup] = []
         self._groups: list[WorkerGroup] = []
-        self._started = False
+        self._owns_connection = False
         self._temporary: TemporaryFolder | None = None  # folder of a Ray started by this executor
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -155,15 +155,15 @@ class RayExecutor:
         self._placement_groups = []
 
     def close(self) -> None:
-        """End all groups, and Ray if it was started here."""
+        """End all groups and disconnect from Ray. End Ray itself if this executor started it."""
         for group in self._groups:
             group.close()
         self._groups = []
         if ray.is_initialized():
             self.release()
-        if self._started:
+        if self._owns_connection:
             ray.shutdown()
-            self._started = False
+            self._owns_connection = False
         if self._temporary is not None:
             self._temporary.close()
             self._temporary = None
@@ -173,10 +173,12 @@ class RayExecutor:
     def _take_inventory(self) -> ResourceManager:
         if self.config.address is None and not ray.is_initialized():
             return ResourceManager(
-                [self._limit(find_node(self.threads, self.device))], self.config.strategy
+                [self._limit_resources(find_node(self.threads, self.device))], self.config.strategy
             )
         self._connect()
-        nodes = [self._limit(_make_node(entry)) for entry in ray.nodes() if entry["Alive"]]
+        nodes = [
+            self._limit_resources(_make_node(entry)) for entry in ray.nodes() if entry["Alive"]
+        ]
         count = self.config.nodes
         if len(nodes) < count:
             raise ConfigError(
@@ -186,7 +188,7 @@ class RayExecutor:
         nodes.sort(key=lambda node: (-len(node.accelerators), -node.cpus))
         return ResourceManager(nodes[:count], self.config.strategy)
 
-    def _limit(self, node: ClusterNode) -> ClusterNode:
+    def _limit_resources(self, node: ClusterNode) -> ClusterNode:
         """Return a node with the resources that the run may use."""
         gpus = self.config.gpus_per_node
         cpus = self.config.cpus_per_node
@@ -208,7 +210,7 @@ class RayExecutor:
         """
         if ray.is_initialized():
             return
-        self._started = True
+        self._owns_connection = True
         quiet_options: dict[str, Any] = {"log_to_driver": False, "configure_logging": False}
         if self.config.address is not None:
             _check_reachable(self.config.address)
@@ -216,7 +218,7 @@ class RayExecutor:
             if self.config.address is not None:
                 ray.init(address=self.config.address, **quiet_options)
                 return
-            node = self._limit(find_node(self.threads, self.device))
+            node = self._limit_resources(find_node(self.threads, self.device))
             self._temporary = _create_temporary_folder()
             with shield_programs():
                 ray.init(
@@ -344,9 +346,9 @@ class RayWorkerHandle(WorkerHandle):
         threading.Thread(
             target=self._run_jobs, name=f"{name.role}-{name.rank}", daemon=True
         ).start()
-        self._on_node = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
+        self._node_strategy = NodeAffinitySchedulingStrategy(bundle.node, soft=False)
         self._actor = ACTOR.options(
-            scheduling_strategy=self._on_node, runtime_env={"env_vars": dict(environment)}
+            scheduling_strategy=self._node_strategy, runtime_env={"env_vars": dict(environment)}
         ).remote()
         self._logs = ""
         self._beat_pending = True  # a heartbeat, or the greeting, has been requested
@@ -372,12 +374,12 @@ class RayWorkerHandle(WorkerHandle):
         self._jobs.put(self._kill)
         self._jobs.put(None)
 
-    def tail(self) -> str:
+    def read_log_tail(self) -> str:
         if not self._logs:
             return ""
         try:
             return ray.get(
-                read_log_tail.options(scheduling_strategy=self._on_node).remote(self._logs),
+                read_log_tail.options(scheduling_strategy=self._node_strategy).remote(self._logs),
                 timeout=LOG_S,
             )
         except RayError:  # the node is gone too
@@ -393,20 +395,24 @@ class RayWorkerHandle(WorkerHandle):
     def _when_done(self, reference: Any, then: Callable[[Any], object]) -> None:
         """Call `then` with the actor's result, in the handle's thread."""
 
-        def take(future: Future[Any]) -> None:
+        def handle_result(future: Future[Any]) -> None:
             error = future.exception()
             if error is None:
-                self._note_life()
+                self._reset_silence()
                 then(future.result())
             elif not isinstance(error, RayActorError):
                 self.give_up(WorkerError(f"{self.name} can't be called: {error}"))
             elif not self.gone.done():
                 self._end(
-                    None if self.closing else self.death_error(f"died ({_describe_cause(error)})")
+                    None
+                    if self.closing
+                    else self.make_death_error(f"died ({_describe_cause(error)})")
                 )
                 self.kill()
 
-        reference.future().add_done_callback(lambda future: self._jobs.put(partial(take, future)))
+        reference.future().add_done_callback(
+            lambda future: self._jobs.put(partial(handle_result, future))
+        )
 
     def _run_jobs(self) -> None:
         while (job := self._jobs.get()) is not None:
@@ -418,7 +424,7 @@ class RayWorkerHandle(WorkerHandle):
             return
         ray.kill(self._actor)
         if self.pid is not None:
-            kill_process.options(scheduling_strategy=self._on_node).remote(self.pid)
+            kill_process.options(scheduling_strategy=self._node_strategy).remote(self.pid)
 
     def _handle_greeting(self, greeting: Mapping[str, Any]) -> None:
         self._logs = greeting["log"]
@@ -437,7 +443,7 @@ class RayWorkerHandle(WorkerHandle):
 
 
 def _describe_cause(error: BaseException) -> str:
-    """Return the part of Ray's message that tells why an actor ended, without Ray's advice."""
+    """Return the part of Ray's message that says why an actor ended, without Ray's advice."""
     detail = str(error).partition("Worker exit detail: ")[2] or str(error).splitlines()[0]
     return (
         detail.partition(" Some common causes")[0]

@@ -59,7 +59,7 @@ class WorkerActor:
         pass
 
 
-OPTIONS: dict[str, Any] = {
+ACTOR_OPTIONS: dict[str, Any] = {
     "num_cpus": 0,
     "max_restarts": 0,
     "concurrency_groups": {"life": 1},
@@ -67,7 +67,7 @@ OPTIONS: dict[str, Any] = {
     # does not run.
     "enable_task_events": False,
 }
-ACTOR: Any = ray.remote(**OPTIONS)(WorkerActor)
+ACTOR: Any = ray.remote(**ACTOR_OPTIONS)(WorkerActor)
 
 
 @ray.remote(num_cpus=0)

@@ -22,13 +22,13 @@ def list_shared_memory(group: int) -> list[Path]:
     """
     if not SHARED_MEMORY.is_dir():
         return []
-    by_group: set[str] = set()
-    by_others: set[str] = set()
+    group_paths: set[str] = set()
+    other_paths: set[str] = set()
     for process in filter(str.isdecimal, os.listdir("/proc")):
         with contextlib.suppress(OSError):  # the process has ended, or belongs to another user
             mapped_paths = set(_list_mapped_paths(process))
-            (by_group if os.getpgid(int(process)) == group else by_others).update(mapped_paths)
-    paths = map(Path, sorted(by_group - by_others))
+            (group_paths if os.getpgid(int(process)) == group else other_paths).update(mapped_paths)
+    paths = map(Path, sorted(group_paths - other_paths))
     return [*paths, *SHARED_MEMORY.glob(f"ratchet-*-{group}-*")]
 
 

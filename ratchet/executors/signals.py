@@ -17,8 +17,8 @@ from typing import Any
 
 Handler = Callable[[int, FrameType | None], Any] | int | signal.Handlers | None
 
-DELIBERATE = (signal.SIGINT, signal.SIGTERM)
-STOPPING = (*DELIBERATE, signal.SIGHUP)
+DELIBERATE_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+STOP_SIGNALS = (*DELIBERATE_SIGNALS, signal.SIGHUP)
 
 
 class SecondSignal(KeyboardInterrupt):
@@ -33,7 +33,7 @@ class SecondSignal(KeyboardInterrupt):
         self.number = number
 
 
-class _Keeper:
+class _HandlerKeeper:
     """A set of signal handlers, and a replacement of `signal.signal` that keeps them installed.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Keeper:
         return self.install(number, handler)
 
 
-_keeper: _Keeper | None = None
+_keeper: _HandlerKeeper | None = None
 
 
 @contextmanager
@@ -75,7 +75,7 @@ def keep_handlers(handlers: Mapping[signal.Signals, Handler]) -> Iterator[None]:
     global _keeper
     outer = _keeper
     previous = {number: signal.getsignal(number) for number in handlers}
-    keeper = _Keeper(handlers)
+    keeper = _HandlerKeeper(handlers)
     signal.signal = keeper.replace_signal
     _keeper = keeper
     try:
@@ -115,20 +115,20 @@ def handle_stop_signals(
             that this process may also get directly, as torchrun does under Slurm. The parent kills
             processes that don't end.
     """
-    requested = False
-    deliberate = False
+    has_requested = False
+    had_deliberate = False
 
     def handle(number: int, frame: FrameType | None) -> None:
-        nonlocal requested, deliberate
-        if number in DELIBERATE and not forwarded:
-            if deliberate:
+        nonlocal has_requested, had_deliberate
+        if number in DELIBERATE_SIGNALS and not forwarded:
+            if had_deliberate:
                 raise SecondSignal(number)
-            deliberate = True
-        if not requested:
-            requested = True
+            had_deliberate = True
+        if not has_requested:
+            has_requested = True
             request_stop(signal.Signals(number))
 
-    handlers: dict[signal.Signals, Handler] = dict.fromkeys(STOPPING, handle)
+    handlers: dict[signal.Signals, Handler] = dict.fromkeys(STOP_SIGNALS, handle)
     if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN:
         handlers[signal.SIGHUP] = signal.SIG_IGN
     with keep_handlers(handlers):

@@ -18,9 +18,9 @@ log = logging.getLogger(__name__)
 
 MAX_WORKERS = 4  # each has its own gradients, which take as much memory as the weights
 MIN_SPEEDUP = 1.2  # a smaller speedup may be noise of a busy machine
-WORTH_IT = 1.05  # minimum speedup for which a run takes more threads than one
-ROUNDS = 5
-ROWS = 512  # of the products that are timed: tokens of a small micro-batch
+MIN_THREAD_SPEEDUP = 1.05  # minimum speedup for which a run takes more than one thread
+TIMED_ROUNDS = 5
+TIMED_ROWS = 512  # rows of the timed products: the number of tokens of a small micro-batch
 USUAL_WIDTH = 128  # hidden size where the model's is not known
 MAX_TIMED_WIDTH = 512  # wider products are faster with more threads on any machine
 CGROUP = Path("/sys/fs/cgroup")
@@ -60,25 +60,29 @@ def _read_cpu_quota(root: Path = CGROUP) -> float | None:
 def limit_threads(environ: Mapping[str, str] = os.environ) -> tuple[int, str]:
     """Return the largest number that `threads: auto` may choose, and the reason in words."""
     cores = count_usable_cores()
-    wanted = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if wanted.isascii() and wanted.isdigit() and 0 < int(wanted) <= cores:
-        return int(wanted), f"OMP_NUM_THREADS={wanted}"
+    requested_threads = environ.get("OMP_NUM_THREADS", "").partition(",")[0]
+    if (
+        requested_threads.isascii()
+        and requested_threads.isdigit()
+        and 0 < int(requested_threads) <= cores
+    ):
+        return int(requested_threads), f"OMP_NUM_THREADS={requested_threads}"
     return cores, f"{cores} usable core{'s' * (cores > 1)}"
 
 
 def describe_threads() -> str:
     """Return what `threads: auto` means on this machine, without measuring."""
     limit, reason = limit_threads()
-    timed = "" if limit == 1 else f"; a run of a small model times 1 against {limit}"
-    return f"auto: at most {limit} ({reason}){timed}"
+    timing_note = "" if limit == 1 else f"; a run of a small model times 1 against {limit}"
+    return f"auto: at most {limit} ({reason}){timing_note}"
 
 
 def choose_threads(model: ModelConfig) -> tuple[int, str]:
     """Return the number of threads for a run on the CPU, and the reason in words.
 
     It is the limit of `limit_threads`, or 1 if a layer of the model's width takes hardly longer
-    with one thread. The measurement takes some tens of milliseconds, and includes what other
-    programs on the machine take from the threads.
+    with one thread. The measurement takes some tens of milliseconds, and reflects the load of other
+    programs on the machine.
     """
     limit, reason = limit_threads()
     width = read_width(model) or USUAL_WIDTH
@@ -87,18 +91,20 @@ def choose_threads(model: ModelConfig) -> tuple[int, str]:
     import torch
 
     layer = make_layer(width)
-    seconds: dict[int, list[float]] = {1: [], limit: []}
-    before = torch.get_num_threads()
+    durations_by_threads: dict[int, list[float]] = {1: [], limit: []}
+    previous_threads = torch.get_num_threads()
     try:
-        for _ in range(1 + ROUNDS):  # in turn, so that other programs slow both alike
-            for threads, taken in seconds.items():
+        for _ in range(1 + TIMED_ROUNDS):  # in turn, so that other programs slow both alike
+            for threads, durations in durations_by_threads.items():
                 torch.set_num_threads(threads)
-                taken.append(measure_once(layer))
+                durations.append(measure_once(layer))
     finally:
-        torch.set_num_threads(before)
-    alone, shared = (median(taken[1:]) for taken in seconds.values())
-    ratio = f"a layer takes 1 thread {alone / shared:.2f} times as long as {limit}"
-    return (limit if alone > shared * WORTH_IT else 1), f"{reason}; {ratio}"
+        torch.set_num_threads(previous_threads)
+    one_thread_s, all_threads_s = (
+        median(durations[1:]) for durations in durations_by_threads.values()
+    )
+    ratio = f"a layer takes 1 thread {one_thread_s / all_threads_s:.2f} times as long as {limit}"
+    return (limit if one_thread_s > all_threads_s * MIN_THREAD_SPEEDUP else 1), f"{reason}; {ratio}"
 
 
 def read_width(model: ModelConfig) -> int | None:
@@ -116,9 +122,9 @@ def read_width(model: ModelConfig) -> int | None:
 def measure_worker_count(threads: int) -> int:
     """Return the number of workers that compute a batch of a small model fastest.
 
-    That is the largest divisor of `threads` up to MAX_WORKERS, each worker with its share of the
-    threads; or 1 if sharing every operation among all threads is clearly faster. The measurement
-    takes some milliseconds.
+    It is the largest divisor of `threads` up to MAX_WORKERS, so that each worker has an equal share
+    of the threads. It is 1 if sharing every operation among all threads is clearly faster. The
+    measurement takes some milliseconds.
     """
     workers = max(n for n in range(1, MAX_WORKERS + 1) if threads % n == 0)
     if workers == 1:
@@ -126,22 +132,22 @@ def measure_worker_count(threads: int) -> int:
     import torch
 
     pool = ThreadPool(workers)
-    before = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     layer = make_layer(USUAL_WIDTH)
     try:
         torch.set_num_threads(threads)
-        shared = measure_shortest(lambda: [layer() for _ in range(workers)])
-        apart = measure_shortest(lambda: pool.run([layer] * workers))
+        shared_s = measure_shortest(lambda: [layer() for _ in range(workers)])
+        separate_s = measure_shortest(lambda: pool.run([layer] * workers))
     finally:
-        torch.set_num_threads(before)
-    return 1 if shared * MIN_SPEEDUP < apart else workers
+        torch.set_num_threads(previous_threads)
+    return 1 if shared_s * MIN_SPEEDUP < separate_s else workers
 
 
 def make_layer(width: int) -> Callable[[], None]:
     """Return a function that computes products of a small model: four feed-forward layers."""
     import torch
 
-    x = torch.ones(ROWS, width)
+    x = torch.ones(TIMED_ROWS, width)
     up = torch.full((width, 4 * width), 1e-2)
     down = torch.full((4 * width, width), 1e-2)
 
@@ -163,5 +169,5 @@ def measure_once(work: Callable[[], object]) -> float:
 
 
 def measure_shortest(work: Callable[[], object]) -> float:
-    """Return the shortest time of ROUNDS runs of `work`, after a warm-up."""
-    return min([measure_once(work) for _ in range(1 + ROUNDS)][1:])
+    """Return the shortest time of TIMED_ROUNDS runs of `work`, after a warm-up."""
+    return min([measure_once(work) for _ in range(1 + TIMED_ROUNDS)][1:])

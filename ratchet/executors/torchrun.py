@@ -33,7 +33,7 @@ from ratchet.executors.placement import (
     ResourceRequest,
     VirtualCluster,
 )
-from ratchet.executors.signals import STOPPING, keep_handlers
+from ratchet.executors.signals import STOP_SIGNALS, keep_handlers
 from ratchet.executors.worker import WorkerPlace, bind_socket
 from ratchet.executors.worker_group import WorkerGroup
 from ratchet.executors.worker_handle import START_S, SocketWorkerHandle, WorkerName
@@ -42,7 +42,7 @@ from ratchet.observe.stall_report import waiting
 
 NONCE_BYTES, PROOF_BYTES = 32, 64
 LINE_BYTES = 2**16
-ANSWER_S = 10.0  # for a connected process to identify itself
+ANSWER_S = 10.0  # maximum time until a connected process has identified itself
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TorchrunRank:
     local_rank: int
 
     @classmethod
-    def here(cls) -> TorchrunRank | None:
+    def from_environment(cls) -> TorchrunRank | None:
         """Return this process's ranks; None unless torchrun started more than one process."""
         values = [
             os.environ.get(name, "")
@@ -71,7 +71,7 @@ class TorchrunExecutor:
 
     def __init__(self, config: TorchrunClusterConfig, *, threads: int, device: str) -> None:
         """Create the executor. Raises ConfigError unless torchrun started several processes."""
-        torchrun_rank = TorchrunRank.here()
+        torchrun_rank = TorchrunRank.from_environment()
         if torchrun_rank is None:
             raise ConfigError(
                 "cluster.kind=torchrun needs several processes that torchrun started: start the "
@@ -119,7 +119,7 @@ class TorchrunExecutor:
         places, members = [], []
         for rank_number in range(len(bundles)) if rank is None else (rank,):
             bundle = bundles[rank_number]
-            process = self._hub.at(bundle.node, bundle.accelerators[0].index)
+            process = self._hub.get_process(bundle.node, bundle.accelerators[0].index)
             device = "cpu" if self.device == "cpu" else f"cuda:{process.local_rank}"
             places.append(
                 WorkerPlace(
@@ -134,7 +134,9 @@ class TorchrunExecutor:
                 )
             )
             members.append(
-                self._hub.member(process, WorkerName(role, rank_number, len(bundles), process.host))
+                self._hub.start_worker(
+                    process, WorkerName(role, rank_number, len(bundles), process.host)
+                )
             )
         group = WorkerGroup(places, members, timeout_s=self.config.timeout_s)
         self._groups.append(group)
@@ -155,7 +157,7 @@ def serve_rank(torchrun_rank: TorchrunRank) -> int:
     needs the other ranks to finish its step.
     """
     # The handler is not SIG_IGN, because programs that this process starts would inherit that.
-    with keep_handlers(dict.fromkeys(STOPPING, lambda number, frame: None)):
+    with keep_handlers(dict.fromkeys(STOP_SIGNALS, lambda number, frame: None)):
         return _serve_rank(torchrun_rank)
 
 
@@ -180,7 +182,7 @@ def _serve_rank(torchrun_rank: TorchrunRank) -> int:
         _keep_open(connection)
         return connection
 
-    def work(number: str) -> None:
+    def serve_group(number: str) -> None:
         serve(connect(number), on_driver_lost=_exit_orphaned)
 
     with connect("control") as control, control.makefile("r") as orders:
@@ -188,7 +190,10 @@ def _serve_rank(torchrun_rank: TorchrunRank) -> int:
             if order == "end\n":
                 return 0
             threading.Thread(
-                target=work, args=(order.strip(),), name=f"group-{order.strip()}", daemon=True
+                target=serve_group,
+                args=(order.strip(),),
+                name=f"group-{order.strip()}",
+                daemon=True,
             ).start()
     return _exit_orphaned()
 
@@ -259,7 +264,7 @@ class _Hub:
         self._store = _connect_store(torchrun_rank)
         driver = {"host": host, "port": self._listener.getsockname()[1], "secret": self._secret}
         self._store.set("driver", json.dumps(driver))
-        self._numbers = 0
+        self._n_workers = 0
         self._connected: Future[list[_Process]] = Future()
         this_process = _Process(0, torchrun_rank.local_rank, host)
         threading.Thread(
@@ -281,17 +286,17 @@ class _Hub:
     def _accept_all(self, this_process: _Process, world_size: int) -> None:
         """Accept the other processes, in a thread because they connect before they are needed."""
         try:
-            others = [self._accept("control") for _ in range(world_size - 1)]
-            processes = sorted([this_process, *others], key=lambda process: process.rank)
+            other_processes = [self._accept("control") for _ in range(world_size - 1)]
+            processes = sorted([this_process, *other_processes], key=lambda process: process.rank)
             self._connected.set_result(processes)
         except WorkerError as error:
             self._connected.set_exception(error)
 
-    def at(self, host: str, position: int) -> _Process:
+    def get_process(self, host: str, position: int) -> _Process:
         """Return a host's process by its position among the host's processes."""
         return [process for process in self.processes if process.host == host][position]
 
-    def member(self, process: _Process, name: WorkerName) -> SocketWorkerHandle:
+    def start_worker(self, process: _Process, name: WorkerName) -> SocketWorkerHandle:
         """Start a worker in a process and return its handle."""
         if process.control is None:
             driver_end, worker_end = socket.socketpair()
@@ -305,9 +310,9 @@ class _Hub:
             return SocketWorkerHandle(
                 name, driver_end, self._silence_s, lambda: ("its thread in the driver ended", "")
             )
-        self._numbers += 1
-        process.control.sendall(f"{self._numbers}\n".encode())
-        connection = self._accept(str(self._numbers)).control
+        self._n_workers += 1
+        process.control.sendall(f"{self._n_workers}\n".encode())
+        connection = self._accept(str(self._n_workers)).control
         assert connection is not None
         return _RemoteWorkerHandle(
             name, connection, self._silence_s, lambda: ("its connection was closed", "")

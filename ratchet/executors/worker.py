@@ -126,8 +126,8 @@ def bind_socket(host: str, ports: tuple[int, int] | None) -> socket.socket:
             continue
         return listener
     raise PortBusy(
-        f"none of the ports {first} to {last} is free on {socket.gethostname()}: end what listens "
-        "there, or set cluster.ports"
+        f"none of the ports {first} to {last} is free on {socket.gethostname()}: end the programs "
+        "that listen there, or set cluster.ports"
     )
 
 

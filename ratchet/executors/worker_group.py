@@ -27,9 +27,9 @@ from ratchet.observe import stall_report
 
 log = logging.getLogger(__name__)
 
-TICK_S = 0.1  # between checks of deadlines and heartbeats
-GRACE_S = 5.0  # for the other ranks to answer after one has raised
-CLOSE_S = 10.0  # for components to close
+TICK_S = 0.1  # time between checks of deadlines and heartbeats
+GRACE_S = 5.0  # maximum time for the other ranks to answer after a rank has raised
+CLOSE_S = 10.0  # maximum time for components to close
 TIMEOUT_S = 1800.0
 
 
@@ -73,9 +73,9 @@ class WorkerGroup:
         ).start()
 
     @property
-    def broken(self) -> WorkerError | None:
+    def final_error(self) -> WorkerError | None:
         """Return the error that ended the group, if any; every later call raises it."""
-        return self._state.broken
+        return self._state.final_error
 
     def within(self, timeout_s: float, *, owner: str = "driver") -> Self:
         """Return a view of this group whose calls have another deadline and owner."""
@@ -134,13 +134,15 @@ class WorkerGroup:
                 "don't fit"
             )
         counts = Counter(map(id, arguments_by_rank))
-        packed: dict[int, Any] = {}
+        request_by_id: dict[int, Any] = {}
         for arguments in arguments_by_rank:
             key = id(arguments)
-            if key not in packed:
+            if key not in request_by_id:
                 request = pack(("call", (method, tuple(arguments), {})))
-                packed[key] = self.members[0].share(request) if counts[key] > 1 else request
-        return self._submit(method, [packed[id(arguments)] for arguments in arguments_by_rank])
+                request_by_id[key] = self.members[0].share(request) if counts[key] > 1 else request
+        return self._submit(
+            method, [request_by_id[id(arguments)] for arguments in arguments_by_rank]
+        )
 
     def close(self) -> None:
         """Close the components and end the processes; those that take too long are killed.
@@ -184,17 +186,17 @@ class _State:
 
     def __init__(self, members: Sequence[WorkerHandle]) -> None:
         self.members = members
-        self.broken: WorkerError | None = None
+        self.final_error: WorkerError | None = None
         self.closed = False
         self._pending_calls: list[_PendingCall] = []
         self._order = threading.Lock()  # keeps the order of calls the same on all ranks
 
     def begin(self, call: _PendingCall, requests: Sequence[Any]) -> None:
         with self._order:
-            if self.broken is not None:
-                call.fail(self.broken)
+            if self.final_error is not None:
+                call.fail(self.final_error)
                 return
-            stall_report.begin(call.wait)
+            stall_report.begin_wait(call.wait)
             self._pending_calls.append(call)
             futures = [
                 m.submit(request, call.wait.name)
@@ -217,11 +219,11 @@ class _State:
     ) -> None:
         """End the group with an error.
 
-        waiting: the call that fails with `cause` instead of `error`, if there is a cause.
+        failed_call: the call that fails with `cause` instead of `error`, if there is a cause.
         """
-        if self.broken is not None or self.closed:
+        if self.final_error is not None or self.closed:
             return
-        self.broken = error
+        self.final_error = error
         # Without a pending call, the error would show only at the next call.
         if not self._pending_calls:
             log.error("%s", error)
@@ -230,7 +232,7 @@ class _State:
             call.fail(cause if call is failed_call and cause is not None else error)
         for member in self.members:
             if not member.gone.done():
-                member.give_up(member.death_error("was ended with its group"))
+                member.give_up(member.make_death_error("was ended with its group"))
 
     def check(self) -> None:
         for member in self.members:
@@ -252,7 +254,7 @@ class _State:
                 member.give_up(WorkerError(f"{member.name} was closed"))
 
     def _finish(self, call: _PendingCall) -> None:
-        stall_report.end(call.wait)
+        stall_report.end_wait(call.wait)
         self._pending_calls.remove(call)
 
 
@@ -300,12 +302,12 @@ class _PendingCall:
                 self._results[index] = result
             else:
                 self._errors.append((error, self.wait.seconds))
-            complete = not self._pending
+            is_complete = not self._pending
         if isinstance(error, WorkerDied):
             self.fail(error)
-        elif complete and self._errors:
+        elif is_complete and self._errors:
             self.fail(self._errors[0][0])
-        elif complete:
+        elif is_complete:
             self._succeed()
 
     @property
@@ -321,23 +323,23 @@ class _PendingCall:
         name = self.wait.name
         with self._lock:
             names = self._pending_names()
-            first = self._errors[0] if self._errors else None
+            first_error = self._errors[0] if self._errors else None
         if not names or self.future.done():
             return None
-        if first is not None and self.wait.seconds > first[1] + GRACE_S:
-            why = (
+        if first_error is not None and self.wait.seconds > first_error[1] + GRACE_S:
+            problem = (
                 f"{names} did not answer '{name}' within {GRACE_S:g} s after another rank had "
                 "raised"
             )
-            first[0].add_note(f"{why}, so the group was ended")
-            return CallTimeout(f"{why} {type(first[0]).__name__}: {first[0]}")
+            first_error[0].add_note(f"{problem}, so the group was ended")
+            return CallTimeout(f"{problem} {type(first_error[0]).__name__}: {first_error[0]}")
         if self.wait.seconds <= self.wait.timeout_s:
             return None
         message = (
             f"{names} did not answer '{name}' within {self.wait.timeout_s:g} s (for "
             f"{self.wait.owner})"
         )
-        return CallTimeout(f"{message}\n{stall_report.report()}")
+        return CallTimeout(f"{message}\n{stall_report.format_report()}")
 
     def fail(self, error: BaseException) -> None:
         with contextlib.suppress(InvalidStateError):  # the call has ended or was cancelled

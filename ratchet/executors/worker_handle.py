@@ -16,9 +16,10 @@ from typing import Any
 
 from ratchet.errors import VersionMismatch, WorkerDied, WorkerError
 from ratchet.executors.protocol import FrameKind, Parcel, get_versions, receive, send
-from ratchet.observe.stall_report import note, report
+from ratchet.observe.stall_report import format_report, record_event
 
-START_S = 180.0  # until the first message; imports take long on a busy machine
+# Maximum time until a worker's first message. Imports take long on a busy machine.
+START_S = 180.0
 Answer = tuple[FrameKind, Parcel]
 
 
@@ -70,7 +71,7 @@ class WorkerHandle(abc.ABC):
                 return answer
             number = next(self._numbers)
             self._calls[number] = name, answer
-        note(str(self.name), f"was sent '{name}'")
+        record_event(str(self.name), f"was sent '{name}'")
         self._send(number, request)
         return answer
 
@@ -89,14 +90,14 @@ class WorkerHandle(abc.ABC):
         self._silent_s += passed_s
         if self._silent_s > (self._silence_s if self._greeted else START_S):
             detail = "" if self._greeted else ": it never started"
-            error = self.death_error(
+            error = self.make_death_error(
                 f"was silent for {self._silent_s:.0f} s{detail}{self.describe_state()}, and was "
                 "killed"
             )
-            error.add_note(report())
+            error.add_note(format_report())
             self.give_up(error)
 
-    def death_error(self, ending: str, signal: str = "") -> WorkerDied:
+    def make_death_error(self, ending: str, signal: str = "") -> WorkerDied:
         """Return the error of a dead worker. ending: the message after the worker's name."""
         pending_call = next((f" in '{name}'" for name, _ in self._calls.values()), "")
         worker = self.name
@@ -106,7 +107,7 @@ class WorkerHandle(abc.ABC):
             rank=worker.rank,
             host=worker.host,
             signal=signal,
-            tail=self.tail(),
+            tail=self.read_log_tail(),
         )
 
     def give_up(self, error: WorkerError) -> None:
@@ -114,7 +115,7 @@ class WorkerHandle(abc.ABC):
         self._end(error)
         self.kill()
 
-    def tail(self) -> str:
+    def read_log_tail(self) -> str:
         """Return the last lines of the worker's log; "" if they can't be read."""
         return ""
 
@@ -136,7 +137,7 @@ class WorkerHandle(abc.ABC):
 
     # --- events that subclasses report
 
-    def _note_life(self) -> None:
+    def _reset_silence(self) -> None:
         self._silent_s = 0.0
 
     def _check_greeting(self, greeting: Mapping[str, Any]) -> None:
@@ -160,7 +161,7 @@ class WorkerHandle(abc.ABC):
     def _complete(self, number: int, answer: Answer) -> None:
         with self._lock:
             name, future = self._calls.pop(number, ("", None))
-        note(str(self.name), f"answered '{name}'")
+        record_event(str(self.name), f"answered '{name}'")
         if future is not None:  # None: the call failed earlier, when the worker was given up
             future.set_result(answer)
 
@@ -228,7 +229,7 @@ class SocketWorkerHandle(WorkerHandle):
     def _read(self) -> None:
         try:
             while True:
-                kind, number, parcel = receive(self._connection, self._note_life)
+                kind, number, parcel = receive(self._connection, self._reset_silence)
                 if kind is FrameKind.HELLO:
                     self._check_greeting(json.loads(parcel.head))
                 elif not self._greeted:
@@ -244,7 +245,7 @@ class SocketWorkerHandle(WorkerHandle):
                 self._end(
                     None
                     if self.closing and not signal
-                    else self.death_error(f"died ({ending})", signal)
+                    else self.make_death_error(f"died ({ending})", signal)
                 )
                 if not self.closing:
                     self.kill()

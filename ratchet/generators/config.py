@@ -66,7 +66,7 @@ class HFConfig(Section):
     max_running: int = Field(
         64,
         ge=1,
-        description="Requests of one padded batch; the next batch starts when it has ended.",
+        description="Requests of one padded batch; the next batch starts when this one has ended.",
     )
     max_context: Annotated[int, Field(ge=1)] | None = Field(
         None,
@@ -93,7 +93,7 @@ class VLLMConfig(Section):
     """
 
     builds: ClassVar[str] = "ratchet.generators.vllm.generator:VLLMGenerator"
-    filters: ClassVar[bool] = False  # vLLM doesn't report the probability mass its filters keep
+    reports_kept_mass: ClassVar[bool] = False  # of the probability that its sampling filters keep
     # vLLM replaces lower positive temperatures by this one.
     least_temperature: ClassVar[float] = 0.01
     copies_weights: ClassVar[bool] = True  # the model passed in only provides the first weights
@@ -204,7 +204,7 @@ class VLLMConfig(Section):
             "VLLM_NO_USAGE_STATS": "1",
         }
 
-    def misfit(
+    def explain_misfit(
         self, *, n_heads: int, n_kv_heads: int, head_dim: int, n_layers: int, on_cpu: bool
     ) -> str | None:
         """Return the reason why vLLM can't run a model of this shape; None if it can."""

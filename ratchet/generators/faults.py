@@ -30,13 +30,13 @@ def find_nonfinite_weight(weights: Weights) -> str | None:
 
 
 def explain_nonfinite(
-    broken: Mapping[GenerationRequest, int], *, all_rows: bool, weights: Weights, version: int
+    broken: Mapping[GenerationRequest, int], *, all_fail: bool, weights: Weights, version: int
 ) -> dict[GenerationRequest, Exception]:
     """Return the error of each request whose logits aren't finite.
 
     Args:
         broken: the index of each such request's first token with non-finite logits.
-        all_rows: True if no running request has finite logits.
+        all_fail: True if no running request has finite logits.
         weights: (name, tensor) of the model's weights.
         version: version of these weights.
 
@@ -44,7 +44,7 @@ def explain_nonfinite(
         ModelError: No running request has finite logits, and a weight isn't finite.
     """
     weight_name = find_nonfinite_weight(weights)
-    if weight_name is not None and all_rows:
+    if weight_name is not None and all_fail:
         if version:
             cause = f"an update has broken the weights (the first one is '{weight_name}')"
             fix = "Lower the learning rate, or go back to the last checkpoint."

@@ -75,13 +75,13 @@ class HFGenerator(AsyncEngine):
             if isinstance(model, PolicyModel)
             else partial(_named_weights, transformers_model)
         )
-        vision: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
+        media_policy: Any = model if isinstance(model, PolicyModel) and model.reads_media else None
         super().__init__(
             PaddedBatches(
                 transformers_model,
                 max_running=config.max_running,
                 vocab_size=vocab_size,
-                vision=vision,
+                media_policy=media_policy,
             ),
             weights,
             transformers_model.parameters,
@@ -90,7 +90,7 @@ class HFGenerator(AsyncEngine):
             max_context=min(config.max_context or positions, positions),
             keep_kv=config.keep_kv,
             policy=model if isinstance(model, PolicyModel) else None,
-            reads_media=vision is not None,
+            reads_media=media_policy is not None,
         )
 
 
@@ -123,7 +123,7 @@ class _Row:
         self.log_kept.append(log_kept)
         request = self.request
         try:
-            matched = request.watch is not None and request.watch.feed(token)
+            matched = request.stop_strings is not None and request.stop_strings.feed(token)
         except RequestFailed as error:
             return error
         if token in request.sampling.stop_ids:
@@ -145,7 +145,7 @@ class PaddedBatches:
 
     Rows leave the batch when they end; the next batch starts when it is empty.
 
-    vision: the policy around a model that reads media; None: the model reads only text.
+    media_policy: the policy around a model that reads media; None: the model reads only text.
     """
 
     def __init__(
@@ -154,12 +154,12 @@ class PaddedBatches:
         *,
         max_running: int,
         vocab_size: int,
-        vision: MultimodalPolicy | None = None,
+        media_policy: MultimodalPolicy | None = None,
     ) -> None:
         self.model = model
         self.max_running = max_running
         self.vocab_size = vocab_size
-        self.vision = vision
+        self.media_policy = media_policy
         self.waiting: deque[GenerationRequest] = deque()
         self.rows: list[_Row] = []
         self.version = 0
@@ -213,14 +213,14 @@ class PaddedBatches:
             self.rows = [_Row(self.waiting.popleft()) for _ in range(count)]
             for row in self.rows:
                 row.request.version_starts.append((0, self.version))
-        training = self.model.training
+        was_training = self.model.training
         # In training mode transformers applies dropout, and with activation checkpointing it
         # fills no cache.
         self.model.eval()
         try:
             settings_and_logits = self._compute()
         finally:
-            self.model.train(training)
+            self.model.train(was_training)
         if settings_and_logits is None:
             return
         settings, logits_NV = settings_and_logits
@@ -262,7 +262,7 @@ class PaddedBatches:
         }
         weights = self.model.named_parameters()
         return explain_nonfinite(
-            broken, all_rows=len(broken) == len(self.rows), weights=weights, version=self.version
+            broken, all_fail=len(broken) == len(self.rows), weights=weights, version=self.version
         )
 
     def _compute(self) -> tuple[SamplingSettings, Tensor] | None:
@@ -324,9 +324,9 @@ class PaddedBatches:
             )
             output = self._run(input_ids, self._next_positions_N[:, None])
             self._next_positions_N = self._next_positions_N + 1
-        elif self.vision is not None:
+        elif self.media_policy is not None:
             media = [row.request.media for row in self.rows]
-            output, self._mask_NL, self._next_positions_N = self.vision.prefill(
+            output, self._mask_NL, self._next_positions_N = self.media_policy.prefill(
                 [row.tokens for row in self.rows], media
             )
         else:
@@ -349,8 +349,8 @@ class PaddedBatches:
         return self._run(input_ids, (self._mask_NL.cumsum(-1) - 1).clamp_(min=0))
 
     def _run(self, input_ids: Tensor, positions: Tensor) -> Any:
-        if self.vision is not None and self.vision.axes > 1:
-            positions = positions.expand(self.vision.axes, -1, -1)
+        if self.media_policy is not None and self.media_policy.axes > 1:
+            positions = positions.expand(self.media_policy.axes, -1, -1)
         return self.model(
             input_ids=input_ids,
             attention_mask=self._mask_NL,

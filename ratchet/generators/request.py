@@ -33,7 +33,7 @@ class GenerationRequest:
     Args:
         prompt: int64, at least one token.
         limit: maximum length of the sequence, prompt included; longer than the prompt.
-        watch: the detector of stop strings, if the sampling has any.
+        stop_strings: the detector of stop strings, if the sampling has any.
         media: media of the prompt, in order.
     """
 
@@ -42,7 +42,7 @@ class GenerationRequest:
     limit: int
     deliver: Callable[[Completion], None]
     fail: Callable[[BaseException], None]
-    watch: StopStrings | None = None
+    stop_strings: StopStrings | None = None
     media: tuple[Placed, ...] = ()
     # Equal for equal prompts that the same adapter serves.
     key: tuple[str | None, PromptKey] = field(init=False)
@@ -148,7 +148,7 @@ class RequestValidator:
                 "sampling.stop has strings, but the generator has no tokenizer: give it one, or "
                 "use stop_ids"
             )
-        watch = (
+        stop_strings = (
             StopStrings(sampling.stop, self.tokenizer)
             if sampling.stop and self.tokenizer is not None
             else None
@@ -158,11 +158,11 @@ class RequestValidator:
                 f"sampling.drawn={sampling.drawn} leaves no prompt, because the prompt has only "
                 f"{len(prompt)} tokens. Set sampling.drawn=0."
             )
-        if watch is not None:
+        if stop_strings is not None:
             for token in prompt[len(prompt) - sampling.drawn :].tolist():
-                watch.feed(token)
+                stop_strings.feed(token)
         limit = min(len(prompt) + sampling.max_new_tokens, self.max_context)
-        return GenerationRequest(prompt, sampling, limit, deliver, fail, watch, tuple(media))
+        return GenerationRequest(prompt, sampling, limit, deliver, fail, stop_strings, tuple(media))
 
     def _check_media(self, prompt: NDArray[np.int64], media: Sequence[Placed]) -> None:
         if media and not self.reads_media:

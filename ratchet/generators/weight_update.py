@@ -48,8 +48,8 @@ class WeightStaging:
     Args:
         weights: returns (canonical name, tensor that shares the parameter's memory) of each weight.
         parameters: returns all parameters; a commit may move them to other memory.
-        quantised: returns the quantised matrices. During a push that changes them they are opened:
-            until they are shut again, they take the memory of unquantised matrices.
+        quantised: returns the quantised matrices. A push that changes them opens them until the
+            commit. While they are open, they take the memory of unquantised matrices.
     """
 
     def __init__(
@@ -63,18 +63,18 @@ class WeightStaging:
         self._adapter_weights: Callable[[], Iterable[tuple[str, Tensor]]] = tuple
         # Views of the weights that the push in progress may change; None between pushes.
         self._open_views: Mapping[str, Tensor] | None = None
-        self._adapter_only = False  # the push in progress has only adapter weights
+        self._is_adapter_only = False  # the push in progress has only adapter weights
         self.pieces: list[StagedPiece] = []
         self.stable = False  # received memory keeps its content until the commit
         self.lasting = False  # received memory keeps its content until the next commit
-        self.head_is_embedding = False
+        self.is_head_tied = False
         self._adopted_parameters: list[nn.Parameter] = []
         self._threads = ThreadPool(torch.get_num_threads())
 
     def set_adapter(
         self, adapter: Adapter, adapter_weights: Callable[[], Iterable[tuple[str, Tensor]]]
     ) -> None:
-        """Set the model's adapter. low_rank: returns (name, tensor) of the adapter's weights."""
+        """Set the model's adapter. adapter_weights: returns (name, tensor) of its weights."""
         self.adapter, self._adapter_weights = adapter, adapter_weights
 
     @property
@@ -86,7 +86,7 @@ class WeightStaging:
         return self._open_views if self._open_views is not None else dict(self.all_weights())
 
     def _current_views(self) -> Mapping[str, Tensor]:
-        return dict(self._adapter_weights() if self._adapter_only else self.all_weights())
+        return dict(self._adapter_weights() if self._is_adapter_only else self.all_weights())
 
     def all_weights(self) -> Iterator[tuple[str, Tensor]]:
         """Yield (name, view) of every weight, the adapter's included."""
@@ -114,24 +114,24 @@ class WeightStaging:
         weights = manifest.get("weights")
         # The base under an adapter is frozen, so it is sent once; later pushes have no base.
         adapter_weights = dict(self._adapter_weights())
-        self._adapter_only = (
+        self._is_adapter_only = (
             weights is not None
             and self.adapter is not None
             and weights.keys() <= adapter_weights.keys()
         )
-        for matrix in () if self._adapter_only else self._quantised():
+        for matrix in () if self._is_adapter_only else self._quantised():
             matrix.begin_write()
         self._open_views = self._current_views()
         self.stable = bool(manifest.get("stable"))
         self.lasting = bool(manifest.get("lasting"))
         if weights is None:
-            self.head_is_embedding = False
+            self.is_head_tied = False
             return
         for name, weight in weights.items():
             self._check_and_get_view(name, tuple(weight["shape"]))
-        self.head_is_embedding = HEAD in self.views and HEAD not in weights
+        self.is_head_tied = HEAD in self.views and HEAD not in weights
         missing = [name for name in self.views if name not in weights and name != HEAD]
-        if missing or (self.head_is_embedding and EMBEDDING not in weights):
+        if missing or (self.is_head_tied and EMBEDDING not in weights):
             raise ModelError(
                 f"weight '{(*missing, HEAD)[0]}' of the generator's model is not among the weights "
                 "that the learner sends"
@@ -154,7 +154,7 @@ class WeightStaging:
         """Stage shards. Raises ModelError for a weight with an unknown name or another shape."""
         for shard in shards:
             self._stage(shard.name, shard)
-            if self.head_is_embedding and shard.name == EMBEDDING:
+            if self.is_head_tied and shard.name == EMBEDDING:
                 self._stage(HEAD, shard)
 
     def _stage(self, name: str, shard: Shard) -> None:
@@ -192,9 +192,8 @@ class WeightStaging:
         ]
         starts = sorted(tensor.data_ptr() for tensor in (*parameters, *opened_matrices))
         # A weight's view may lie inside a fused parameter: find the parameter by its address.
-        pieces_by_address: dict[
-            int, list[StagedPiece]
-        ] = {}  # address of parameter or opened matrix
+        # The key is the address of a parameter or of an opened matrix.
+        pieces_by_address: dict[int, list[StagedPiece]] = {}
         for piece in self.pieces:
             address = starts[bisect_right(starts, self.views[piece.name].data_ptr()) - 1]
             pieces_by_address.setdefault(address, []).append(piece)

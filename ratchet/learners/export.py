@@ -19,13 +19,17 @@ from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
 from ratchet.models.weights.hf_weights import SavableTensor
 from ratchet.models.weights.weight_layout import PEFT
-from ratchet.protocols import Exported, Shard
+from ratchet.protocols import ExportedPart, Shard
 
 HEAD = "head.weight"
 
 
 def export_blocks(
-    model: PolicyModel, blocks: Iterable[Shard], rank: int, directory: Path, part: Exported = "all"
+    model: PolicyModel,
+    blocks: Iterable[Shard],
+    rank: int,
+    directory: Path,
+    part: ExportedPart = "all",
 ) -> None:
     """Write the model from the weight blocks of all ranks.
 
@@ -43,7 +47,7 @@ def export_blocks(
         block_files = BlockFiles(block_directory)
         _write_model(
             model,
-            {name: block_files.whole(name) for name in block_files.stored},
+            {name: block_files.get_lazy_tensor(name) for name in block_files.blocks_by_name},
             directory,
             part,
         )
@@ -69,18 +73,20 @@ def export_saved(model: PolicyModel, checkpoint: Path, directory: Path) -> None:
     if frozen:
         check_base(
             checkpoint,
-            checkpoint_blocks.numbers.get("base"),
+            checkpoint_blocks.metadata.get("base"),
             fingerprint_weights({name: sum_bits(weight) for name, weight in frozen.items()}),
         )
     # Names with a slash, such as exp_avg/..., belong to the optimizer.
     trained = {
-        name: checkpoint_blocks.whole(name) for name in checkpoint_blocks.stored if "/" not in name
+        name: checkpoint_blocks.get_lazy_tensor(name)
+        for name in checkpoint_blocks.blocks_by_name
+        if "/" not in name
     }
     _write_model(model, {**frozen, **trained}, directory, "all")
 
 
 def _write_model(
-    model: PolicyModel, weights: Mapping[str, SavableTensor], directory: Path, part: Exported
+    model: PolicyModel, weights: Mapping[str, SavableTensor], directory: Path, part: ExportedPart
 ) -> None:
     """Write unsharded weights as a Hugging Face model, its base model or its adapter."""
     adapter_weights = {name: weight for name, weight in weights.items() if name.startswith(PEFT)}

@@ -33,7 +33,7 @@ from ratchet.models.lora.files import check_base, fingerprint_weights, save_adap
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead, save_head
-from ratchet.protocols import Exported, LossTerm, Shard
+from ratchet.protocols import ExportedPart, LossTerm, Shard
 from ratchet.utils.thread_pool import ThreadPool, balance_by_size
 
 
@@ -309,7 +309,9 @@ class LocalLearner:
             }
         )
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         with (
             self.optimizer.use_averages()
             if averaged and self.optimizer is not None

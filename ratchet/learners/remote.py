@@ -26,7 +26,7 @@ from ratchet.learners.compute.microbatching import (
 )
 from ratchet.learners.config import DistributedConfig
 from ratchet.learners.distributed.topology import build_topology
-from ratchet.protocols import Exported, LossTerm, Shard, Workers
+from ratchet.protocols import ExportedPart, LossTerm, Shard, Workers
 
 
 class RemoteLearner:
@@ -157,5 +157,7 @@ class RemoteLearner:
     def load(self, directory: Path) -> None:
         self.ranks.call_now("load", self.role, str(directory))
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         self.ranks.call_now("export", self.role, str(directory), averaged, part)

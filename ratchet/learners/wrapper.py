@@ -8,7 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from ratchet.batch import Batch
-from ratchet.protocols import Exported, Learner, LossTerm, Placeable, Shard
+from ratchet.protocols import ExportedPart, Learner, LossTerm, Placeable, Shard
 
 
 class LearnerWrapper:
@@ -37,7 +37,9 @@ class LearnerWrapper:
     def load(self, directory: Path) -> None:
         self.inner.load(directory)
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         self.inner.export(directory, averaged=averaged, part=part)
 
     async def onload(self) -> None:

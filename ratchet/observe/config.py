@@ -30,7 +30,7 @@ class MlflowConfig(Section):
     kind: Literal["mlflow"] = "mlflow"
     experiment: str = Field("ratchet", description="Experiment in which the run appears.")
     tracking_uri: str | None = Field(
-        None, description="A server's address, or a store's; null: the run's mlflow.db (SQLite)."
+        None, description="Address of a server or a store; null: the run's mlflow.db (SQLite)."
     )
 
 
@@ -57,7 +57,9 @@ class TrackioConfig(Section):
     kind: Literal["trackio"] = "trackio"
     project: str = Field("ratchet", description="Project in which the run appears.")
     space: str | None = Field(
-        None, description="Hugging Face Space that shows it; null: this machine's `trackio show`."
+        None,
+        description="Hugging Face Space that shows the run; null: none, `trackio show` on this "
+        "machine shows it.",
     )
 
 

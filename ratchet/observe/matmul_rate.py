@@ -13,7 +13,7 @@ import torch
 ROUNDS = 5
 ROUND_S = 0.03  # long enough to time precisely, short enough that a user does not wait
 # Side of a square product by device: products of this size reach the full rate.
-SQUARE = {"cpu": 1024, "cuda": 8192}
+SQUARE_SIDE_BY_DEVICE = {"cpu": 1024, "cuda": 8192}
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +33,7 @@ class Gemm:
 
     @classmethod
     def square(cls, device: str) -> Gemm:
-        side = SQUARE[device]
+        side = SQUARE_SIDE_BY_DEVICE[device]
         return cls(side, side, side)
 
 

@@ -47,11 +47,11 @@ class MetricsManager:
 
     `declare` or the first `add` of a metric sets how its samples merge. A result that is not finite
     becomes None (null in JSON, which has no NaN). A second metric `<name>/nan`, `<name>/inf` or
-    `<name>/-inf` with value 1 then tells which value it was.
+    `<name>/-inf` with value 1 then says which value it was.
     """
 
     def __init__(self, stage: str = "", *, clock: Callable[[], float] = time.monotonic) -> None:
-        self._root = f"{stage}/" if stage else ""
+        self._name_prefix = f"{stage}/" if stage else ""
         self._clock = clock
         self._declared: dict[tuple[str, str], Reducer] = {}
         self._origins: dict[str, MetricOrigin] = {}
@@ -73,7 +73,7 @@ class MetricsManager:
     def add(
         self,
         prefix: str,
-        numbers: Mapping[str, Samples],
+        samples_by_key: Mapping[str, Samples],
         *,
         merge: Reducer | None = None,
         weight: float = 1.0,
@@ -83,8 +83,8 @@ class MetricsManager:
 
         Args:
             prefix: The first part of the name.
-            numbers: One or several samples by key. A sample is anything that `float` takes, such
-                as a numpy scalar or a 0-dim tensor.
+            samples_by_key: One or several samples by key. A sample is anything that `float` takes,
+                such as a numpy scalar or a 0-dim tensor.
             merge: How samples merge; None: as declared, or the mean if nothing is declared.
             weight: Weight of these samples when they merge.
             labels: Values by label, for the name: {"tag": "maths"} adds `tag/maths/`.
@@ -94,8 +94,8 @@ class MetricsManager:
             TypeError: A sample is no number.
         """
         label_path = "".join(f"{label}/{value}/" for label, value in (labels or {}).items())
-        for key, values in numbers.items():
-            name = f"{self._root}{prefix}/{label_path}{key}"
+        for key, values in samples_by_key.items():
+            name = f"{self._name_prefix}{prefix}/{label_path}{key}"
             declared = self._declared.get((prefix, key))
             origin = MetricOrigin(
                 f"{prefix}/{label_path}".rstrip("/"), key, merge or declared or "mean"
@@ -105,18 +105,18 @@ class MetricsManager:
                 raise ValueError(
                     f"metric '{name}' is declared as {declared} and reported as {_describe(origin)}"
                 )
-            if samples := _samples(name, values):
+            if samples := _convert_to_floats(name, values):
                 if name not in self._partials:
                     self._partials[name] = new_partial(origin.reducer)
                 self._partials[name].add(samples, weight)
 
-    def partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
+    def take_partials(self) -> dict[str, tuple[MetricOrigin, Partial]]:
         """Return and clear the partial results of this step, for `merge` of another manager."""
-        partials = {
+        take_partials = {
             name: (self._origins[name], samples) for name, samples in self._partials.items()
         }
         self._partials = {}
-        return partials
+        return take_partials
 
     def merge(self, partials: Mapping[str, tuple[MetricOrigin, Partial]]) -> None:
         """Add the partial results of the same step from another rank or micro-batch.
@@ -164,7 +164,7 @@ class MetricsManager:
             )
 
 
-def _samples(name: str, values: Samples) -> list[float]:
+def _convert_to_floats(name: str, values: Samples) -> list[float]:
     """Return one or several samples as floats. Raises TypeError for text."""
     is_sequence = isinstance(values, list | tuple) or (
         isinstance(values, np.ndarray) and values.ndim

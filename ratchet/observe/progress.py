@@ -20,15 +20,15 @@ Observer = Callable[[int, Mapping[str, float | None]], None]
 
 # Metrics for the headline: the first one that a step reports is shown.
 HEADLINES = ("rollout/reward", "policy/loss")
-# Metrics that reveal a diverging policy or an entropy collapse. Of each label's metrics, the first
-# one that a step reports is shown.
+# Metrics that reveal a diverging policy or an entropy collapse. For each label, the first metric
+# that a step reports is shown.
 SIDE_METRICS = {
     "KL": ("policy/kl/kl", "batch/kl/kl", "policy/policy_gradient/old_kl"),
     "entropy": ("policy/entropy/entropy",),
 }
-SPEED = "time/tokens_per_s"
+SPEED_METRIC = "time/tokens_per_s"
 BARS = "▁▂▃▄▅▆▇█"
-WIDTH = 24  # number of steps in the sparkline
+SPARKLINE_STEPS = 24  # number of steps in the sparkline
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -48,12 +48,12 @@ def sparkline(values: Sequence[float]) -> str:
 
 def format_duration(seconds: float) -> str:
     """Format seconds as `42s`, `3m05s` or `2h07m`."""
-    whole = round(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
+    whole_seconds = round(seconds)
+    if whole_seconds < 60:
+        return f"{whole_seconds}s"
+    if whole_seconds < 3600:
+        return f"{whole_seconds // 60}m{whole_seconds % 60:02d}s"
+    return f"{whole_seconds // 3600}h{whole_seconds % 3600 // 60:02d}m"
 
 
 @dataclass
@@ -70,8 +70,8 @@ class ProgressState:
     clock: Callable[[], float] = time.monotonic
     step: int = 0
     headline: str = ""
-    recent: deque[float] = field(default_factory=lambda: deque(maxlen=WIDTH))
-    aside: dict[str, float] = field(default_factory=dict)
+    recent_values: deque[float] = field(default_factory=lambda: deque(maxlen=SPARKLINE_STEPS))
+    side_metrics: dict[str, float] = field(default_factory=dict)
     tokens_per_s: float | None = None
 
     def __post_init__(self) -> None:
@@ -80,19 +80,19 @@ class ProgressState:
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> None:
         self.step = step
-        self.tokens_per_s = metrics.get(SPEED)
+        self.tokens_per_s = metrics.get(SPEED_METRIC)
         reported = {
             label: [v for name in names if (v := metrics.get(name)) is not None]
             for label, names in SIDE_METRICS.items()
         }
-        self.aside = {label: values[0] for label, values in reported.items() if values}
+        self.side_metrics = {label: values[0] for label, values in reported.items() if values}
         name = next((name for name in HEADLINES if name in metrics), "")
         value = metrics.get(name)
         if name != self.headline:
             self.headline = name
-            self.recent.clear()
+            self.recent_values.clear()
         if value is not None and math.isfinite(value):
-            self.recent.append(value)
+            self.recent_values.append(value)
 
     @property
     def eta_s(self) -> float | None:
@@ -107,16 +107,16 @@ class ProgressState:
             else None
         )
 
-    def headline_text(self, *, blocks: bool) -> str:
-        if not self.recent:
+    def format_headline(self, *, with_sparkline: bool) -> str:
+        if not self.recent_values:
             return ""
-        spark = f" {sparkline(self.recent)}" if blocks else ""
-        return f"{self.headline.rpartition('/')[2]}{spark} {self.recent[-1]:.3f}"
+        spark = f" {sparkline(self.recent_values)}" if with_sparkline else ""
+        return f"{self.headline.rpartition('/')[2]}{spark} {self.recent_values[-1]:.3f}"
 
-    def aside_text(self) -> str:
-        return "  ".join(f"{label} {value:.3g}" for label, value in self.aside.items())
+    def format_side_metrics(self) -> str:
+        return "  ".join(f"{label} {value:.3g}" for label, value in self.side_metrics.items())
 
-    def pace_text(self) -> str:
+    def format_pace(self) -> str:
         speed = f"{self.tokens_per_s:,.0f} tokens/s" if self.tokens_per_s is not None else ""
         eta = (
             f"ETA {format_duration(self.eta_s)}"
@@ -139,26 +139,29 @@ class PlainView:
     def show(self, state: ProgressState) -> None:
         if state.step % self.every and state.step != state.last_step:
             return
-        parts = (f"{state.stage} {state.step}/{state.last_step}", state.headline_text(blocks=False))
-        parts += (state.aside_text(), state.pace_text())
+        texts = (
+            f"{state.stage} {state.step}/{state.last_step}",
+            state.format_headline(with_sparkline=False),
+        )
+        texts += (state.format_side_metrics(), state.format_pace())
         self.console.print(
-            "  ".join(filter(None, parts)), markup=False, highlight=False, soft_wrap=True
+            "  ".join(filter(None, texts)), markup=False, highlight=False, soft_wrap=True
         )
 
 
 class LiveView:
     def __init__(self, progress: Progress, state: ProgressState) -> None:
         self.progress = progress
-        self.blocks = (progress.console.encoding or "").lower().startswith("utf")
+        self.supports_blocks = (progress.console.encoding or "").lower().startswith("utf")
         self.task = progress.add_task(
-            state.stage, total=state.last_step, completed=state.step, headline="", aside="", pace=""
+            state.stage, total=state.last_step, completed=state.step, headline="", side="", pace=""
         )
 
     def show(self, state: ProgressState) -> None:
-        headline = state.headline_text(blocks=self.blocks)
-        aside, pace = state.aside_text(), state.pace_text()
+        headline = state.format_headline(with_sparkline=self.supports_blocks)
+        side, pace = state.format_side_metrics(), state.format_pace()
         self.progress.update(
-            self.task, completed=state.step, headline=headline, aside=aside, pace=pace, refresh=True
+            self.task, completed=state.step, headline=headline, side=side, pace=pace, refresh=True
         )
 
 
@@ -192,15 +195,15 @@ def show_progress(
         ]
         columns += [
             TextColumn(f"{{task.fields[{name}]}}", markup=False)
-            for name in ("headline", "aside", "pace")
+            for name in ("headline", "side", "pace")
         ]
         with Progress(*columns, console=console, auto_refresh=False) as progress:
-            yield _observer(state, LiveView(progress, state))
+            yield _make_observer(state, LiveView(progress, state))
     else:
-        yield _observer(state, PlainView(console, every))
+        yield _make_observer(state, PlainView(console, every))
 
 
-def _observer(state: ProgressState, view: View) -> Observer:
+def _make_observer(state: ProgressState, view: View) -> Observer:
     def observe(step: int, metrics: Mapping[str, float | None]) -> None:
         state.observe(step, metrics)
         view.show(state)

@@ -1,5 +1,6 @@
-"""Record a run's code and data in `provenance.json`, at each start or resume that changed them, and
-changes of its recipe.
+"""Record the versions of a run's code and data, and changes of its recipe, in `provenance.json`.
+
+Versions are recorded at each start or resume at which they have changed.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
 
     Args:
         path: The file.
-        after_step: The step that the run continues after. 0 drops earlier entries, but for changes
-            of the recipe, which hold from an earlier step on if the run fell back to one.
+        after_step: The step that the run continues after. 0 drops earlier entries, except changes
+            of the recipe. A change that was recorded after a later step holds from this step on.
         data: The fingerprint of each data file.
 
     Raises:
@@ -37,7 +38,7 @@ def record_provenance(path: Path, *, after_step: int, data: Mapping[str, str]) -
     for index, entry in enumerate(entries):
         if "changes" in entry and entry["after_step"] > after_step:
             entries[index] = {**entry, "after_step": after_step}
-    current = {"code": code_version(), "data": dict(data)}
+    current = {"code": get_code_version(), "data": dict(data)}
     latest = next((entry for entry in reversed(entries) if "code" in entry), None)
     if latest is None or any(latest.get(name) != value for name, value in current.items()):
         entries.append({"after_step": after_step, **current})
@@ -51,7 +52,7 @@ def record_changes(path: Path, *, after_step: int, changes: Sequence[Mapping[str
     Args:
         path: The file.
         after_step: The step after which they hold.
-        changes: For each its `key`, the `path` to it, and its values `from` and `to`.
+        changes: The changed keys. Each has its `key`, its `path`, and its values `from` and `to`.
 
     Raises:
         OSError: The file can't be written.
@@ -70,7 +71,7 @@ def _write_entries(path: Path, entries: Sequence[Mapping[str, Any]]) -> None:
     replace_text(path, json.dumps(list(entries), indent=2) + "\n")
 
 
-def code_version() -> dict[str, str | None]:
+def get_code_version() -> dict[str, str | None]:
     """Return the versions of packages that results depend on, and of Ratchet itself.
 
     `sources` is the SHA-256 of Ratchet's files; `commit` is the last git commit that changed them,

@@ -98,23 +98,23 @@ class ExactSum:
     Infinite and NaN values are summed separately.
     """
 
-    parts: list[float] = field(default_factory=list)
-    infinite: float = 0.0
+    terms: list[float] = field(default_factory=list)
+    nonfinite_sum: float = 0.0
 
     def add(self, values: Sequence[float]) -> None:
         if not all(map(math.isfinite, values)):
-            self.infinite = sum(
-                (value for value in values if not math.isfinite(value)), self.infinite
+            self.nonfinite_sum = sum(
+                (value for value in values if not math.isfinite(value)), self.nonfinite_sum
             )
             values = [value for value in values if math.isfinite(value)]
-        self.parts = _compact([*self.parts, *values])
+        self.terms = _compact([*self.terms, *values])
 
     def merge(self, other: ExactSum) -> None:
-        self.parts = _compact([*self.parts, *other.parts])
-        self.infinite += other.infinite
+        self.terms = _compact([*self.terms, *other.terms])
+        self.nonfinite_sum += other.nonfinite_sum
 
     def result(self) -> float:
-        return _round_sum(self.parts) if self.infinite == 0 else self.infinite
+        return _round_sum(self.terms) if self.nonfinite_sum == 0 else self.nonfinite_sum
 
 
 def _compact(values: list[float]) -> list[float]:
@@ -124,21 +124,21 @@ def _compact(values: list[float]) -> list[float]:
     """
     if len(values) < 2:
         return values
-    remaining, parts = values, list[float]()
+    remaining, terms = values, list[float]()
     try:
         while (rounded_sum := math.fsum(remaining)) != 0:
-            parts.append(rounded_sum)
+            terms.append(rounded_sum)
             remaining = [*remaining, -rounded_sum]
     except OverflowError:  # an intermediate sum overflows, though perhaps not the final one
         return values
-    return parts
+    return terms
 
 
-def _round_sum(parts: Sequence[float]) -> float:
+def _round_sum(terms: Sequence[float]) -> float:
     try:
-        return math.fsum(parts)
+        return math.fsum(terms)
     except OverflowError:
-        exact = sum(map(Fraction, parts), Fraction())
+        exact = sum(map(Fraction, terms), Fraction())
     try:
         return float(exact)
     except OverflowError:

@@ -28,10 +28,10 @@ log = logging.getLogger(__name__)
 
 Metrics = Mapping[str, float | None]
 
-EXHIBITS = 8  # attempts in a file of evidence
+MAX_EXHIBITS = 8  # maximum number of attempts in a file of evidence
 NGRAM = 8  # tokens per n-gram; shorter ones repeat in any text
 # standard deviation / median absolute deviation, for a normal distribution
-NORMAL = 1.4826
+STD_PER_MEDIAN_DEVIATION = 1.4826
 
 
 # --- rules
@@ -41,12 +41,12 @@ NORMAL = 1.4826
 class MetricMemory:
     """The past values of a metric that a sentinel's rule needs; only finite ones are kept."""
 
-    first: tuple[float, ...] = ()  # the first `window` values
-    recent: tuple[float, ...] = ()  # up to `window` latest values after those
+    first_values: tuple[float, ...] = ()  # the first `window` values
+    recent_values: tuple[float, ...] = ()  # up to `window` latest values after those
     streak: int = 0  # number of latest values for which the rule held, without a break
 
     def latest(self, n: int) -> tuple[float, ...]:
-        return (*self.first, *self.recent)[-n:]
+        return (*self.first_values, *self.recent_values)[-n:]
 
 
 def holds(sentinel: SentinelConfig, memory: MetricMemory, value: float | None) -> bool:
@@ -66,9 +66,11 @@ def update_memory(
     streak = memory.streak + 1 if holds(sentinel, memory, value) else 0
     if value is None:
         return replace(memory, streak=streak)
-    if len(memory.first) < sentinel.window:
-        return MetricMemory((*memory.first, value), (), streak)
-    return MetricMemory(memory.first, (*memory.recent, value)[-sentinel.window :], streak)
+    if len(memory.first_values) < sentinel.window:
+        return MetricMemory((*memory.first_values, value), (), streak)
+    return MetricMemory(
+        memory.first_values, (*memory.recent_values, value)[-sentinel.window :], streak
+    )
 
 
 def _spikes(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
@@ -77,33 +79,37 @@ def _spikes(value: float, memory: MetricMemory, threshold: float, window: int) -
         return False
     center = median(previous)
     # The lower bounds keep rounding noise of a nearly constant metric from counting as a spike.
-    deviation = max(NORMAL * median(abs(x - center) for x in previous), 1e-3 * abs(center), 1e-6)
+    deviation = max(
+        STD_PER_MEDIAN_DEVIATION * median(abs(x - center) for x in previous),
+        1e-3 * abs(center),
+        1e-6,
+    )
     return value - center > threshold * deviation
 
 
 def _compare_medians(value: float, memory: MetricMemory, window: int) -> tuple[float, float] | None:
     """Return the medians of the latest and of the first window, or None while they overlap."""
-    latest = (*memory.recent, value)[-window:]
+    latest = (*memory.recent_values, value)[-window:]
     return (
-        (median(latest), median(memory.first))
-        if len(memory.first) == len(latest) == window
+        (median(latest), median(memory.first_values))
+        if len(memory.first_values) == len(latest) == window
         else None
     )
 
 
 def _grows(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _compare_medians(value, memory, window)
-    return pair is not None and pair[0] > threshold * pair[1] > 0
+    medians = _compare_medians(value, memory, window)
+    return medians is not None and medians[0] > threshold * medians[1] > 0
 
 
 def _shrinks(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _compare_medians(value, memory, window)
-    return pair is not None and pair[0] < threshold * pair[1]
+    medians = _compare_medians(value, memory, window)
+    return medians is not None and medians[0] < threshold * medians[1]
 
 
 def _rises(value: float, memory: MetricMemory, threshold: float, window: int) -> bool:
-    pair = _compare_medians(value, memory, window)
-    return pair is not None and pair[0] > pair[1] + threshold
+    medians = _compare_medians(value, memory, window)
+    return medians is not None and medians[0] > medians[1] + threshold
 
 
 _RULES: Mapping[str, Callable[[float, MetricMemory, float, int], bool]] = {
@@ -165,17 +171,17 @@ def compute_repetition(row: Trajectory) -> float | None:
     return _repeated_share(tokens.tobytes(), tokens.itemsize)
 
 
-def _repeated_share(written: bytes, size: int) -> float | None:
+def _repeated_share(token_bytes: bytes, size: int) -> float | None:
     """Return the share of repeated n-grams in tokens of `size` bytes each."""
-    count = len(written) // size - NGRAM + 1
+    count = len(token_bytes) // size - NGRAM + 1
     if count < 1:
         return None
     # Comparing n-grams as bytes is a hundred times as fast as comparing rows of numbers.
-    distinct = {written[start : start + NGRAM * size] for start in range(0, count * size, size)}
+    distinct = {token_bytes[start : start + NGRAM * size] for start in range(0, count * size, size)}
     return 1.0 - len(distinct) / count
 
 
-def _mean_surprise(row: Trajectory) -> float:
+def _mean_negative_logprob(row: Trajectory) -> float:
     """Return the mean of -log p over the tokens that the policy wrote."""
     logprobs = row.rollout_logprobs[row.owner == POLICY]
     return float(-logprobs.mean()) if len(logprobs) else 0.0
@@ -187,7 +193,7 @@ _EVIDENCE_WEIGHTS: Sequence[tuple[str, Callable[[Trajectory], float]]] = (
     ("rollout/length*", lambda row: float(row.completion_length)),
     ("rollout/truncated_share", lambda row: float(row.truncated)),
     ("rollout/failed/*", lambda row: float(isinstance(row.outcome, Failed))),
-    ("policy/*", _mean_surprise),
+    ("policy/*", _mean_negative_logprob),
     ("*", lambda row: row.reward or 0.0),
 )
 
@@ -276,8 +282,8 @@ class Sentinels:
         """Return the memory of all sentinels as JSON values."""
         return {
             name: {
-                "first": list(memory.first),
-                "recent": list(memory.recent),
+                "first": list(memory.first_values),
+                "recent": list(memory.recent_values),
                 "streak": memory.streak,
             }
             for name, memory in self.memories.items()
@@ -309,7 +315,7 @@ class Sentinels:
         number = "not finite" if value is None else f"{value:.4g}"
         alarm = f"{metric} = {number} {rule_text}{duration}"
         message = f"step {step}: sentinel {name}: {alarm}: {meaning}".rstrip(": ")
-        worst = sorted(exhibits, key=lambda exhibit: -exhibit.weight)[:EXHIBITS]
+        worst = sorted(exhibits, key=lambda exhibit: -exhibit.weight)[:MAX_EXHIBITS]
         evidence = {
             "sentinel": name,
             "step": step,
@@ -324,8 +330,8 @@ class Sentinels:
             },
             "attempts": [_as_json(exhibit) for exhibit in worst],
         }
-        saved_note = self._write_evidence(f"step-{step:08d}-{name}.json", evidence)
-        log.warning("%s%s", message, saved_note)
+        evidence_note = self._write_evidence(f"step-{step:08d}-{name}.json", evidence)
+        log.warning("%s%s", message, evidence_note)
 
     def _write_evidence(self, name: str, evidence: Mapping[str, Any]) -> str:
         """Write evidence to a file, and return a note for the log that says where it is."""
@@ -346,11 +352,11 @@ def measure_repetition(rows: Sequence[Trajectory]) -> dict[str, float]:
         return {}
     # One call for all rows, because the overhead of a numpy call exceeds its work on one row.
     tokens = np.concatenate([row.tokens for row in rows])
-    written, size = (
+    token_bytes, size = (
         tokens[np.concatenate([row.owner for row in rows]) == POLICY].tobytes(),
         tokens.itemsize,
     )
     ends = [size * end for end in accumulate([row.completion_length for row in rows], initial=0)]
-    shares = [_repeated_share(written[start:end], size) for start, end in pairwise(ends)]
-    measured = [share for share in shares if share is not None]
-    return {"repetition": fmean(measured)} if measured else {}
+    shares = [_repeated_share(token_bytes[start:end], size) for start, end in pairwise(ends)]
+    known_shares = [share for share in shares if share is not None]
+    return {"repetition": fmean(known_shares)} if known_shares else {}

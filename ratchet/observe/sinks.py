@@ -83,7 +83,7 @@ class JsonlSink:
     def __init__(self, path: Path, *, keep_through: int = -1) -> None:
         kept_rows = [row for row in read_jsonl(path) if row["step"] <= keep_through]
         replace_text(path, "".join(_format_line(row) for row in kept_rows))
-        self._last = kept_rows[-1]["step"] if kept_rows else -1
+        self._last_step = kept_rows[-1]["step"] if kept_rows else -1
         self._file = AppendFile(path)
         if missing_steps := sorted(
             set(range(1, keep_through + 1)) - {row["step"] for row in kept_rows}
@@ -100,13 +100,15 @@ class JsonlSink:
         Raise OSError if it can't be written, and ValueError if the step is not after the last one
         or a number is not finite.
         """
-        if step <= self._last:
-            raise ValueError(f"step {step} after step {self._last}: a step has exactly one line")
+        if step <= self._last_step:
+            raise ValueError(
+                f"step {step} after step {self._last_step}: a step has exactly one line"
+            )
         line = _format_line({"step": step, **metrics}).encode()
         failpoints.point("metrics.begin")
         self._file.append(line)
         failpoints.point("metrics.written")
-        self._last = step
+        self._last_step = step
 
     def close(self) -> None:
         self._file.close()

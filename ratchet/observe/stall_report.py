@@ -1,8 +1,8 @@
 """Stall reports: a table of what the run waits for, and the last event of each component.
 
-A wait is for another process, an environment or a reward. `kill -USR1 <driver>` writes the table to
-standard error and to the log; `ratchet status RUN` prints it (`answer_status`). `log_stalls` logs
-it when the run makes no progress. Errors about a deadline include it.
+The run may wait for another process, an environment or a reward. `kill -USR1 <driver>` writes the
+table to standard error and to the log; `ratchet status RUN` prints it (`answer_status`).
+`log_stalls` logs it when the run makes no progress. Errors about a deadline include it.
 """
 
 from __future__ import annotations
@@ -45,30 +45,30 @@ class Wait:
     name: str
     awaited: Callable[[], str] | str
     timeout_s: float
-    since: float = field(default_factory=time.monotonic)
+    start_s: float = field(default_factory=time.monotonic)
 
     @property
     def seconds(self) -> float:
-        return time.monotonic() - self.since
+        return time.monotonic() - self.start_s
 
     @property
     def awaited_text(self) -> str:
         return self.awaited if isinstance(self.awaited, str) else self.awaited()
 
     def __enter__(self) -> None:
-        begin(self)
+        begin_wait(self)
 
     def __exit__(self, raised: object, *_: object) -> None:
-        end(self)
+        end_wait(self)
         if isinstance(self.awaited, str):
-            note(
+            record_event(
                 self.awaited, f"ended '{self.name}'" if raised is None else f"failed '{self.name}'"
             )
 
 
 class Event(NamedTuple):
     description: str
-    at: float  # time.monotonic()
+    time_s: float  # time.monotonic()
 
 
 # An ordered set: all values are True, the oldest wait first. Adding, removing and copying are
@@ -78,7 +78,7 @@ _events: dict[str, Event] = {}  # by component, the latest last
 _lock = threading.RLock()  # a signal handler may run while its thread holds it
 
 
-def begin(wait: Wait) -> Wait:
+def begin_wait(wait: Wait) -> Wait:
     _waits[wait] = True
     if wait.name == GENERATE:
         with _lock:
@@ -86,18 +86,18 @@ def begin(wait: Wait) -> Wait:
     return wait
 
 
-def end(wait: Wait) -> None:
+def end_wait(wait: Wait) -> None:
     if _waits.pop(wait, False) and wait.name == GENERATE:
         with _lock:
             ACTIVITY.end()
 
 
 def waiting(owner: str, name: str, awaited: str, timeout_s: float | None) -> Wait:
-    """Return a wait whose deadline the caller enforces; timeout_s None: it has none."""
+    """Return a wait whose deadline the caller enforces. timeout_s: None if there is no deadline."""
     return Wait(owner, name, awaited, math.inf if timeout_s is None else timeout_s)
 
 
-def note(component: str, description: str) -> None:
+def record_event(component: str, description: str) -> None:
     """Record the latest event of a component."""
     with _lock:
         _events.pop(component, None)
@@ -106,12 +106,12 @@ def note(component: str, description: str) -> None:
             del _events[next(iter(_events))]
 
 
-def forget(component: str) -> None:
+def forget_component(component: str) -> None:
     with _lock:
         _events.pop(component, None)
 
 
-def table() -> str:
+def format_waits() -> str:
     """Return one line for each wait, the oldest first; equal waits share a line."""
     waits = list(_waits)
     if not waits:
@@ -135,16 +135,16 @@ def table() -> str:
     return _align(rows)
 
 
-def report() -> str:
+def format_report() -> str:
     """Return the table and the last event of each component."""
     now = time.monotonic()
     with _lock:
         rows = [
-            (name, event.description, f"{now - event.at:.1f} s ago")
+            (name, event.description, f"{now - event.time_s:.1f} s ago")
             for name, event in _events.items()
         ]
     events = _align([("of", "last heard", ""), *rows]) if rows else "no events recorded yet"
-    return f"{table()}\n{events}"
+    return f"{format_waits()}\n{events}"
 
 
 def _align(rows: list[tuple[str, ...]]) -> str:
@@ -155,14 +155,14 @@ def _align(rows: list[tuple[str, ...]]) -> str:
     )
 
 
-class Stalls:
+class StallDetector:
     """A detector of stalls. It reports a run that has begun no new phase for `after_s`.
 
     It reports again whenever that time has doubled.
     """
 
     def __init__(self, after_s: float) -> None:
-        self.after_s = self._next = after_s
+        self.after_s = self._next_report_s = after_s
         self._last: Event | None = None
 
     def check(self, now: float) -> str | None:
@@ -171,21 +171,21 @@ class Stalls:
         if last is None:
             return None
         if last != self._last:
-            self._last, self._next = last, self.after_s
-        quiet = now - last.at
-        if quiet < self._next:
+            self._last, self._next_report_s = last, self.after_s
+        quiet_s = now - last.time_s
+        if quiet_s < self._next_report_s:
             return None
-        self._next *= 2
+        self._next_report_s *= 2
         return (
-            f"the run has made no progress for {quiet:.0f} s, since it {last.description}:\n"
-            f"{report()}"
+            f"the run has made no progress for {quiet_s:.0f} s, since it {last.description}:\n"
+            f"{format_report()}"
         )
 
 
 @contextlib.contextmanager
 def log_stalls(after_s: float | None) -> Iterator[None]:
     """Log stalls inside the block, even while the main thread waits. None: log nothing."""
-    ended, stalls = threading.Event(), Stalls(math.inf if after_s is None else after_s)
+    ended, stalls = threading.Event(), StallDetector(math.inf if after_s is None else after_s)
 
     def watch() -> None:
         while not ended.wait(stalls.after_s / 4):
@@ -198,7 +198,7 @@ def log_stalls(after_s: float | None) -> Iterator[None]:
         yield
     finally:
         ended.set()
-        forget(RUN)
+        forget_component(RUN)
 
 
 @contextlib.contextmanager
@@ -206,7 +206,7 @@ def show_on_signal() -> Iterator[None]:
     """Make SIGUSR1 write the table, inside the block. Enter it in the main thread."""
 
     def show(number: int, frame: object) -> None:
-        text = table()
+        text = format_waits()
         sys.stderr.write(f"{text}\n")
         log.info("waits:\n%s", text)
 
@@ -246,7 +246,7 @@ def _answer_requests(listener: socket.socket) -> None:
         with connection, contextlib.suppress(OSError):
             connection.settimeout(5)
             if _get_peer_user(connection) == os.getuid():
-                connection.sendall(table().encode())
+                connection.sendall(format_waits().encode())
 
 
 def _get_peer_user(connection: socket.socket) -> int:

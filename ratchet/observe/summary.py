@@ -72,10 +72,10 @@ class StageSummary:
             "algorithm": self.algorithm,
             "steps": self.steps,
             "seconds": self.seconds,
-            "accuracy_before": _finite(self.accuracy_before),
-            "accuracy_after": _finite(self.accuracy_after),
-            "loss_before": _finite(self.loss_before),
-            "loss_after": _finite(self.loss_after),
+            "accuracy_before": _get_finite(self.accuracy_before),
+            "accuracy_after": _get_finite(self.accuracy_after),
+            "loss_before": _get_finite(self.loss_before),
+            "loss_after": _get_finite(self.loss_after),
             "tokens_per_s": self.tokens_per_s,
         }
 
@@ -108,26 +108,30 @@ class RunSummary:
         """Replace the file as a whole. Raises OSError."""
         replace_text(path, json.dumps(self.as_dict(), indent=2, allow_nan=False) + "\n")
 
-    def tables(self) -> list[Table]:
+    def make_tables(self) -> list[Table]:
         """Return the table of accuracy, of loss, or both.
 
-        The first table has every stage, also those without evaluation. The table of loss beside
-        that of accuracy has only the stages that measure one.
+        The first table has every stage, also those without evaluation. A second table, that of
+        loss, has only the stages that measure a loss.
         """
         has_accuracy = any(_is_measured(s.accuracy_before, s.accuracy_after) for s in self.stages)
-        with_loss = [s for s in self.stages if _is_measured(s.loss_before, s.loss_after)]
-        tables = []
-        if has_accuracy or not with_loss:
-            tables.append(
-                _table("Held-out accuracy", [_accuracy_row(stage) for stage in self.stages])
+        stages_with_loss = [s for s in self.stages if _is_measured(s.loss_before, s.loss_after)]
+        make_tables = []
+        if has_accuracy or not stages_with_loss:
+            make_tables.append(
+                _make_table(
+                    "Held-out accuracy", [_make_accuracy_row(stage) for stage in self.stages]
+                )
             )
-        if with_loss:
-            stages = with_loss if has_accuracy else self.stages
-            tables.append(_table("Held-out loss", [_loss_row(stage) for stage in stages]))
-        return tables
+        if stages_with_loss:
+            stages = stages_with_loss if has_accuracy else self.stages
+            make_tables.append(
+                _make_table("Held-out loss", [_make_loss_row(stage) for stage in stages])
+            )
+        return make_tables
 
 
-def _table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
+def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
     table = Table(title=title)
     for heading in (
         "stage",
@@ -145,19 +149,19 @@ def _table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
     return table
 
 
-def _accuracy_row(stage: StageSummary) -> list[str | Text]:
-    before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
+def _make_accuracy_row(stage: StageSummary) -> list[str | Text]:
+    before, after = _get_finite(stage.accuracy_before), _get_finite(stage.accuracy_after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
-    return _row(stage, _percent(before), _percent(after), change)
+    return _make_row(stage, _format_percent(before), _format_percent(after), change)
 
 
-def _loss_row(stage: StageSummary) -> list[str | Text]:
-    before, after = _finite(stage.loss_before), _finite(stage.loss_after)
+def _make_loss_row(stage: StageSummary) -> list[str | Text]:
+    before, after = _get_finite(stage.loss_before), _get_finite(stage.loss_after)
     change = f"{after - before:+.3f}" if before is not None and after is not None else "-"
-    return _row(stage, _number(before), _number(after), change)
+    return _make_row(stage, _format_number(before), _format_number(after), change)
 
 
-def _row(stage: StageSummary, before: str, after: str, change: str) -> list[str | Text]:
+def _make_row(stage: StageSummary, before: str, after: str, change: str) -> list[str | Text]:
     speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
     return [
         # Text, because rich would read brackets in a stage's name as markup.
@@ -176,13 +180,13 @@ def _is_measured(before: float | None, after: float | None) -> bool:
     return before is not None or after is not None
 
 
-def _finite(value: float | None) -> float | None:
+def _get_finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _percent(value: float | None) -> str:
+def _format_percent(value: float | None) -> str:
     return f"{100 * value:.1f} %" if value is not None else "-"
 
 
-def _number(value: float | None) -> str:
+def _format_number(value: float | None) -> str:
     return f"{value:.3f}" if value is not None else "-"

@@ -21,11 +21,11 @@ SEARCH_S = 10.0
 PROC = Path("/proc")
 
 
-class ProcessUse(NamedTuple):
+class ProcessUsage(NamedTuple):
     """The processor time and memory of one process."""
 
     cpu_s: float  # processor seconds since the process began
-    resident: int  # bytes of resident memory
+    resident_bytes: int  # bytes of resident memory
 
 
 class SystemMeter:
@@ -47,7 +47,7 @@ class SystemMeter:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.directory, self.proc, self._clock = directory, proc, clock
-        self._gpus = Accelerators(nvml) if nvml is not None else None
+        self._gpus = AcceleratorMeter(nvml) if nvml is not None else None
         self._descendants: set[int] = set()
         self._searched_at = clock() - SEARCH_S
         self._last_cpu_s = {
@@ -74,24 +74,26 @@ class SystemMeter:
             {pid: process.cpu_s for pid, process in processes.items()},
             now,
         )
-        if resident := sum(process.resident for process in processes.values()):
-            metrics["rss_gib"] = resident / GIB
+        if resident_bytes := sum(process.resident_bytes for process in processes.values()):
+            metrics["rss_gib"] = resident_bytes / GIB
         metrics |= self._host_memory()
         with suppress(OSError):
             disk = shutil.disk_usage(self.directory)
             metrics |= {"disk_free_gib": disk.free / GIB, "disk_used_share": disk.used / disk.total}
         return metrics | (self._gpus.measure() if self._gpus is not None else {})
 
-    def _measure_processes(self) -> dict[int, ProcessUse]:
+    def _measure_processes(self) -> dict[int, ProcessUsage]:
         """Return the use of each process of the run by id; only of this process without /proc."""
         if not (self.proc / str(os.getpid()) / "stat").exists():
-            return {os.getpid(): ProcessUse(time.process_time(), 0)}
+            return {os.getpid(): ProcessUsage(time.process_time(), 0)}
         if self._clock() - self._searched_at >= SEARCH_S:
             self._searched_at, self._descendants = self._clock(), self._find_descendants()
-        ticks, page = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
+        ticks_per_s, page_bytes = os.sysconf("SC_CLK_TCK"), os.sysconf("SC_PAGE_SIZE")
         stats = {pid: self._read_stat(pid) for pid in self._descendants}
         return {
-            pid: ProcessUse((int(stat[11]) + int(stat[12])) / ticks, int(stat[21]) * page)
+            pid: ProcessUsage(
+                (int(stat[11]) + int(stat[12])) / ticks_per_s, int(stat[21]) * page_bytes
+            )
             for pid, stat in stats.items()
             if stat
         }
@@ -133,7 +135,7 @@ class SystemMeter:
         return {"ram_used_gib": (total - free) / GIB, "ram_used_share": (total - free) / total}
 
 
-class Accelerators:
+class AcceleratorMeter:
     """A meter of this machine's accelerators; it includes the work of other users on them."""
 
     def __init__(self, nvml: Any) -> None:
@@ -152,7 +154,7 @@ class Accelerators:
         return metrics
 
     def _measure_device(self, handle: Any) -> Iterator[tuple[str, float]]:
-        """Yield (name, value) of each metric that the device reports; some lack one."""
+        """Yield (name, value) of each metric that the device reports; a device may lack some."""
         nvml = self._nvml
         getters: Mapping[str, Callable[[], float]] = {
             "busy_share": lambda: nvml.nvmlDeviceGetUtilizationRates(handle).gpu / 100,

@@ -38,7 +38,7 @@ from ratchet.utils.terminal_text import escape_surrogates
 log = logging.getLogger(__name__)
 
 # The content type of the text format that every version of Prometheus reads.
-EXPOSITION = "text/plain; version=0.0.4; charset=utf-8"
+EXPOSITION_CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 @dataclass(frozen=True)
@@ -88,13 +88,13 @@ def select_finite(metrics: Metrics) -> dict[str, float]:
 def flatten_settings(settings: Any, name: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the leaves of nested settings, named like "stages.0.optimizer.lr"."""
     if isinstance(settings, Mapping):
-        parts = [(str(key), value) for key, value in settings.items()]
+        children = [(str(key), value) for key, value in settings.items()]
     elif isinstance(settings, list | tuple):
-        parts = [(str(index), value) for index, value in enumerate(settings)]
+        children = [(str(index), value) for index, value in enumerate(settings)]
     else:
         yield name, settings
         return
-    for key, value in parts:
+    for key, value in children:
         yield from flatten_settings(value, f"{name}.{key}" if name else key)
 
 
@@ -211,11 +211,11 @@ class MlflowSink:
                 if known_experiment
                 else self._client.create_experiment(config.experiment)
             )
-            earlier = self._client.search_runs(
+            earlier_runs = self._client.search_runs(
                 [experiment], f"tags.`{self.TAG}` = '{run.id}'", max_results=1
             )
-            if earlier:
-                self._id = earlier[0].info.run_id
+            if earlier_runs:
+                self._id = earlier_runs[0].info.run_id
                 self._client.update_run(self._id, status="RUNNING")
             else:
                 created = self._client.create_run(
@@ -286,7 +286,7 @@ class PrometheusSink:
         sees a half-updated step.
         """
         is_read = scope["method"] in ("GET", "HEAD")
-        content_type = EXPOSITION if is_read else "text/plain; charset=utf-8"
+        content_type = EXPOSITION_CONTENT_TYPE if is_read else "text/plain; charset=utf-8"
         body = self._page if is_read else b"this server is read-only: use GET"
         headers = [(b"content-type", content_type.encode()), (b"content-length", b"%d" % len(body))]
         status = 200 if is_read else 405

@@ -13,7 +13,16 @@ from typing import Any
 
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import HasFinalAnswers, Reward
-from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
+from ratchet.types import (
+    Cancelled,
+    Failed,
+    Outcome,
+    Scored,
+    Task,
+    Trajectory,
+    Truncated,
+    is_finite_number,
+)
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
@@ -84,7 +93,7 @@ class PerTrajectory(ABC):
         else:
             parts = verdict if isinstance(verdict, Mapping) else {self.name: verdict}
         values = list(parts.values()) if total is None else [*parts.values(), total]
-        if not values or not all(map(finite, values)) or not math.isfinite(sum(values)):
+        if not values or not all(map(is_finite_number, values)) or not math.isfinite(sum(values)):
             raise DataError(
                 f"reward {self.label} returned {repr(verdict)[:200]}: it must return a finite "
                 "float, or a dict of named parts that are finite floats"

@@ -166,21 +166,21 @@ class CheckpointStore:
             )
         return verify(paths[step], step)
 
-    def best(self, *, first: int = 0) -> Checkpoint | None:
+    def best(self, *, first_step: int = 0) -> Checkpoint | None:
         """Return the checkpoint with the highest score, or None if no checkpoint has a score.
 
         Among equal scores the newest wins.
 
         Args:
-            first: Checkpoints of earlier steps are ignored.
+            first_step: Checkpoints of earlier steps are ignored.
 
         Raises:
             CheckpointError: The checkpoint is damaged.
         """
         complete = [
-            verify(path, step, contents=False)
+            verify(path, step, check_hashes=False)
             for step, path in self._newest_first()
-            if step >= first
+            if step >= first_step
         ]
         scored = sort_by_score(complete)
         return self.load(scored[0].step) if scored else None
@@ -217,14 +217,14 @@ class CheckpointStore:
         self._rejected = set()
 
     def _prune(self) -> None:
-        for checkpoint in self.surplus():
+        for checkpoint in self.list_surplus():
             removed_path = self.root / f".del-{checkpoint.step}-{uuid.uuid4().hex[:12]}"
             checkpoint.path.rename(removed_path)
             failpoints.point("checkpoint.prune_renamed")
             shutil.rmtree(removed_path)
             failpoints.point("checkpoint.pruned")
 
-    def surplus(self) -> list[Checkpoint]:
+    def list_surplus(self) -> list[Checkpoint]:
         """Return the complete checkpoints that no rule keeps."""
         complete = self.list_complete()
         kept_steps = self.select_kept(complete) | self.protected_steps
@@ -239,7 +239,7 @@ class CheckpointStore:
         for step, path in self._newest_first():
             with suppress(CheckpointError):
                 if path not in self._rejected:
-                    complete.append(verify(path, step, contents=False))
+                    complete.append(verify(path, step, check_hashes=False))
         return complete
 
     def select_kept(self, complete: Sequence[Checkpoint]) -> set[int]:

@@ -1,7 +1,7 @@
 """Change the recipe of a run that is resumed, and read back which recipe each of its steps had.
 
-Only keys that a saved run can go on with may change. Each change is noted in `provenance.json`,
-with the step after which it holds.
+A key may change if a saved run can continue with its new value. Each change is recorded in
+`provenance.json`, with the step after which it holds.
 """
 
 from __future__ import annotations
@@ -18,12 +18,14 @@ from ratchet.errors import ConfigError
 from ratchet.observe.provenance import read_changes
 
 STAGES = "stages"
-WAY_OUT = "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
+NEW_RUN_HINT = (
+    "Start a new run from its weights: ratchet train RECIPE --from {run} (docs/resume.md)"
+)
 
-# Patterns of keys, those of a stage without its name. The first that matches counts: why the key
-# can't change, or None if it can.
 OTHER_STATE = "the state in the checkpoint is that of the old value"
 OTHER_DATA = "the run's position in its data would mean nothing"
+# (pattern of keys, reason why these keys can't change, or None if they can). The first pattern that
+# matches decides. Keys of a stage are matched without the stage's name.
 RULES: Sequence[tuple[str, str | None]] = (
     ("logging.*", None),
     ("record.*", None),
@@ -65,7 +67,7 @@ RULES: Sequence[tuple[str, str | None]] = (
 
 @dataclass(frozen=True)
 class Change:
-    """A changed key of a resolved recipe; stages go by their names in `path`."""
+    """A changed key of a resolved recipe. `path` has the names of stages, not their indices."""
 
     path: tuple[str, ...]
     before: Any
@@ -88,20 +90,20 @@ class Change:
 
 
 def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path) -> RunConfig:
-    """Return the recipe of a run with keys changed.
+    """Return the recipe of a run with changed keys.
 
-    In a run of one stage its keys need no name of the stage (`steps=200`).
+    If the run has one stage, that stage's keys may be given without its name (`steps=200`).
 
     Args:
         path: The run's recipe.
-        overrides: The keys, as key=value.
-        run: The run, as commands take it.
+        overrides: The changed keys, as key=value.
+        run: The run's path or address, for error messages.
 
     Raises:
         ConfigError: A key can't change, or its value is wrong.
     """
     stages = load_config(path).stages
-    texts: list[str] = []
+    full_overrides: list[str] = []
     problems: list[str] = []
     for override in overrides:
         key, equals, value = override.partition("=")
@@ -109,14 +111,14 @@ def load_changed_config(path: Path, overrides: Sequence[str], *, run: str | Path
         section = key.partition(".")[0]
         if len(stages) == 1 and section in STAGE_KEYS:
             key = f"{STAGES}.{stages[0].name}.{key}"
-        texts.append(f"{key}{equals}{value}")
-        # Of a key that can't change, its value is not looked at.
+        full_overrides.append(f"{key}{equals}{value}")
+        # The value of a key that can't change is not checked.
         reason = _find_reason(Change(tuple(key.split(".")), None, None))
         if reason is not None and reason is not RULES[-1][1]:
             problems.append(f"{key} can't change: {reason}")
     if problems:
-        raise ConfigError("\n".join([*problems, WAY_OUT.format(run=run)]))
-    return load_config(path, texts)
+        raise ConfigError("\n".join([*problems, NEW_RUN_HINT.format(run=run)]))
+    return load_config(path, full_overrides)
 
 
 def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
@@ -125,10 +127,10 @@ def list_changes(before: RunConfig, after: RunConfig) -> list[Change]:
     names = [stage["name"] for stage in old[STAGES]]
     if names != [stage["name"] for stage in new[STAGES]]:
         return [Change((STAGES,), names, [stage["name"] for stage in new[STAGES]])]
-    return _list_changes(_by_name(old), _by_name(new), ())
+    return _list_changes(_key_stages_by_name(old), _key_stages_by_name(new), ())
 
 
-def _by_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
+def _key_stages_by_name(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return {**recipe, STAGES: {stage["name"]: stage for stage in recipe[STAGES]}}
 
 
@@ -141,37 +143,44 @@ def _list_changes(old: Any, new: Any, path: tuple[str, ...]) -> list[Change]:
 
 
 def check_changes(
-    changes: Sequence[Change], config: RunConfig, *, step: int, finished: int, run: str | Path
+    changes: Sequence[Change],
+    config: RunConfig,
+    *,
+    step: int,
+    n_finished_stages: int,
+    run: str | Path,
 ) -> None:
-    """Check that a run can go on with changes.
+    """Check that a run can continue with a changed recipe.
 
     Args:
-        changes: The changes.
-        config: The recipe with them.
-        step: The step that the run goes on after.
-        finished: The number of stages that are over.
-        run: The run, as commands take it.
+        changes: The changed keys.
+        config: The changed recipe.
+        step: The step that the run continues after.
+        n_finished_stages: The number of finished stages.
+        run: The run's path or address, for error messages.
 
     Raises:
-        ConfigError: It can't; the message names each key with the reason, and the way out.
+        ConfigError: A key can't change. The message names each such key with the reason, and says
+            how to start a new run instead.
     """
     problems = []
     names = [stage.name for stage in config.stages]
     for change in changes:
-        if change.stage is not None and names.index(change.stage) < finished:
+        if change.stage is not None and names.index(change.stage) < n_finished_stages:
             problems.append(f"{change.key} can't change: stage {change.stage} is over")
         elif (reason := _find_reason(change)) is not None:
             problems.append(f"{change.key} can't change: {reason}")
     if problems:
-        raise ConfigError("\n".join([*problems, WAY_OUT.format(run=run)]))
-    index = min(finished, len(names) - 1)
-    first = sum(stage.n_steps for stage in config.stages[:index])
+        raise ConfigError("\n".join([*problems, NEW_RUN_HINT.format(run=run)]))
+    index = min(n_finished_stages, len(names) - 1)
+    n_earlier_steps = sum(stage.n_steps for stage in config.stages[:index])
     stage = config.stages[index]
-    is_length = any(change.path == (STAGES, stage.name, "steps") for change in changes)
-    if is_length and first + stage.n_steps <= step:
+    changes_steps = any(change.path == (STAGES, stage.name, "steps") for change in changes)
+    if changes_steps and n_earlier_steps + stage.n_steps <= step:
         raise ConfigError(
-            f"{STAGES}.{stage.name}.steps={stage.n_steps} is no more than the {step - first} steps "
-            f"that are done. Set it above, or end here: ratchet convert {run}@{step} DIRECTORY"
+            f"{STAGES}.{stage.name}.steps={stage.n_steps} is no more than the "
+            f"{step - n_earlier_steps} steps that are done. Set it above, or end here: ratchet "
+            f"convert {run}@{step} DIRECTORY"
         )
 
 
@@ -192,19 +201,19 @@ def restore_earlier_config(config: RunConfig, provenance: Path, step: int) -> Ru
     """Return the recipe that a run had when it computed the step after `step`.
 
     Args:
-        config: The recipe that it has now.
+        config: The recipe that the run has now.
         provenance: The run's `provenance.json`.
-        step: Steps that were done.
+        step: Number of steps that were finished.
     """
-    later = [entry for entry in read_changes(provenance) if entry["after_step"] > step]
-    if not later:
+    later_entries = [entry for entry in read_changes(provenance) if entry["after_step"] > step]
+    if not later_entries:
         return config
-    recipe = _by_name(plain(config))
-    for entry in reversed(later):
+    recipe = _key_stages_by_name(plain(config))
+    for entry in reversed(later_entries):
         for change in reversed(entry["changes"]):
-            *sections, last = change["path"]
+            *sections, last_key = change["path"]
             section = recipe
             for name in sections:
                 section = section[name]
-            section[last] = change["from"]
+            section[last_key] = change["from"]
     return RunConfig.model_validate({**recipe, STAGES: list(recipe[STAGES].values())})

@@ -3,7 +3,7 @@
 Files have the same names there as in a run directory. `mirror.json` lists the size and SHA-256 of
 each file except checkpoints, which have manifests of their own.
 
-A file may be longer than its listed size: a log that has grown since, for example. The entry then
+A file may be longer than its listed size, for example a log that has grown since. The entry then
 describes the beginning of the file.
 
 While a file is being replaced it has two entries, for its old and its new content, and may match
@@ -44,7 +44,7 @@ FORMAT = 1
 CHECKPOINTS = "checkpoints"
 RUN_ID_FILE = ".run_id"  # the only hidden file of a run: trackers identify the run by it
 # A run can't resume without these. Any other file that is damaged is logged and left out.
-ESSENTIAL = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
+ESSENTIAL_FILES = {"config.yaml", "metrics.jsonl", "ledger.jsonl", "base"}
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class MirrorIndex:
     # The entries of each file, by name: two while it is being replaced.
     files: Mapping[str, FileVersions]
 
-    def content(self) -> bytes:
+    def to_bytes(self) -> bytes:
         """Return the sealed JSON text of `mirror.json`."""
         files = {
             name: [version and [version.size, version.sha256] for version in versions]
@@ -159,17 +159,17 @@ class MirroredRun:
         self.store = Store(address)
         self.address = self.store.address
         # Steps of checkpoints whose fetched files did not match their manifest.
-        self.damaged: set[int] = set()
+        self.damaged_steps: set[int] = set()
         self._manifests: dict[int, tuple[StoredFile, bytes]] = {}
 
-    def index(self) -> MirrorIndex | None:
+    def read_index(self) -> MirrorIndex | None:
         """Return the index, or None if no run is there."""
         try:
             return MirrorIndex.from_bytes(self.address, self.store.read(INDEX))
         except FileNotFoundError:
             return None
 
-    def checkpoints(self) -> tuple[dict[int, RemoteCheckpoint], dict[int, list[str]]]:
+    def list_checkpoints(self) -> tuple[dict[int, RemoteCheckpoint], dict[int, list[str]]]:
         """Return (complete checkpoints by step, newest first; names of all files by step).
 
         Only the files' sizes are compared with the manifest.
@@ -193,7 +193,7 @@ class MirroredRun:
         A manifest is read again only if its entry in the store has changed.
         """
         where = f"{self.address}/{get_checkpoint_name(step)}"
-        if step in self.damaged:
+        if step in self.damaged_steps:
             raise CheckpointError(f"{where} did not match its manifest when it was fetched")
         if MANIFEST not in entries:
             raise CheckpointError(f"{where} has no {MANIFEST}: its upload did not complete")
@@ -217,33 +217,34 @@ class MirroredRun:
             raise CheckpointError(f"{where}: the manifest is malformed ({error!r})") from error
         return RemoteCheckpoint(step, cached[1], body)
 
-    def fetch_checkpoint(self, stored: RemoteCheckpoint, root: Path) -> Path:
+    def fetch_checkpoint(self, remote_checkpoint: RemoteCheckpoint, root: Path) -> Path:
         """Fetch a checkpoint into `root`, completely or not at all, and return its directory.
 
         A checkpoint of the same step that is already there stays if it verifies with the same
         manifest. Otherwise it is renamed to `rejected-*`.
         """
-        final = root / PurePosixPath(get_checkpoint_name(stored.step)).name
+        final = root / PurePosixPath(get_checkpoint_name(remote_checkpoint.step)).name
         if final.exists():
             try:
-                verify(final, stored.step)
-                if (final / MANIFEST).read_bytes() == stored.manifest:
+                verify(final, remote_checkpoint.step)
+                if (final / MANIFEST).read_bytes() == remote_checkpoint.manifest:
                     return final
             except CheckpointError as error:
                 log.warning("checkpoint rejected: %s", error)
-            final.rename(root / f"rejected-{stored.step:08d}-{uuid.uuid4().hex[:8]}")
+            final.rename(root / f"rejected-{remote_checkpoint.step:08d}-{uuid.uuid4().hex[:8]}")
         # If this process is killed, the next save removes the draft.
-        draft = root / f".tmp-{stored.step}-{uuid.uuid4().hex[:12]}"
+        draft = root / f".tmp-{remote_checkpoint.step}-{uuid.uuid4().hex[:12]}"
         draft.mkdir(parents=True)
-        for name in stored.body["files"]:
-            self.store.get(f"{get_checkpoint_name(stored.step)}/{name}", draft / name)
-        (draft / MANIFEST).write_bytes(stored.manifest)
+        for name in remote_checkpoint.body["files"]:
+            self.store.get(f"{get_checkpoint_name(remote_checkpoint.step)}/{name}", draft / name)
+        (draft / MANIFEST).write_bytes(remote_checkpoint.manifest)
         try:
-            verify(draft, stored.step)
+            verify(draft, remote_checkpoint.step)
         except CheckpointError as error:
-            self.damaged.add(stored.step)
+            self.damaged_steps.add(remote_checkpoint.step)
             raise CheckpointError(
-                f"{self.address}/{get_checkpoint_name(stored.step)}, as it was fetched: {error}"
+                f"{self.address}/{get_checkpoint_name(remote_checkpoint.step)}, as it was fetched: "
+                f"{error}"
             ) from error
         for path in (*draft.rglob("*"), draft):
             sync(path)
@@ -290,7 +291,7 @@ class MirroredRun:
             except (CheckpointError, FileNotFoundError) as error:
                 if isinstance(error, FileNotFoundError) and None in versions:
                     continue
-                if PurePosixPath(name).parts[0] in ESSENTIAL:
+                if PurePosixPath(name).parts[0] in ESSENTIAL_FILES:
                     raise CheckpointError(str(error)) from error
                 log.warning("%s; it is left out", error)
             finally:

@@ -71,7 +71,7 @@ class Mirror:
 
     Attributes:
         notes: Messages for the user, such as which of two copies is used.
-        behind: Why the address lacks a part of the run; None if it has all of it.
+        incomplete_reason: Why the address lacks a part of the run; None if it has all of it.
 
     Raises:
         DataError: The address is malformed.
@@ -84,9 +84,9 @@ class Mirror:
         self.checkpoint_store = store
         self.address = self.remote.address
         self.notes: list[str] = []
-        self.behind: str | None = None
-        self._run = uuid.uuid4().hex
-        self._writer = uuid.uuid4().hex
+        self.incomplete_reason: str | None = None
+        self._run_id = uuid.uuid4().hex
+        self._writer_id = uuid.uuid4().hex
         self._files: dict[str, FileVersions] = {}  # the entries of `mirror.json` at the address
         self._digests: dict[str, tuple[FileSnapshot, FileDigest]] = {}  # hashed local files
         self._not_uploaded: list[str] = []  # names that the latest attempt left out
@@ -134,7 +134,7 @@ class Mirror:
             ) from error
 
     def _resume(self) -> None:
-        index = self.remote.index()
+        index = self.remote.read_index()
         local_step = find_newest_step(self.directory)
         if index is None and local_step is None:
             raise RunDirectoryError(
@@ -144,7 +144,7 @@ class Mirror:
         local_run = self._read_identity()
         path = self.directory.path
         if index is None:
-            self._run = local_run or self._run
+            self._run_id = local_run or self._run_id
             self.notes.append(
                 f"{self.address} holds nothing of this run: the local copy in {path} continues "
                 f"after step {local_step}"
@@ -155,8 +155,8 @@ class Mirror:
                 f"{path}, the local copy for {self.address}, belongs to another run: move it away, "
                 f"or continue it without the mirror by --resume {path}"
             )
-        self._run, self._files = index.run, dict(index.files)
-        complete, names_by_step = self.remote.checkpoints()
+        self._run_id, self._files = index.run, dict(index.files)
+        complete, names_by_step = self.remote.list_checkpoints()
         remote_step = max(complete, default=0)
         if local_step is not None and local_step >= remote_step:
             relation = (
@@ -187,19 +187,24 @@ class Mirror:
         """
         stages = self.directory.read_config()["stages"]
         keep_best = max(stage["checkpoint"]["keep_best"] for stage in stages)
-        best = sort_by_score([stored.checkpoint for stored in complete.values()])[:keep_best]
+        best = sort_by_score(
+            [remote_checkpoint.checkpoint for remote_checkpoint in complete.values()]
+        )[:keep_best]
         for step in sorted(checkpoint.step for checkpoint in best):
             self._try_fetch(complete[step])
-        if not any(self._try_fetch(stored) for stored in complete.values()) and any_listed:
+        if (
+            not any(self._try_fetch(remote_checkpoint) for remote_checkpoint in complete.values())
+            and any_listed
+        ):
             raise CheckpointError(
                 f"all checkpoints at {self.address} are damaged or were not uploaded completely "
                 "(each reason is above). "
                 "Restore one from a backup, or start anew with another --run-dir"
             )
 
-    def _try_fetch(self, stored: RemoteCheckpoint) -> bool:
+    def _try_fetch(self, remote_checkpoint: RemoteCheckpoint) -> bool:
         try:
-            self.remote.fetch_checkpoint(stored, self.directory.checkpoints)
+            self.remote.fetch_checkpoint(remote_checkpoint, self.directory.checkpoints)
         except CheckpointError as error:
             log.warning("checkpoint rejected: %s", error)
             return False
@@ -235,7 +240,8 @@ class Mirror:
 
     def _write_identity(self) -> None:
         replace_text(
-            self.directory.path / IDENTITY, json.dumps({"run": self._run, "address": self.address})
+            self.directory.path / IDENTITY,
+            json.dumps({"run": self._run_id, "address": self.address}),
         )
 
     # --- during the run
@@ -290,7 +296,7 @@ class Mirror:
             # Prune the checkpoints that were held while the upload thread read them.
             self.checkpoint_store.tidy()
         self._try_push(self.take_snapshot())
-        if self.behind is None:
+        if self.incomplete_reason is None:
             return True
         missing_names = ", ".join(self._not_uploaded[:MAX_NAMES])
         if len(self._not_uploaded) > MAX_NAMES:
@@ -300,7 +306,7 @@ class Mirror:
             "%s lacks a part of the run (%s). Missing: %s. The complete run is in %s; `ratchet "
             "train --resume %s` tries again",
             self.address,
-            self.behind,
+            self.incomplete_reason,
             missing_names or "what was written last",
             path,
             self.address,
@@ -310,9 +316,9 @@ class Mirror:
     def _try_push(self, snapshots: Mapping[str, FileSnapshot]) -> None:
         try:
             self._push(snapshots)
-            self.behind = None
+            self.incomplete_reason = None
         except OSError as error:
-            self.behind = str(error)
+            self.incomplete_reason = str(error)
             log.warning(
                 "can't upload the save to %s (the upload is tried again after the next save): %s",
                 self.address,
@@ -383,28 +389,28 @@ class Mirror:
         if not self._has_written:
             return
         try:
-            index = self.remote.index()
+            index = self.remote.read_index()
         except CheckpointError as error:
             log.warning("%s", error)
             index = None
         if index is None:
             # The index was deleted or damaged, so everything is written again.
             self._files = {}
-        elif index.writer != self._writer:
+        elif index.writer != self._writer_id:
             raise OSError(
                 "another process continues this run there; this process stops writing to it"
             )
 
     def _write_index(self, files: Mapping[str, FileVersions]) -> None:
-        self.remote.store.write(INDEX, MirrorIndex(self._run, self._writer, files).content())
+        self.remote.store.write(INDEX, MirrorIndex(self._run_id, self._writer_id, files).to_bytes())
         self._files, self._has_written = dict(files), True
 
     def _put_checkpoints(self, local_checkpoints: Mapping[int, Checkpoint]) -> None:
         """Upload the kept checkpoints that the address lacks, then remove the others from it."""
-        complete, names_by_step = self.remote.checkpoints()
-        checkpoint_by_step = {step: stored.checkpoint for step, stored in complete.items()} | dict(
-            local_checkpoints
-        )
+        complete, names_by_step = self.remote.list_checkpoints()
+        checkpoint_by_step = {
+            step: remote_checkpoint.checkpoint for step, remote_checkpoint in complete.items()
+        } | dict(local_checkpoints)
         kept_steps = (
             self.checkpoint_store.select_kept(
                 [checkpoint_by_step[step] for step in sorted(checkpoint_by_step, reverse=True)]
@@ -431,7 +437,7 @@ class Mirror:
             failpoints.point("mirror.checkpoint_file")
             name = path.relative_to(checkpoint.path).as_posix()
             self.remote.store.put(path, f"{get_checkpoint_name(checkpoint.step)}/{name}")
-        self.remote.damaged.discard(checkpoint.step)
+        self.remote.damaged_steps.discard(checkpoint.step)
 
     def _remove(self, step: int, remote_names: list[str]) -> None:
         """Remove a checkpoint, its manifest first.

@@ -31,10 +31,11 @@ from ratchet.utils.object_store import (
 )
 
 CHECKPOINT = re.compile(r"(.+)/checkpoints/step-(\d{8,})")
-WEIGHTS = ("model", "model-ema", "adapter", "base")  # entries that are not part of a run's record
+# Entries of a run directory that are not part of the run's record.
+WEIGHT_ENTRIES = ("model", "model-ema", "adapter", "base")
 
-# Function that selects from a run's complete checkpoints, which are given by step, newest first.
-Choose = Callable[[dict[int, RemoteCheckpoint]], Sequence[RemoteCheckpoint]]
+# (a run's complete checkpoints by step, newest first) -> the checkpoints to fetch
+SelectCheckpoints = Callable[[dict[int, RemoteCheckpoint]], Sequence[RemoteCheckpoint]]
 
 
 def check_address(address: str) -> None:
@@ -43,64 +44,67 @@ def check_address(address: str) -> None:
         raise ConfigError(f"{address} can't hold a run or a model: {problem}")
 
 
-def resolve_run_dir(place: str | Path) -> Path:
+def resolve_run_dir(location: str | Path) -> Path:
     """Return the local directory in which the run at a path or address trains.
 
     Raises:
         ConfigError: No run can be at the address.
     """
-    if not isinstance(place, str) or not is_address(place):
-        return Path(place)
-    check_address(place)
-    return get_mirror_work_dir(place)
+    if not isinstance(location, str) or not is_address(location):
+        return Path(location)
+    check_address(location)
+    return get_mirror_work_dir(location)
 
 
-def open_run(place: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
+def open_run(location: str | Path) -> tuple[RunDirectory, CheckpointStore, Mirror | None]:
     """Open a run for training.
 
     Returns:
-        Its local directory, its checkpoints, and its mirror if `place` is an address.
+        Its local directory, its checkpoints, and its mirror if `location` is an address.
 
     Raises:
         ConfigError, DataError, MissingDependency: The address can't be used.
     """
-    directory = RunDirectory(resolve_run_dir(place))
+    directory = RunDirectory(resolve_run_dir(location))
     store = CheckpointStore(directory.checkpoints)
     mirror = (
-        Mirror(place, directory, store) if isinstance(place, str) and is_address(place) else None
+        Mirror(location, directory, store)
+        if isinstance(location, str) and is_address(location)
+        else None
     )
     return directory, store, mirror
 
 
-def require_local_run(place: str) -> Path:
+def require_local_run(location: str) -> Path:
     """Return the path of a local run.
 
     Raises:
-        ConfigError: `place` is an address. Commands that change a run or query its process need the
-            directory in which it trains.
+        ConfigError: `location` is an address. Commands that change a run or query its process need
+            the directory in which it trains.
     """
-    if is_address(place):
+    if is_address(location):
         raise ConfigError(
-            f"{place} is an address, and this command needs the directory in which the run trains. "
-            "Give that directory, on the machine of the run"
+            f"{location} is an address, and this command needs the directory in which the run "
+            "trains. Give that directory, on the machine of the run"
         )
-    return Path(place)
+    return Path(location)
 
 
-def fetch_run_record(place: str | Path, names: Sequence[str] = ()) -> Path:
+def fetch_run_record(location: str | Path, names: Sequence[str] = ()) -> Path:
     """Return a local directory with the record of a run: everything but weights.
 
     Args:
-        place: A path or an address.
+        location: A path or an address.
         names: Fetch only these files; empty fetches all.
 
     Raises:
         RunDirectoryError, CheckpointError: The run can't be fetched.
     """
-    if not isinstance(place, str) or not is_address(place):
-        return Path(place)
-    return _copy(
-        place, lambda name: name in names if names else _get_first_part(name) not in WEIGHTS
+    if not isinstance(location, str) or not is_address(location):
+        return Path(location)
+    return _copy_to_cache(
+        location,
+        lambda name: name in names if names else _get_first_part(name) not in WEIGHT_ENTRIES,
     )
 
 
@@ -140,65 +144,72 @@ def _is_index_below(name: str) -> bool:
     return PurePosixPath(name).name == INDEX and len(PurePosixPath(name).parts) == 2
 
 
-def fetch_run_for_replay(place: str, steps: Sequence[int]) -> Path:
-    """Return a local directory with what a replay of `steps` needs.
+def fetch_run_for_replay(location: str, steps: Sequence[int]) -> Path:
+    """Return a local directory with the files that a replay of `steps` needs.
 
-    That is the run, the last checkpoint before each step, and the base model of its adapters.
+    They are the run's record, the last checkpoint before each step, and the base model of the
+    run's adapters.
     """
-    if not is_address(place):
-        return Path(place)
+    if not is_address(location):
+        return Path(location)
 
-    def choose(checkpoints: dict[int, RemoteCheckpoint]) -> Sequence[RemoteCheckpoint]:
+    def select_checkpoints(checkpoints: dict[int, RemoteCheckpoint]) -> Sequence[RemoteCheckpoint]:
         nearest = {
             max((saved_step for saved_step in checkpoints if saved_step < step), default=0)
             for step in steps
         }
         return [checkpoints[saved_step] for saved_step in sorted(nearest - {0})]
 
-    return _copy(place, lambda name: _get_first_part(name) not in WEIGHTS[:-1], choose)
+    return _copy_to_cache(
+        location, lambda name: _get_first_part(name) not in WEIGHT_ENTRIES[:-1], select_checkpoints
+    )
 
 
-def fetch_run_model(place: str, step: int | None = None) -> Path:
+def fetch_run_model(location: str, step: int | None = None) -> Path:
     """Return a local directory with the weights of a run, of a checkpoint in it, or of a model.
 
     Args:
-        place: A path or an address.
+        location: A path or an address.
         step: The step of the run's checkpoint; None takes its trained model.
 
     Raises:
         RunDirectoryError, CheckpointError, ModelError: The weights can't be fetched.
     """
-    if not is_address(place):
-        return Path(place)
-    check_address(place)
-    checkpoint = CHECKPOINT.fullmatch(place.rstrip("/"))
+    if not is_address(location):
+        return Path(location)
+    check_address(location)
+    checkpoint = CHECKPOINT.fullmatch(location.rstrip("/"))
     if checkpoint is not None and step is None:
         step = int(checkpoint[2])
         return fetch_run_model(checkpoint[1], step) / get_checkpoint_name(step)
     if step is not None:
-        return _copy(
-            place,
+        return _copy_to_cache(
+            location,
             lambda name: _get_first_part(name) in ("config.yaml", "base"),
-            lambda checkpoints: [_select_step(place, step, checkpoints)],
+            lambda checkpoints: [_select_step(location, step, checkpoints)],
         )
-    with _translate_os_errors(place):
-        index = MirroredRun(place).index()
+    with _translate_os_errors(location):
+        index = MirroredRun(location).read_index()
     if index is None:
-        return find_model(place)
+        return find_model(location)
     if "model/config.json" not in index.files:
         raise RunDirectoryError(
-            f"{place} has no finished model yet. Continue with `ratchet train --resume {place}`, "
-            "or give the step of a checkpoint"
+            f"{location} has no finished model yet. Continue with `ratchet train --resume "
+            f"{location}`, or give the step of a checkpoint"
         )
-    return _copy(place, lambda name: _get_first_part(name) in ("config.yaml", "model", "adapter"))
+    return _copy_to_cache(
+        location, lambda name: _get_first_part(name) in ("config.yaml", "model", "adapter")
+    )
 
 
-def fetch_weights(place: str) -> Path:
+def fetch_weights(location: str) -> Path:
     """Return a local directory with weights in any format."""
-    check_address(place)
-    with _translate_os_errors(place):
+    check_address(location)
+    with _translate_os_errors(location):
         return (
-            fetch_directory(place) if MirroredRun(place).index() is None else fetch_run_model(place)
+            fetch_directory(location)
+            if MirroredRun(location).read_index() is None
+            else fetch_run_model(location)
         )
 
 
@@ -218,8 +229,10 @@ def _select_step(
     return checkpoints[step]
 
 
-def _copy(
-    address: str, is_selected: Callable[[str], bool], choose: Choose = lambda checkpoints: ()
+def _copy_to_cache(
+    address: str,
+    is_selected: Callable[[str], bool],
+    select_checkpoints: SelectCheckpoints = lambda checkpoints: (),
 ) -> Path:
     """Copy a part of the run at an address into the cache, and return the directory.
 
@@ -228,19 +241,19 @@ def _copy(
     Args:
         address: The address of the run.
         is_selected: True for the names of the files to fetch.
-        choose: Selects the checkpoints to fetch.
+        select_checkpoints: Returns the checkpoints to fetch.
     """
     check_address(address)
     remote = MirroredRun(address)
     directory = get_cached_path("copies", address)
     with _translate_os_errors(address), lock_cache_dir(directory):
-        index = remote.index()
+        index = remote.read_index()
         if index is None:
             raise RunDirectoryError(
                 f"{address} holds no run (no {INDEX}). Give the --run-dir that a run was begun with"
             )
-        checkpoints, _ = remote.checkpoints()
-        selected = choose(checkpoints)
+        checkpoints, _ = remote.list_checkpoints()
+        selected = select_checkpoints(checkpoints)
         _remove_stale_files(directory, index, set(checkpoints))
         remote.fetch_files(index, directory, is_selected)
         for checkpoint in selected:

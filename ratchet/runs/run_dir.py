@@ -1,4 +1,4 @@
-"""The directory of a run: its layout, its lock, and the recipe that it belongs to."""
+"""The directory of a run: its layout, its lock and its recipe."""
 
 from __future__ import annotations
 
@@ -136,11 +136,11 @@ class RunDirectory:
                 "Give this run another --run-dir, or resume with the same recipe"
             )
 
-    def change(self, config: Mapping[str, Any]) -> None:
-        """Replace the resolved recipe, and remove the summary of an earlier end.
+    def replace_config(self, config: Mapping[str, Any]) -> None:
+        """Replace the resolved recipe, and remove the summary that the run wrote when it ended.
 
         Raises:
-            RunDirectoryError: It can't be written.
+            RunDirectoryError: The recipe can't be written.
         """
         self._write_config(config)
         self.summary.unlink(missing_ok=True)
@@ -171,7 +171,7 @@ class RunDirectory:
 
     @property
     def begun(self) -> bool:
-        """True if a run began here, even if it did not come to write its recipe."""
+        """True if a run began here, even if it ended before it wrote its recipe."""
         return self.used or self._lock.is_file()
 
     @property
@@ -273,17 +273,17 @@ def _describe_differences(old: Any, new: Any) -> str:
 
 def list_config_differences(old: Any, new: Any, path: str = "") -> list[str]:
     """Return the leaves in which two nested configurations differ, as `path: old -> new`."""
-    pairs: list[tuple[Any, Any, Any]]
+    entries: list[tuple[Any, Any, Any]]
     if isinstance(old, Mapping) and isinstance(new, Mapping):
         keys = dict.fromkeys([*old, *new])
-        pairs = [(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
+        entries = [(key, old.get(key, ABSENT), new.get(key, ABSENT)) for key in keys]
     elif _is_list(old) and _is_list(new) and len(old) == len(new):
-        pairs = [(index, *items) for index, items in enumerate(zip(old, new, strict=True))]
+        entries = [(index, *items) for index, items in enumerate(zip(old, new, strict=True))]
     else:
         return [] if old == new and type(old) is type(new) else [f"{path}: {old!r} -> {new!r}"]
     return [
         line
-        for key, a, b in pairs
+        for key, a, b in entries
         for line in list_config_differences(a, b, f"{path}.{key}" if path else str(key))
     ]
 

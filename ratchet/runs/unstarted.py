@@ -10,20 +10,20 @@ from ratchet.runs.run_dir import ADAPTER, AVERAGE, MODEL, START, RunDirectory
 
 
 def is_unstarted(directory: RunDirectory) -> bool:
-    """Return True if a run began here, finished no step, and no process is in it.
+    """Return True if a run began here and finished no step, and no process holds its lock.
 
-    A directory with files that no run writes never counts, so that nothing of a user's is lost.
+    Return False for a directory with files that no run writes, so that no file of a user is lost.
     """
     if not directory.begun or directory.is_locked:
         return False
-    written = {path for path in vars(directory).values() if getattr(path, "name", None)}
-    names = {path.name for path in written} | {START.partition("/")[0]}
-    foreign = [
+    run_paths = {path for path in vars(directory).values() if getattr(path, "name", None)}
+    names = {path.name for path in run_paths} | {START.partition("/")[0]}
+    foreign_entries = [
         entry
         for entry in directory.path.iterdir()
         if entry.name not in names and not entry.name.startswith(".")
     ]
-    return not foreign and not _has_results(directory)
+    return not foreign_entries and not _has_results(directory)
 
 
 def _has_results(directory: RunDirectory) -> bool:
@@ -35,10 +35,10 @@ def _has_results(directory: RunDirectory) -> bool:
     return any(row.get("step", 0) > 0 for row in read_jsonl(directory.metrics))
 
 
-def clear(directory: RunDirectory) -> None:
-    """Remove all that a run without steps has left, but for its plan.
+def clear_unstarted(directory: RunDirectory) -> None:
+    """Remove all files of a run without steps, except its plan and its lock.
 
-    The process must hold the directory's lock, whose file stays.
+    The process must hold the lock.
 
     Raises:
         RunDirectoryError: Something can't be removed.

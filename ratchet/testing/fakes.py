@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ratchet.batch import Batch
 from ratchet.errors import DataError
-from ratchet.protocols import Exported, LossTerm, Outputs, Shard, Step
+from ratchet.protocols import ExportedPart, LossTerm, Outputs, Shard, Step
 from ratchet.types import (
     Completion,
     Group,
@@ -134,7 +134,9 @@ class FakeLearner:
         directory.mkdir(parents=True, exist_ok=True)
         np.save(directory / "logits.npy", self.logits.detach().numpy(), allow_pickle=False)
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         self.save(directory)
 
     def load(self, directory: Path) -> None:

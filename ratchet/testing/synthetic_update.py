@@ -19,7 +19,7 @@ from ratchet.algorithms.base import Algorithm, AlgorithmTerm, AlgoState
 from ratchet.algorithms.scoring import fill_columns
 from ratchet.batch import Batch
 from ratchet.data.packing import pack
-from ratchet.protocols import SEQUENCE_OUTPUTS, Learner, Outputs, needed
+from ratchet.protocols import SEQUENCE_OUTPUTS, Learner, Outputs, list_needed_outputs
 from ratchet.testing.harness import require
 from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
@@ -75,7 +75,7 @@ class Update:
     def columns(self) -> Mapping[str, Mapping[str, Tensor]]:
         """Return the model outputs that the terms of each role read."""
         return {
-            role: self.models[role].outputs(self.batch, needed(terms))
+            role: self.models[role].outputs(self.batch, list_needed_outputs(terms))
             for role, terms in self.algorithm.losses.items()
         }
 

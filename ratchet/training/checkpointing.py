@@ -12,7 +12,7 @@ from typing import Any
 
 from ratchet.algorithms.base import AlgoState
 from ratchet.checkpoint.async_writer import BackgroundTask
-from ratchet.checkpoint.serialization import Write, defer_writes, load_state, save_state
+from ratchet.checkpoint.serialization import WriteFiles, defer_writes, load_state, save_state
 from ratchet.config.base import Section
 from ratchet.config.schema import CheckpointConfig, StageConfig
 from ratchet.data.jsonl import fingerprint
@@ -126,7 +126,7 @@ class CheckpointSaver:
     def _store(
         self,
         steps_done: int,
-        write: Write,
+        write: WriteFiles,
         meta: Mapping[str, Any],
         mirror_snapshot: Mapping[str, FileSnapshot],
     ) -> None:
@@ -150,7 +150,7 @@ class CheckpointSaver:
             failpoints.point("checkpoint.role")
         save_state(directory, source, "source")
 
-    def _copy(self, source: Mapping[str, Any]) -> Write:
+    def _copy(self, source: Mapping[str, Any]) -> WriteFiles:
         """Copy the current state, and return a function that writes the copy."""
         with defer_writes() as writes:
             self._write(Path(), source)
@@ -221,7 +221,9 @@ class CheckpointSaver:
     async def end_with_best(self) -> None:
         """Load the stage's best checkpoint if `checkpoint.end_with=best` and one was scored."""
         best = (
-            self.store.best(first=self.run.origin + 1) if self.config.end_with == "best" else None
+            self.store.best(first_step=self.run.origin + 1)
+            if self.config.end_with == "best"
+            else None
         )
         if best is None or best.step == self.run.done:
             return

@@ -19,7 +19,7 @@ from ratchet.runs.run_dir import RunDirectory
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
 from ratchet.types import Group
-from ratchet.utils.datasheets import KNOWN
+from ratchet.utils.datasheets import DATASHEET_BY_KIND
 
 # Size of the square matrices that measure the CPU peak; a product takes 5 ms on one core.
 MATRIX_SIDE = 512
@@ -66,7 +66,7 @@ class StageMeter:
             seconds: Time since the step began.
         """
         rows = [row for group in groups for row in group.trajectories]
-        new_rows = [row for group in groups if not group.uses for row in group.trajectories]
+        new_rows = [row for group in groups if not group.n_uses for row in group.trajectories]
         self.flop_counter.add("policy", [len(row) for row in new_rows if row.sampled])
         flop = self.flop_counter.flop - self._flop_before
         idle = 1 - (self.activity.busy_s - self._busy_s_before) / seconds
@@ -146,9 +146,9 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
             gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S
         )
     device_name = torch.cuda.get_device_name(parameter.device).upper().replace(" ", "")
-    datasheets = [kind for kind in KNOWN if kind.partition("-")[0] in device_name]
+    datasheets = [kind for kind in DATASHEET_BY_KIND if kind.partition("-")[0] in device_name]
     if datasheets:
-        return devices * KNOWN[datasheets[-1]].flop_s
+        return devices * DATASHEET_BY_KIND[datasheets[-1]].flop_s
     return devices * measure_gemm_rate(
         Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
     )

@@ -13,7 +13,7 @@ from rich.console import Console
 from ratchet.batch import Batch
 from ratchet.config.schema import RunConfig
 from ratchet.learners.wrapper import LearnerWrapper
-from ratchet.observe.tracing.profiler import Profiler, Subject
+from ratchet.observe.tracing.profiler import ProfiledStage, Profiler
 from ratchet.protocols import Learner, LossTerm
 from ratchet.training.run import StageRun
 from ratchet.training.stage import Policy
@@ -62,7 +62,7 @@ def profiling(
 
 def _make_subject(
     run: StageRun, policy: Policy, config: RunConfig, roles: Mapping[str, TokenCountingLearner]
-) -> Subject:
+) -> ProfiledStage:
     """Return the facts about model and machine that the profiler needs."""
     model = policy.model
     parameter = next(model.parameters())
@@ -77,14 +77,14 @@ def _make_subject(
         generated = getattr(core, "prefilled_tokens", 0) + getattr(core, "decoded_tokens", 0)
         return generated + sum(learner.tokens for learner in roles.values())
 
-    return Subject(
+    return ProfiledStage(
         stage=run.name,
         device=parameter.device,
         # The dtype of the learner's autocast.
         dtype=torch.bfloat16 if parameter.device.type == "cuda" else parameter.dtype,
         threads=int(config.threads),
         vocab_size=model.vocab_size,
-        widest=(widest[1], widest[0]),
+        largest_layer=(widest[1], widest[0]),
         requested_tokens=count_tokens,
         generated_tokens=lambda: run.progress.generated_tokens,
     )

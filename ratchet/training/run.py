@@ -35,7 +35,7 @@ from ratchet.experience.rollout.metrics import (
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.observe.metrics import MetricsManager
 from ratchet.observe.sentinels import Sentinels
-from ratchet.observe.stall_report import RUN, note
+from ratchet.observe.stall_report import RUN, record_event
 from ratchet.observe.tracing.profiler import Profiler
 from ratchet.observe.tracing.spans import ACTIVITY
 from ratchet.protocols import Closeable, Learner, WeightSync
@@ -209,7 +209,7 @@ class StageRun:
     def phase(self, name: str) -> Iterator[None]:
         """Time a phase of the step. It begins with a failpoint, where tests kill the process."""
         failpoints.point(f"step.{name}")
-        note(RUN, f"began to {name} for step {self.done + 1}")
+        record_event(RUN, f"began to {name} for step {self.done + 1}")
         with self._time_part(name), self.metrics.phase(name):
             yield
 
@@ -270,7 +270,7 @@ class StageRun:
         )
         self.batcher.adapt(groups, step, self.mean_metrics)
         if self.measure_environment is not None:
-            new_groups = [group for group in groups if not group.uses]
+            new_groups = [group for group in groups if not group.n_uses]
             rollout_metrics |= {
                 f"environment/{name}": value
                 for name, value in self.measure_environment(new_groups).items()
@@ -306,7 +306,7 @@ class StageRun:
         )
         if self._is_last_step or is_evaluation_due:
             failpoints.point("step.evaluate")
-            note(RUN, f"began to evaluate after step {steps_done}")
+            record_event(RUN, f"began to evaluate after step {steps_done}")
             with self._time_part("evaluate"):
                 await self.evaluate()
         findings = await self._check_reward_hacking(steps_done, groups)
@@ -325,7 +325,7 @@ class StageRun:
             self.stop.status = PAUSED
         is_end = self.stop.status is not None or self._is_last_step
         if self.save is not None and (is_end or self._is_due(steps_done, self.save_every)):
-            note(RUN, f"began to save step {steps_done}")
+            record_event(RUN, f"began to save step {steps_done}")
             with self._time_part("save"):
                 await self.save(steps_done)
 

@@ -135,7 +135,7 @@ class TrainingSession:
     async def run(self) -> int:
         """Run to the end or to a stop request, and return the exit status."""
         prepare_process(self.config.threads)
-        stop = _StopAfterStep(forwarded=TorchrunRank.here() is not None)
+        stop = _StopAfterStep(forwarded=TorchrunRank.from_environment() is not None)
         log_file = log_to(self.directory.log, console=self.console)
         signal_handlers = handle_stop_signals(stop.request, forwarded=stop.forwarded)
         with log_file, signal_handlers, serve_status(self.directory):
@@ -423,7 +423,7 @@ class TrainingSession:
         )
         summary.write(self.directory.summary)
         failpoints.point("finish.summary")
-        for table in summary.tables():
+        for table in summary.make_tables():
             self.console.print(table)
         rows: list[tuple[str, str | Path]] = [
             ("run", self.place),

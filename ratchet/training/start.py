@@ -21,7 +21,7 @@ from ratchet.runs.recipe_changes import check_changes, list_changes, load_change
 from ratchet.runs.remote_sync import Mirror
 from ratchet.runs.resolve import open_run
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.runs.unstarted import clear, is_unstarted
+from ratchet.runs.unstarted import clear_unstarted, is_unstarted
 from ratchet.training.preflight import run_preflight
 from ratchet.training.saved_weights import (
     SavedWeights,
@@ -64,7 +64,7 @@ def start_run(
             `ratchet.training.run`.
     """
     notes: list[str] = []
-    torchrun_rank = TorchrunRank.here()
+    torchrun_rank = TorchrunRank.from_environment()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     unfrozen, saved = _load_recipe(recipe, overrides, start_from, with_optimizer=with_optimizer)
@@ -128,7 +128,7 @@ def _open_new_run(
         if directory.used:
             notes.append(f"takes the place of a run without steps in {path}")
         with directory.locked():
-            clear(directory)
+            clear_unstarted(directory)
     if directory.used:
         raise RunDirectoryError(
             f"{path} holds a run. Continue it with --resume {place}, or choose another --run-dir"
@@ -178,7 +178,7 @@ def resume_run(
         profile: The number of steps to profile; None profiles none.
         changed_data: Resume even if data files have changed.
     """
-    torchrun_rank = TorchrunRank.here()
+    torchrun_rank = TorchrunRank.from_environment()
     if torchrun_rank is not None and torchrun_rank.rank:
         return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
@@ -237,7 +237,7 @@ def _change_recipe(
     step, finished = (
         (0, 0) if checkpoint is None else (checkpoint.step, len(checkpoint.meta["summaries"]))
     )
-    check_changes(changes, lengths.config, step=step, finished=finished, run=place)
+    check_changes(changes, lengths.config, step=step, n_finished_stages=finished, run=place)
     try:
         record_changes(
             directory.provenance,
@@ -246,7 +246,7 @@ def _change_recipe(
         )
     except OSError as error:
         raise RunDirectoryError(f"{directory.provenance} can't be written: {error}") from error
-    directory.change(plain(lengths.config))
+    directory.replace_config(plain(lengths.config))
     return lengths, [f"changed after step {step}: {change}" for change in changes]
 
 

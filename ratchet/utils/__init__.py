@@ -1,1 +1,1 @@
-"""Helpers that know nothing of training: files, threads, processes, credentials."""
+"""Helpers that do not depend on training: files, threads, processes, credentials."""

@@ -1,7 +1,7 @@
 """Provide secrets that a recipe names by environment variable and never contains.
 
-The library does not read the environment. The command line does, and passes it to `offer`; your own
-program calls `offer(os.environ)` once.
+The library does not read the environment. The command line does, and passes it to
+`set_environment`; your own program calls `set_environment(os.environ)` once.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from ratchet.errors import ConfigError
 _environment: Mapping[str, str] = {}
 
 
-def offer(environment: Mapping[str, str]) -> None:
+def set_environment(environment: Mapping[str, str]) -> None:
     """Set the variables that `get_credential` reads, and drop those of an earlier call."""
     global _environment
     _environment = environment
 
 
-def get_offered() -> Mapping[str, str]:
+def get_environment() -> Mapping[str, str]:
     """Return a copy of the variables, for a child process that resolves the same recipe."""
     return dict(_environment)
 
@@ -30,6 +30,6 @@ def get_credential(variable: str) -> str:
     if not value:
         raise ConfigError(
             f"the environment variable {variable} is not set: export it before the run (your own "
-            "program must also call ratchet.utils.credentials.offer(os.environ))"
+            "program must also call ratchet.utils.credentials.set_environment(os.environ))"
         )
     return value

@@ -25,7 +25,7 @@ class AcceleratorDatasheet:
     link: float  # bandwidth to other accelerators in the same node, bytes/s
 
 
-KNOWN: dict[str, AcceleratorDatasheet] = {
+DATASHEET_BY_KIND: dict[str, AcceleratorDatasheet] = {
     "A100-40": AcceleratorDatasheet(40 * GIB, 312e12, 1.555e12, 600e9),
     "A100": AcceleratorDatasheet(80 * GIB, 312e12, 2.039e12, 600e9),
     "H100": AcceleratorDatasheet(80 * GIB, 989e12, 3.35e12, 900e9),
@@ -36,7 +36,9 @@ KNOWN: dict[str, AcceleratorDatasheet] = {
 }
 # Shares of the peak that training, scoring forwards and decoding usually reach.
 UPDATE_SHARE, SCORE_SHARE, DECODE_SHARE = 0.4, 0.5, 0.6
-USABLE = 0.92  # usable share of the memory; the CUDA context and the allocator take the rest
+USABLE_MEMORY_SHARE = (
+    0.92  # usable share of the memory; the CUDA context and the allocator take the rest
+)
 
 
 @dataclass(frozen=True)
@@ -56,11 +58,12 @@ class ClusterSpec:
                 f"--cluster {text}: give NODESxACCELERATORSxKIND, for example 2x8xH100"
             )
         kind = match[3].upper()
-        if kind not in KNOWN:
-            similar_kinds = get_close_matches(kind, KNOWN, n=1)
+        if kind not in DATASHEET_BY_KIND:
+            similar_kinds = get_close_matches(kind, DATASHEET_BY_KIND, n=1)
             hint = f"did you mean {similar_kinds[0]}? " if similar_kinds else ""
             raise ConfigError(
-                f"--cluster {text}: '{match[3]}' is unknown; {hint}known are {', '.join(KNOWN)}"
+                f"--cluster {text}: '{match[3]}' is unknown; {hint}known are "
+                f"{', '.join(DATASHEET_BY_KIND)}"
             )
         nodes = int(match[1] or 1)
         per_node = int(match[2])
@@ -71,7 +74,7 @@ class ClusterSpec:
     @property
     def accelerator(self) -> AcceleratorDatasheet:
         """Return the data sheet of the cluster's accelerators."""
-        return KNOWN[self.kind]
+        return DATASHEET_BY_KIND[self.kind]
 
     @property
     def count(self) -> int:

@@ -107,11 +107,11 @@ def record() -> Iterator[list[str]]:
     No failpoint is armed inside the block.
     """
     global _listener
-    passed: list[str] = []
+    passed_points: list[str] = []
     previous_listener = _listener
-    _listener = passed.append
+    _listener = passed_points.append
     try:
-        yield passed
+        yield passed_points
     finally:
         _listener = previous_listener
 

@@ -29,7 +29,7 @@ log = logging.getLogger(__name__)
 
 # The package that fsspec needs for each scheme; the extra `stores` installs it. These stores have
 # buckets and no directories.
-PACKAGES = {
+PACKAGE_BY_SCHEME = {
     "s3": "s3fs",
     "s3a": "s3fs",
     "gs": "gcsfs",
@@ -46,9 +46,9 @@ Result = TypeVar("Result")
 _cache: Path | None = None
 
 
-def is_address(place: str | Path) -> bool:
-    """Return True if `place` is an address with a scheme, not a local path."""
-    return isinstance(place, str) and "://" in place
+def is_address(location: str | Path) -> bool:
+    """Return True if `location` is an address with a scheme, not a local path."""
+    return isinstance(location, str) and "://" in location
 
 
 def configure_cache(environment: Mapping[str, str]) -> None:
@@ -114,7 +114,7 @@ def open_filesystem(address: str) -> tuple[Any, str]:
     try:
         return url_to_fs(address)
     except ImportError as error:
-        package = PACKAGES.get(scheme, "fsspec")
+        package = PACKAGE_BY_SCHEME.get(scheme, "fsspec")
         raise MissingDependency(
             package, extra="stores", needed_for=f"reading {scheme}://"
         ) from error
@@ -147,7 +147,7 @@ class Store:
         self.address = address.rstrip("/")
         self._filesystem, root = open_filesystem(self.address)
         self._root = root.rstrip("/")
-        self._has_buckets = self.address.partition("://")[0] in {*PACKAGES, "hf"}
+        self._has_buckets = self.address.partition("://")[0] in {*PACKAGE_BY_SCHEME, "hf"}
 
     def entries(self, below: str = "") -> dict[str, StoredFile]:
         """Return all files below a directory by name; {} if there are none."""
@@ -262,7 +262,7 @@ class Store:
                 if attempt == ATTEMPTS - 1:
                     raise OSError(reason) from error
                 pause_s = PAUSE_S * 2**attempt
-                log.warning("%s; once more in %g s", reason, pause_s)
+                log.warning("%s; trying again in %g s", reason, pause_s)
                 time.sleep(pause_s)
         raise AssertionError("the last attempt returns or raises")
 

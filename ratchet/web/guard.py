@@ -102,8 +102,12 @@ class Guard:
 def get_bearer_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes:
     """Return the bearer key in the first Authorization header; b"" if there is none."""
     value = next((value for name, value in headers if name == b"authorization"), b"")
-    parts = value.split()
-    return parts[1] if len(parts) == 2 and parts[0].lower() == b"bearer" else b""
+    scheme_and_key = value.split()
+    return (
+        scheme_and_key[1]
+        if len(scheme_and_key) == 2 and scheme_and_key[0].lower() == b"bearer"
+        else b""
+    )
 
 
 def explain_refusal(headers: Iterable[tuple[bytes, bytes]], hosts: Collection[str]) -> str:

@@ -22,7 +22,7 @@ log = logging.getLogger(__name__)
 BACKLOG = 2048
 RETRY_S = 0.1  # pause after the system refused a descriptor
 OUT_OF_DESCRIPTORS = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
-MIN_CONNECTIONS = 8  # however few descriptors there are
+MIN_CONNECTIONS = 8  # even if fewer descriptors are free
 
 
 class Server:

@@ -129,7 +129,7 @@ def test_on_another_machine_it_ends_with_the_same_bits(
         "config.yaml",
         "run.log",
     } <= names
-    assert sorted(MirroredRun(address).checkpoints()[0]) == [5, 6]
+    assert sorted(MirroredRun(address).list_checkpoints()[0]) == [5, 6]
 
 
 def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(
@@ -151,7 +151,7 @@ def test_a_store_that_breaks_in_the_middle_of_a_checkpoint_costs_no_step(
     assert len(failed) == 3
     assert "can't upload the save" in capsys.readouterr().out
     assert_equal_runs(whole, get_mirror_work_dir(address))
-    assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 3, 5, 6]
+    assert sorted(MirroredRun(address).list_checkpoints()[0]) == [2, 3, 5, 6]
 
 
 def test_a_store_that_stays_broken_is_said_and_mended_later(recipe, whole, capsys):

@@ -69,16 +69,19 @@ def test_a_comparison_prefers_the_right_answer_and_is_the_same_each_time(answer,
 def test_a_judged_answer_is_one_of_the_pair_with_its_reward(answer, name):
     pair, judged = (
         environment.comparison(task(answer, name)),
-        environment.judged(task(answer, name)),
+        environment.labelled_answer(task(answer, name)),
     )
     assert judged.messages == (pair.chosen if judged.reward else pair.rejected)
     assert judged.reward in (0.0, 1.0)
-    assert environment.judged(task(answer, name)) == judged
+    assert environment.labelled_answer(task(answer, name)) == judged
 
 
 @given(answer=NUMBERS, name=st.text(max_size=8))
 def test_steps_are_the_judged_answer_right_up_to_the_first_slip(answer, name):
-    judged, steps = environment.judged(task(answer, name)), environment.steps(task(answer, name))
+    judged, steps = (
+        environment.labelled_answer(task(answer, name)),
+        environment.steps(task(answer, name)),
+    )
     text = judged.messages[0].text
     assert "".join(step for step, _ in steps) == text
     first_wrong = next(
@@ -95,7 +98,7 @@ def test_other_tasks_with_the_same_answer_slip_elsewhere():
 
 
 def test_about_half_of_the_judged_answers_are_right():
-    rewards = [environment.judged(task("42", f"t{i}")).reward for i in range(1000)]
+    rewards = [environment.labelled_answer(task("42", f"t{i}")).reward for i in range(1000)]
     assert 430 < sum(rewards) < 570
 
 

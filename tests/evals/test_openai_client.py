@@ -33,7 +33,7 @@ from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.testing.fakes import FakeEnvironment
 from ratchet.training.from_config import build_policy
 from ratchet.types import Message, Sampling, Task, ToolCall
-from ratchet.utils.credentials import offer
+from ratchet.utils.credentials import set_environment
 
 TASKS = [Task(f"t/{i}", (Message("user", f"{i}?"),), answer=str(i), tag="t") for i in range(3)]
 PATIENT: dict[str, Any] = {"retries": 0, "backoff_s": 0.001}
@@ -237,7 +237,7 @@ def test_our_own_server_answers_as_the_policy_does():
             policy.generator, policy.renderer, greedy, max_context=64, max_turns=8
         )
         async with Proxy().open(session) as (url, key):
-            offer({"KEY": key})
+            set_environment({"KEY": key})
             section = EndpointConfig.model_validate({**PATIENT, "api_key_env": "KEY"})
             plays = EndpointPlayer(Endpoint(get_completions_url(url), section), "policy")
             rows = await plays.play(task, environment, greedy, attempt=0)
@@ -251,4 +251,4 @@ def test_our_own_server_answers_as_the_policy_does():
     try:
         assert asyncio.run(asked()) == asyncio.run(direct())
     finally:
-        offer({})
+        set_environment({})

@@ -60,7 +60,7 @@ def test_a_dead_worker_is_named_with_its_last_words(start):
 def test_a_worker_that_dies_between_calls_is_named_at_once(start, caplog):
     group = start(2)
     os.kill(group.call_now("pid")[0], signal.SIGTERM)
-    until(lambda: group.broken is not None and caplog.messages)
+    until(lambda: group.final_error is not None and caplog.messages)
     assert "rank 0 of 2" in caplog.messages[0]
     with pytest.raises(WorkerDied, match=r"rank 0 of 2 .* died \(SIGTERM\)"):
         group.call_now("pid")

@@ -9,7 +9,7 @@ from contextlib import suppress
 import pytest
 
 from ratchet.executors.signals import (
-    STOPPING,
+    STOP_SIGNALS,
     SecondSignal,
     handle_stop_signals,
     keep_handlers,
@@ -17,15 +17,15 @@ from ratchet.executors.signals import (
     shield_programs,
 )
 
-ALL = [pytest.param(number, id=number.name) for number in STOPPING]
+ALL = [pytest.param(number, id=number.name) for number in STOP_SIGNALS]
 
 
 @pytest.fixture(autouse=True)
 def handlers():
     """The handlers of the tests' own process, and `signal.signal`, are as before afterwards."""
-    before, install = [signal.getsignal(number) for number in STOPPING], signal.signal
+    before, install = [signal.getsignal(number) for number in STOP_SIGNALS], signal.signal
     yield
-    assert [signal.getsignal(number) for number in STOPPING] == before
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
     assert signal.signal is install
 
 

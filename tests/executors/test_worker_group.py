@@ -113,7 +113,7 @@ def test_a_deadline_names_who_is_late_and_ends_the_group(start):
     assert "answered 'hang'" in str(late.value), "rank 0"
     with pytest.raises(CallTimeout):
         group.call_now("add", 1)
-    assert group.broken is not None
+    assert group.final_error is not None
 
 
 def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
@@ -123,22 +123,22 @@ def test_an_error_does_not_wait_for_ranks_that_wait_for_it(start, monkeypatch):
         group.call_now("fail_and_hang", 0)
     assert "rank 1 of 2" in caught.value.__notes__[-1]
     assert "so the group was ended" in caught.value.__notes__[-1]
-    assert isinstance(group.broken, CallTimeout)
+    assert isinstance(group.final_error, CallTimeout)
 
 
 def test_waits_are_in_the_table_while_they_last(start, monkeypatch):
     group = start(2)
     call = group.within(50, owner="the loop").submit("hang", 1)
-    while "rank 0 of 2" in stall_report.table():
+    while "rank 0 of 2" in stall_report.format_waits():
         pass
-    header, row = stall_report.table().splitlines()
+    header, row = stall_report.format_waits().splitlines()
     assert header.split() == ["waiting", "waits", "for", "to", "since", "at", "most"]
     assert row.startswith(f"the loop  learner rank 1 of 2 on {os.uname().nodename}  hang")
     assert row.endswith("50 s")
     monkeypatch.setattr("ratchet.executors.worker_group.CLOSE_S", 0.1)
     group.close()
     assert call.exception() is not None
-    assert "waits for no other process" in stall_report.table()
+    assert "waits for no other process" in stall_report.format_waits()
 
 
 @pytest.mark.fault("P17")
@@ -169,7 +169,7 @@ def test_another_version_is_refused_by_name(start, monkeypatch):
 def test_the_driver_can_read_what_a_worker_wrote(start):
     group = start(1)
     group.call_now("say", "a line")
-    assert group.members[0].tail() == "a line"
+    assert group.members[0].read_log_tail() == "a line"
 
 
 def test_a_recipe_chooses_the_executor():

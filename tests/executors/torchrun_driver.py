@@ -10,7 +10,7 @@ from ratchet.executors.config import TorchrunClusterConfig
 from ratchet.executors.placement import ResourceRequest
 from ratchet.executors.torchrun import TorchrunExecutor, TorchrunRank, serve_rank
 
-launched = TorchrunRank.here()
+launched = TorchrunRank.from_environment()
 assert launched is not None
 if launched.rank:
     sys.exit(serve_rank(launched))

@@ -21,7 +21,7 @@ from ratchet.experience.sources.offline import (
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator
-from ratchet.types import Comparison, Failed, Judged, Message, Owner, Part, Sampling, Task
+from ratchet.types import Comparison, Failed, LabelledAnswer, Message, Owner, Part, Sampling, Task
 
 BAD = Part("image", "data:image/png;base64,AAAA")
 PAD = "<|image_pad|>"
@@ -135,8 +135,8 @@ class Given(FakeEnvironment):
     def comparison(self, task):
         return Comparison((Message("assistant", "a"),), (Message("assistant", "bb"),))
 
-    def judged(self, task):
-        return Judged((Message("assistant", "a"),), 1.0)
+    def labelled_answer(self, task):
+        return LabelledAnswer((Message("assistant", "a"),), 1.0)
 
     def steps(self, task):
         return [("a", 1.0), ("b", 0.0)]

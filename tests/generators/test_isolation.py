@@ -295,7 +295,7 @@ def test_a_failed_request_costs_no_worker():
     assert type(error) is RequestFailed
     assert np.isfinite([*first.logprobs, *second.logprobs]).all()
     assert len(workers) == 1
-    assert router.restarts == 0
+    assert router.n_restarts == 0
 
 
 @pytest.mark.fault("R16")

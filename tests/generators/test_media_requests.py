@@ -91,7 +91,7 @@ def test_requests_travel_with_each_image_once_and_without_any_as_before():
     )
     assert [medium.key for medium in asked.media] == ["cat", "dog"]
     assert (len(asked.prompts), asked.prompt_indices) == (12, [0, 0, 1, 2])
-    there = pickle.loads(pickle.dumps(asked, protocol=5)).each()
+    there = pickle.loads(pickle.dumps(asked, protocol=5)).unpack()
     assert [number for number, *_ in there] == [1, 2, 3, 4]
     for number, prompt, sampling, media in there:
         assert (prompt.tolist(), sampling) == (TOKENS, SAMPLING)

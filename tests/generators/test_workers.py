@@ -121,7 +121,7 @@ def test_a_cancelled_request_leaves_its_worker():
     assert not worker.component._running
     assert not worker.component.generator.core.busy
     assert router.queues[0].load == 0
-    assert not router.queues[0].prompts
+    assert not router.queues[0].request_count_by_prompt
 
 
 def test_pause_holds_all_of_them():
@@ -152,7 +152,7 @@ def test_deaths_lose_no_request_and_answer_none_twice(seed):
     )
     assert columns(drawn(router, requests(30))) == columns(drawn(engine(), requests(30)))
     asyncio.run(router.close())
-    assert router.restarts == sum(worker.died for worker in workers)
+    assert router.n_restarts == sum(worker.died for worker in workers)
     assert all(worker.closed for worker in workers)
 
 
@@ -204,7 +204,7 @@ def test_workers_that_play_are_given_up_together(error):
 def test_so_many_restarts_and_no_more(caplog):
     router, workers = router_here(1, exchanges=(0,) * 9, recovery="restart", max_restarts=2)
     told = []
-    router.on_restart = lambda: told.append(router.restarts)
+    router.on_restart = lambda: told.append(router.n_restarts)
     with pytest.raises(WorkerDied):
         drawn(router, requests(3))
     assert (len(workers), told) == (3, [1, 2])
@@ -236,7 +236,7 @@ def test_a_generator_that_breaks_is_a_worker_that_died():
 
     worker.component.generator.core.step = broken
     assert columns(drawn(router, requests(5))) == columns(drawn(engine(), requests(5)))
-    assert router.restarts == 1
+    assert router.n_restarts == 1
     router, (worker,) = router_here(1)
     worker.component.generator.core.step = broken
     with pytest.raises(WorkerRaised, match="RuntimeError: out of memory"):
@@ -298,7 +298,7 @@ def test_a_replacement_serves_with_the_pushed_weights_alone(workers):
         return found
 
     found = asyncio.run(play())
-    assert router.restarts == 1
+    assert router.n_restarts == 1
     assert columns(found) == columns(drawn(wanted, requests(20, new=100)))
     assert all(own.component.generator.version == 8 for own in started if own.left is None)
 
@@ -323,7 +323,7 @@ def test_a_death_in_a_push(method):
     router, started = router_here(2, recovery="restart")
     dies_in(started[1])
     asyncio.run(linked(router, learner).push(3))
-    assert (router.restarts, len(started), router.version) == (1, 3, 3)
+    assert (router.n_restarts, len(started), router.version) == (1, 3, 3)
     assert columns(drawn(router, requests(12))) == columns(drawn(wanted, requests(12)))
     router, started = router_here(2)
     dies_in(started[1])
@@ -340,7 +340,7 @@ def test_a_learner_that_breaks_a_push_is_not_the_workers_fault():
 
     with pytest.raises(WeightSyncError, match="no weights"):
         asyncio.run(linked(router, Broken()).push(3))
-    assert router.restarts == 0
+    assert router.n_restarts == 0
 
 
 def test_weights_that_nobody_can_push_again_end_it():
@@ -363,12 +363,12 @@ def test_the_section():
         "generator",
         {"kind": "workers", "worker": {"kind": "vllm", "tensor_parallel": 2}, "workers": 3},
     )
-    assert (made.accelerators, made.filters, made.workers) == (2, False, 3)
-    assert made.misfit(n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True).startswith(
-        "tensor_parallel=2"
-    )
-    assert config().filters
-    assert config().misfit is None
+    assert (made.accelerators, made.reports_kept_mass, made.workers) == (2, False, 3)
+    assert made.explain_misfit(
+        n_heads=3, n_kv_heads=1, head_dim=64, n_layers=1, on_cpu=True
+    ).startswith("tensor_parallel=2")
+    assert config().reports_kept_mass
+    assert config().explain_misfit is None
     assert isinstance(made.worker, type(resolve("generator", {"kind": "vllm"})))
     assert GeneratorPool(made, None, None).max_restarts == 0
     assert GeneratorPool(config(recovery="restart", max_restarts=5)).max_restarts == 5
@@ -404,6 +404,6 @@ def test_routes_travel_with_their_completions():
         Completion(np.arange(2), none, none, np.ones(2, np.int32), StopReason.LENGTH, own)
         for own in (routes, None)
     ]
-    found = dict(CompletionBatch.from_completions(dict(enumerate(made)), {}).each())
+    found = dict(CompletionBatch.from_completions(dict(enumerate(made)), {}).unpack())
     assert np.array_equal(found[0].routes, routes)
     assert found[1].routes is None

@@ -135,7 +135,7 @@ def test_a_replacement_goes_on_where_the_dead_one_was(start, tmp_path, how, work
         return found
 
     assert columns(asyncio.run(play())) == columns(drawn(wanted, requests(60, new=150)))
-    assert router.restarts == 1
+    assert router.n_restarts == 1
 
 
 @pytest.mark.parametrize("recipe", LINKS)
@@ -169,4 +169,4 @@ def test_deaths_around_pushes(start, tmp_path, recipe):
             await link.close()
 
     asyncio.run(play())
-    assert router.restarts == 3
+    assert router.n_restarts == 3

@@ -239,7 +239,7 @@ async def until_some(generator, count):
     """Every running request has so many tokens."""
 
     def fed(request):
-        return len(request.watch.window)
+        return len(request.stop_strings.window)
 
     while len(running(generator)) < len(PROMPTS) or min(map(fed, running(generator))) < count:
         await asyncio.sleep(0.001)

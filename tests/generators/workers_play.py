@@ -73,7 +73,7 @@ class Here:
 
     async def call(self, method, /, *arguments):
         if method == "exchange":
-            self.asked.append([tokens.tolist() for _, tokens, *_ in arguments[0].each()])
+            self.asked.append([tokens.tolist() for _, tokens, *_ in arguments[0].unpack()])
             if self.left == 0:
                 await asyncio.sleep(0)
                 raise self.death()

@@ -184,10 +184,10 @@ def test_ranks_hand_over_what_they_know() -> None:
         rank.add("time", {"tokens_per_s": 100.0}, merge="rate", weight=values[0])
     driver = MetricsManager()
     for rank in ranks:
-        driver.merge(pickle.loads(pickle.dumps(rank.partials())))
+        driver.merge(pickle.loads(pickle.dumps(rank.take_partials())))
         assert rank.flush(1) == {}
     assert driver.flush(1) == {"policy/mean": 4.0, "policy/p50": 3.0, "time/tokens_per_s": 40.0}
     other = MetricsManager()
     other.add("policy", {"mean": 1.0}, merge="sum")
     with pytest.raises(ValueError, match=r"the mean of 'mean' .* the sum of 'mean'"):
-        driver.merge(other.partials())
+        driver.merge(other.take_partials())

@@ -3,7 +3,7 @@
 import json
 
 from ratchet.observe import provenance
-from ratchet.observe.provenance import code_version, record_provenance
+from ratchet.observe.provenance import get_code_version, record_provenance
 
 
 def test_it_is_noted_once_for_the_same_code_and_data(tmp_path):
@@ -11,14 +11,14 @@ def test_it_is_noted_once_for_the_same_code_and_data(tmp_path):
     record_provenance(path, after_step=0, data={"a.jsonl": "1"})
     record_provenance(path, after_step=8, data={"a.jsonl": "1"})
     (start,) = json.loads(path.read_text())
-    assert start == {"after_step": 0, "code": code_version(), "data": {"a.jsonl": "1"}}
+    assert start == {"after_step": 0, "code": get_code_version(), "data": {"a.jsonl": "1"}}
 
 
 def test_a_run_that_goes_on_with_others_says_from_where(tmp_path, monkeypatch):
     path = tmp_path / "provenance.json"
     record_provenance(path, after_step=0, data={})
     record_provenance(path, after_step=8, data={"a.jsonl": "2"})
-    monkeypatch.setattr(provenance, "code_version", lambda: {"ratchet": "9"})
+    monkeypatch.setattr(provenance, "get_code_version", lambda: {"ratchet": "9"})
     record_provenance(path, after_step=9, data={"a.jsonl": "2"})
     assert [(start["after_step"], start["data"]) for start in json.loads(path.read_text())] == [
         (0, {}),
@@ -43,6 +43,6 @@ def test_a_damaged_file_is_no_hindrance(tmp_path):
 
 
 def test_the_sources_decide_the_version():
-    version = code_version()
+    version = get_code_version()
     assert len(version["sources"]) == 64
     assert {"ratchet", "torch", "python", "commit"} <= set(version)

@@ -12,7 +12,7 @@ import pytest
 
 from ratchet.config.sentinels import Rule, SentinelConfig, SentinelsConfig
 from ratchet.observe.sentinels import (
-    EXHIBITS,
+    MAX_EXHIBITS,
     Exhibit,
     MetricMemory,
     Sentinels,
@@ -168,7 +168,9 @@ def test_the_evidence_is_the_history_and_the_attempts_that_weigh_most(tmp_path, 
     assert message.endswith(f"({path})")
     found = json.loads(path.read_text())
     assert (found["history"], found["metrics"]) == (lengths, {"rollout/length_mean": 5.0})
-    assert [shown["length"] for shown in found["attempts"]] == list(range(11, 11 - EXHIBITS, -1))
+    assert [shown["length"] for shown in found["attempts"]] == list(
+        range(11, 11 - MAX_EXHIBITS, -1)
+    )
     assert found["attempts"][0]["messages"][-1] == {"role": "assistant", "text": "!"}
 
 

@@ -11,7 +11,14 @@ import pytest
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.observe import stall_report
-from ratchet.observe.stall_report import RUN, Stalls, log_stalls, note, report, waiting
+from ratchet.observe.stall_report import (
+    RUN,
+    StallDetector,
+    format_report,
+    log_stalls,
+    record_event,
+    waiting,
+)
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
 from ratchet.types import Message, Sampling
 
@@ -25,7 +32,7 @@ def nobody(monkeypatch):
 def test_those_that_wait_for_the_same_are_one_line():
     maze = ("attempts", "step", "environment Maze", 5)
     with waiting(*maze), waiting(*maze), waiting("driver", "update", "learner rank 1", None):
-        _, first, second = stall_report.table().splitlines()
+        _, first, second = stall_report.format_waits().splitlines()
     assert first.startswith("attempts (2)  environment Maze  step")
     assert first.endswith("5 s")
     assert second.startswith("driver        learner rank 1    update")
@@ -38,9 +45,9 @@ def test_the_last_that_was_heard_of_each():
         pass
     with pytest.raises(KeyError), waiting("attempts", "score", "reward Judge", 5):
         raise KeyError
-    note("generator rank 0", "was sent 'exchange'")
-    note("generator rank 0", "answered 'exchange'")
-    rows = [line.split("  ") for line in report().splitlines()[2:]]
+    record_event("generator rank 0", "was sent 'exchange'")
+    record_event("generator rank 0", "answered 'exchange'")
+    rows = [line.split("  ") for line in format_report().splitlines()[2:]]
     assert [row[0] for row in rows] == ["environment Maze", "reward Judge", "generator rank 0"]
     assert "ended 'step'" in rows[0]
     assert "failed 'score'" in rows[1]
@@ -49,9 +56,9 @@ def test_the_last_that_was_heard_of_each():
 
 def test_it_forgets_those_of_whom_nothing_was_heard_for_longest():
     for number in range(stall_report.MAX_COMPONENTS + 5):
-        note(f"{number}", "was started")
-    note("5", "answered")
-    note("new", "was started")
+        record_event(f"{number}", "was started")
+    record_event("5", "answered")
+    record_event("new", "was started")
     assert len(stall_report._events) == stall_report.MAX_COMPONENTS
     assert "5" in stall_report._events
     assert "6" not in stall_report._events
@@ -59,9 +66,9 @@ def test_it_forgets_those_of_whom_nothing_was_heard_for_longest():
 
 def test_a_stall_is_logged_after_a_time_and_each_doubling(monkeypatch):
     monkeypatch.setattr(stall_report, "time", SimpleNamespace(monotonic=lambda: 5000.0))
-    stalls = Stalls(100)
+    stalls = StallDetector(100)
     assert stalls.check(1e9) is None, "nothing has begun"
-    note(RUN, "began to sample for step 3")
+    record_event(RUN, "began to sample for step 3")
     with waiting("attempts", "step", "environment Maze", None):
         stalled = [after for after in range(0, 1000, 10) if stalls.check(5000.0 + after)]
         assert stalled == [100, 200, 400, 800]
@@ -71,7 +78,7 @@ def test_a_stall_is_logged_after_a_time_and_each_doubling(monkeypatch):
         "the run has made no progress for 1600 s, since it began to sample for step 3:\n"
     )
     assert "environment Maze  step" in text
-    note(RUN, "began to score for step 3")
+    record_event(RUN, "began to score for step 3")
     assert [stalls.check(5000.0 + after) is not None for after in (99, 101, 199, 201)] == [
         False,
         True,
@@ -92,7 +99,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     logging.getLogger("ratchet.observe.stall_report").addHandler(handler)
     try:
         with log_stalls(0.01):
-            note(RUN, "began to sample for step 1")
+            record_event(RUN, "began to sample for step 1")
             assert logged.wait(60)
     finally:
         logging.getLogger("ratchet.observe.stall_report").removeHandler(handler)
@@ -112,7 +119,7 @@ def test_attempts_say_what_they_wait_for():
     seen = []
 
     def look(answer):
-        seen.append(stall_report.table().splitlines()[1])
+        seen.append(stall_report.format_waits().splitlines()[1])
         return answer
 
     environment = FakeEnvironment()

@@ -27,7 +27,7 @@ def summary(*stages: StageSummary) -> RunSummary:
 
 def shown(made: RunSummary) -> str:
     console = Console(file=io.StringIO(), width=120)
-    for table in made.tables():
+    for table in made.make_tables():
         console.print(table)
     assert isinstance(console.file, io.StringIO)
     return console.file.getvalue()
@@ -95,7 +95,7 @@ def test_table() -> None:
 def test_table_on_a_terminal_without_unicode() -> None:
     file = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     Console(file=file, width=120, force_terminal=True).print(
-        *summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).tables()
+        *summary(SFT, StageSummary("x", "y", 1, 0.0, None, None)).make_tables()
     )
 
 

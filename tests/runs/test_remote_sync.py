@@ -217,10 +217,10 @@ def test_a_store_that_fails_costs_nothing_and_gets_all_of_it_later(name, address
         run.step(2)
     assert "can't upload the save" in caplog.text
     assert "out of order" in caplog.text
-    assert sorted(MirroredRun(address).checkpoints()[0]) == [1]
+    assert sorted(MirroredRun(address).list_checkpoints()[0]) == [1]
     assert run.store.load(2)
     run.step(3)
-    assert run.mirror.behind is None
+    assert run.mirror.incomplete_reason is None
     assert without_index(address) == run.files()
 
 
@@ -242,7 +242,7 @@ def test_at_the_end_it_is_said_what_is_missing_and_where_it_lies(address, caplog
     assert f"--resume {address}" in said
     again = Run(address).take_up()
     assert "newer than" in again.mirror.notes[0]
-    assert sorted(MirroredRun(address).checkpoints()[0]) == [1, 2]
+    assert sorted(MirroredRun(address).list_checkpoints()[0]) == [1, 2]
 
 
 def test_a_store_that_can_not_be_written_is_known_before_anything_is_trained(address):
@@ -290,7 +290,7 @@ def test_another_machine_gets_all_that_the_run_had(address, machine):
         f"{address} continues after step 4: it was fetched into {other.path}"
     ]
     other.step(5)  # by the same rules there, though this machine has fewer
-    assert sorted(MirroredRun(address).checkpoints()[0]) == [2, 4, 5]
+    assert sorted(MirroredRun(address).list_checkpoints()[0]) == [2, 4, 5]
 
 
 def test_of_two_copies_the_newer_goes_on_and_it_is_said(address, machine):
@@ -361,7 +361,7 @@ def test_of_two_that_write_at_once_the_first_stops(address, machine):
     machine("two")
     second = Run(address).take_up().step(2)
     first.step(2)
-    assert "another process continues this run" in first.mirror.behind
+    assert "another process continues this run" in first.mirror.incomplete_reason
     assert not first.mirror.finish()
     second.step(3)
     assert second.mirror.finish()
@@ -442,7 +442,7 @@ def test_no_list_leads_outside(name, address, machine, tmp_path):
     hostile = MirrorIndex(
         index.run, index.writer, {**index.files, name: index.files["metrics.jsonl"]}
     )
-    edit(address, INDEX, lambda content: hostile.content())
+    edit(address, INDEX, lambda content: hostile.to_bytes())
     machine("two")
     with pytest.raises(CheckpointError, match="which is no file of a run's directory"):
         Run(address).take_up()
@@ -515,7 +515,7 @@ def test_what_fails_beside_is_said_and_made_up_for(address, caplog):
     with telling(told):
         run.step(1, beside=True)
         run.mirror._background.settle()
-    assert "out of order" in run.mirror.behind
+    assert "out of order" in run.mirror.incomplete_reason
     run.step(2, beside=True)
     assert run.mirror.finish()
     assert without_index(address) == run.files()
@@ -530,6 +530,6 @@ def test_a_file_that_grows_or_goes_while_it_is_sent_is_no_failure(address, machi
         file.write("more\n")
     (run.path / "provenance.json").write_text("new")
     run.mirror.push(noted | {"gone.json": noted["run.log"]}, in_background=False)
-    assert run.mirror.behind is None
+    assert run.mirror.incomplete_reason is None
     machine("two")
     assert (Run(address).take_up().path / "metrics.jsonl").read_text() == '{"step": 1}\n'

@@ -50,7 +50,7 @@ def test_mfu_and_idle_share_by_hand():
         )
     ]
     # was sampled in another step
-    old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), uses=1)
+    old = replace(make_group("h", [make_trajectory([1], [2, 3], reward=1.0)]), n_uses=1)
     found = meter.measure([*groups, old], 4.0)
     flop = 1e9 + WORK.forward_flop(3, 2) + WORK.forward_flop(2, 1.5)
     assert found["system"] == {}

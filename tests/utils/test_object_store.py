@@ -93,7 +93,7 @@ def test_what_fails_is_asked_for_again_and_what_is_refused_is_not(caplog):
         store.write("a", b"whole")
     assert contents("broken://again") == {"a": b"whole"}
     assert asked == ["write"] * 3
-    assert "of the client's own; once more" in caplog.text
+    assert "of the client's own; trying again" in caplog.text
     with (
         telling(fails(ConnectionError("gone"), 3)),
         pytest.raises(OSError, match=r"broken://again: writing a: .*gone"),

@@ -55,6 +55,6 @@ def pipeline(batch: Batch, state: AlgoState, *, transforms: Sequence[Transform])
     for transform in transforms:
         batch = transform(batch, state)
     has_signal_N = batch.need("advantages")[batch.trainable_T] != 0
-    return batch.note(
+    return batch.with_metrics(
         **{"advantage/zero_share": 1 - int(has_signal_N.sum()) / max(1, len(has_signal_N))}
     )

@@ -105,7 +105,7 @@ def gae(
         scored_T, steps.unpad(discounted_sums(deltas_AL, gamma * value_lam_A)), 0.0
     )
     valued_T = batch.trainable_T & scored_T
-    batch = batch.note(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
+    batch = batch.with_metrics(**_explained_variance(values_T[valued_T], returns_T[valued_T]))
     advantages_T = torch.where(scored_T, advantages_T, 0.0)
     return batch.fill_tokens(advantages=advantages_T, returns=returns_T, valued=valued_T)
 

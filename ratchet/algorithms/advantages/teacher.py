@@ -30,7 +30,7 @@ def on_policy_distillation(batch: Batch, state: AlgoState) -> Batch:
         span_gap_T = sum_by(key_T, gap_T, len(keys))[key_T]
         covered_T = (span_T >= 0) & batch.trainable_T
         gap_T = torch.where(covered_T, span_gap_T, 0.0)
-        batch = batch.note(
+        batch = batch.with_metrics(
             **{
                 "teacher/uncovered_share": 1
                 - float(covered_T.sum() / batch.trainable_T.sum().clamp(min=1))

@@ -184,7 +184,7 @@ def kto_reference_point(batch: Batch, state: AlgoState) -> Batch:
     z0 = max(0.0, float(gap_R.mean())) if len(gap_R) else 0.0
     return batch.fill_sequences(
         kto_z0=torch.full((batch.n_sequences,), z0, dtype=torch.float64)
-    ).note(**{"kto/z0": z0})
+    ).with_metrics(**{"kto/z0": z0})
 
 
 def kto(

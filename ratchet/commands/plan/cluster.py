@@ -17,7 +17,7 @@ from ratchet.utils.datasheets import (
     GIB,
     SCORE_SHARE,
     UPDATE_SHARE,
-    USABLE,
+    USABLE_MEMORY_SHARE,
     ClusterSpec,
 )
 
@@ -94,7 +94,7 @@ def plan_cluster(
         n_trained: Number of parameters that optimizers update.
         n_frozen: Number of parameters of models that only score.
     """
-    limit, smallest_peak_gib = spec.accelerator.memory * USABLE, float("inf")
+    limit, smallest_peak_gib = spec.accelerator.memory * USABLE_MEMORY_SHARE, float("inf")
     for layout in _list_layouts(cost, workload, spec):
         memory = _estimate_memory(cost, workload, n_trained, n_frozen, layout)
         if memory.peak_bytes <= limit:
@@ -118,7 +118,7 @@ def _list_layouts(
     come before those with it, and large micro-batches before small ones.
     """
     weight_bytes = cost.parameters * BF16_BYTES
-    max_weight_bytes = spec.accelerator.memory * (USABLE - KV_CACHE_SHARE)
+    max_weight_bytes = spec.accelerator.memory * (USABLE_MEMORY_SHARE - KV_CACHE_SHARE)
     sizes = [
         size
         for size in (1, 2, 4, 8)

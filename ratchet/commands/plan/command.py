@@ -268,7 +268,7 @@ def _measure_longest_row(
         pair = environment.comparison(task)
         answers = [pair.chosen, pair.rejected]
     elif algorithm.source == "labelled" and isinstance(environment, HasLabelledAnswers):
-        answers = [environment.judged(task).messages]
+        answers = [environment.labelled_answer(task).messages]
     elif algorithm.source == "steps" and isinstance(environment, HasStepLabels):
         return len(renderer.prompt(task.messages)) + sum(
             len(renderer.tokenizer.encode(text)) for text, _ in environment.steps(task)

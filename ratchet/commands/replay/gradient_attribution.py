@@ -16,7 +16,7 @@ from ratchet.batch import Batch
 from ratchet.learners.compute.microbatching import select_weighted_rows
 from ratchet.learners.local import LocalLearner
 from ratchet.learners.wrapper import LearnerWrapper
-from ratchet.protocols import LossTerm, needed
+from ratchet.protocols import LossTerm, list_needed_outputs
 
 
 @dataclass
@@ -123,7 +123,7 @@ def measure_token_pulls(
     """
     forward = learner.forwards[0]
     micro, monitor = batch.to(forward.device, forward.dtype), forward.make_monitor(terms)
-    needs = needed(terms)
+    needs = list_needed_outputs(terms)
     with torch.no_grad():
         outputs = forward.outputs(micro, forward.hidden(micro, monitor), needs)
         if monitor is not None:

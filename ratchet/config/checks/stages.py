@@ -215,7 +215,7 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
         if (
             value != off_value
             and stage.sampling.temperature > 0
-            and not getattr(stage.generator, "filters", True)
+            and not getattr(stage.generator, "reports_kept_mass", True)
         ):
             yield clash(
                 f"sampling.{key}={value:g} truncates the distribution, and generator "
@@ -229,13 +229,13 @@ def _check_sampling_filters(stage: StageConfig, config: RunConfig) -> Iterator[C
 
 def _check_model_fits_generator(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
     """Check that the generator can run the preset. A model directory is checked when it is read."""
-    misfit = getattr(stage.generator, "misfit", None)
+    explain_misfit = getattr(stage.generator, "explain_misfit", None)
     shape = PRESETS.get(config.model.preset or "")
-    if misfit is None or shape is None:
+    if explain_misfit is None or shape is None:
         return
     shape = {**shape, **config.model.overrides}
     sizes = {name: shape[name] for name in ("n_heads", "n_kv_heads", "head_dim", "n_layers")}
-    if reason := misfit(**sizes, on_cpu=config.device == "cpu"):
+    if reason := explain_misfit(**sizes, on_cpu=config.device == "cpu"):
         kind = getattr(stage.sampling_generator, "kind", "")
         yield clash(
             f"generator {kind} can't run this model: {reason}",

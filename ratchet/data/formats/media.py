@@ -29,14 +29,14 @@ from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors, open_binary
 from ratchet.errors import DataError, MissingDependency, suggest_install
 from ratchet.types import MediaKind, Part
-from ratchet.utils.object_store import PACKAGES
+from ratchet.utils.object_store import PACKAGE_BY_SCHEME
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
 # The image formats that Pillow may read: not EPS, which runs Ghostscript, and no rare formats.
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
-OBJECT_STORES = (*PACKAGES, "hf", "memory")
+OBJECT_STORES = (*PACKAGE_BY_SCHEME, "hf", "memory")
 SHOWN_CHARS = 80
 # Media types by the first bytes of a file. A `data:` URL needs the media type.
 SIGNATURES = (

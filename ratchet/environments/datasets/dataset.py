@@ -33,7 +33,7 @@ from ratchet.environments.datasets.preferences import GOOD_STEP
 from ratchet.environments.datasets.usual_columns import explain_ambiguous
 from ratchet.environments.single_turn import SingleTurn
 from ratchet.errors import DataError
-from ratchet.types import READ_FROM, Comparison, Judged, Message, Split, Task
+from ratchet.types import READ_FROM, Comparison, LabelledAnswer, Message, Split, Task
 
 log = logging.getLogger(__name__)
 
@@ -126,7 +126,7 @@ class Dataset(SingleTurn):
         match contents.judgement:
             case Comparison(chosen=chosen):
                 return chosen
-            case Judged(messages=messages, reward=reward) if reward > 0:
+            case LabelledAnswer(messages=messages, reward=reward) if reward > 0:
                 return messages
             case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
                 return (Message("assistant", "".join(text for text, _ in steps)),)
@@ -153,11 +153,11 @@ class Dataset(SingleTurn):
             else self._raise_missing(contents, "chosen", "two answers to compare")
         )
 
-    def judged(self, task: Task) -> Judged:
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
         contents = self._read_contents(task)
         return (
             contents.judgement
-            if isinstance(contents.judgement, Judged)
+            if isinstance(contents.judgement, LabelledAnswer)
             else self._raise_missing(
                 contents,
                 "label" if "completion" in contents.columns else "completion",

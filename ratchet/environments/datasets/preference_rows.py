@@ -20,13 +20,13 @@ from ratchet.environments.datasets.usual_columns import (
     list_candidates,
 )
 from ratchet.errors import DataError
-from ratchet.types import Comparison, Judged, Message, Role
+from ratchet.types import Comparison, LabelledAnswer, Message, Role
 
 Messages = tuple[Message, ...]
 # The text and the label of each step.
 LabelledSteps = tuple[tuple[str, float], ...]
 # A comparison of two answers, a reward for one, or a label for each step of one.
-Judgement = Comparison | Judged | LabelledSteps
+Judgement = Comparison | LabelledAnswer | LabelledSteps
 
 # Conversations in one string, as in HH-RLHF (arXiv:2204.05862): "\n\nHuman: ...\n\nAssistant: ...".
 SPEAKERS: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
@@ -196,7 +196,7 @@ class _PreferenceParser:
         better, worse = (self.number(column, self.need(column)) for column in columns)
         return Comparison(chosen, rejected, rewards=(better, worse))
 
-    def parse_labelled_answer(self) -> tuple[Messages, Judged]:
+    def parse_labelled_answer(self) -> tuple[Messages, LabelledAnswer]:
         prompt = self.prompt()
         completion = self.read_content("completion", self.need("completion"))
         if self.is_conversation(completion, prompt):
@@ -207,7 +207,7 @@ class _PreferenceParser:
                 )
             completion = completion[len(prompt) :]
         answer = self.answer("completion", completion)
-        return prompt, Judged(answer, self.number("label", self.need("label")))
+        return prompt, LabelledAnswer(answer, self.number("label", self.need("label")))
 
     def parse_steps(self) -> tuple[Messages, LabelledSteps]:
         prompt, texts, labels = self.prompt(), self.items("completions"), self.items("labels")

@@ -23,7 +23,7 @@ from ratchet.environments.datasets.preference_rows import (
 )
 from ratchet.environments.single_turn import Rows, held_out
 from ratchet.errors import DataError
-from ratchet.types import Comparison, Judged, Message, Split, Task
+from ratchet.types import Comparison, LabelledAnswer, Message, Split, Task
 
 GOOD_STEP = 0.5  # a step counts as correct if its label is above this
 
@@ -53,11 +53,11 @@ class Preferences(Rows):
             else self._raise_missing(row, "chosen", "two answers to compare")
         )
 
-    def judged(self, task: Task) -> Judged:
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
         row = _row_of_task(task)
         return (
             row.judgement
-            if isinstance(row.judgement, Judged)
+            if isinstance(row.judgement, LabelledAnswer)
             else self._raise_missing(row, "completion", "one labelled answer")
         )
 
@@ -78,7 +78,7 @@ class Preferences(Rows):
         match row.judgement:
             case Comparison(chosen=chosen):
                 return chosen
-            case Judged(messages=messages, reward=reward) if reward > 0:
+            case LabelledAnswer(messages=messages, reward=reward) if reward > 0:
                 return messages
             case tuple(steps) if all(label > GOOD_STEP for _, label in steps):
                 return (Message("assistant", "".join(text for text, _ in steps)),)

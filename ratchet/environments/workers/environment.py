@@ -26,7 +26,7 @@ from ratchet.protocols import (
     HasTools,
     Step,
 )
-from ratchet.types import Comparison, Group, Judged, Message, Split, Task
+from ratchet.types import Comparison, Group, LabelledAnswer, Message, Split, Task
 
 
 class WorkersConfig(EnvironmentConfig):
@@ -157,8 +157,8 @@ class _PairsMixin(WorkerEnvironment):
 
 
 class _LabelledAnswersMixin(WorkerEnvironment):
-    def judged(self, task: Task) -> Judged:
-        return self.local.judged(task)
+    def labelled_answer(self, task: Task) -> LabelledAnswer:
+        return self.local.labelled_answer(task)
 
 
 class _StepLabelsMixin(WorkerEnvironment):

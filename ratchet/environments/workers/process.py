@@ -196,7 +196,7 @@ class Worker:
         reason = ""
         try:
             reader, self._writer = await asyncio.open_connection(sock=driver_end)
-            self._send({"section": section, "credentials": credentials.get_offered()})
+            self._send({"section": section, "credentials": credentials.get_environment()})
             async with asyncio.timeout(START_S):
                 first_reply = await _receive(reader)
             if "error" in first_reply:

@@ -17,11 +17,13 @@ import numpy as np
 
 from ratchet.errors import DataError
 from ratchet.protocols import Step
-from ratchet.types import Comparison, Judged, Message, Part, Task, ToolCall
+from ratchet.types import Comparison, LabelledAnswer, Message, Part, Task, ToolCall
 
 HEAD = struct.Struct("!I")  # the length of a frame
 MAX_BYTES = 256 * 2**20
-TYPES = {cls.__name__: cls for cls in (Comparison, Judged, Message, Part, Step, Task, ToolCall)}
+TYPES = {
+    cls.__name__: cls for cls in (Comparison, LabelledAnswer, Message, Part, Step, Task, ToolCall)
+}
 # The key of a wrapped value's type. A dictionary with this key is wrapped too.
 WRAPPED = ""
 

@@ -47,7 +47,7 @@ def main(descriptor: int, driver_pid: int) -> None:
     connection = socket.socket(fileno=descriptor)
     first_frame = _receive(connection)
     try:
-        credentials.offer(first_frame["credentials"])
+        credentials.set_environment(first_frame["credentials"])
         server = _Server(connection, build(resolve("played", first_frame["section"])))
     except (Exception, SystemExit):  # user code
         connection.sendall(make_frame({"error": traceback.format_exc()}))

@@ -14,7 +14,7 @@ from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
 from ratchet.observe.sentinels import Exhibit
 from ratchet.protocols import Reward
-from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, finite
+from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, is_finite_number
 
 DISAGREEMENT, CANARY_REWARD = "second_opinion/disagreement", "canary/reward"
 
@@ -125,6 +125,6 @@ async def _judge_again(
     ]
     rewards += [None] * (len(rows) - len(rewards))
     return [
-        float(reward) if reward is not None and finite(reward) else None
+        float(reward) if reward is not None and is_finite_number(reward) else None
         for reward in rewards[: len(rows)]
     ]

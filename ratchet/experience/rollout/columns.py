@@ -73,7 +73,7 @@ class PackedGroups:
         columns: The token columns by field name.
         others: The other fields by name.
         ids: The id of each group.
-        uses: `Group.uses` of each group, the number of steps that trained on it before.
+        uses: `Group.n_uses` of each group, the number of steps that trained on it before.
         counts: Number of trajectories of each group.
     """
 
@@ -100,7 +100,7 @@ class PackedGroups:
             },
             others,
             [group.id for group in groups],
-            [group.uses for group in groups],
+            [group.n_uses for group in groups],
             [len(group.trajectories) for group in groups],
         )
 

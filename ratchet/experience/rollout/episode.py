@@ -36,7 +36,7 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Turn,
-    finite,
+    is_finite_number,
 )
 
 P = TypeVar("P")
@@ -221,12 +221,12 @@ def check_step(step: Any, environment: Environment) -> Step:
     name = type(environment).__name__
     if not isinstance(step, Step):
         raise UserCodeFailed(f"{name}.step returned {step!r:.80}, it must be a Step")
-    if step.reward is not None and not finite(step.reward):
+    if step.reward is not None and not is_finite_number(step.reward):
         raise UserCodeFailed(
             f"{name}.step gave the reward {step.reward!r:.80}, it must be a finite number or None"
         )
     metrics = {} if step.metrics is None else step.metrics
-    if not isinstance(metrics, dict | Mapping) or not all(map(finite, metrics.values())):
+    if not isinstance(metrics, dict | Mapping) or not all(map(is_finite_number, metrics.values())):
         raise UserCodeFailed(
             f"{name}.step gave the metrics {metrics!r:.80}, they must be finite numbers by name"
         )

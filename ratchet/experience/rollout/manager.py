@@ -30,7 +30,7 @@ from ratchet.types import (
     Trajectory,
     Truncated,
     Unjudged,
-    finite,
+    is_finite_number,
 )
 
 log = logging.getLogger(__name__)
@@ -251,7 +251,7 @@ class RolloutManager:
         for i, outcome in zip(judgeable, outcomes, strict=True):
             if not self.needs_reward and isinstance(outcome, Truncated) and outcome.reward is None:
                 outcome = Unjudged(truncated=True)
-            judged_rows[i] = [row.judged(outcome) for row in judged_rows[i]]
+            judged_rows[i] = [row.with_outcome(outcome) for row in judged_rows[i]]
         return judged_rows
 
     async def _compute_outcomes(
@@ -399,7 +399,9 @@ def _check_outcome(outcome: Any, reward: Reward) -> Outcome:
     if isinstance(outcome, Scored | Truncated):
         is_unjudged = isinstance(outcome, Truncated) and outcome.reward is None
         parts = outcome.parts.values() if isinstance(outcome.parts, dict | Mapping) else [None]
-        if not all(map(finite, parts)) or not (is_unjudged or finite(outcome.reward)):
+        if not all(map(is_finite_number, parts)) or not (
+            is_unjudged or is_finite_number(outcome.reward)
+        ):
             return Failed(
                 "reward",
                 f"{name}.score gave {outcome!r:.200}; rewards and their parts must be finite "

@@ -42,7 +42,7 @@ def measure_groups(groups: Sequence[Group]) -> dict[str, float]:
         "tokens": float(sum(map(len, rows))),
         "trained_tokens": float(np.count_nonzero(trainable)),
     }
-    groups = [group for group in groups if not group.uses]
+    groups = [group for group in groups if not group.n_uses]
     sampled = [
         t
         for group in groups
@@ -81,7 +81,7 @@ def iterate_attempt_samples(
     A domain has the label `tag`, and an environment the label `env`; an environment with the name
     of its domain is left out. All rows of an attempt whose history forked count as one attempt.
     """
-    samples_by_group = [(group, _collect_samples(group)) for group in groups if not group.uses]
+    samples_by_group = [(group, _collect_samples(group)) for group in groups if not group.n_uses]
     collected_by_label: dict[tuple[str, str], dict[str, list[float]]] = {}
     for group, samples in samples_by_group:
         tag, environment = group.task.tag, group.task.environment

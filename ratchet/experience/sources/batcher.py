@@ -43,9 +43,9 @@ class Batcher:
             TrainingError: Too many attempts failed.
         """
         groups = await self.source.draw(self.groups_per_step, version=step)
-        # Replayed groups (`uses` above 0) were counted when they were new.
+        # Replayed groups (`n_uses` above 0) were counted when they were new.
         outcomes = [
-            rows[-1].outcome for group in groups if not group.uses for rows in group.attempts
+            rows[-1].outcome for group in groups if not group.n_uses for rows in group.attempts
         ]
         failures = [outcome for outcome in outcomes if isinstance(outcome, Failed)]
         self._recent.append((failures, len(outcomes)))

@@ -198,7 +198,7 @@ class LabelledSource(AnswerSource):
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
         assert isinstance(environment, HasLabelledAnswers)
-        answers = [environment.judged(task) for _, task in jobs]
+        answers = [environment.labelled_answer(task) for _, task in jobs]
         groups = []
         for index, ((name, task), answer) in enumerate(zip(jobs, answers, strict=True)):
             rows = [self.text_renderer.row(task, answer.messages, answer.reward)]

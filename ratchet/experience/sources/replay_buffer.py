@@ -71,9 +71,9 @@ class ReplayBuffer:
 
     def ack(self, ids: Sequence[str], step: int) -> None:
         groups = [self._unacknowledged.pop(name) for name in ids]
-        self.source.ack([group.id for group in groups if not group.uses], step)
+        self.source.ack([group.id for group in groups if not group.n_uses], step)
         for group in groups:
-            if group.uses:
+            if group.n_uses:
                 self.ledger.note(
                     "replayed", [group.id], step=step, version=_get_oldest_version(group)
                 )
@@ -81,17 +81,19 @@ class ReplayBuffer:
                 # Drop the answer and meta: the group is not judged again, and they may be of types
                 # that a checkpoint can't hold.
                 task = replace(group.task, answer=None, meta={})
-                self._buffer[group.id] = replace(group, task=task, uses=group.uses + 1)
+                self._buffer[group.id] = replace(group, task=task, n_uses=group.n_uses + 1)
         self._buffer = dict(list(self._buffer.items())[-self.config.capacity :])
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         """Return new groups to the source; replayed ones stay in the buffer."""
-        self.source.nack([name for name in ids if not self._unacknowledged.pop(name).uses], reason)
+        self.source.nack(
+            [name for name in ids if not self._unacknowledged.pop(name).n_uses], reason
+        )
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        new_groups = [group for group in groups if not group.uses]
+        new_groups = [group for group in groups if not group.n_uses]
         metrics = self.source.measure(new_groups) if isinstance(self.source, HasMetrics) else {}
-        uses = [group.uses for group in groups if group.uses]
+        uses = [group.n_uses for group in groups if group.n_uses]
         replay_metrics = {
             "replay/share": len(uses) / len(groups),
             "replay/kept": float(len(self._buffer)),
@@ -101,7 +103,7 @@ class ReplayBuffer:
     def adapt(self, groups: Sequence[Group], step: int, measured: Mapping[str, float]) -> None:
         """Pass only new groups to the source, because replayed ones are always stale."""
         if isinstance(self.source, AdaptiveSource):
-            self.source.adapt([group for group in groups if not group.uses], step, measured)
+            self.source.adapt([group for group in groups if not group.n_uses], step, measured)
 
     async def snapshot(self) -> Mapping[str, Any]:
         buffer = [
@@ -109,7 +111,7 @@ class ReplayBuffer:
                 "id": group.id,
                 "task": to_plain(group.task),
                 "trajectories": to_plain(group.trajectories),
-                "uses": group.uses,
+                "uses": group.n_uses,
             }
             for group in self._buffer.values()
         ]

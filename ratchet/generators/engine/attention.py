@@ -41,30 +41,30 @@ class DecodeAttention:
 
     def __init__(self, cache: KVCache, positions_N: Tensor, longest: int) -> None:
         self.cache = cache
-        self.rows = len(positions_N)
+        self.n_rows = len(positions_N)
         self.positions_N = positions_N
-        self.slots_N = torch.arange(self.rows, device=positions_N.device)
-        fits_cache = self.rows <= cache.rows and longest <= cache.capacity
-        is_plain = positions_N.dtype is torch.int64 and cpu.has_layout(positions_N, self.rows)
-        self.compiled = (
+        self.slots_N = torch.arange(self.n_rows, device=positions_N.device)
+        fits_cache = self.n_rows <= cache.n_slots and longest <= cache.capacity
+        is_plain = positions_N.dtype is torch.int64 and cpu.has_layout(positions_N, self.n_rows)
+        self.is_compiled = (
             fits_cache
             and is_plain
             and cache.config.head_dim <= cpu.MAX_HEAD_DIM
             and cpu.is_supported(cache.keys[0])
         )
-        if self.compiled:
+        if self.is_compiled:
             return
         length = min(-(-longest // cache.stride) * cache.stride, cache.capacity)
         unseen_NL = torch.arange(length, device=positions_N.device) > positions_N[:, None]
         bias_NL = torch.zeros(unseen_NL.shape, dtype=cache.dtype, device=unseen_NL.device)
         bias_NL.masked_fill_(unseen_NL, float("-inf"))
         self.bias_M1L = bias_NL.repeat_interleave(cache.config.n_kv_heads, dim=0)[:, None]
-        self.window = cache.window(self.rows, length)
+        self.window = cache.get_window(self.n_rows, length)
         needs_tiles = cache.dtype.itemsize >= 4 and positions_N.device.type == "cpu"
         self.kernel = _attend_tiled if needs_tiles else _attend_fused
 
     def __call__(self, layer: int, q_NHD: Tensor, k_NKD: Tensor, v_NKD: Tensor) -> Tensor:
-        if self.compiled:
+        if self.is_compiled:
             return cpu.decode(
                 self.cache.keys[layer],
                 self.cache.values[layer],
@@ -105,14 +105,14 @@ def _attend_fused(q_MGD: Tensor, k_MLD: Tensor, v_MLD: Tensor, bias_M1L: Tensor)
 
 @dataclass(frozen=True)
 class _Bucket:
-    """The prompts that are padded to one width, as indices of a [B, width] table of cells."""
+    """The prompts that are padded to one width, as the cells of a [B, width] table."""
 
-    prompts: int
+    n_prompts: int
     # int64 [B * width]: index of each cell's token among the T tokens. Padding repeats the prompt's
     # last token, which real tokens can't attend to, because attention is causal.
-    gather: Tensor
-    cells: Tensor  # cell of each real token
-    tokens: Tensor  # index of each real token among the T tokens
+    gather_indices: Tensor
+    cell_indices: Tensor  # cell of each real token
+    token_indices: Tensor  # index of each real token among the T tokens
 
 
 class PrefillAttention:
@@ -140,19 +140,25 @@ class PrefillAttention:
         self.cache.write(layer, self.slots, self.positions, k_nKD, v_nKD)
         out_THD = torch.zeros_like(q_THD)
         for bucket in self.buckets:
-            out_THD.index_copy_(0, bucket.tokens, _attend_causal(bucket, q_THD, k_TKD, v_TKD))
+            out_THD.index_copy_(
+                0, bucket.token_indices, _attend_causal(bucket, q_THD, k_TKD, v_TKD)
+            )
         return out_THD
 
 
 def _attend_causal(bucket: _Bucket, q_THD: Tensor, k_TKD: Tensor, v_TKD: Tensor) -> Tensor:
     def to_padded_rows(x: Tensor) -> Tensor:  # [T, heads, D] -> [B, heads, width, D]
-        return x.index_select(0, bucket.gather).unflatten(0, (bucket.prompts, -1)).transpose(1, 2)
+        return (
+            x.index_select(0, bucket.gather_indices)
+            .unflatten(0, (bucket.n_prompts, -1))
+            .transpose(1, 2)
+        )
 
     q, k, v = to_padded_rows(q_THD), to_padded_rows(k_TKD), to_padded_rows(v_TKD)
     out = F.scaled_dot_product_attention(
         q, k, v, is_causal=True, enable_gqa=q.shape[1] != k.shape[1]
     )
-    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cells)
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, bucket.cell_indices)
 
 
 def _make_buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Bucket]:
@@ -162,10 +168,11 @@ def _make_buckets(lengths: NDArray[np.int64], device: torch.device) -> list[_Buc
     for width in np.unique(widths):
         has_width = widths == width
         offsets = np.arange(width)
-        gather = starts[has_width, None] + np.minimum(offsets, lengths[has_width, None] - 1)
-        cells = np.flatnonzero(offsets < lengths[has_width, None])
+        gather_indices = starts[has_width, None] + np.minimum(offsets, lengths[has_width, None] - 1)
+        cell_indices = np.flatnonzero(offsets < lengths[has_width, None])
         index = (
-            torch.from_numpy(x).to(device) for x in (gather.ravel(), cells, gather.ravel()[cells])
+            torch.from_numpy(x).to(device)
+            for x in (gather_indices.ravel(), cell_indices, gather_indices.ravel()[cell_indices])
         )
         buckets.append(_Bucket(int(has_width.sum()), *index))
     return buckets

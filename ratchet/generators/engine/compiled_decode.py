@@ -89,7 +89,7 @@ class CompiledDecoder:
         config = decoder.config
         assert decoder.norm is not None
         assert int(positions_N.max()) < cache.capacity
-        assert int(slots_N.max()) < cache.rows
+        assert int(slots_N.max()) < cache.n_slots
         x_Nd = decoder.embed(tokens_N)
         layers_with_cache = [
             [*layer, *key_value_store]

@@ -18,7 +18,7 @@ Window = tuple[Tensor, Tensor]
 STRIDE = 16
 # Minimum multiplications per product. Below 400, PyTorch's `bmm` uses a plain loop instead of BLAS,
 # which rounds differently.
-SMALLEST_PRODUCT = 512
+MIN_MULTIPLICATIONS = 512
 
 
 class KVCache:
@@ -38,7 +38,7 @@ class KVCache:
         self.dtype = dtype
         self.device = device
         self.stride = max(
-            STRIDE, _round_up_to_power_of_two(-(-SMALLEST_PRODUCT // config.head_dim))
+            STRIDE, _round_up_to_power_of_two(-(-MIN_MULTIPLICATIONS // config.head_dim))
         )
         self.bytes_per_token = (
             2 * config.n_layers * config.n_kv_heads * config.head_dim * dtype.itemsize
@@ -47,52 +47,55 @@ class KVCache:
 
     def clear(self) -> None:
         """Drop all slots and their memory."""
-        self.rows = self.capacity = 0
+        self.n_slots = self.capacity = 0
         self.keys: list[Tensor] = []  # [R, K, C, D] by layer
         self.values: list[Tensor] = []
         self._windows: dict[tuple[int, int], list[Window]] = {}
 
-    def plan(self, rows: int, length: int) -> tuple[int, int]:
-        """Return (slots, capacity) after `reserve(rows, length)`."""
-        rows = max(self.rows, min(_round_up_to_power_of_two(rows), self.max_rows), rows)
-        return rows, max(self.capacity, self.stride, _round_up_to_power_of_two(length))
+    def plan_size(self, n_slots: int, length: int) -> tuple[int, int]:
+        """Return (slots, capacity) after `reserve(n_slots, length)`."""
+        n_slots = max(self.n_slots, min(_round_up_to_power_of_two(n_slots), self.max_rows), n_slots)
+        return n_slots, max(self.capacity, self.stride, _round_up_to_power_of_two(length))
 
-    def get_bytes(self, rows: int, length: int) -> int:
-        """Return the cache's size in bytes after `reserve(rows, length)`."""
-        rows, capacity = self.plan(rows, length)
-        return rows * capacity * self.bytes_per_token
+    def get_bytes(self, n_slots: int, length: int) -> int:
+        """Return the cache's size in bytes after `reserve(n_slots, length)`."""
+        n_slots, capacity = self.plan_size(n_slots, length)
+        return n_slots * capacity * self.bytes_per_token
 
-    def reserve(self, rows: int, length: int) -> None:
-        """Make room for `rows` slots of `length` tokens; stored values stay."""
-        rows, capacity = self.plan(rows, length)
-        if (rows, capacity) == (self.rows, self.capacity):
+    def reserve(self, n_slots: int, length: int) -> None:
+        """Make room for `n_slots` slots of `length` tokens; stored values stay."""
+        n_slots, capacity = self.plan_size(n_slots, length)
+        if (n_slots, capacity) == (self.n_slots, self.capacity):
             return
-        shape = (rows, self.config.n_kv_heads, capacity, self.config.head_dim)
+        shape = (n_slots, self.config.n_kv_heads, capacity, self.config.head_dim)
         for store in (self.keys, self.values):
             for layer in range(self.config.n_layers):
                 grown_store = torch.zeros(shape, dtype=self.dtype, device=self.device)
                 if layer < len(store):
-                    grown_store[: self.rows, :, : self.capacity] = store[layer]
+                    grown_store[: self.n_slots, :, : self.capacity] = store[layer]
                     store[layer] = grown_store
                 else:
                     store.append(grown_store)
-        self.rows, self.capacity = rows, capacity
+        self.n_slots, self.capacity = n_slots, capacity
         self._windows.clear()
 
-    def window(self, rows: int, length: int) -> list[Window]:
-        """Return views of the first `length` tokens of the first `rows` slots, by layer.
+    def get_window(self, n_slots: int, length: int) -> list[Window]:
+        """Return views of the first `length` tokens of the first `n_slots` slots, by layer.
 
-        Each is (keys, values), both [rows * K, length, D]. The last window is cached, because
+        Each is (keys, values), both [n_slots * K, length, D]. The last window is cached, because
         building the views takes a noticeable part of a small model's decoding step.
         """
-        if (rows, length) not in self._windows:
+        if (n_slots, length) not in self._windows:
             stores = zip(self.keys, self.values, strict=True)
             views = [
-                (keys[:rows, :, :length].flatten(0, 1), values[:rows, :, :length].flatten(0, 1))
+                (
+                    keys[:n_slots, :, :length].flatten(0, 1),
+                    values[:n_slots, :, :length].flatten(0, 1),
+                )
                 for keys, values in stores
             ]
-            self._windows = {(rows, length): views}
-        return self._windows[rows, length]
+            self._windows = {(n_slots, length): views}
+        return self._windows[n_slots, length]
 
     def move(self, sources: Tensor, targets: Tensor, length: int) -> None:
         """Copy the first `length` tokens of the source slots to the target slots.

@@ -24,7 +24,7 @@ from ratchet.models.lora.layers import FusedLoRA
 
 BASE = "base"  # adapter name that selects the base model without an adapter
 
-Name = str | None  # None: the decoder's own adapter, if it has one
+AdapterName = str | None  # None: the decoder's own adapter, if it has one
 # (int64 row indices with padding, number of rows without padding). None: all rows.
 Rows = tuple[Tensor, int] | None
 
@@ -33,7 +33,7 @@ class AdapterRows:
     """The rows of each adapter in the forward in progress."""
 
     def __init__(self) -> None:
-        self.rows: dict[Name, Rows] = {}
+        self.rows: dict[AdapterName, Rows] = {}
 
 
 class MultiAdapter(FusedLoRA):
@@ -49,13 +49,13 @@ class MultiAdapter(FusedLoRA):
     ) -> None:
         nn.Module.__init__(self)
         self.adapter_rows = adapter_rows
-        self.by_name: dict[Name, FusedLoRA] = {**named}
+        self.adapter_by_name: dict[AdapterName, FusedLoRA] = {**named}
         if default is not None:
-            self.by_name[None] = default
+            self.adapter_by_name[None] = default
 
     def forward(self, x_Ti: Tensor, out_To: Tensor) -> Tensor:
         for name, rows in self.adapter_rows.rows.items():
-            adapter = self.by_name.get(name)
+            adapter = self.adapter_by_name.get(name)
             if adapter is None:
                 continue
             if rows is None:
@@ -71,12 +71,11 @@ class MultiLoRA:
     """The adapters that one decoder serves. row_multiple: see `engine.batch_invariance`."""
 
     def __init__(self, decoder: Decoder, row_multiple: int) -> None:
-        self.source = decoder
+        self.source_decoder = decoder
         self.row_multiple = row_multiple
         self._adapter_rows = AdapterRows()
-        self._adapters_by_name: dict[
-            str, dict[str, FusedLoRA]
-        ] = {}  # by name, then by path of the linear map
+        # By name, then by path of the linear map.
+        self._adapters_by_name: dict[str, dict[str, FusedLoRA]] = {}
         self._view: Decoder | None = None
         # Identities of the source's adapters when the view was built.
         self._view_adapters: tuple[int, ...] = ()
@@ -111,24 +110,26 @@ class MultiLoRA:
         }
         self._view = None
 
-    def decoder(self, names: Sequence[Name]) -> Decoder:
+    def select_decoder(self, names: Sequence[AdapterName]) -> Decoder:
         """Return the decoder for a forward whose first rows have these adapters.
 
         Further rows are padding. The decoder is valid for the next forward only.
         """
-        adapters = tuple(id(linear.adapter) for linear in _linear_maps(self.source).values())
+        adapters = tuple(
+            id(linear.adapter) for linear in _linear_maps(self.source_decoder).values()
+        )
         if self._view is None or adapters != self._view_adapters:
             self._view = self._build_view()
             self._view_adapters = adapters
         self._adapter_rows.rows = self._group_rows(names)
         return self._view
 
-    def _group_rows(self, names: Sequence[Name]) -> dict[Name, Rows]:
+    def _group_rows(self, names: Sequence[AdapterName]) -> dict[AdapterName, Rows]:
         distinct_names = list(dict.fromkeys(names))
         if len(distinct_names) == 1:
             return {distinct_names[0]: None}
-        device = self.source.head_weight.device
-        rows_by_name: dict[Name, Rows] = {}
+        device = self.source_decoder.head_weight.device
+        rows_by_name: dict[AdapterName, Rows] = {}
         for name in distinct_names:
             rows = [row for row, row_name in enumerate(names) if row_name == name]
             rows_n = torch.tensor(rows, device=device)
@@ -138,7 +139,7 @@ class MultiLoRA:
 
     def _build_view(self) -> Decoder:
         view = self._copy_decoder()
-        source_maps = _linear_maps(self.source)
+        source_maps = _linear_maps(self.source_decoder)
         for path, linear in _linear_maps(view).items():
             named = {
                 name: adapters[path]
@@ -151,9 +152,10 @@ class MultiLoRA:
     def _copy_decoder(self) -> Decoder:
         """Return a copy of the decoder that shares its tensors and has no adapter."""
         shared = {
-            id(tensor): tensor for tensor in (*self.source.parameters(), *self.source.buffers())
+            id(tensor): tensor
+            for tensor in (*self.source_decoder.parameters(), *self.source_decoder.buffers())
         }
-        decoder = copy.deepcopy(self.source, shared)
+        decoder = copy.deepcopy(self.source_decoder, shared)
         for linear in _linear_maps(decoder).values():
             linear.adapter = None
         return decoder

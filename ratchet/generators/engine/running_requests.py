@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from ratchet.generators.engine.sampling import (
-    SETTING,
+    SETTING_DTYPE,
     SampledTokens,
     SamplingSettings,
     make_setting_row,
@@ -48,12 +48,12 @@ class ActiveSlots:
     batch-invariant.
     """
 
-    first: int
-    count: int
+    first_slot: int
+    n_slots: int
     feed: Tensor  # the last token of each slot, the model's next input
     positions: Tensor  # position of that token
-    prompts_N: Tensor  # length of each prompt in tokens
-    base_N: Tensor  # index of the slot's first token in the flat [R * C] histories
+    prompt_lengths_N: Tensor  # length of each prompt in tokens
+    offset_N: Tensor  # index of the slot's first token in the flat [R * C] histories
     stops_NS: Tensor | None
     chunks: tuple[LogitsChunk, ...]
 
@@ -61,7 +61,8 @@ class ActiveSlots:
 class RequestSlots:
     """The state of all running requests, a row per slot.
 
-    routes: shape of a token's expert choices, (sparse layers, experts per token); (0, 0): none.
+    routes_shape: shape of a token's expert choices, (sparse layers, experts per token); (0, 0):
+        none.
     """
 
     def __init__(
@@ -70,62 +71,68 @@ class RequestSlots:
         vocab_size: int,
         row_multiple: int,
         device: torch.device,
-        routes: tuple[int, int] = (0, 0),
+        routes_shape: tuple[int, int] = (0, 0),
     ) -> None:
         self.vocab_size = vocab_size
         self.row_multiple = row_multiple
         self.device = device
-        self.routes = routes
+        self.routes_shape = routes_shape
         self.clear()
 
     def clear(self) -> None:
         """Drop all slots and their memory."""
-        self.rows = self.capacity = 0
-        self.settings = np.zeros(0, dtype=SETTING)
-        self.prompts = np.zeros(0, dtype=np.int64)  # length of the prompt
+        self.n_slots = self.capacity = 0
+        self.settings = np.zeros(0, dtype=SETTING_DTYPE)
+        self.prompt_lengths = np.zeros(0, dtype=np.int64)  # length of the prompt
         self.lengths = np.zeros(0, dtype=np.int64)  # prompt and completion so far
         self.limits = np.zeros(0, dtype=np.int64)  # length at which the request ends
-        self.stops = np.zeros((0, 0), dtype=np.int64)
+        self.stop_ids = np.zeros((0, 0), dtype=np.int64)
         self.tokens_RC = torch.zeros(0, 0, dtype=torch.int64, device=self.device)
         self.logprobs_RC = torch.zeros(0, 0, device=self.device)
         self.log_kept_RC = torch.zeros(0, 0, device=self.device)
-        self.routes_RCLK = torch.zeros(0, 0, *self.routes, dtype=torch.int16, device=self.device)
+        self.routes_RCLK = torch.zeros(
+            0, 0, *self.routes_shape, dtype=torch.int16, device=self.device
+        )
 
-    def reserve(self, rows: int, capacity: int) -> None:
+    def reserve(self, n_slots: int, capacity: int) -> None:
         """Grow the arrays to exactly this size and keep their values."""
-        if (rows, capacity) == (self.rows, self.capacity):
+        if (n_slots, capacity) == (self.n_slots, self.capacity):
             return
-        for name in ("settings", "prompts", "lengths", "limits", "stops"):
-            setattr(self, name, _grow(getattr(self, name), rows))
+        for name in ("settings", "prompt_lengths", "lengths", "limits", "stop_ids"):
+            setattr(self, name, _grow(getattr(self, name), n_slots))
         for name in ("tokens_RC", "logprobs_RC", "log_kept_RC", "routes_RCLK"):
             old_array = getattr(self, name)
             new_array = torch.zeros(
-                rows, capacity, *old_array.shape[2:], dtype=old_array.dtype, device=self.device
+                n_slots, capacity, *old_array.shape[2:], dtype=old_array.dtype, device=self.device
             )
-            new_array[: self.rows, : self.capacity] = old_array
+            new_array[: self.n_slots, : self.capacity] = old_array
             setattr(self, name, new_array)
-        self.rows, self.capacity = rows, capacity
+        self.n_slots, self.capacity = n_slots, capacity
 
-    def enter(self, requests: Sequence[GenerationRequest], first: int) -> None:
-        """Write settings, lengths and stop ids of new requests to the slots from `first` on.
+    def enter(self, requests: Sequence[GenerationRequest], first_slot: int) -> None:
+        """Write settings, lengths and stop ids of new requests to the slots from `first_slot` on.
 
         `store` writes the tokens of their prompts.
         """
-        rows = slice(first, first + len(requests))
+        rows = slice(first_slot, first_slot + len(requests))
         self.settings[rows] = np.array(
             [make_setting_row(request.sampling, self.vocab_size) for request in requests],
-            dtype=SETTING,
+            dtype=SETTING_DTYPE,
         )
-        self.prompts[rows] = self.lengths[rows] = [len(request.prompt) for request in requests]
+        self.prompt_lengths[rows] = self.lengths[rows] = [
+            len(request.prompt) for request in requests
+        ]
         self.limits[rows] = [request.limit for request in requests]
         width = max(len(request.sampling.stop_ids) for request in requests)
-        if width > self.stops.shape[1]:
-            self.stops = np.pad(
-                self.stops, ((0, 0), (0, width - self.stops.shape[1])), constant_values=NO_STOP
+        if width > self.stop_ids.shape[1]:
+            self.stop_ids = np.pad(
+                self.stop_ids,
+                ((0, 0), (0, width - self.stop_ids.shape[1])),
+                constant_values=NO_STOP,
             )
-        self.stops[rows] = NO_STOP
-        for row, request in enumerate(requests, first):
-            self.stops[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
+        self.stop_ids[rows] = NO_STOP
+        for row, request in enumerate(requests, first_slot):
+            self.stop_ids[row, : len(request.sampling.stop_ids)] = request.sampling.stop_ids
 
     def store(self, rows_n: Tensor, positions_n: Tensor, tokens_n: Tensor) -> None:
         """Write tokens at (row, position) pairs."""
@@ -133,7 +140,13 @@ class RequestSlots:
 
     def move(self, sources: list[int], targets: list[int], length: int) -> None:
         """Copy source slots over target slots. length: the longest source's number of tokens."""
-        for table in (self.settings, self.prompts, self.lengths, self.limits, self.stops):
+        for table in (
+            self.settings,
+            self.prompt_lengths,
+            self.lengths,
+            self.limits,
+            self.stop_ids,
+        ):
             table[targets] = table[sources]
         source, target = (torch.tensor(rows, device=self.device) for rows in (sources, targets))
         for history in (self.tokens_RC, self.logprobs_RC, self.log_kept_RC, self.routes_RCLK):
@@ -159,7 +172,7 @@ class RequestSlots:
         )
         results = []
         for i, row in enumerate(rows):
-            completion = slice(self.prompts[row], self.lengths[row])
+            completion = slice(self.prompt_lengths[row], self.lengths[row])
             log_kept = None
             if self.settings["filtered"][row]:
                 log_kept = log_kept_if_filtered[0][i, completion].copy()
@@ -192,36 +205,36 @@ class RequestSlots:
         routes[-1] = UNKNOWN
         return routes
 
-    def upload_active(self, first: int, end: int) -> ActiveSlots:
-        """Upload the state of the slots [first, end) for a step."""
-        padding = -(end - first) % self.row_multiple
-        slot_indices = torch.arange(first, end, device=self.device)
-        positions_N = self._upload(self.lengths[first:end]) - 1
+    def upload_active(self, first_slot: int, end: int) -> ActiveSlots:
+        """Upload the state of the slots [first_slot, end) for a step."""
+        padding = -(end - first_slot) % self.row_multiple
+        slot_indices = torch.arange(first_slot, end, device=self.device)
+        positions_N = self._upload(self.lengths[first_slot:end]) - 1
         feed_N = self.tokens_RC[slot_indices, positions_N]
-        stops_NS = self.stops[first:end]
+        stops_NS = self.stop_ids[first_slot:end]
         has_stops = bool((stops_NS != NO_STOP).any())
         return ActiveSlots(
-            first=first,
-            count=end - first,
+            first_slot=first_slot,
+            n_slots=end - first_slot,
             feed=torch.cat([feed_N, feed_N.new_zeros(padding)]),
             positions=torch.cat([positions_N, positions_N.new_zeros(padding)]),
-            prompts_N=self._upload(self.prompts[first:end]),
-            base_N=slot_indices * self.capacity,
+            prompt_lengths_N=self._upload(self.prompt_lengths[first_slot:end]),
+            offset_N=slot_indices * self.capacity,
             stops_NS=self._upload(stops_NS) if has_stops else None,
-            chunks=tuple(self._make_chunks(first, end)),
+            chunks=tuple(self._make_chunks(first_slot, end)),
         )
 
-    def _make_chunks(self, first: int, end: int) -> list[LogitsChunk]:
+    def _make_chunks(self, first_slot: int, end: int) -> list[LogitsChunk]:
         chunk_rows = (
             max(CHUNK_ELEMENTS // self.vocab_size // self.row_multiple, 1) * self.row_multiple
         )
         row_ranges = [
-            slice(start, min(start + chunk_rows, end - first))
-            for start in range(0, end - first, chunk_rows)
+            slice(start, min(start + chunk_rows, end - first_slot))
+            for start in range(0, end - first_slot, chunk_rows)
         ]
         return [
             LogitsChunk(
-                rows, SamplingSettings.from_table(self.settings[first:end][rows], self.device)
+                rows, SamplingSettings.from_table(self.settings[first_slot:end][rows], self.device)
             )
             for rows in row_ranges
         ]
@@ -231,8 +244,8 @@ class RequestSlots:
 
     def record(self, active: ActiveSlots, draws: Sequence[SampledTokens]) -> Tensor:
         """Append the sampled tokens to the slots of the range and return them, int64 [N]."""
-        count = active.count
-        index_N = active.base_N + active.positions[:count] + 1
+        n_slots = active.n_slots
+        index_N = active.offset_N + active.positions[:n_slots] + 1
         tokens_N = torch.cat([draw.tokens_N for draw in draws])
         self.tokens_RC.view(-1).index_copy_(0, index_N, tokens_N)
         self.logprobs_RC.view(-1).index_copy_(
@@ -245,9 +258,9 @@ class RequestSlots:
                 self.log_kept_RC.view(-1).index_copy_(
                     0, index_N[chunk.rows][filters.rows_F], kept_F
                 )
-        active.feed[:count] = tokens_N
-        active.positions[:count] += 1
-        self.lengths[active.first : active.first + count] += 1
+        active.feed[:n_slots] = tokens_N
+        active.positions[:n_slots] += 1
+        self.lengths[active.first_slot : active.first_slot + n_slots] += 1
         return tokens_N
 
 

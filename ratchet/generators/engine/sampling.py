@@ -58,7 +58,7 @@ def _shift_right(x: Tensor, bits: int) -> Tensor:
 
 # --- settings
 
-SETTING = np.dtype(
+SETTING_DTYPE = np.dtype(
     [
         ("stream", np.int64),
         ("top_k", np.int64),
@@ -74,7 +74,7 @@ SETTING = np.dtype(
 def make_setting_row(
     sampling: Sampling, vocab_size: int
 ) -> tuple[int, int, float, float, float, bool, bool]:
-    """Return a row of SETTING. A filter that is off has a value that removes no token."""
+    """Return a row of SETTING_DTYPE. A filter that is off has a value that removes no token."""
     return (
         derive_stream(sampling.seed, sampling.drawn),
         sampling.top_k or vocab_size,
@@ -83,7 +83,7 @@ def make_setting_row(
         np.inf if sampling.top_p >= 1 else sampling.top_p,
         sampling.min_p,
         sampling.greedy,
-        sampling.truncates,
+        sampling.has_filters,
     )
 
 
@@ -108,7 +108,7 @@ class SamplingSettings:
 
     @classmethod
     def from_table(cls, table_N: NDArray[np.void], device: torch.device) -> SamplingSettings:
-        """Return the settings of N rows of dtype SETTING, on a device."""
+        """Return the settings of N rows of SETTING_DTYPE, on a device."""
 
         def column(name: str, rows: NDArray[np.int64] | slice = slice(None)) -> Tensor:
             return torch.from_numpy(table_N[name][rows].copy()).to(device)
@@ -132,7 +132,8 @@ class SamplingSettings:
         """Return the settings of N samplings, on a device."""
         return cls.from_table(
             np.array(
-                [make_setting_row(sampling, vocab_size) for sampling in samplings], dtype=SETTING
+                [make_setting_row(sampling, vocab_size) for sampling in samplings],
+                dtype=SETTING_DTYPE,
             ),
             device,
         )

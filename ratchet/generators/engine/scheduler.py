@@ -1,4 +1,4 @@
-"""Continuous batching: requests enter and leave between steps; each running one has a slot.
+"""Continuous batching: requests enter and leave between steps, and each running request has a slot.
 
 T = prompt tokens of a forward, N = requests, d = hidden size, V = vocabulary.
 """
@@ -51,12 +51,12 @@ class Scheduler:
         self.cache = KVCache(
             decoder.config, max_rows=max_rows, dtype=weight.dtype, device=weight.device
         )
-        routes = len(decoder.config.sparse_layers), decoder.config.experts_per_token
+        routes_shape = len(decoder.config.sparse_layers), decoder.config.experts_per_token
         self.slots = RequestSlots(
             vocab_size=self.vocab_size,
             row_multiple=limits.row_multiple,
             device=weight.device,
-            routes=routes,
+            routes_shape=routes_shape,
         )
         self.adapters = MultiLoRA(decoder, limits.row_multiple)
         self.compiled = CompiledDecoder(decoder)
@@ -64,11 +64,11 @@ class Scheduler:
         self.running: list[GenerationRequest] = []  # by slot
         self.version = 0
         # Maximum tokens of a request that has the cache to itself.
-        self.longest = self.cache.stride if self._fits_cache(1, self.cache.stride) else 0
-        while 0 < self.longest < self.decoder.config.max_positions and self._fits_cache(
-            1, 2 * self.longest
+        self.max_length = self.cache.stride if self._fits_cache(1, self.cache.stride) else 0
+        while 0 < self.max_length < self.decoder.config.max_positions and self._fits_cache(
+            1, 2 * self.max_length
         ):
-            self.longest *= 2
+            self.max_length *= 2
         self.prefilled_tokens = self.decoded_tokens = 0
         self._active: ActiveSlots | None = None  # all running requests; None when they have changed
         self._n_stop_strings = 0  # running requests with stop strings
@@ -84,10 +84,10 @@ class Scheduler:
 
     def add(self, request: GenerationRequest) -> None:
         """Queue a request. Raises ConfigError if the cache could never hold it."""
-        if request.limit > self.longest:
+        if request.limit > self.max_length:
             raise ConfigError(
                 f"a request of up to {request.limit} tokens doesn't fit a KV cache of "
-                f"{self.limits.kv_bytes / GIB:.3g} GiB, which holds {self.longest}: raise "
+                f"{self.limits.kv_bytes / GIB:.3g} GiB, which holds {self.max_length}: raise "
                 "generator.kv_cache_gib or lower sampling.max_new_tokens"
             )
         self.waiting.append(request)
@@ -123,7 +123,7 @@ class Scheduler:
         self.version = version
         self._is_cache_stale |= bool(self.running) and not keep_kv
         for row, request in enumerate(self.running):
-            generated = int(self.slots.lengths[row] - self.slots.prompts[row])
+            generated = int(self.slots.lengths[row] - self.slots.prompt_lengths[row])
             request.version_starts.append((generated, version))
 
     # --- a step
@@ -150,14 +150,14 @@ class Scheduler:
             # The cache still has the shape of earlier requests.
             self.cache.clear()
             self.slots.clear()
-        tokens = 0
+        n_tokens = 0
         batch: list[GenerationRequest] = []
-        prompts: set[tuple[str | None, PromptKey]] = set()
+        prompt_keys: set[tuple[str | None, PromptKey]] = set()
         for request in islice(self.waiting, self.limits.max_running - len(self.running)):
-            if request.key not in prompts:
-                tokens += len(request.prompt)
-                prompts.add(request.key)
-            if batch and tokens > self.limits.prefill_tokens:
+            if request.key not in prompt_keys:
+                n_tokens += len(request.prompt)
+                prompt_keys.add(request.key)
+            if batch and n_tokens > self.limits.prefill_tokens:
                 break
             batch.append(request)
         longest = int(self.slots.limits[: len(self.running)].max(initial=0))
@@ -176,10 +176,10 @@ class Scheduler:
 
     def _reserve(self, rows: int, length: int) -> bool:
         """Make room in the cache and the slots. Returns True if they had to grow."""
-        previous_size = self.cache.rows, self.cache.capacity
+        previous_size = self.cache.n_slots, self.cache.capacity
         self.cache.reserve(rows, length)
-        self.slots.reserve(self.cache.rows, self.cache.capacity)
-        return previous_size != (self.cache.rows, self.cache.capacity)
+        self.slots.reserve(self.cache.n_slots, self.cache.capacity)
+        return previous_size != (self.cache.n_slots, self.cache.capacity)
 
     def _start_batch(self, batch: list[GenerationRequest]) -> None:
         """Start the first waiting requests.
@@ -268,7 +268,7 @@ class Scheduler:
         for request in batch:
             self.waiting.remove(request)
         self._active = None
-        self._n_stop_strings += sum(request.watch is not None for request in batch)
+        self._n_stop_strings += sum(request.stop_strings is not None for request in batch)
         for request in batch:
             request.version_starts.append((0, self.version))
         self._finish(self._draw_next(self.slots.upload_active(first, first + count), hidden_Nd))
@@ -320,14 +320,14 @@ class Scheduler:
 
     def _select_decoder(self, adapters: Sequence[str | None]) -> Decoder:
         """Return the decoder for rows with these adapters, followed by padding."""
-        return self.adapters.decoder(adapters) if self._n_adapted else self.decoder
+        return self.adapters.select_decoder(adapters) if self._n_adapted else self.decoder
 
-    def _make_recorder(self, tokens: int) -> RouteRecorder | None:
-        """Return a recorder of routes for a forward of `tokens` rows and padding.
+    def _make_recorder(self, n_tokens: int) -> RouteRecorder | None:
+        """Return a recorder of routes for a forward of `n_tokens` rows and padding.
 
         Return None if no running request records routes.
         """
-        rows = round_up_to(tokens, self.limits.row_multiple)
+        rows = round_up_to(n_tokens, self.limits.row_multiple)
         return RouteRecorder(self.decoder.config, rows, self.device) if self._n_routed else None
 
     def _upload(self, array: NDArray[np.int64]) -> Tensor:
@@ -340,7 +340,7 @@ class Scheduler:
         longest = int(self.slots.lengths[: len(self.running)].max())
         if self._reserve(len(active.feed), longest + 1):
             self._active = active = self.slots.upload_active(0, len(self.running))
-        self.decoded_tokens += active.count
+        self.decoded_tokens += active.n_slots
         self._finish(self._draw_next(active, self._compute_next(active, longest)))
 
     def _compute_next(self, active: ActiveSlots, longest: int) -> Tensor:
@@ -351,7 +351,7 @@ class Scheduler:
         """
         if (layers := self.compiled.layers()) is None:
             return self._decode_with_torch(active, longest)
-        count = active.count
+        count = active.n_slots
         plain_rows = torch.arange(count)
         if not self._n_adapted:
             hidden = self.compiled(
@@ -376,8 +376,8 @@ class Scheduler:
         multiple = self.limits.row_multiple
         hidden = decoder(active.feed, active.positions, attend, row_multiple=multiple, route=record)
         if record is not None:
-            slot_positions = attend.slots_N[: active.count], active.positions[: active.count]
-            self.slots.routes_RCLK.index_put_(slot_positions, record.experts_TLK[: active.count])
+            slot_positions = attend.slots_N[: active.n_slots], active.positions[: active.n_slots]
+            self.slots.routes_RCLK.index_put_(slot_positions, record.experts_TLK[: active.n_slots])
         return hidden
 
     def _draw_next(self, active: ActiveSlots, hidden_Nd: Tensor) -> EndReasons:
@@ -389,10 +389,10 @@ class Scheduler:
         weight_Vd = self.decoder.head_weight
         dtype = torch.promote_types(weight_Vd.dtype, torch.float32)
         weight_Vd = weight_Vd.to(dtype)
-        count = active.count
+        count = active.n_slots
         uniforms_N = draw_uniforms(
             torch.cat([chunk.settings.streams_N for chunk in active.chunks]),
-            active.positions[:count] + 1 - active.prompts_N,
+            active.positions[:count] + 1 - active.prompt_lengths_N,
         )
         draws = []
         for chunk in active.chunks:
@@ -410,37 +410,37 @@ class Scheduler:
         Later reasons overwrite earlier ones: a stop id overrides a stop string, which overrides a
         limit. Text that can't be decoded fails its request.
         """
-        first = active.first
-        end = first + active.count
+        first = active.first_slot
+        end = first + active.n_slots
         full = np.flatnonzero(self.slots.lengths[first:end] >= self.slots.limits[first:end]) + first
-        ended: dict[int, StopReason | RequestFailed] = {
+        end_reasons: dict[int, StopReason | RequestFailed] = {
             row: self.running[row].reason_at_limit for row in full.tolist()
         }
         rows = range(first, end) if self._n_stop_strings else ()
-        if watched_rows := [row for row in rows if self.running[row].watch]:
+        if watched_rows := [row for row in rows if self.running[row].stop_strings]:
             watched_tokens = tokens_N[torch.tensor(watched_rows, device=self.device) - first]
             for row, token in zip(watched_rows, watched_tokens.tolist(), strict=True):
-                watch = self.running[row].watch
+                stop_strings = self.running[row].stop_strings
                 try:
-                    if watch is not None and watch.feed(token):
-                        ended[row] = StopReason.STOP_STRING
+                    if stop_strings is not None and stop_strings.feed(token):
+                        end_reasons[row] = StopReason.STOP_STRING
                 except RequestFailed as error:
-                    ended[row] = error
+                    end_reasons[row] = error
         if active.stops_NS is not None:
             stop_id_rows = (tokens_N[:, None] == active.stops_NS).any(-1).nonzero()[:, 0]
-            ended |= dict.fromkeys((stop_id_rows + first).tolist(), StopReason.STOP_TOKEN)
-        return ended
+            end_reasons |= dict.fromkeys((stop_id_rows + first).tolist(), StopReason.STOP_TOKEN)
+        return end_reasons
 
     # --- the end of a request
 
-    def _finish(self, ended: EndReasons) -> None:
+    def _finish(self, end_reasons: EndReasons) -> None:
         """Deliver the results of these slots, or their errors, and free the slots.
 
         Raises ModelError as `explain_nonfinite` does.
         """
-        if not ended:
+        if not end_reasons:
             return
-        rows = list(ended)
+        rows = list(end_reasons)
         requests = [self.running[row] for row in rows]
         results = self.slots.read_completions(rows)
         routes = [
@@ -456,7 +456,7 @@ class Scheduler:
         errors = self._explain_errors(broken) if broken else {}
         self._free_slots(rows)
         for request, (tokens, logprobs, log_kept), stop, request_routes in zip(
-            requests, results, ended.values(), routes, strict=True
+            requests, results, end_reasons.values(), routes, strict=True
         ):
             end = errors.get(request, stop)
             if isinstance(end, Exception):
@@ -468,9 +468,9 @@ class Scheduler:
         self, broken: Mapping[GenerationRequest, int]
     ) -> Mapping[GenerationRequest, Exception]:
         running = list(range(len(self.running)))
-        all_rows = self.slots.find_nonfinite(running) == running
+        all_fail = self.slots.find_nonfinite(running) == running
         weights = self.decoder.named_parameters()
-        return explain_nonfinite(broken, all_rows=all_rows, weights=weights, version=self.version)
+        return explain_nonfinite(broken, all_fail=all_fail, weights=weights, version=self.version)
 
     @torch.inference_mode()
     def _free_slots(self, rows: list[int]) -> None:
@@ -483,7 +483,7 @@ class Scheduler:
         freed = set(rows)
         gaps = [row for row in rows if row < remaining]
         moved = [row for row in range(remaining, len(self.running)) if row not in freed]
-        self._n_stop_strings -= sum(self.running[row].watch is not None for row in rows)
+        self._n_stop_strings -= sum(self.running[row].stop_strings is not None for row in rows)
         self._n_routed -= sum(self.running[row].sampling.routes for row in rows)
         self._n_adapted -= sum(self.running[row].sampling.adapter is not None for row in rows)
         self._active = None

@@ -29,7 +29,7 @@ from ratchet.types import Completion, StopReason
 
 ABORT_AGAIN_S = 0.01  # interval between repeated aborts
 END_TIMEOUT_S = 10.0  # time that a process has to end before it is killed
-UNNAMED = "default"  # vLLM's label of weights that were not pushed
+UNPUSHED_LABEL = "default"  # vLLM's label of weights that were not pushed
 
 
 class VLLMCore(EngineCore, Protocol):
@@ -98,7 +98,7 @@ class PartialCompletion:
         ):
             self.tokens.append(token)
             self.logprobs.append(entry[token].logprob)
-            if self.request.watch is not None and self.request.watch.feed(token):
+            if self.request.stop_strings is not None and self.request.stop_strings.feed(token):
                 self.stop = StopReason.STOP_STRING
                 break
         # vLLM versions that check the limit before the stop tokens report "length" for a stop
@@ -116,7 +116,7 @@ class PartialCompletion:
             return StopReason.ABORTED
         raise TrainingError(f"vLLM ended a request with '{finish_reason}': its log says why")
 
-    def completion(self) -> Completion:
+    def build_completion(self) -> Completion:
         """Return the completion of an ended request.
 
         Raises RequestFailed if its logits weren't finite.
@@ -253,7 +253,9 @@ class InProcessCore:
                 check_expanded(partial_completion.request, output.prompt_token_ids)
                 partial_completion.add(piece)
                 completion = (
-                    None if partial_completion.stop is None else partial_completion.completion()
+                    None
+                    if partial_completion.stop is None
+                    else partial_completion.build_completion()
                 )
             except Exception as error:  # of any type: it fails this request alone
                 self._finish(output.request_id, piece)
@@ -279,7 +281,7 @@ class InProcessCore:
         for partial_completion in self._drop(self._partials):
             partial_completion.stop = StopReason.ABORTED
             try:
-                partial_completion.request.deliver(partial_completion.completion())
+                partial_completion.request.deliver(partial_completion.build_completion())
             except RequestFailed as error:
                 partial_completion.request.fail(error)
 
@@ -391,7 +393,7 @@ class MultiprocessCore:
         await self._guard()
         partial_completion = PartialCompletion(request)
         has_aborted = False
-        parameters = make_sampling_params(request, streams=request.watch is not None)
+        parameters = make_sampling_params(request, streams=request.stop_strings is not None)
         prompt = make_vllm_prompt(request, self.version)
         lora = self.loras.get(request.sampling.adapter)
         async for output in self.llm.generate(
@@ -408,7 +410,7 @@ class MultiprocessCore:
             elif partial_completion.stop is not None and not has_aborted:
                 await self.llm.abort(name)
                 has_aborted = True
-        return partial_completion.completion()
+        return partial_completion.build_completion()
 
     async def _guard(self) -> None:
         """Make vLLM's processes end with this process. Await this before any other call to vLLM."""
@@ -487,7 +489,7 @@ def _end_processes(children: Iterable[BaseProcess]) -> None:
 
 
 def _parse_version(label: str) -> int:
-    return 0 if label == UNNAMED else int(label)
+    return 0 if label == UNPUSHED_LABEL else int(label)
 
 
 CORES: dict[str, Callable[[dict[str, Any], Callable[[], None]], VLLMCore]] = {

@@ -26,7 +26,7 @@ from ratchet.generators.config import VLLMConfig
 from ratchet.generators.engine.multi_lora import BASE
 from ratchet.generators.engine.stop_strings import TextDecoder
 from ratchet.generators.vllm.engines import CORES, VLLMCore
-from ratchet.generators.vllm.lora import RANKS, AdapterSender
+from ratchet.generators.vllm.lora import SUPPORTED_RANKS, AdapterSender
 from ratchet.generators.vllm.media import check_installed, make_media_arguments
 from ratchet.generators.vllm.weights import WeightFileWriter
 from ratchet.models.lora.decoder import Adapter
@@ -43,7 +43,7 @@ log = logging.getLogger(__name__)
 GIB = 2**30
 VERSION = "0.32"  # of vLLM, whose engine core changes with each release
 SHARED_MEMORY = Path("/dev/shm")
-BACKEND = "ratchet.generators.vllm.worker_extension.VLLMBackend"
+WORKER_EXTENSION = "ratchet.generators.vllm.worker_extension.VLLMWorkerExtension"
 
 
 class VLLMGenerator(AsyncEngine):
@@ -85,7 +85,7 @@ class VLLMGenerator(AsyncEngine):
         self.config = config
         self._weight_writer = WeightFileWriter(self._directory, shapes, dtype)
         self._adapters = AdapterSender(self._directory)
-        self._broken = ""  # why the weights can't be used; "" if they can
+        self._broken_reason = ""  # why the weights can't be used; "" if they can
         try:
             start_directory = self._directory / "start"
             model.save(start_directory)
@@ -142,7 +142,7 @@ class VLLMGenerator(AsyncEngine):
         temperature that vLLM can't use, and ModelError after a push that failed while it was
         loaded.
         """
-        if sampling.truncates:
+        if sampling.has_filters:
             raise ConfigError(
                 "vLLM doesn't report the probability mass that its sampling filters keep, which "
                 "training needs: set sampling.top_p=1, top_k=0 and min_p=0, or "
@@ -154,10 +154,10 @@ class VLLMGenerator(AsyncEngine):
                 f"{least_temperature:g} instead: set it to 0 (greedy), or to {least_temperature:g} "
                 "or more"
             )
-        if self._broken:
+        if self._broken_reason:
             raise ModelError(
                 "a push failed while vLLM loaded it, so its weights are a mixture of old and new "
-                f"ones ({self._broken}): push again"
+                f"ones ({self._broken_reason}): push again"
             )
         return await super().generate(tokens, sampling, media)
 
@@ -206,7 +206,7 @@ class VLLMGenerator(AsyncEngine):
         vLLM fails while it loads them, running requests end as aborted, and new ones fail until a
         push succeeds.
         """
-        manifest = self._weight_writer.manifest()
+        manifest = self._weight_writer.build_manifest()
         adapter = self._adapters.write()
         if manifest is not None:
             await self._call_workers("check_push", manifest)
@@ -234,19 +234,19 @@ class VLLMGenerator(AsyncEngine):
         try:
             await self._call_workers("apply_push", version)
         except BaseException as error:
-            self._broken = str(error)
+            self._broken_reason = str(error)
             self.core.abort()
             raise
-        self._broken = ""
+        self._broken_reason = ""
 
     async def _load_adapter(self, path: Path) -> None:
         try:
             await self.core.load_adapter(str(path))
         except Exception as error:  # vLLM's exception types differ by engine
-            self._broken = f"the adapter was not loaded: {error}"
+            self._broken_reason = f"the adapter was not loaded: {error}"
             self.core.abort()
-            raise ModelError(self._broken) from error
-        self._broken = ""
+            raise ModelError(self._broken_reason) from error
+        self._broken_reason = ""
         self._adapters.mark_loaded(path)
 
     async def _call_workers(self, method: str, *arguments: Any) -> None:
@@ -277,7 +277,7 @@ class VLLMGenerator(AsyncEngine):
         stored = load_adapter(directory)
         self._check_rank(stored.adapter)
         stored.check(self._shapes)
-        path, checksum = self._adapters.keep(stored)
+        path, checksum = self._adapters.write_stored(stored)
         await self._call_workers("check_adapter", str(path), checksum)
         try:
             await self.core.load_adapter(str(path), name)
@@ -346,7 +346,7 @@ def make_engine_arguments(
         "enable_prefix_caching": True,
         "enable_sleep_mode": not on_cpu,
         "logprobs_mode": "processed_logprobs",  # after temperature; filters are not in use
-        "worker_extension_cls": BACKEND,
+        "worker_extension_cls": WORKER_EXTENSION,
         "skip_tokenizer_init": True,
         "generation_config": "vllm",
         "use_tqdm_on_load": False,
@@ -366,7 +366,7 @@ def _make_adapter_arguments(config: VLLMConfig, *, on_cpu: bool) -> dict[str, An
     """
     if not config.lora_rank:
         return {}
-    max_rank = next(rank for rank in RANKS if rank >= config.lora_rank)
+    max_rank = next(rank for rank in SUPPORTED_RANKS if rank >= config.lora_rank)
     return {
         "enable_lora": True,
         "max_loras": 1 + config.lora_others + on_cpu,
@@ -390,7 +390,7 @@ def explain_misfit(config: VLLMConfig, model: Mapping[str, Any], *, on_cpu: bool
     heads = text_config.get("num_attention_heads")
     if heads is None:  # the model family uses other keys
         return None
-    return config.misfit(
+    return config.explain_misfit(
         n_heads=heads,
         n_kv_heads=text_config.get("num_key_value_heads") or heads,
         head_dim=text_config.get("head_dim") or text_config["hidden_size"] // heads,

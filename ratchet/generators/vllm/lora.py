@@ -18,7 +18,8 @@ from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import WEIGHTS, StoredAdapter, save_adapter
 from ratchet.protocols import Shard
 
-RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # maximum ranks with which vLLM can be started
+# The maximum ranks of adapters with which vLLM can be started.
+SUPPORTED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 
 
 class AdapterSender:
@@ -30,11 +31,11 @@ class AdapterSender:
     def __init__(self, directory: Path) -> None:
         self.directory = directory
         self.adapter: Adapter | None = None
-        self.loaded: Path | None = None
+        self.loaded_path: Path | None = None
         self._shapes: dict[str, tuple[int, ...]] = {}
         self._tensors: dict[str, Tensor] = {}
-        self._missing: dict[str, int] = {}  # by weight: number of elements not yet added
-        self._saved = 0
+        self._n_missing_by_weight: dict[str, int] = {}  # number of elements not yet added
+        self._n_saved = 0
 
     def expect(self, adapter: Adapter | None, shapes: Mapping[str, tuple[int, ...]]) -> None:
         """Begin a push.
@@ -45,7 +46,9 @@ class AdapterSender:
         self.adapter = adapter
         self._shapes = dict(shapes)
         self._tensors = {}
-        self._missing = {name: torch.Size(shape).numel() for name, shape in shapes.items()}
+        self._n_missing_by_weight = {
+            name: torch.Size(shape).numel() for name, shape in shapes.items()
+        }
 
     def add(self, shard: Shard) -> None:
         """Store a shard. Raises ModelError if its weight was not announced with this shape."""
@@ -58,7 +61,7 @@ class AdapterSender:
         for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
             target = target.narrow(axis, offset, size)
         target.copy_(shard.tensor)
-        self._missing[shard.name] -= shard.tensor.numel()
+        self._n_missing_by_weight[shard.name] -= shard.tensor.numel()
 
     def write(self) -> tuple[Path, str] | None:
         """Write the pushed adapter and return (directory, checksum of the weights' file).
@@ -67,16 +70,16 @@ class AdapterSender:
         """
         if self.adapter is None:
             return None
-        if missing := [name for name, count in self._missing.items() if count]:
+        if incomplete_names := [name for name, count in self._n_missing_by_weight.items() if count]:
             raise ModelError(
-                f"a pushed adapter must have all its weights, and '{missing[0]}' is missing or "
-                "incomplete"
+                f"a pushed adapter must have all its weights, and '{incomplete_names[0]}' is "
+                "missing or incomplete"
             )
         return self._save(
             self.adapter, sorted({name.split(".")[-3] for name in self._tensors}), self._tensors
         )
 
-    def keep(self, stored: StoredAdapter) -> tuple[Path, str]:
+    def write_stored(self, stored: StoredAdapter) -> tuple[Path, str]:
         """Write an adapter that was read from a directory.
 
         Return (directory, checksum of the weights' file).
@@ -88,16 +91,16 @@ class AdapterSender:
     def _save(
         self, adapter: Adapter, names: Sequence[str], weights: Mapping[str, Tensor]
     ) -> tuple[Path, str]:
-        self._saved += 1
-        path = self.directory / f"adapter-{self._saved}"
+        self._n_saved += 1
+        path = self.directory / f"adapter-{self._n_saved}"
         save_adapter(path, adapter, names, weights)
         return path, xxh3_128_hexdigest((path / WEIGHTS).read_bytes())
 
     def mark_loaded(self, path: Path) -> None:
         """Record that the workers have loaded `path`, and remove the previous push's files."""
-        if self.loaded is not None:
-            rmtree(self.loaded, ignore_errors=True)
-        self.loaded = path
+        if self.loaded_path is not None:
+            rmtree(self.loaded_path, ignore_errors=True)
+        self.loaded_path = path
 
 
 def explain_adapter_damage(path: str, checksum: str) -> str:

@@ -29,7 +29,7 @@ class _PartialWeight:
     """A weight that has arrived in part."""
 
     tensor: Tensor
-    missing: int  # number of elements that have not arrived
+    n_missing: int  # number of elements that have not arrived
 
 
 @dataclass
@@ -52,7 +52,7 @@ class WeightFileWriter:
     path: Path | None = None
     _entries: dict[str, dict[str, Any]] = field(default_factory=dict)
     _partial_weights: dict[str, _PartialWeight] = field(default_factory=dict)
-    _pushes: int = 0
+    _n_pushes: int = 0
 
     def add(self, shards: Iterator[Shard]) -> None:
         """Add shards to the push.
@@ -94,13 +94,15 @@ class WeightFileWriter:
         for axis, (offset, size) in enumerate(zip(shard.offsets, shard.tensor.shape, strict=True)):
             target = target.narrow(axis, offset, size)
         target.copy_(shard.tensor)
-        partial_weight.missing -= shard.tensor.numel()
-        return None if partial_weight.missing > 0 else self._partial_weights.pop(shard.name).tensor
+        partial_weight.n_missing -= shard.tensor.numel()
+        return (
+            None if partial_weight.n_missing > 0 else self._partial_weights.pop(shard.name).tensor
+        )
 
     def _write(self, name: str, tensor: Tensor) -> None:
         if self.path is None:
-            self._pushes += 1
-            self.path = self.directory / f"push-{self._pushes}"
+            self._n_pushes += 1
+            self.path = self.directory / f"push-{self._n_pushes}"
         dtype = self.dtype if tensor.is_floating_point() else tensor.dtype
         flat = tensor.detach().to("cpu", dtype).contiguous().reshape(-1).view(torch.uint8)
         # NumPy's type stubs hide that an array is a buffer.
@@ -115,17 +117,17 @@ class WeightFileWriter:
             "checksum": xxh3_128_hexdigest(data),
         }
 
-    def manifest(self) -> dict[str, Any] | None:
+    def build_manifest(self) -> dict[str, Any] | None:
         """Return the manifest for the workers; None if nothing was sent.
 
         Raises ModelError if weights are missing.
         """
         if not self._entries and not self._partial_weights:
             return None
-        if missing := sorted(set(self.shapes) - set(self._entries)):
-            names = ", ".join(missing[:5])
-            if len(missing) > 5:
-                names += f" and {len(missing) - 5} more"
+        if missing_names := sorted(set(self.shapes) - set(self._entries)):
+            names = ", ".join(missing_names[:5])
+            if len(missing_names) > 5:
+                names += f" and {len(missing_names) - 5} more"
             raise ModelError(
                 f"a push must have all weights, and these are missing or incomplete: {names}"
             )

@@ -65,7 +65,7 @@ def _is_running(process_id: int) -> bool:
     return True
 
 
-class VLLMBackend(_VLLMWorker):
+class VLLMWorkerExtension(_VLLMWorker):
     """The methods that Ratchet adds to vLLM's worker.
 
     They return failures as text, because an exception in one of several workers would leave the

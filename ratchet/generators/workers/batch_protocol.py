@@ -65,18 +65,18 @@ class RequestBatch:
             else (),
         )
 
-    def each(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
+    def unpack(self) -> list[tuple[int, NDArray[np.int64], Sampling, tuple[Placed, ...]]]:
         """Return (number, prompt, sampling, media) of each request."""
         if self.prompts is None:
             return []
         prompts = [self.prompts[start:end] for start, end in pairwise(self.starts)]
-        media_places = [
+        media_by_prompt = [
             tuple(Placed(start, self.media[i]) for start, i in media_of_prompt)
             for media_of_prompt in self.media_places
         ] or [()] * len(prompts)
         return [
-            (number, prompts[place], Sampling(*values), media_places[place])
-            for number, place, values in zip(
+            (number, prompts[prompt_index], Sampling(*values), media_by_prompt[prompt_index])
+            for number, prompt_index, values in zip(
                 self.numbers, self.prompt_indices, self.samplings, strict=True
             )
         ]
@@ -99,43 +99,43 @@ class CompletionBatch:
         cls, completions: Mapping[int, Completion], errors: Mapping[int, Exception]
     ) -> CompletionBatch:
         """Pack completions and errors, both keyed by request number."""
-        rows = list(completions.values())
+        completion_list = list(completions.values())
         columns = ("tokens", "logprobs", "log_kept_mass", "versions")
         return cls(
             list(completions),
-            np.cumsum([0, *(len(completion.tokens) for completion in rows)]).tolist(),
+            np.cumsum([0, *(len(completion.tokens) for completion in completion_list)]).tolist(),
             tuple(
-                np.concatenate([getattr(completion, name) for completion in rows])
+                np.concatenate([getattr(completion, name) for completion in completion_list])
                 for name in columns
             )
-            if rows
+            if completion_list
             else (),
-            [str(completion.stop) for completion in rows],
-            [completion.routes for completion in rows],
-            [completion.extras for completion in rows],
+            [str(completion.stop) for completion in completion_list],
+            [completion.routes for completion in completion_list],
+            [completion.extras for completion in completion_list],
             errors,
         )
 
-    def each(self) -> list[tuple[int, Completion]]:
+    def unpack(self) -> list[tuple[int, Completion]]:
         """Return (number, completion) of each completion."""
         if not self.columns:
             return []
         tokens, logprobs, log_kept_mass, versions = self.columns
-        rows = [slice(*ends) for ends in pairwise(self.starts)]
+        slices = [slice(*ends) for ends in pairwise(self.starts)]
         return [
             (
                 number,
                 Completion(
-                    tokens[row],
-                    logprobs[row],
-                    log_kept_mass[row],
-                    versions[row],
+                    tokens[span],
+                    logprobs[span],
+                    log_kept_mass[span],
+                    versions[span],
                     StopReason(stop),
                     routes,
                     extras,
                 ),
             )
-            for number, row, stop, routes, extras in zip(
-                self.numbers, rows, self.stops, self.routes, self.extras, strict=True
+            for number, span, stop, routes, extras in zip(
+                self.numbers, slices, self.stops, self.routes, self.extras, strict=True
             )
         ]

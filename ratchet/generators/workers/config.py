@@ -60,9 +60,9 @@ class GeneratorWorkersConfig(Section):
         return getattr(self.worker, "placeable", True)
 
     @property
-    def filters(self) -> bool:
+    def reports_kept_mass(self) -> bool:
         """True if the workers' generator reports the mass that sampling filters keep."""
-        return getattr(self.worker, "filters", True)
+        return getattr(self.worker, "reports_kept_mass", True)
 
     @property
     def least_temperature(self) -> float:
@@ -70,9 +70,9 @@ class GeneratorWorkersConfig(Section):
         return getattr(self.worker, "least_temperature", 0.0)
 
     @property
-    def misfit(self) -> Callable[..., str | None] | None:
-        """Return the `misfit` method of the workers' generator section, if it has one."""
-        return getattr(self.worker, "misfit", None)
+    def explain_misfit(self) -> Callable[..., str | None] | None:
+        """Return the `explain_misfit` method of the workers' generator section, if it has one."""
+        return getattr(self.worker, "explain_misfit", None)
 
     @property
     def accelerators(self) -> int:

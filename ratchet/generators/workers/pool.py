@@ -56,20 +56,20 @@ class GeneratorPool:
         self.tokenizer = tokenizer
         self.precision: str | None = getattr(config.worker, "quantise", None)
         self.max_restarts = config.max_restarts if config.recovery == "restart" else 0
-        self.restarts = 0
+        self.n_restarts = 0
         self.version = 0
         self.queues = [WorkerQueue(rank) for rank in range(config.workers)]
         self.push_lock = asyncio.Lock()
         self.catch_up: Callable[[PoolReceivers], Awaitable[None]] | None = None
         self.on_restart: Callable[[], object] = lambda: None
-        self.broken: Exception | None = None  # the error that ended the pool
+        self.final_error: Exception | None = None  # the error that ended the pool
         self.records_routes = False
         # Machines of the workers; a replacement starts on the same machine.
         self.hosts: set[str] = set()
         self._start_worker: Callable[[int], Workers] | None = None
         self._numbers = itertools.count()
         # Requests by number that wait until a worker can serve.
-        self._unplaced: dict[int, PendingRequest] = {}
+        self._unassigned: dict[int, PendingRequest] = {}
         self._recovery: asyncio.Task[None] | None = None
         self._was_pushed = self._paused = self._closed = False
 
@@ -109,8 +109,8 @@ class GeneratorPool:
         """
         lost_queues = [queue for queue in self.queues if queue.group is None]
         await asyncio.gather(*(self._replace(queue) for queue in lost_queues))
-        if self.broken is not None:
-            raise self.broken
+        if self.final_error is not None:
+            raise self.final_error
         return bool(lost_queues)
 
     async def _replace(self, queue: WorkerQueue) -> None:
@@ -119,7 +119,7 @@ class GeneratorPool:
         queue.lost_group = None
         if lost_group is not None:
             await asyncio.to_thread(lost_group.close)
-        while self.broken is None:
+        while self.final_error is None:
             try:
                 group = await asyncio.to_thread(self._start_worker, queue.rank)
                 if self._paused:
@@ -136,13 +136,13 @@ class GeneratorPool:
         Args:
             redrawn_requests: Number of requests that are drawn again.
         """
-        if self.restarts >= self.max_restarts:
+        if self.n_restarts >= self.max_restarts:
             self._end_pool(error)
             return
-        self.restarts += 1
+        self.n_restarts += 1
         log.warning(
             "generator restart %d of at most %d, %d requests are drawn again: %s",
-            self.restarts,
+            self.n_restarts,
             self.max_restarts,
             redrawn_requests,
             error,
@@ -150,11 +150,11 @@ class GeneratorPool:
         self.on_restart()
 
     def _end_pool(self, error: Exception) -> None:
-        if self.broken is None:
-            self.broken = error
+        if self.final_error is None:
+            self.final_error = error
         for request in self._list_outstanding():
-            request.deliver(self.broken)
-        self._unplaced.clear()
+            request.deliver(self.final_error)
+        self._unassigned.clear()
 
     def _list_outstanding(self) -> list[PendingRequest]:
         queued = [
@@ -162,18 +162,18 @@ class GeneratorPool:
             for queue in self.queues
             for request in (*queue.sent.values(), *queue.waiting.values())
         ]
-        return [*queued, *self._unplaced.values()]
+        return [*queued, *self._unassigned.values()]
 
     def mark_lost(self, queue: WorkerQueue, group: Workers, error: Exception) -> None:
         """Mark a worker as lost; later reports of the same loss are ignored."""
         if queue.group is not group or self._closed:
             return
-        unanswered = queue.lose()
+        unanswered = queue.mark_lost()
         for request in unanswered:
             if request.is_aborted:
                 request.deliver_aborted()
         redrawn = [request for request in unanswered if not request.future.done()]
-        self._unplaced.update((request.number, request) for request in redrawn)
+        self._unassigned.update((request.number, request) for request in redrawn)
         self._count_loss(error, len(redrawn))
         self._assign_all()
 
@@ -253,31 +253,33 @@ class GeneratorPool:
         try:
             return await future
         except asyncio.CancelledError:
-            if self._unplaced.pop(request.number, None) is None:
+            if self._unassigned.pop(request.number, None) is None:
                 # `any` stops at the queue that had the request.
                 any(queue.cancel(request) for queue in self.queues)
             raise
 
     def _assign(self, request: PendingRequest) -> None:
-        if self.broken is not None:
-            request.deliver(self.broken)
+        if self.final_error is not None:
+            request.deliver(self.final_error)
             return
         serving_queues = [queue for queue in self.queues if queue.is_current]
         if len(serving_queues) < len(self.queues):
             self._start_recovery()
         if not serving_queues:
-            self._unplaced[request.number] = request
+            self._unassigned[request.number] = request
             return
-        same_prompt = (
-            queue for queue in serving_queues if 0 < queue.prompts[request.key] < MAX_SAME_PROMPT
+        queues_with_prompt = (
+            queue
+            for queue in serving_queues
+            if 0 < queue.request_count_by_prompt[request.key] < MAX_SAME_PROMPT
         )
-        queue = next(same_prompt, None) or min(serving_queues, key=lambda queue: queue.load)
+        queue = next(queues_with_prompt, None) or min(serving_queues, key=lambda queue: queue.load)
         queue.add(request)
         self._ensure_pump(queue)
 
     def _assign_all(self) -> None:
-        unplaced, self._unplaced = self._unplaced, {}
-        for request in unplaced.values():
+        unassigned, self._unassigned = self._unassigned, {}
+        for request in unassigned.values():
             self._assign(request)
 
     def _ensure_pump(self, queue: WorkerQueue) -> None:
@@ -301,7 +303,7 @@ class GeneratorPool:
             except Exception as error:
                 self.mark_lost(queue, group, error)
                 return
-            for number, answer in (*results.each(), *results.errors.items()):
+            for number, answer in (*results.unpack(), *results.errors.items()):
                 if isinstance(answer, Exception) and not _is_request_error(answer):
                     self.mark_lost(queue, group, answer)
                     return
@@ -316,9 +318,9 @@ class GeneratorPool:
         """End all requests; they return their partial completions."""
         for queue in self.queues:
             queue.abort()
-        for request in self._unplaced.values():
+        for request in self._unassigned.values():
             request.deliver_aborted()
-        self._unplaced.clear()
+        self._unassigned.clear()
 
     async def pause(self) -> None:
         self._paused = True
@@ -346,7 +348,7 @@ class GeneratorPool:
         )
         for result in results:
             if isinstance(result, BaseException) and (
-                self.broken is not None or not isinstance(result, WorkerError)
+                self.final_error is not None or not isinstance(result, WorkerError)
             ):
                 raise result
 
@@ -361,7 +363,7 @@ class GeneratorPool:
             timeout_s: Time limit of the call; None: the workers' default.
         """
         if (group := queue.group) is None:
-            raise self.broken or WorkerError(f"generator rank {queue.rank} was lost")
+            raise self.final_error or WorkerError(f"generator rank {queue.rank} was lost")
         try:
             (answer,) = await (group if timeout_s is None else group.within(timeout_s)).call(
                 method, *arguments

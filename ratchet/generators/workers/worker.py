@@ -42,7 +42,7 @@ class GeneratorRank:
         self._make_receiver = make_receiver
         self._receivers: dict[int, Any] = {}
         self._running: dict[int, asyncio.Task[Completion]] = {}
-        self._done: dict[int, asyncio.Task[Completion]] = {}
+        self._ended_tasks: dict[int, asyncio.Task[Completion]] = {}
         self._first_done: asyncio.Future[None] | None = None  # set when a request has ended
 
     def host(self) -> str:
@@ -71,18 +71,18 @@ class GeneratorRank:
         for number in cancelled:
             if (task := self._running.pop(number, None)) is not None:
                 task.cancel()
-        for request in requests.each():
+        for request in requests.unpack():
             self._begin(*request)
-        if self._running and not self._done:
+        if self._running and not self._ended_tasks:
             self._first_done = asyncio.get_running_loop().create_future()
             await asyncio.wait([self._first_done], timeout=wait_s)
-        if self._running and self._done:
+        if self._running and self._ended_tasks:
             await asyncio.sleep(GATHER_S)
         else:
             await asyncio.sleep(0)  # let cancelled tasks end
-        ended_tasks = self._done
-        self._done = {}
-        results = {number: _get_result(task) for number, task in ended_tasks.items()}
+        tasks = self._ended_tasks
+        self._ended_tasks = {}
+        results = {number: _get_result(task) for number, task in tasks.items()}
         errors = {
             number: result for number, result in results.items() if isinstance(result, Exception)
         }
@@ -105,7 +105,7 @@ class GeneratorRank:
         def collect_ended(task: asyncio.Task[Completion]) -> None:
             # A cancelled request is no longer in `_running`, and its result is not returned.
             if self._running.pop(number, None) is not None:
-                self._done[number] = task
+                self._ended_tasks[number] = task
                 if self._first_done is not None and not self._first_done.done():
                     self._first_done.set_result(None)
 

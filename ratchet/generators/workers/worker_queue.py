@@ -62,28 +62,29 @@ class WorkerQueue:
     lost_group: Workers | None = None  # the lost process, until it is closed
     waiting: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet sent
     sent: dict[int, PendingRequest] = field(default_factory=dict)  # by number; not yet answered
-    cancelled: list[int] = field(default_factory=list)  # numbers whose cancellation is not sent yet
-    aborting: bool = False  # the next exchange aborts the sent requests
+    cancelled_numbers: list[int] = field(default_factory=list)  # whose cancellation is not sent yet
+    must_abort: bool = False  # the next exchange aborts the sent requests
     load: int = 0  # sum of `cost` over waiting and sent requests
-    prompts: Counter[PromptKey] = field(default_factory=Counter)  # of waiting and sent requests
+    # Number of waiting and sent requests with each prompt.
+    request_count_by_prompt: Counter[PromptKey] = field(default_factory=Counter)
     pump: asyncio.Task[None] | None = None  # the task that exchanges messages with the worker
 
     @property
     def busy(self) -> bool:
         """True if there is something to exchange with the worker."""
-        return bool(self.waiting or self.sent or self.cancelled)
+        return bool(self.waiting or self.sent or self.cancelled_numbers)
 
     def add(self, request: PendingRequest) -> None:
         """Queue a request."""
         self.waiting[request.number] = request
         self.load += request.cost
-        self.prompts[request.key] += 1
+        self.request_count_by_prompt[request.key] += 1
 
     def take_batch(self) -> tuple[RequestBatch, list[int], bool]:
-        """Return (requests, cancelled, aborting) for the next exchange, and mark them as sent.
+        """Return what the next exchange sends, and mark the waiting requests as sent.
 
-        requests: the waiting requests. cancelled: numbers of cancelled requests. aborting: True if
-        the worker must abort the requests that it already has.
+        Returns (the waiting requests, numbers of cancelled requests, True if the worker must abort
+        the requests that it already has).
         """
         requests = RequestBatch.from_requests(
             {
@@ -91,11 +92,11 @@ class WorkerQueue:
                 for number, request in self.waiting.items()
             }
         )
-        batch = (requests, self.cancelled, self.aborting)
+        batch = (requests, self.cancelled_numbers, self.must_abort)
         self.sent.update(self.waiting)
         self.waiting = {}
-        self.cancelled = []
-        self.aborting = False
+        self.cancelled_numbers = []
+        self.must_abort = False
         return batch
 
     def pop_sent(self, number: int) -> PendingRequest | None:
@@ -108,7 +109,7 @@ class WorkerQueue:
     def cancel(self, request: PendingRequest) -> bool:
         """Remove a cancelled request. Returns True if it was in this queue."""
         if self.sent.pop(request.number, None) is not None:
-            self.cancelled.append(request.number)
+            self.cancelled_numbers.append(request.number)
         elif self.waiting.pop(request.number, None) is None:
             return False
         self._forget(request)
@@ -122,9 +123,9 @@ class WorkerQueue:
         self.waiting = {}
         for request in self.sent.values():
             request.is_aborted = True
-        self.aborting = bool(self.sent)
+        self.must_abort = bool(self.sent)
 
-    def lose(self) -> list[PendingRequest]:
+    def mark_lost(self) -> list[PendingRequest]:
         """Mark the process as lost, and remove and return its unanswered requests."""
         unanswered = [*self.sent.values(), *self.waiting.values()]
         self.lost_group = self.group
@@ -132,15 +133,15 @@ class WorkerQueue:
         self.is_current = False
         self.waiting = {}
         self.sent = {}
-        self.cancelled = []
-        self.aborting = False
+        self.cancelled_numbers = []
+        self.must_abort = False
         self.load = 0
         self.pump = None
-        self.prompts.clear()
+        self.request_count_by_prompt.clear()
         return unanswered
 
     def _forget(self, request: PendingRequest) -> None:
         self.load -= request.cost
-        self.prompts[request.key] -= 1
-        if not self.prompts[request.key]:
-            del self.prompts[request.key]
+        self.request_count_by_prompt[request.key] -= 1
+        if not self.request_count_by_prompt[request.key]:
+            del self.request_count_by_prompt[request.key]

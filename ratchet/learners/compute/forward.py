@@ -28,7 +28,7 @@ from ratchet.models.layers.expert_routing import RouterMonitor, Routing
 from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.protocols import LossTerm, Outputs, needed
+from ratchet.protocols import LossTerm, Outputs, list_needed_outputs
 
 PREDICTION_COLUMNS = frozenset({"logprobs", "old_logprobs", "entropy", "topk_logprobs", "topk_ids"})
 # MiB of logits under `logprob_chunk_mib=auto`. A CPU has a small cache, while an accelerator needs
@@ -107,7 +107,7 @@ class Forward:
         monitor = self.make_monitor(terms)
         with seed_dropout(self.model, seed):
             total, metrics = self.losses(
-                micro, self.hidden(micro, monitor, needed(terms)), terms, monitor
+                micro, self.hidden(micro, monitor, list_needed_outputs(terms)), terms, monitor
             )
             total.backward()
         return metrics
@@ -129,10 +129,12 @@ class Forward:
             micro: A micro-batch on the device, in the dtype of losses.
             monitor: The recorder of the forward that computed the hidden states.
         """
-        needs = needed(terms)
+        needs = list_needed_outputs(terms)
         # A term with coefficient 0 is only measured. Outputs that no other term needs get no
         # gradient.
-        needs_with_gradient = needed(term for term in terms if micro.weights[term.name].coef)
+        needs_with_gradient = list_needed_outputs(
+            term for term in terms if micro.weights[term.name].coef
+        )
         out = self.outputs(micro, hidden_Td, needs, measured=needs - needs_with_gradient)
         if monitor is not None:
             out = replace(out, routers=monitor.columns(micro.sequence_T, micro.n_sequences))

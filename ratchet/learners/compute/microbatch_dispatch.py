@@ -40,7 +40,7 @@ def distribute_microbatches(
     multiple: the number of micro-batches of a rank is a multiple of this (a pipeline needs several
       at a time).
     """
-    micros = [MicroBatch(rows, micro) for rows, micro in zip(plan, batch.cut(plan), strict=True)]
+    micros = [MicroBatch(rows, micro) for rows, micro in zip(plan, batch.split(plan), strict=True)]
     if micros:
         micros += [_make_filler(batch)] * (-len(micros) % (ranks * multiple))
     return [micros[rank::ranks] for rank in range(ranks)]

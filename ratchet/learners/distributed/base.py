@@ -23,7 +23,7 @@ from ratchet.learners.optim.step_policy import StepPolicy
 from ratchet.models.lora.layers import derive_mask_seed
 from ratchet.models.parallel.collectives import Group, sum_forward
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
-from ratchet.protocols import Exported, LossTerm, Shard
+from ratchet.protocols import ExportedPart, LossTerm, Shard
 
 
 class RankForward(Forward):
@@ -240,5 +240,5 @@ class RankLearner(ABC):
 
     @abstractmethod
     def export(
-        self, directory: Path, *, averaged: bool = False, part: Exported = "all"
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
     ) -> None: ...

@@ -53,7 +53,7 @@ from ratchet.models.lora.layers import seed_dropout
 from ratchet.models.parallel.sharded_policy import DistributedPolicy
 from ratchet.models.policy import PolicyModel
 from ratchet.models.scalar_head import ScalarHead
-from ratchet.protocols import Exported, LossTerm, Shard
+from ratchet.protocols import ExportedPart, LossTerm, Shard
 
 
 def shard_model(
@@ -245,12 +245,14 @@ class DTensorLearner(RankLearner):
             if item.is_owner and not item.name.startswith("head."):
                 yield from item.blocks(item.local)
 
-    def blocks(self, part: Exported = "all") -> Iterator[Shard]:
+    def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield this rank's blocks of a part of the model; "all" includes the scalar head."""
         shards = {"all": self.param_shards, "base": self.frozen, "adapter": self.trained}[part]
         return (block for shard in shards if shard.is_owner for block in shard.blocks(shard.local))
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         with (
             self.optimizer.use_averages()
             if averaged and self.optimizer is not None
@@ -302,17 +304,17 @@ class DTensorLearner(RankLearner):
         """
         block_files = BlockFiles(directory)
         if self.frozen:
-            check_base(directory, block_files.numbers.get("base"), self.base_fingerprint)
+            check_base(directory, block_files.metadata.get("base"), self.base_fingerprint)
         fill_param_shards(self.trained, block_files.read)
         if self.optimizer is not None and self.step_policy is not None:
-            self.step_policy.steps_taken = block_files.numbers["taken"]
-            self.step_policy.bad_steps = block_files.numbers["bad"]
+            self.step_policy.steps_taken = block_files.metadata["taken"]
+            self.step_policy.bad_steps = block_files.metadata["bad"]
             self.optimizer.state = {}
             for item in (
-                item for item in self.trained if item.name in block_files.numbers["steps"]
+                item for item in self.trained if item.name in block_files.metadata["steps"]
             ):
                 moments = self.optimizer.init_state(item.name, item.parameter)
-                moments["step"].fill_(block_files.numbers["steps"][item.name])
+                moments["step"].fill_(block_files.metadata["steps"][item.name])
                 stored_moments = self.optimizer.get_moments(item.name)
                 for key, moment in stored_moments.items():
                     for block in item.blocks(moment):

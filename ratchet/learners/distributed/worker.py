@@ -20,7 +20,7 @@ from ratchet.learners.distributed.base import RankLearner
 from ratchet.learners.distributed.model_providers import ModelProvider
 from ratchet.learners.distributed.stage_spec import RoleSpec
 from ratchet.models.model_source import ModelSource
-from ratchet.protocols import Exported, Shard
+from ratchet.protocols import ExportedPart, Shard
 
 # Timeout of a collective; the worker group's own timeouts are shorter.
 TIMEOUT = timedelta(minutes=30)
@@ -158,7 +158,7 @@ class LearnerRank:
     def load(self, role: str, directory: str) -> None:
         self.learners[role].load(Path(directory))
 
-    def export(self, role: str, directory: str, averaged: bool, part: Exported) -> None:
+    def export(self, role: str, directory: str, averaged: bool, part: ExportedPart) -> None:
         self.learners[role].export(Path(directory), averaged=averaged, part=part)
 
     def close(self) -> None:

@@ -44,7 +44,7 @@ from ratchet.models.megatron.blocks import is_model_weight
 from ratchet.models.megatron.policy import MegatronPolicy
 from ratchet.models.scalar_head import ScalarHead
 from ratchet.models.weights.weight_layout import cut_blocks
-from ratchet.protocols import Exported, LossTerm, Shard
+from ratchet.protocols import ExportedPart, LossTerm, Shard
 
 # A function that the last pipeline stage calls with (index of the micro-batch, its final hidden
 # states [T, d]). Megatron's schedule gets its result.
@@ -230,7 +230,7 @@ class MegatronLearner(RankLearner):
         yield from (replace(block, is_frozen=is_frozen) for block in self.blocks("base"))
         yield from (block for block in self.blocks("adapter") if block.name != HEAD)
 
-    def blocks(self, part: Exported = "all") -> Iterator[Shard]:
+    def blocks(self, part: ExportedPart = "all") -> Iterator[Shard]:
         """Yield views of this rank's blocks. A scalar head belongs to the part "adapter"."""
         for item in self.owned_parameters:
             if item.is_owner and part in (
@@ -239,7 +239,9 @@ class MegatronLearner(RankLearner):
             ):
                 yield from cut_blocks(item.pieces, item.parameter.detach())
 
-    def export(self, directory: Path, *, averaged: bool = False, part: Exported = "all") -> None:
+    def export(
+        self, directory: Path, *, averaged: bool = False, part: ExportedPart = "all"
+    ) -> None:
         assert not averaged, "the configuration does not allow ema_decay with this learner"
         export_blocks(self.model, self.blocks(part), self.rank, directory, part)
 

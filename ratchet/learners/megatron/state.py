@@ -21,7 +21,7 @@ from megatron.core.dist_checkpointing.strategies.torch import (
 )
 from torch.distributed import checkpoint
 
-from ratchet.checkpoint.manifest import MEGATRON
+from ratchet.checkpoint.manifest import MEGATRON_FOLDER
 from ratchet.errors import CheckpointError
 from ratchet.learners.optim.step_policy import StepPolicy
 from ratchet.models.lora.files import check_base
@@ -68,7 +68,7 @@ def save_state(
 
     base_fingerprint: see `MegatronLearner.base_fingerprint`.
     """
-    folder = directory / MEGATRON
+    folder = directory / MEGATRON_FOLDER
     folder.mkdir(parents=True, exist_ok=True)
     dist.barrier()
     state = _sharded_state(model, optimizer, is_loading=False)
@@ -92,7 +92,7 @@ def load_state(
     Raises CheckpointError if the directory has no Megatron checkpoint, or one of another model or
     of other frozen weights.
     """
-    folder = directory / MEGATRON
+    folder = directory / MEGATRON_FOLDER
     if not folder.is_dir():
         raise CheckpointError(
             f"{directory} holds no Megatron checkpoint: a learner of another kind saved it. Resume "

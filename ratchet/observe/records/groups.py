@@ -44,8 +44,9 @@ DTYPES: Mapping[str, type] = {
 def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> list[Group]:
     """Return the groups of one step, equal bit for bit to those that the batch was packed from.
 
-    What differs: `Medium.inputs` are empty, since the processor computes them again. Values stored
-    as JSON (answer, `meta`, tool arguments) come back with JSON's types. `extras` are not read.
+    Three things differ. `Medium.inputs` are empty, since the processor computes them again. Values
+    stored as JSON (answer, `meta`, tool arguments) come back with JSON's types. `extras` are not
+    read.
 
     Args:
         sources: encoded media by name.
@@ -54,7 +55,7 @@ def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> 
     """
     media: Mapping[str, bytes] = sources or {}
     media_by_key: dict[str, Medium] = {}  # so that equal media are one object
-    tokens = {name: _token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
+    tokens = {name: _split_token_lists(table.column(name), dtype) for name, dtype in DTYPES.items()}
     all_fields = table.drop_columns(list(DTYPES)).to_pylist()
     for fields in all_fields:
         fields["prompt"], fields["messages"] = (
@@ -80,7 +81,7 @@ def read_groups(table: pa.Table, sources: Mapping[str, bytes] | None = None) -> 
     return groups
 
 
-def _token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any] | None]:
+def _split_token_lists(column: pa.ChunkedArray, dtype: type) -> list[NDArray[Any] | None]:
     lists = column.combine_chunks()
     if isinstance(lists, pa.ChunkedArray):  # it has no rows
         return []
@@ -109,16 +110,16 @@ def _build_trajectory(fields: Mapping[str, Any], columns: dict[str, Any]) -> Tra
 
 
 def _build_media(
-    placed: Sequence[Mapping[str, Any]],
+    entries: Sequence[Mapping[str, Any]],
     sources: Mapping[str, bytes],
     media_by_key: dict[str, Medium],
 ) -> tuple[Placed, ...]:
-    for entry in placed:
+    for entry in entries:
         if entry["key"] not in media_by_key:
             media_by_key[entry["key"]] = Medium(
                 entry["key"], entry["kind"], entry["span"], {}, find_source(entry["name"], sources)
             )
-    return tuple(Placed(entry["start"], media_by_key[entry["key"]]) for entry in placed)
+    return tuple(Placed(entry["start"], media_by_key[entry["key"]]) for entry in entries)
 
 
 def _build_outcome(fields: Mapping[str, Any]) -> Outcome | None:

@@ -78,10 +78,10 @@ def find_source(name: str, sources: Mapping[str, bytes]) -> bytes:
     return sources[name]
 
 
-def collect_sources(groups: Sequence[Group], chosen: Iterable[int]) -> dict[str, bytes]:
-    """Return all media of the chosen groups, by name."""
+def collect_sources(groups: Sequence[Group], group_indices: Iterable[int]) -> dict[str, bytes]:
+    """Return all media of the groups at `group_indices`, by name."""
     sources: dict[str, bytes] = {}
-    for index in chosen:
+    for index in group_indices:
         group = groups[index]
         sources |= _collect_inline(group.task.messages)
         for trajectory in group.trajectories:

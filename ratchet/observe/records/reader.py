@@ -23,7 +23,7 @@ from xxhash import xxh3_64
 from ratchet.errors import DataError
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.media import MEDIA, read_media
-from ratchet.observe.records.schema import ADDED, SCALARS, SCHEMA
+from ratchet.observe.records.schema import DEFAULT_BY_ADDED_COLUMN, SCALARS, SCHEMA
 from ratchet.types import Group
 from ratchet.utils.safe_read import parse_json
 
@@ -119,11 +119,11 @@ class Record:
         The default columns have one number or word per trajectory, so that they read quickly
         whatever the number of tokens. Raises DataError for a file that can't be read.
         """
-        chosen = None if steps is None else frozenset(steps)
+        chosen_steps = None if steps is None else frozenset(steps)
         fields = pa.schema([SCHEMA.field(name) for name in columns])
         # Permissive: a field that a struct in an older file lacks becomes null.
         return pa.concat_tables(
-            [fields.empty_table(), *self._read_tables(list(columns), chosen)],
+            [fields.empty_table(), *self._read_tables(list(columns), chosen_steps)],
             promote_options="permissive",
         )
 
@@ -196,14 +196,14 @@ class Record:
         _verify(self.directory / file.name, file.sha256)
 
 
-def file_digest(path: Path) -> str:
+def hash_file(path: Path) -> str:
     with path.open("rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
 
 
 def _verify(path: Path, sha256: str) -> None:
     try:
-        digest = file_digest(path)
+        digest = hash_file(path)
     except OSError as error:
         raise DataError(f"{path} can't be read: {error}") from error
     if digest != sha256:
@@ -213,13 +213,13 @@ def _verify(path: Path, sha256: str) -> None:
 def _select_columns(columns: list[str], table: pa.Table) -> pa.Table:
     """Return the table with these columns only.
 
-    A column of `ADDED` that an older file lacks is filled with its value in `ADDED`. Raises
-    KeyError for any other missing column.
+    A column of `DEFAULT_BY_ADDED_COLUMN` that an older file lacks is filled with its default.
+    Raises KeyError for any other missing column.
     """
-    for name in ADDED.keys() & set(columns) - set(table.column_names):
+    for name in DEFAULT_BY_ADDED_COLUMN.keys() & set(columns) - set(table.column_names):
         field = SCHEMA.field(name)
         table = table.append_column(
-            field, pa.repeat(pa.scalar(ADDED[name], field.type), table.num_rows)
+            field, pa.repeat(pa.scalar(DEFAULT_BY_ADDED_COLUMN[name], field.type), table.num_rows)
         )
     return table.select(columns)
 

@@ -11,7 +11,7 @@ import pyarrow as pa
 
 VERSION = 1  # raised when a column changes its meaning; readers ignore columns that they don't know
 
-NUMBERS = pa.map_(pa.string(), pa.float64())
+NUMBER_BY_NAME = pa.map_(pa.string(), pa.float64())
 TURN = pa.struct([
     pa.field("start", pa.int32()),
     pa.field("end", pa.int32()),
@@ -41,7 +41,7 @@ MESSAGE = pa.struct([
 ])  # fmt: skip
 
 # Columns that files of version 1 may lack, and the value of each row in such files.
-ADDED = {"uses": 0, "media": []}
+DEFAULT_BY_ADDED_COLUMN = {"uses": 0, "media": []}
 
 # Each trajectory has one number or string.
 SCALARS = {
@@ -73,8 +73,8 @@ SCALARS = {
     "rollout_logprob": pa.float64(),
 }
 DETAILS = {
-    "reward_parts": NUMBERS,
-    "metrics": NUMBERS,
+    "reward_parts": NUMBER_BY_NAME,
+    "metrics": NUMBER_BY_NAME,
     "turns": pa.list_(TURN),
     "failure_detail": pa.string(),
     "answer": pa.string(),

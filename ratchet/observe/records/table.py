@@ -18,7 +18,7 @@ from ratchet.observe.records.media import hash_content, shorten_value
 from ratchet.observe.records.schema import (
     LEARNED,
     MESSAGE,
-    NUMBERS,
+    NUMBER_BY_NAME,
     PART,
     PLACED,
     SAMPLED,
@@ -69,23 +69,27 @@ def build_table(
     batch: Batch,
     weights_T: NDArray[np.float64],
     *,
-    chosen: Sequence[int] | None = None,
+    group_indices: Sequence[int] | None = None,
 ) -> pa.Table:
     """Build the table of one step.
 
     Args:
         batch: The batch that was packed from the groups, with its columns.
         weights_T: The weight of each token in the policy's loss.
-        chosen: Which groups to keep, in order; None: all.
+        group_indices: Indices of the groups to keep, in order; None: all.
     """
-    rows = _list_rows(groups, chosen)
-    entries = _build_sampled_columns(rows, batch) | _build_learned_columns(rows, batch, weights_T)
-    columns = _build_scalars(step, stage, rows, entries) | _build_details(rows) | entries
+    rows = _list_rows(groups, group_indices)
+    token_columns = _build_sampled_columns(rows, batch) | _build_learned_columns(
+        rows, batch, weights_T
+    )
+    columns = (
+        _build_scalars(step, stage, rows, token_columns) | _build_details(rows) | token_columns
+    )
     return pa.Table.from_arrays([columns[name] for name in SCHEMA.names], schema=SCHEMA)
 
 
-def _list_rows(groups: Sequence[Group], chosen: Sequence[int] | None) -> list[TrajectoryRow]:
-    kept_indices = range(len(groups)) if chosen is None else frozenset(chosen)
+def _list_rows(groups: Sequence[Group], group_indices: Sequence[int] | None) -> list[TrajectoryRow]:
+    kept_indices = range(len(groups)) if group_indices is None else frozenset(group_indices)
     rows, next_batch_index = list[TrajectoryRow](), 0
     for index, group in enumerate(groups):
         for number, trajectory in enumerate(group.trajectories):
@@ -115,7 +119,7 @@ def _build_learned_columns(
     token_indices_N = (
         None
         if len(batch_indices) == batch.n_sequences
-        else _token_indices(batch_indices, starts_S, lengths_S)
+        else _list_token_indices(batch_indices, starts_S, lengths_S)
     )
     lengths_R = np.asarray(
         [0 if row.batch_index is None else lengths_S[row.batch_index] for row in rows], np.int32
@@ -132,7 +136,7 @@ def _build_learned_columns(
     return token_columns
 
 
-def _token_indices(
+def _list_token_indices(
     batch_indices: Sequence[int], starts_S: NDArray[Any], lengths_S: NDArray[Any]
 ) -> NDArray[np.int64]:
     """Return the indices, in the batch, of the tokens of the sequences at `batch_indices`."""
@@ -156,12 +160,12 @@ def _build_lists(
     return pa.ListArray.from_arrays(pa.array(offsets), values, type=kind, mask=pa.array(null_R))
 
 
-def _row_N(column: pa.Array) -> NDArray[np.int64]:
+def _get_row_N(column: pa.Array) -> NDArray[np.int64]:
     """Return the row number of each entry of a list column."""
     return np.repeat(np.arange(len(column)), np.diff(column.offsets.to_numpy()))
 
 
-def _entries_N(column: pa.Array) -> NDArray[Any]:
+def _get_entries_N(column: pa.Array) -> NDArray[Any]:
     return column.values.to_numpy(zero_copy_only=False)
 
 
@@ -172,24 +176,24 @@ def _sum_rows(column: pa.Array, mask_N: NDArray[np.bool_] | None = None) -> pa.A
     """
     if column.null_count == len(column):
         return pa.nulls(len(column), pa.float64())
-    values_N = _entries_N(column).astype(np.float64)
+    values_N = _get_entries_N(column).astype(np.float64)
     if mask_N is not None:
         values_N = np.where(mask_N, values_N, 0.0)
-    sums_R = np.bincount(_row_N(column), weights=values_N, minlength=len(column))
-    return pa.array(sums_R, mask=_nulls_R(column))
+    sums_R = np.bincount(_get_row_N(column), weights=values_N, minlength=len(column))
+    return pa.array(sums_R, mask=_get_nulls_R(column))
 
 
-def _nulls_R(column: pa.Array) -> NDArray[np.bool_]:
+def _get_nulls_R(column: pa.Array) -> NDArray[np.bool_]:
     return column.is_null().to_numpy(zero_copy_only=False)
 
 
 def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
     """Return sums / counts; null where the sum or the count is null, or the count is 0."""
     counts_R, sums_R = (
-        np.where(_nulls_R(column), 0.0, column.to_numpy(zero_copy_only=False))
+        np.where(_get_nulls_R(column), 0.0, column.to_numpy(zero_copy_only=False))
         for column in (counts, sums)
     )
-    empty_R = _nulls_R(sums) | (counts_R == 0)
+    empty_R = _get_nulls_R(sums) | (counts_R == 0)
     return pa.array(sums_R / np.where(empty_R, 1.0, counts_R), mask=empty_R)
 
 
@@ -197,16 +201,19 @@ def _divide(sums: pa.Array, counts: pa.Array) -> pa.Array:
 
 
 def _build_scalars(
-    step: int, stage: str, rows: Sequence[TrajectoryRow], entries: Mapping[str, pa.Array]
+    step: int, stage: str, rows: Sequence[TrajectoryRow], token_columns: Mapping[str, pa.Array]
 ) -> dict[str, pa.Array]:
     trajectories = [row.trajectory for row in rows]
     outcomes = [t.outcome for t in trajectories]
-    trained = _sum_rows(entries["trained"])
-    advantages = _sum_rows(entries["advantages"], _entries_N(entries["trained"]))
-    logprobs_R = _sum_rows(entries["rollout_logprobs"]).to_numpy(zero_copy_only=False)
-    is_policy_N, row_N = _entries_N(entries["owner"]) == POLICY, _row_N(entries["owner"])
-    oldest, newest = _find_versions(entries["versions"])
-    values: dict[str, list[Any] | pa.Array] = {
+    trained = _sum_rows(token_columns["trained"])
+    advantages = _sum_rows(token_columns["advantages"], _get_entries_N(token_columns["trained"]))
+    logprobs_R = _sum_rows(token_columns["rollout_logprobs"]).to_numpy(zero_copy_only=False)
+    is_policy_N, row_N = (
+        _get_entries_N(token_columns["owner"]) == POLICY,
+        _get_row_N(token_columns["owner"]),
+    )
+    oldest, newest = _find_versions(token_columns["versions"])
+    column_values: dict[str, list[Any] | pa.Array] = {
         "step": [step] * len(rows),
         "stage": [stage] * len(rows),
         "group_index": [row.group_index for row in rows],
@@ -218,47 +225,47 @@ def _build_scalars(
         "failure": [_get_failure(outcome) for outcome in outcomes],
         "reward": [getattr(outcome, "reward", None) for outcome in outcomes],
         "advantage": _divide(advantages, trained),
-        "weight": _sum_rows(entries["weights"]),
+        "weight": _sum_rows(token_columns["weights"]),
         "temperature": [t.temperature for t in trajectories],
-        "length": pa.array(np.diff(entries["tokens"].offsets.to_numpy())),
+        "length": pa.array(np.diff(token_columns["tokens"].offsets.to_numpy())),
         "generated_tokens": pa.array(np.bincount(row_N[is_policy_N], minlength=len(rows))),
         "trained_tokens": trained,
         "policy_turns": [len(t.turns) for t in trajectories],
         "oldest_version": oldest,
         "newest_version": newest,
-        "rollout_logprob": pa.array(logprobs_R, pa.float64(), mask=_nulls_R(newest)),
+        "rollout_logprob": pa.array(logprobs_R, pa.float64(), mask=_get_nulls_R(newest)),
     }
     return {
-        name: _build_array(column, SCALARS[name]) for name, column in values.items()
-    } | _group_columns(rows)
+        name: _build_array(column, SCALARS[name]) for name, column in column_values.items()
+    } | _build_group_columns(rows)
 
 
-def _group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
+def _build_group_columns(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     """Return the columns whose value is the same in all rows of a group."""
     groups = {row.group_index: row.group for row in rows}
     # Each value is converted once for each group, and then repeated for the group's rows.
-    positions = {group_index: position for position, group_index in enumerate(groups)}
-    position_of_row = pa.array([positions[row.group_index] for row in rows], pa.int32())
+    position_by_group_index = {group_index: position for position, group_index in enumerate(groups)}
+    row_positions = pa.array([position_by_group_index[row.group_index] for row in rows], pa.int32())
     tasks = [group.task for group in groups.values()]
-    values: dict[str, list[Any]] = {
+    column_values: dict[str, list[Any]] = {
         "group": [group.id for group in groups.values()],
         "task": [task.id for task in tasks],
         "environment": [task.environment for task in tasks],
         "tag": [task.tag for task in tasks],
         "task_seed": [task.seed for task in tasks],
-        "uses": [group.uses for group in groups.values()],
-        "answer": [None if task.answer is None else as_json(task.answer) for task in tasks],
-        "task_meta": [as_json(dict(task.meta)) if task.meta else None for task in tasks],
+        "uses": [group.n_uses for group in groups.values()],
+        "answer": [None if task.answer is None else format_json(task.answer) for task in tasks],
+        "task_meta": [format_json(dict(task.meta)) if task.meta else None for task in tasks],
     }
     return {
-        name: _build_array(column, SCHEMA.field(name).type).take(position_of_row)
-        for name, column in values.items()
+        name: _build_array(column, SCHEMA.field(name).type).take(row_positions)
+        for name, column in column_values.items()
     }
 
 
 def _find_versions(column: pa.Array) -> tuple[pa.Array, pa.Array]:
     """Return the oldest and newest weight version of each row; null if no token was sampled."""
-    versions_N, row_N = _entries_N(column), _row_N(column)
+    versions_N, row_N = _get_entries_N(column), _get_row_N(column)
     known_N = versions_N >= 0
     versions_N, row_N = versions_N[known_N], row_N[known_N]
     starts = np.flatnonzero(np.diff(row_N, prepend=-1))
@@ -356,13 +363,13 @@ def _build_details(rows: Sequence[TrajectoryRow]) -> dict[str, pa.Array]:
     }
 
 
-def as_json(value: Any) -> str:
+def format_json(value: Any) -> str:
     """Return a value as JSON, with the `repr` of objects that JSON does not support."""
     return json.dumps(value, default=repr, ensure_ascii=False)
 
 
 def _get_extras(t: Trajectory) -> str | None:
-    return as_json(dict(t.extras)) if t.extras else None
+    return format_json(dict(t.extras)) if t.extras else None
 
 
 def _build_media(trajectories: Sequence[Trajectory]) -> pa.Array:
@@ -385,7 +392,10 @@ def _build_maps(numbers: Sequence[Mapping[str, float]]) -> pa.Array:
     keys = [key for mapping in numbers for key in mapping]
     values = [value for mapping in numbers for value in mapping.values()]
     return pa.MapArray.from_arrays(
-        offsets, _build_array(keys, pa.string()), pa.array(values, pa.float64()), type=NUMBERS
+        offsets,
+        _build_array(keys, pa.string()),
+        pa.array(values, pa.float64()),
+        type=NUMBER_BY_NAME,
     )
 
 
@@ -433,7 +443,7 @@ def _build_tool_calls(turns: Sequence[Sequence[ToolCall] | None]) -> pa.Array:
         TOOL_CALL,
         id=[call.id for call in calls],
         name=[call.name for call in calls],
-        arguments=[as_json(dict(call.arguments)) for call in calls],
+        arguments=[format_json(dict(call.arguments)) for call in calls],
     )
 
 

@@ -26,7 +26,7 @@ from ratchet.batch import Batch
 from ratchet.config.schema import RecordConfig
 from ratchet.errors import DataError
 from ratchet.observe.records.media import MEDIA, collect_sources, write_media
-from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, file_digest, read_index
+from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts, hash_file, read_index
 from ratchet.observe.records.schema import LEARNED, SCHEMA
 from ratchet.observe.records.table import build_table
 from ratchet.observe.sinks import SINK_ERRORS
@@ -87,9 +87,9 @@ class Recorder:
         self._tables: list[pa.Table] = []
         self._facts: list[StepFacts] = []
         self._media: dict[str, bytes] = {}
-        self._tokens = 0
+        self._n_tokens = 0
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="recorder")
-        self._running: deque[Future[None]] = deque()
+        self._pending_jobs: deque[Future[None]] = deque()
         self._is_enabled = config.every > 0
         if directory.exists() or self._is_enabled:
             self._run_guarded(lambda: self._resume(keep_through))
@@ -142,12 +142,14 @@ class Recorder:
         self._submit(job) if self.in_background else self._run_guarded(job)
 
     def _submit(self, job: Callable[[], None]) -> None:
-        self._running.append(self._thread.submit(job))
+        self._pending_jobs.append(self._thread.submit(job))
         self._wait(MAX_PENDING_JOBS)
 
     def _wait(self, max_pending: int) -> None:
-        while len(self._running) > max_pending or (self._running and self._running[0].done()):
-            self._run_guarded(self._running.popleft().result)
+        while len(self._pending_jobs) > max_pending or (
+            self._pending_jobs and self._pending_jobs[0].done()
+        ):
+            self._run_guarded(self._pending_jobs.popleft().result)
 
     def _run_guarded(self, job: Callable[[], Any]) -> None:
         try:
@@ -165,40 +167,46 @@ class Recorder:
         stage: str,
         groups: Sequence[Group],
         batch: Batch,
-        weights: Callable[[Batch], Tensor],
+        compute_weights: Callable[[Batch], Tensor],
         fingerprints: Mapping[str, str],
     ) -> None:
-        chosen = self._choose(step, len(groups))
-        table = build_table(step, stage, groups, batch, weights(batch).numpy(), chosen=chosen)
-        self._tables.append(table)
-        self._media |= collect_sources(groups, chosen)
-        self._facts.append(
-            StepFacts(step, stage, table.num_rows, len(chosen), len(groups), dict(fingerprints))
+        group_indices = self._choose_groups(step, len(groups))
+        table = build_table(
+            step, stage, groups, batch, compute_weights(batch).numpy(), group_indices=group_indices
         )
-        self._tokens += sum(len(row) for index in chosen for row in groups[index].trajectories)
+        self._tables.append(table)
+        self._media |= collect_sources(groups, group_indices)
+        self._facts.append(
+            StepFacts(
+                step, stage, table.num_rows, len(group_indices), len(groups), dict(fingerprints)
+            )
+        )
+        self._n_tokens += sum(
+            len(row) for index in group_indices for row in groups[index].trajectories
+        )
         if (
             len(self._tables) >= MAX_STEPS
-            or self._tokens >= MAX_TOKENS
+            or self._n_tokens >= MAX_TOKENS
             or sum(map(len, self._media.values())) >= MAX_MEDIA_BYTES
         ):
             self._end_file()
 
-    def _choose(self, step: int, drawn: int) -> Sequence[int]:
+    def _choose_groups(self, step: int, n_groups: int) -> Sequence[int]:
         """Return the indices of the groups to keep.
 
         They depend on seed and step alone, so a replayed step keeps the same groups.
         """
         limit = self.config.groups
-        if limit is None or limit >= drawn:
-            return range(drawn)
-        return sorted(random.Random(f"{self.seed}/{step}").sample(range(drawn), limit))
+        if limit is None or limit >= n_groups:
+            return range(n_groups)
+        return sorted(random.Random(f"{self.seed}/{step}").sample(range(n_groups), limit))
 
     def _end_file(self) -> None:
         if self._tables:
             write = partial(
                 self._write, pa.concat_tables(self._tables), tuple(self._facts), self._media
             )
-            self._tables, self._facts, self._media, self._tokens = [], [], {}, 0
+            self._tables, self._facts, self._media, self._n_tokens = [], [], {}, 0
             write() if self.in_background else self._submit(write)
 
     def _write(
@@ -206,14 +214,14 @@ class Recorder:
     ) -> None:
         """Write a table as one file of one row group, after the file of its media."""
         path = self.directory / f"{facts[0].step:08d}-{facts[-1].step:08d}.parquet"
-        media: tuple[int, str] = (0, "")
+        media_size_and_hash: tuple[int, str] = (0, "")
         if media_by_name:
             (self.directory / MEDIA).mkdir(exist_ok=True)
-            media = _write_atomically(
+            media_size_and_hash = _write_atomically(
                 self.directory / MEDIA / path.name, lambda draft: write_media(draft, media_by_name)
             )
         size, digest = _write_atomically(path, lambda draft: _write_table(draft, table))
-        self.files.append(RecordFile(path.name, size, digest, facts, *media))
+        self.files.append(RecordFile(path.name, size, digest, facts, *media_size_and_hash))
         self._append(self.files[-1])
         self._prune()
 
@@ -264,7 +272,7 @@ def _write_atomically(path: Path, write: Callable[[Path], None]) -> tuple[int, s
     write(draft)
     sync(draft)
     draft.rename(path)
-    return path.stat().st_size, file_digest(path)
+    return path.stat().st_size, hash_file(path)
 
 
 def _write_table(path: Path, table: pa.Table) -> None:
@@ -272,8 +280,8 @@ def _write_table(path: Path, table: pa.Table) -> None:
         writer.write_table(table, row_group_size=max(table.num_rows, 1))
 
 
-def _remove_unknown(directory: Path, known: Set[str]) -> None:
-    """Remove record files and drafts whose names are not in `known`."""
+def _remove_unknown(directory: Path, known_names: Set[str]) -> None:
+    """Remove record files and drafts whose names are not in `known_names`."""
     for path in directory.iterdir():
-        if path.name not in known and path.suffix in (".parquet", ".partial"):
+        if path.name not in known_names and path.suffix in (".parquet", ".partial"):
             path.unlink()

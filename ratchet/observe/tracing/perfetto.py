@@ -49,7 +49,7 @@ class Trace:
         self._tracks: dict[str, int] = {}
         self._events: list[dict[str, Any]] = []
         self._file: BinaryIO | None = os.fdopen(open_unshared(path, os.O_RDWR | os.O_CREAT), "r+b")
-        earlier_events = _complete_events(self._file.read())
+        earlier_events = _keep_complete_events(self._file.read())
         self._file.seek(0)
         self._file.truncate()
         self._file.write(earlier_events + b",\n" if earlier_events else b"[\n")
@@ -59,11 +59,11 @@ class Trace:
     def begin_step(self, step: int) -> None:
         """Begin a step of the run, counted from 0."""
         is_traced = is_traced_step(step)
-        self.activity.listener = self.span if is_traced else None
-        self.activity.attempts = self.attempt if is_traced else None
+        self.activity.span_listener = self.add_span if is_traced else None
+        self.activity.attempt_listener = self.add_attempt if is_traced else None
         self.activity.attempts_left = MAX_ATTEMPTS
 
-    def span(self, track: str, name: str, start: float, end: float) -> None:
+    def add_span(self, track: str, name: str, start: float, end: float) -> None:
         """Add a span; its times are seconds of the activity's clock."""
         thread = self._tracks.get(track)
         if thread is None:
@@ -75,14 +75,16 @@ class Trace:
             RUN,
             thread,
             name,
-            ts=self._microseconds(start),
-            dur=self._microseconds(end) - self._microseconds(start),
+            ts=self._to_microseconds(start),
+            dur=self._to_microseconds(end) - self._to_microseconds(start),
         )
 
-    def attempt(self, group: str, name: str, start: float, end: float) -> None:
+    def add_attempt(self, group: str, name: str, start: float, end: float) -> None:
         event = {"cat": "attempt", "id": f"{group}#{name}"}
-        self._add_event("b", ATTEMPTS, 1, f"{group}#{name}", ts=self._microseconds(start), **event)
-        self._add_event("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._microseconds(end), **event)
+        self._add_event(
+            "b", ATTEMPTS, 1, f"{group}#{name}", ts=self._to_microseconds(start), **event
+        )
+        self._add_event("e", ATTEMPTS, 1, f"{group}#{name}", ts=self._to_microseconds(end), **event)
 
     def flush(self) -> None:
         """Write the new events. If the disk fails, the trace ends but the run goes on."""
@@ -98,14 +100,14 @@ class Trace:
 
     def close(self) -> None:
         """Close the array and the file, so that any JSON reader accepts it."""
-        self.activity.listener = self.activity.attempts = None
+        self.activity.span_listener = self.activity.attempt_listener = None
         self.flush()
         if self._file is not None:
             with self._file as file, suppress(OSError):
                 file.seek(-2, os.SEEK_CUR)  # overwrite the last comma
                 file.write(b"\n]\n")
 
-    def _microseconds(self, moment: float) -> int:
+    def _to_microseconds(self, moment: float) -> int:
         return round((moment + self._offset_s) * 1e6)
 
     def _add_event(self, phase: str, process: int, thread: int, name: str, **fields: Any) -> None:
@@ -127,7 +129,7 @@ def open_trace(path: Path | None) -> Iterator[Trace | None]:
             trace.close()
 
 
-def _complete_events(content: bytes) -> bytes:
+def _keep_complete_events(content: bytes) -> bytes:
     """Return the content up to the last complete event.
 
     It leaves out the end of the array, or an event that a crash cut off.

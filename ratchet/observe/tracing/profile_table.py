@@ -35,36 +35,37 @@ class PhaseWork:
 class Profile:
     """The numbers of a profile.
 
-    first: first profiled step of the run, counted from 1.
+    first_step: first profiled step of the run, counted from 1.
     steps: number of profiled steps.
     requested_steps: number of requested steps.
     wall_s: seconds of the profiled steps, without `excluded_s`.
     excluded_s: seconds of evaluation and saving.
     unprofiled_s: median seconds of a step before the profiler was on; None without such steps.
-    idle: share of `wall_s` in which `busy_of` (the accelerator, or the threads) was idle.
-    gemm: (what was measured, FLOP/s) of matrix products; the table's shares refer to the first.
+    idle_share: share of `wall_s` in which `idle_resource` (the accelerator or the threads) was
+        idle.
+    gemm_rates: (description, FLOP/s) of matrix products; the table's shares refer to the first.
     """
 
     stage: str
-    first: int
+    first_step: int
     steps: int
     requested_steps: int
     phases: Mapping[str, PhaseWork]
-    generated: float  # number of generated tokens
+    generated_tokens: float
     wall_s: float
     excluded_s: float
     unprofiled_s: float | None
-    idle: float
-    busy_of: str
+    idle_share: float
+    idle_resource: str
     peak_bytes: int
-    gemm: Sequence[tuple[str, float]]
+    gemm_rates: Sequence[tuple[str, float]]
 
-    def share(self, phase: str) -> float:
+    def get_share(self, phase: str) -> float:
         return self.phases[phase].seconds / self.wall_s
 
     def tokens_per_s(self, phase: str) -> float | None:
         work = self.phases[phase]
-        count = self.generated if phase == GENERATING_PHASE else work.rows
+        count = self.generated_tokens if phase == GENERATING_PHASE else work.rows
         return count / work.seconds if count and work.seconds else None
 
     def table(self) -> str:
@@ -74,18 +75,18 @@ class Profile:
         lines = [
             "  ".join(
                 [
-                    f"{first:<{widths[0]}}",
+                    f"{phase:<{widths[0]}}",
                     *(f"{cell:>{width}}" for cell, width in zip(cells, widths[1:], strict=True)),
                 ]
             )
-            for first, *cells in rows
+            for phase, *cells in rows
         ]
         return "\n".join([self._title(), "", *lines, "", *self._notes()]) + "\n"
 
     def _title(self) -> str:
-        last = self.first + self.steps - 1
+        last = self.first_step + self.steps - 1
         profiled_steps = (
-            f"step {self.first}" if self.steps == 1 else f"steps {self.first} to {last}"
+            f"step {self.first_step}" if self.steps == 1 else f"steps {self.first_step} to {last}"
         )
         shortfall = (
             ""
@@ -100,19 +101,19 @@ class Profile:
         return (
             name,
             f"{work.seconds / self.steps:.4f}",
-            _percent(self.share(name)),
+            _percent(self.get_share(name)),
             f"{speed:,.0f}" if speed else "-",
             f"{work.rows / work.tokens:.3f}" if work.rows and work.tokens else "-",
             f"{rate / 1e9:,.2f}" if rate else "-",
-            _percent(rate / self.gemm[0][1]) if rate else "-",
+            _percent(rate / self.gemm_rates[0][1]) if rate else "-",
         )
 
     def _total(self) -> Sequence[str]:
         rate = sum(work.flop for work in self.phases.values()) / self.wall_s
-        speed = self.generated / self.wall_s
+        speed = self.generated_tokens / self.wall_s
         speed_text = f"{speed:,.0f}" if speed else "-"
-        share = _percent(sum(self.share(name) for name in self.phases))
-        best_rate = self.gemm[0][1]
+        share = _percent(sum(self.get_share(name) for name in self.phases))
+        best_rate = self.gemm_rates[0][1]
         return (
             "step",
             f"{self.wall_s / self.steps:.4f}",
@@ -124,19 +125,21 @@ class Profile:
         )
 
     def _notes(self) -> list[str]:
-        padding = [(name, work.padding) for name, work in self.phases.items()]
-        rates = ", ".join(
-            f"{name} {_percent(share)}" for name, share in padding if share is not None
+        paddings = [(name, work.padding) for name, work in self.phases.items()]
+        padding_text = ", ".join(
+            f"{name} {_percent(share)}" for name, share in paddings if share is not None
         )
         without_profiler = (
             f", {self.unprofiled_s:.4f} s before it" if self.unprofiled_s is not None else ""
         )
+        gemm_text = "; ".join(
+            f"{rate / 1e9:,.2f} GFLOP/s, {product}" for product, rate in self.gemm_rates
+        )
         return [
-            "GEMM rate    "
-            f"{'; '.join(f'{rate / 1e9:,.2f} GFLOP/s, {product}' for product, rate in self.gemm)}",
-            f"padding      {rates or 'nothing went through the model'} (share of the rows "
+            f"GEMM rate    {gemm_text}",
+            f"padding      {padding_text or 'nothing went through the model'} (share of the rows "
             "computed)",
-            f"idle         {_percent(self.idle)} of {self.busy_of}",
+            f"idle         {_percent(self.idle_share)} of {self.idle_resource}",
             f"memory       {self.peak_bytes / 2**20:,.0f} MiB at most",
             f"profiler     a step took {self.wall_s / self.steps:.4f} s under it{without_profiler}",
             f"excluded     {self.excluded_s:.2f} s of evaluation and saving, in no number above",

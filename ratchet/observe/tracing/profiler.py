@@ -40,14 +40,14 @@ EMBEDDING = "aten::embedding"  # the first operation of a model on its rows
 
 
 @dataclass(frozen=True)
-class Subject:
-    """The stage that is profiled, and its model.
+class ProfiledStage:
+    """The stage that is profiled, and the facts about its model and machine.
 
     Attributes:
         device: Device of the matrix products.
         dtype: Type of the matrix products.
         threads: Number of threads of the whole run, on a CPU.
-        widest: (inputs, outputs) of the model's largest layer.
+        largest_layer: (inputs, outputs) of the model's largest layer.
         requested_tokens: Returns the number of tokens that models were asked to compute so far.
         generated_tokens: Returns the number of tokens that the policy generated so far.
     """
@@ -57,7 +57,7 @@ class Subject:
     dtype: torch.dtype
     threads: int
     vocab_size: int
-    widest: tuple[int, int]
+    largest_layer: tuple[int, int]
     requested_tokens: Callable[[], float]
     generated_tokens: Callable[[], float]
 
@@ -68,15 +68,15 @@ class TraceEvent(NamedTuple):
     Attributes:
         start: Start in nanoseconds.
         end: End in nanoseconds.
-        host: True if it ran on a CPU thread.
-        range: True if it is a phase or another named range.
+        is_host: True if it ran on a CPU thread.
+        is_range: True if it is a phase or another named range.
     """
 
     name: str
     start: int
     end: int
-    host: bool = True
-    range: bool = False
+    is_host: bool = True
+    is_range: bool = False
     flop: int = 0
     shapes: Sequence[Sequence[int]] = ()
 
@@ -94,7 +94,7 @@ class Profiler:
 
     def __init__(
         self,
-        subject: Subject,
+        subject: ProfiledStage,
         steps: int,
         *,
         first_step: int,
@@ -111,33 +111,33 @@ class Profiler:
         )
         self.warm_up = min(WARM_UP, max(steps_left - steps, min(steps_left - 1, 1)))
         self.steps = min(steps, steps_left - self.warm_up)
-        self.first = first_step + self.warm_up
+        self.first_profiled_step = first_step + self.warm_up
         self.step = first_step
         self.profile: Profile | None = None  # the result, once finished
-        self._warm_up_seconds: list[float] = []  # seconds of each warm-up step, without APART
+        self._warm_up_seconds: list[float] = []  # of each warm-up step, without excluded phases
         self._torch_profile: profile | None = None
         self._phases: dict[str, PhaseWork] = {}
-        self._wall_s = self._busy_s = self._excluded_s = self._excluded_busy_s = self._generated = (
-            0.0
-        )
+        self._wall_s = self._busy_s = self._excluded_s = self._excluded_busy_s = (
+            self._generated_before
+        ) = 0.0
         self._step_start = self._step_busy_start = self._step_excluded_s = 0.0
 
     # --- Steps and phases.
 
     def begin_step(self) -> None:
-        if self.step == self.first and self.profile is None:
+        if self.step == self.first_profiled_step and self.profile is None:
             self._start()
         self._step_excluded_s = 0.0
         self._step_busy_start, self._step_start = time.process_time(), time.perf_counter()
 
     def end_step(self) -> None:
         seconds = time.perf_counter() - self._step_start
-        busy = time.process_time() - self._step_busy_start
+        busy_s = time.process_time() - self._step_busy_start
         self.step += 1
         if self._torch_profile is not None:
             self._wall_s += seconds
-            self._busy_s += busy
-            if self.step == self.first + self.steps:
+            self._busy_s += busy_s
+            if self.step == self.first_profiled_step + self.steps:
                 self.finish()
         elif self.profile is None:
             self._warm_up_seconds.append(seconds - self._step_excluded_s)
@@ -148,7 +148,7 @@ class Profiler:
         if self._torch_profile is None and name not in EXCLUDED_PHASES:
             yield
             return
-        tokens_before, busy, start = (
+        tokens_before, busy_before_s, start = (
             self.subject.requested_tokens(),
             time.process_time(),
             time.perf_counter(),
@@ -160,7 +160,7 @@ class Profiler:
             self._step_excluded_s += seconds
             if self._torch_profile is not None:
                 self._excluded_s += seconds
-                self._excluded_busy_s += time.process_time() - busy
+                self._excluded_busy_s += time.process_time() - busy_before_s
             return
         work = self._phases.setdefault(name, PhaseWork())
         work.seconds += seconds
@@ -176,7 +176,7 @@ class Profiler:
         torch_profile, self._torch_profile = self._torch_profile, None
         if self.subject.device.type == "cuda":
             torch.cuda.synchronize(self.subject.device)
-        peak = _peak_bytes(self.subject.device)
+        peak = _get_peak_bytes(self.subject.device)
         torch_profile.stop()
         self.directory.mkdir(parents=True, exist_ok=True)
         trace = self.directory / "trace.json.gz"
@@ -205,7 +205,7 @@ class Profiler:
             activities=activities, record_shapes=True, with_flops=True, experimental_config=threads
         )
         self._torch_profile.start()
-        self._generated = self.subject.generated_tokens()
+        self._generated_before = self.subject.generated_tokens()
 
     def _build_profile(self, events: Sequence[TraceEvent], peak: int) -> Profile:
         subject, wall_s = self.subject, self._wall_s - self._excluded_s
@@ -215,47 +215,47 @@ class Profiler:
         }
         count_work(events, phases, vocab_size=subject.vocab_size)
         if subject.device.type == "cuda":
-            idle, busy_of = (
-                1 - kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s,
+            idle_share, idle_resource = (
+                1 - measure_kernel_seconds(events, excluded=EXCLUDED_PHASES) / wall_s,
                 "the accelerator",
             )
         else:
             threads = subject.threads
-            idle = 1 - (self._busy_s - self._excluded_busy_s) / (wall_s * threads)
-            busy_of = f"{threads} thread{'s' if threads > 1 else ''}"
+            idle_share = 1 - (self._busy_s - self._excluded_busy_s) / (wall_s * threads)
+            idle_resource = f"{threads} thread{'s' if threads > 1 else ''}"
         return Profile(
             stage=subject.stage,
-            first=self.first + 1,
-            steps=self.step - self.first,
+            first_step=self.first_profiled_step + 1,
+            steps=self.step - self.first_profiled_step,
             requested_steps=self.requested_steps,
             phases=phases,
-            generated=subject.generated_tokens() - self._generated,
+            generated_tokens=subject.generated_tokens() - self._generated_before,
             wall_s=wall_s,
             excluded_s=self._excluded_s,
             unprofiled_s=median(self._warm_up_seconds) if self._warm_up_seconds else None,
-            idle=max(0.0, idle),  # negative if other threads compute too
-            busy_of=busy_of,
+            idle_share=max(0.0, idle_share),  # negative if other threads compute too
+            idle_resource=idle_resource,
             peak_bytes=peak,
-            gemm=self._gemm_rates(phases),
+            gemm_rates=self._measure_gemm_rates(phases),
         )
 
-    def _gemm_rates(self, phases: Mapping[str, PhaseWork]) -> list[tuple[str, float]]:
+    def _measure_gemm_rates(self, phases: Mapping[str, PhaseWork]) -> list[tuple[str, float]]:
         """Return the names and rates of a large product and of the model's largest layer.
 
         The layer gets as many rows as a forward pass has in the phase with the most rows.
         """
         subject = self.subject
         largest = max(phases.values(), key=lambda work: work.rows)
-        layer = Gemm(max(1, largest.rows // max(1, largest.forwards)), *subject.widest)
+        layer = Gemm(max(1, largest.rows // max(1, largest.forwards)), *subject.largest_layer)
 
-        def rate(gemm: Gemm) -> float:
+        def measure(gemm: Gemm) -> float:
             return measure_gemm_rate(gemm, device=subject.device, dtype=subject.dtype)
 
         square = Gemm.square(subject.device.type)
         kind = str(subject.dtype).removeprefix("torch.")
         return [
-            (f"{square} {kind}", rate(square)),
-            (f"{layer}, the model's largest layer", rate(layer)),
+            (f"{square} {kind}", measure(square)),
+            (f"{layer}, the model's largest layer", measure(layer)),
         ]
 
 
@@ -267,19 +267,19 @@ def read_events(torch_profile: profile) -> list[TraceEvent]:
     events = []
     results = torch_profile.profiler and torch_profile.profiler.kineto_results
     for event in results.events() if results else ():
-        name, host = event.name(), event.device_type() == DeviceType.CPU
+        name, is_host = event.name(), event.device_type() == DeviceType.CPU
         has_flop, is_step = name in (*PRODUCTS, ONEDNN, EMBEDDING), name.startswith(STEP)
         is_range = event.is_user_annotation() and not is_step
-        if host and not (has_flop or is_step or is_range):
+        if is_host and not (has_flop or is_step or is_range):
             continue
         shapes = event.shapes() if name in (ONEDNN, EMBEDDING) else []
         start, flop = event.start_ns(), event.flops() if has_flop else 0
         if name == ONEDNN:
             flop = 2 * math.prod(shapes[0]) * shapes[1][0]
-        elif is_step and host:
+        elif is_step and is_host:
             flop = int(name.removeprefix(STEP))
         events.append(
-            TraceEvent(name, start, start + event.duration_ns(), host, is_range, flop, shapes)
+            TraceEvent(name, start, start + event.duration_ns(), is_host, is_range, flop, shapes)
         )
     return events
 
@@ -289,21 +289,21 @@ def count_work(
 ) -> None:
     """Add each operation to the work of the phase in which it started, whichever thread ran it.
 
-    Operations outside all phases count for OTHER; those in APART are not counted. Only embeddings
-    of `vocab_size` entries count rows, because position tables are embeddings too.
+    Operations outside all phases count for OTHER; those in EXCLUDED_PHASES are not counted. Only
+    embeddings of `vocab_size` entries count rows, because position tables are embeddings too.
     """
     names = {*phases, *EXCLUDED_PHASES}
     ranges = sorted(
-        (e.start, e.end, e.name) for e in events if e.host and e.range and e.name in names
+        (e.start, e.end, e.name) for e in events if e.is_host and e.is_range and e.name in names
     )
     starts = [start for start, _, _ in ranges]
     for event in events:
-        if not event.host or event.range:
+        if not event.is_host or event.is_range:
             continue
         i = bisect_right(starts, event.start) - 1
         is_inside = i >= 0 and event.start <= ranges[i][1]
         work = phases.get(ranges[i][2] if is_inside else OTHER)
-        if work is None:  # in APART
+        if work is None:  # in an excluded phase
             continue
         if event.name != EMBEDDING:
             work.flop += event.flop
@@ -312,35 +312,35 @@ def count_work(
             work.forwards += 1
 
 
-def kernel_seconds(events: Sequence[TraceEvent], *, excluded: Collection[str]) -> float:
+def measure_kernel_seconds(events: Sequence[TraceEvent], *, excluded: Collection[str]) -> float:
     """Return the seconds in which the accelerator ran at least one kernel or copy.
 
     Kernels that start inside one of the host's ranges named in `excluded` do not count.
     """
     # Named ranges are among the accelerator's events too, but are no kernels.
-    ranges = {event.name for event in events if event.host and event.range}
+    ranges = {event.name for event in events if event.is_host and event.is_range}
     excluded_ranges = [
-        event for event in events if event.host and event.range and event.name in excluded
+        event for event in events if event.is_host and event.is_range and event.name in excluded
     ]
     spans = sorted(
         (e.start, e.end)
         for e in events
-        if not e.host
+        if not e.is_host
         and e.name not in ranges
         and not any(span.start <= e.start <= span.end for span in excluded_ranges)
     )
-    covered, reached = 0, 0
+    covered_ns, last_end = 0, 0
     for start, end in spans:
-        covered += max(0, end - max(start, reached))
-        reached = max(reached, end)
-    return covered / 1e9
+        covered_ns += max(0, end - max(start, last_end))
+        last_end = max(last_end, end)
+    return covered_ns / 1e9
 
 
-def _peak_bytes(device: torch.device) -> int:
+def _get_peak_bytes(device: torch.device) -> int:
     """Return the peak memory in bytes.
 
-    An accelerator's counts since profiling began. On a CPU it is that of the process since its
-    start, because the system reports nothing else.
+    On an accelerator it is the peak since profiling began. On a CPU it is the peak of the process
+    since its start, because the system reports nothing else.
     """
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

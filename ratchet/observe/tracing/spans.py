@@ -11,39 +11,39 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 Listener = Callable[[str, str, float, float], None]  # track, name, beginning, end
-_NOTHING = nullcontext()
+_NULL_CONTEXT = nullcontext()
 
 
 class Activity:
     """The table of activity.
 
     Attributes:
-        listener: Called with each part that has ended, if not None.
-        attempts: Called with each attempt that has ended, if not None.
+        span_listener: Called with each part that has ended, if not None.
+        attempt_listener: Called with each attempt that has ended, if not None.
         attempts_left: Number of further attempts that are reported.
         clock: Returns seconds.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self.clock = clock
-        self.listener: Listener | None = None
-        self.attempts: Listener | None = None
+        self.span_listener: Listener | None = None
+        self.attempt_listener: Listener | None = None
         self.attempts_left = 0
-        self._busy_s, self._working, self._since = 0.0, 0, 0.0
+        self._busy_s, self._n_working, self._since = 0.0, 0, 0.0
 
     @property
     def busy_s(self) -> float:
         """Return the seconds so far in which at least one component worked."""
-        return self._busy_s + (self.clock() - self._since if self._working else 0.0)
+        return self._busy_s + (self.clock() - self._since if self._n_working else 0.0)
 
     def begin(self) -> None:
-        if not self._working:
+        if not self._n_working:
             self._since = self.clock()
-        self._working += 1
+        self._n_working += 1
 
     def end(self) -> None:
-        self._working -= 1
-        if not self._working:
+        self._n_working -= 1
+        if not self._n_working:
             self._busy_s += self.clock() - self._since
 
     @contextmanager
@@ -58,14 +58,18 @@ class Activity:
 
     def span(self, track: str, name: str) -> AbstractContextManager[None]:
         """Mark the block as a part of the run. Parts of one track nest, or follow each other."""
-        return _NOTHING if self.listener is None else self._report(self.listener, track, name)
+        return (
+            _NULL_CONTEXT
+            if self.span_listener is None
+            else self._report(self.span_listener, track, name)
+        )
 
     def attempt(self, group: str, number: int) -> AbstractContextManager[None]:
         """Mark the block as an attempt; attempts overlap."""
-        if self.attempts is None or not self.attempts_left:
-            return _NOTHING
+        if self.attempt_listener is None or not self.attempts_left:
+            return _NULL_CONTEXT
         self.attempts_left -= 1
-        return self._report(self.attempts, group, str(number))
+        return self._report(self.attempt_listener, group, str(number))
 
     @contextmanager
     def _report(self, listener: Listener, track: str, name: str) -> Iterator[None]:

@@ -19,7 +19,7 @@ from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import HasTools
 from ratchet.testing import check_environment
 from ratchet.training.checkpointing import list_data_files
-from ratchet.types import Comparison, Judged, Message, ToolCall
+from ratchet.types import Comparison, LabelledAnswer, Message, ToolCall
 
 
 def user(text):
@@ -325,7 +325,7 @@ def test_sharegpt_and_labelled_rows_and_steps(tmp_path):
     )
     talk, labelled, stepped, bad = tasks(environment)
     assert (talk.messages, environment.demonstration(talk)) == ((user("Q"),), (assistant("A"),))
-    assert environment.judged(labelled) == Judged((assistant("C"),), 1.0)
+    assert environment.labelled_answer(labelled) == LabelledAnswer((assistant("C"),), 1.0)
     assert environment.steps(stepped) == (("one\n", 1.0), ("two\n", 0.75))
     assert environment.demonstration(stepped) == (assistant("one\ntwo\n"),)
     with pytest.raises(DataError, match=r"line 4: the answer is labelled as bad"):

@@ -20,7 +20,7 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing import check_environment
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
-from ratchet.types import Comparison, Judged, Message
+from ratchet.types import Comparison, LabelledAnswer, Message
 
 
 def user(text):
@@ -167,8 +167,8 @@ def test_scores_of_a_pair_are_its_rewards(only):
 def test_a_labelled_answer_is_read_with_its_reward(only, completion, label, reward):
     environment, task = only({**LABELLED, "completion": completion, "label": label})
     assert task.messages == (Q,)
-    assert environment.judged(task) == Judged((A,), reward)
-    assert isinstance(environment.judged(task).reward, float)
+    assert environment.labelled_answer(task) == LabelledAnswer((A,), reward)
+    assert isinstance(environment.labelled_answer(task).reward, float)
 
 
 def test_steps_are_read_with_their_labels_and_end_in_the_separator(only):
@@ -186,7 +186,7 @@ def test_columns_are_read_by_the_names_that_the_file_gives_them(only):
     )
     assert environment.comparison(task) == Comparison((A,), (B,))
     environment, task = only({"question": "2+2?", "completion": "4", "score": 7.5}, columns=columns)
-    assert environment.judged(task) == Judged((A,), 7.5)
+    assert environment.labelled_answer(task) == LabelledAnswer((A,), 7.5)
     with pytest.raises(
         DataError, match="no column 'other'; the row has question, preferred: add it"
     ):
@@ -215,8 +215,12 @@ def test_a_bad_answer_is_no_demonstration(only, tmp_path, row):
     [
         (LABELLED, "comparison", "no column 'chosen'; the row has prompt, completion, label"),
         (STEPPED, "comparison", "no column 'chosen'; the row has prompt, completions, labels"),
-        (PAIR, "judged", "no column 'completion'; the row has prompt, chosen, rejected"),
-        (STEPPED, "judged", "no column 'completion'; the row has prompt, completions, labels"),
+        (PAIR, "labelled_answer", "no column 'completion'; the row has prompt, chosen, rejected"),
+        (
+            STEPPED,
+            "labelled_answer",
+            "no column 'completion'; the row has prompt, completions, labels",
+        ),
         (PAIR, "steps", "no column 'completions'; the row has prompt, chosen, rejected"),
         (LABELLED, "steps", "no column 'completions'; the row has prompt, completion, label"),
     ],

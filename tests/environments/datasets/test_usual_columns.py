@@ -192,9 +192,9 @@ def test_the_mark_before_the_answer_holds_for_every_name(tmp_path: Path):
 def test_a_label_tells_a_judged_answer_from_one_to_learn(tmp_path: Path):
     environment = made(tmp_path / "a.jsonl", [{"prompt": "Q", "completion": "A"}])
     with pytest.raises(DataError, match="no column 'label'; the row has prompt, completion, but"):
-        environment.judged(first(environment))
+        environment.labelled_answer(first(environment))
     environment = made(tmp_path / "a.jsonl", [{"prompt": "Q", "completion": "A", "label": 1}])
-    assert environment.judged(first(environment)).reward == 1.0
+    assert environment.labelled_answer(first(environment)).reward == 1.0
 
 
 # --- plain text

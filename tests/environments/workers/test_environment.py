@@ -611,7 +611,7 @@ def test_it_offers_what_the_environment_offers_and_nothing_else():
     task = next(arithmetic.tasks("train", seed=0))
     assert arithmetic.demonstration(task) == arithmetic.local.demonstration(task)
     assert arithmetic.comparison(task) == arithmetic.local.comparison(task)
-    assert arithmetic.judged(task) == arithmetic.local.judged(task)
+    assert arithmetic.labelled_answer(task) == arithmetic.local.labelled_answer(task)
     assert arithmetic.steps(task) == arithmetic.local.steps(task)
 
 

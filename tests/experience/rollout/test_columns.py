@@ -38,13 +38,13 @@ def test_groups_arrive_as_they_were(rows: list[Row], data: st.DataObject) -> Non
         )
 
     sent = [
-        replace(group, trajectories=tuple(map(changed, group.trajectories)), uses=i)
+        replace(group, trajectories=tuple(map(changed, group.trajectories)), n_uses=i)
         for i, group in enumerate(groups(rows))
     ]
     sent.append(Group("without", sent[0].task, ()))
     arrived = list(unpack(pack(PackedGroups.pack(sent))).groups([group.task for group in sent]))
-    assert [(group.id, group.uses, group.task) for group in arrived] == [
-        (group.id, group.uses, group.task) for group in sent
+    assert [(group.id, group.n_uses, group.task) for group in arrived] == [
+        (group.id, group.n_uses, group.task) for group in sent
     ]
     for ours, theirs in zip(arrived, sent, strict=True):
         assert len(ours.trajectories) == len(theirs.trajectories)

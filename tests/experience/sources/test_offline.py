@@ -22,7 +22,7 @@ from ratchet.experience.sources.offline import (
 )
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.types import Comparison, Judged, Message, Owner, Scored, Task, Turn
+from ratchet.types import Comparison, LabelledAnswer, Message, Owner, Scored, Task, Turn
 
 TOKENIZER = character_tokenizer()
 RENDERER = Renderer(TOKENIZER, "turns")
@@ -53,8 +53,8 @@ class Given(FakeEnvironment):
             said(f"good {task.answer}"), said(f"bad {task.answer}"), rewards=self.rewards
         )
 
-    def judged(self, task):
-        return Judged(said(f"judged {task.answer}"), reward=task.answer - 1.0)
+    def labelled_answer(self, task):
+        return LabelledAnswer(said(f"judged {task.answer}"), reward=task.answer - 1.0)
 
     def steps(self, task):
         return [(f"first {task.answer}\n", 1.0), (f"then {task.answer}\n", 0.25)]
@@ -243,7 +243,7 @@ def test_a_row_longer_than_the_context_is_refused_by_the_name_of_its_task(kind):
     ("source", "method"),
     [
         (PairSource, "comparison"),
-        (lambda *a: LabelledSource(*a, reference_rows=True), "judged"),
+        (lambda *a: LabelledSource(*a, reference_rows=True), "labelled_answer"),
         (SteppedSource, "steps"),
     ],
 )

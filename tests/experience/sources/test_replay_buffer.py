@@ -58,12 +58,12 @@ async def play(source, steps, first=0):
 
 
 def again(taken):
-    return [[group.id for group in groups if group.uses] for groups in taken]
+    return [[group.id for group in groups if group.n_uses] for groups in taken]
 
 
 def test_a_step_has_its_own_groups_and_some_of_earlier_ones():
     taken = asyncio.run(play(replay(groups=3), 6))
-    assert [len([g for g in groups if not g.uses]) for groups in taken] == [4] * 6, (
+    assert [len([g for g in groups if not g.n_uses]) for groups in taken] == [4] * 6, (
         "as many new ones as without"
     )
     assert [len(names) for names in again(taken)] == [0, 3, 3, 3, 3, 3]
@@ -71,8 +71,8 @@ def test_a_step_has_its_own_groups_and_some_of_earlier_ones():
     for groups in taken:
         assert len({group.id for group in groups}) == len(groups)
         for group in groups:
-            assert group.uses == uses.get(group.id, 0)
-            uses[group.id] = group.uses + 1
+            assert group.n_uses == uses.get(group.id, 0)
+            uses[group.id] = group.n_uses + 1
     assert max(uses.values()) > 2
 
 
@@ -132,7 +132,9 @@ def test_it_goes_on_where_it_was_with_the_same_groups():
 
     wanted, found = asyncio.run(run())
     for a, b in zip(wanted, found, strict=True):
-        assert [(group.id, group.uses) for group in a] == [(group.id, group.uses) for group in b]
+        assert [(group.id, group.n_uses) for group in a] == [
+            (group.id, group.n_uses) for group in b
+        ]
         for one, other in zip(a, b, strict=True):
             rows = [
                 [

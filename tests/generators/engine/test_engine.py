@@ -338,7 +338,7 @@ def test_a_bounded_cache_limits_how_many_run_and_refuses_what_never_fits(decoder
     for a, b in zip(small.generate_all(prompts, samplings), expected, strict=True):
         assert_same(a, b, exactly=False)
     cache = small.core.cache
-    assert cache.rows * cache.capacity <= 32 * 128
+    assert cache.n_slots * cache.capacity <= 32 * 128
     # takes the shape of the first requests away
     small.generate_all([[1]], [replace(SAMPLED, max_new_tokens=150)])
     assert cache.capacity == 256

@@ -188,7 +188,7 @@ def test_frequencies_follow_the_exact_filtered_distribution(name):
     np.testing.assert_allclose(
         drawn.logprobs_N.numpy(), np.log(p)[drawn.tokens_N.numpy()], atol=1e-5
     )
-    if sampling.truncates:
+    if sampling.has_filters:
         assert drawn.log_kept_F is not None
         np.testing.assert_allclose(drawn.log_kept_F.numpy(), math.log(kept.sum()), atol=1e-5)
 

@@ -35,7 +35,7 @@ from ratchet.generators.vllm.generator import (
     warn_of_version,
 )
 from ratchet.generators.vllm.weights import WeightFileReader, WeightFileWriter
-from ratchet.generators.vllm.worker_extension import VLLMBackend
+from ratchet.generators.vllm.worker_extension import VLLMWorkerExtension
 from ratchet.models.decoder import Decoder
 from ratchet.models.lora.decoder import Adapter
 from ratchet.models.lora.files import save_adapter
@@ -190,7 +190,7 @@ def test_without_vllm_the_extra_is_named(monkeypatch, decoder):
 
 def test_a_push_arrives_restore_torch_state_sent_with_a_tied_head_twice(outbox):
     outbox.add(shards())
-    inbox = WeightFileReader.open(outbox.manifest())
+    inbox = WeightFileReader.open(outbox.build_manifest())
     assert inbox.list_damaged() == []
     arrived = dict(inbox.weights())
     assert list(arrived) == [*SHAPES, "lm_head.weight"]
@@ -210,17 +210,17 @@ def test_a_push_in_pieces_and_in_another_precision(outbox):
             )
             for s in shards()
         )
-    arrived = dict(WeightFileReader.open(outbox.manifest()).weights())
+    arrived = dict(WeightFileReader.open(outbox.build_manifest()).weights())
     for shard in shards():
         assert torch.equal(arrived[shard.name], shard.tensor.bfloat16())
 
 
 def test_an_incomplete_or_wrong_push_is_refused(outbox):
-    assert outbox.manifest() is None
+    assert outbox.build_manifest() is None
     embedding, norm = shards()
     outbox.add(iter([embedding]))
     with pytest.raises(ModelError, match=r"model\.norm\.weight"):
-        outbox.manifest()
+        outbox.build_manifest()
     for wrong, reason in [
         (embedding, "twice"),
         (replace(norm, name="other"), "none of that name"),
@@ -231,10 +231,10 @@ def test_an_incomplete_or_wrong_push_is_refused(outbox):
     outbox.clear()
     outbox.add(iter([replace(norm, tensor=norm.tensor[:2])]))
     with pytest.raises(ModelError, match="incomplete"):
-        outbox.manifest()
+        outbox.build_manifest()
 
 
-class Loads(VLLMBackend):
+class Loads(VLLMWorkerExtension):
     """Beside it, a worker of vLLM with one layer of experts."""
 
     def __init__(self):
@@ -257,7 +257,7 @@ def test_a_worker_loads_what_it_has_checked(outbox):
     worker = Loads()
     outbox.add(shards())
     assert "no push" in worker.apply_push(1)
-    assert worker.check_push(outbox.manifest()) == ""
+    assert worker.check_push(outbox.build_manifest()) == ""
     assert not worker.loaded
     assert worker.apply_push(4) == ""
     assert torch.equal(worker.loaded["model.norm.weight"], torch.arange(4.0))
@@ -270,7 +270,7 @@ def test_a_worker_loads_what_it_has_checked(outbox):
 def test_a_worker_refuses_a_damaged_push(outbox, damage):
     worker = Loads()
     outbox.add(shards())
-    manifest = outbox.manifest()
+    manifest = outbox.build_manifest()
     content = bytearray(outbox.path.read_bytes())
     if damage == "bit":
         content[17] ^= 1
@@ -319,7 +319,7 @@ def test_reasons_are_translated(finish, stop, expected):
     assert answer.stop is None
     answer.add(piece([9], finish, stop))
     answer.request.version_starts += [(0, 3)]
-    completion = answer.completion()
+    completion = answer.build_completion()
     assert completion.stop is expected
     assert completion.tokens.tolist() == [8, 9]
     assert completion.logprobs.tolist() == [-0.5, -0.5]
@@ -333,12 +333,12 @@ def test_tokens_after_a_stop_string_are_dropped():
             return "".join(f"{i}," for i in ids)
 
     asked = request()
-    asked.watch = StopStrings(("8,9,",), Numbers())
+    asked.stop_strings = StopStrings(("8,9,",), Numbers())
     answer = PartialCompletion(asked)
     answer.add(piece([8, 9, 5]))
     answer.add(piece([6], "abort"))
     asked.version_starts += [(0, 1), (1, 2)]
-    completion = answer.completion()
+    completion = answer.build_completion()
     assert completion.tokens.tolist() == [8, 9]
     assert completion.stop is StopReason.STOP_STRING
     assert completion.versions.tolist() == [1, 2]
@@ -349,7 +349,7 @@ def test_logits_that_are_not_finite_and_errors_of_vllm_are_raised():
     answer.add(piece([8], "length", logprob=float("nan")))
     answer.request.version_starts += [(0, 2)]
     with pytest.raises(RequestFailed, match=r"aren't finite \(token 0, weights version 2\)"):
-        answer.completion()
+        answer.build_completion()
     with pytest.raises(TrainingError, match="'error'"):
         PartialCompletion(request()).add(piece([8], "error"))
 
@@ -555,7 +555,7 @@ def test_an_answer_of_vllm_that_breaks_costs_its_request_alone():
         replace(request(), deliver=told.append, fail=told.append, version_starts=[(0, 0)])
         for _ in range(4)
     ]
-    requests[2].watch = StopStrings(("x",), Undecodable())
+    requests[2].stop_strings = StopStrings(("x",), Undecodable())
     pieces = [
         piece([8], "length", logprob=float("nan")),
         piece([8], "error"),

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 
-from ratchet.batch import Weight
+from ratchet.batch import LossWeights
 from ratchet.config.model_shape.presets import get_preset
 from ratchet.data.packing import pack
 from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
@@ -77,7 +77,7 @@ def test_an_update_reads_the_rows_that_weigh(update: float):
     ]
     batch = pack(groups)
     weights = torch.tensor([0.0, 1.0, 1.0, 0.0, 0.0], dtype=torch.float64)
-    batch.weights["pg"] = Weight("token", weights)  # pyright: ignore[reportIndexIssue]
+    batch.weights["pg"] = LossWeights("token", weights)  # pyright: ignore[reportIndexIssue]
     counted = spent(update)
     (learner,) = wrap_with_flop_counter({"policy": Learner()}, counted).values()  # pyright: ignore[reportArgumentType]
 

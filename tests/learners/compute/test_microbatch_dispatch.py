@@ -12,7 +12,7 @@ from ratchet.learners.compute.microbatching import plan_microbatches
 def test_a_batch_cut_into_parts_is_each_of_them_taken():
     batch, _ = weighed(0)
     plan = [[3, 1], [], [7], [0, 2, 4]]
-    for rows, part in zip(plan, batch.cut(plan), strict=True):
+    for rows, part in zip(plan, batch.split(plan), strict=True):
         taken = batch.take(rows)
         assert torch.equal(part.tokens_T, taken.tokens_T)
         assert torch.equal(

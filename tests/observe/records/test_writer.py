@@ -92,7 +92,7 @@ def some_groups() -> list[Group]:
     )
     return [
         make_group("g/0", [make_trajectory([6], [], outcome=Failed("x"))]),
-        Group("g/1", task, (first, *rows, greedy), uses=2),
+        Group("g/1", task, (first, *rows, greedy), n_uses=2),
         make_group("g/2", [make_trajectory([1, 2, 3], [4], reward=2.0, version=4)], tag="a"),
     ]
 
@@ -139,7 +139,7 @@ def test_groups_come_back_as_they_were():
     back = read_groups(table(), collect_sources(groups, range(len(groups))))
     assert_same_batch(pack(groups), pack(back))
     for was, found in zip(groups, back, strict=True):
-        assert (found.id, found.task, found.uses) == (was.id, was.task, was.uses)
+        assert (found.id, found.task, found.n_uses) == (was.id, was.task, was.n_uses)
         for a, b in zip(was.trajectories, found.trajectories, strict=True):
             assert (a.attempt, a.use, a.temperature, a.turns, a.outcome) == (
                 b.attempt,
@@ -182,7 +182,7 @@ def test_each_row_has_what_the_learner_made_of_it_and_nothing_where_it_counts_fo
 
 
 def test_a_sample_of_the_groups_has_its_own_columns():
-    whole, some = table().to_pylist(), table(chosen=[2]).to_pylist()
+    whole, some = table().to_pylist(), table(group_indices=[2]).to_pylist()
     assert repr(some) == repr(whole[-1:])
 
 

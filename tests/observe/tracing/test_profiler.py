@@ -14,17 +14,17 @@ import torch
 from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
 from ratchet.observe.tracing.profile_table import PhaseWork, Profile
 from ratchet.observe.tracing.profiler import (
+    ProfiledStage,
     Profiler,
-    Subject,
     TraceEvent,
     count_work,
-    kernel_seconds,
+    measure_kernel_seconds,
 )
 from ratchet.utils.thread_pool import ThreadPool
 
 
 def span(name: str, start: int, end: int) -> TraceEvent:
-    return TraceEvent(name, start, end, range=True)
+    return TraceEvent(name, start, end, is_range=True)
 
 
 # --- what is counted where
@@ -58,7 +58,7 @@ def test_an_operation_counts_for_the_phase_that_it_began_in() -> None:
 
 def test_kernels_that_overlap_count_once_and_those_of_an_evaluation_do_not() -> None:
     def kernel(start: int, end: int, name: str = "gemm") -> TraceEvent:
-        return TraceEvent(name, start, end, host=False)
+        return TraceEvent(name, start, end, is_host=False)
 
     events = [
         span("update", 0, 1000),
@@ -70,14 +70,14 @@ def test_kernels_that_overlap_count_once_and_those_of_an_evaluation_do_not() -> 
         span("evaluate", 2000, 3000),
         kernel(2500, 2600),
     ]
-    assert kernel_seconds(events, excluded=("evaluate",)) == pytest.approx(150e-9)
+    assert measure_kernel_seconds(events, excluded=("evaluate",)) == pytest.approx(150e-9)
 
 
 # --- the table
 
 PROFILE = Profile(
     stage="rl",
-    first=4,
+    first_step=4,
     steps=2,
     requested_steps=3,
     phases={
@@ -86,14 +86,14 @@ PROFILE = Profile(
         "sync": PhaseWork(seconds=0.1),
         "other": PhaseWork(seconds=0.4),
     },
-    generated=320,
+    generated_tokens=320,
     wall_s=2.0,
     excluded_s=0.25,
     unprofiled_s=0.75,
-    idle=0.125,
-    busy_of="2 threads",
+    idle_share=0.125,
+    idle_resource="2 threads",
     peak_bytes=3 * 2**20,
-    gemm=[("[1024, 1024] x [1024, 1024] float32", 16e9), ("own", 8e9)],
+    gemm_rates=[("[1024, 1024] x [1024, 1024] float32", 16e9), ("own", 8e9)],
 )
 
 
@@ -124,7 +124,7 @@ def test_a_supervised_step_without_a_warm_up_has_a_table_too() -> None:
     nothing = replace(
         PROFILE,
         phases={"sample": PhaseWork(), "other": PhaseWork(2.0)},
-        generated=0,
+        generated_tokens=0,
         unprofiled_s=None,
         requested_steps=1,
         steps=1,
@@ -153,13 +153,13 @@ def test_the_rate_of_products_is_finite_and_draws_no_random_number() -> None:
 
 
 def profiler(tmp_path: Path, asked: int, left: int) -> Profiler:
-    subject = Subject(
+    subject = ProfiledStage(
         stage="a",
         device=torch.device("cpu"),
         dtype=torch.float32,
         threads=1,
         vocab_size=12,
-        widest=(8, 8),
+        largest_layer=(8, 8),
         requested_tokens=lambda: 0.0,
         generated_tokens=lambda: 0.0,
     )
@@ -176,7 +176,7 @@ def test_the_steps_after_a_warm_up_as_far_as_there_are_any(
     tmp_path: Path, asked: int, left: int, first: int, steps: int
 ) -> None:
     made = profiler(tmp_path, asked, left)
-    assert (made.first, made.steps) == (first, steps)
+    assert (made.first_profiled_step, made.steps) == (first, steps)
 
 
 def one_step(made: Profiler) -> None:
@@ -196,9 +196,9 @@ def test_steps_before_and_after_are_not_in_the_trace(tmp_path: Path) -> None:
         one_step(made)
     found = made.profile
     assert found is not None
-    assert (found.first, found.steps) == (14, 2)
+    assert (found.first_step, found.steps) == (14, 2)
     assert found.phases["update"].flop == 2 * 2 * 5 * 12 * 3
-    assert sum(found.share(name) for name in found.phases) == pytest.approx(1)
+    assert sum(found.get_share(name) for name in found.phases) == pytest.approx(1)
     assert found.excluded_s > 0
     assert shown == [(tmp_path / "table.txt").read_text()]
     with gzip.open(tmp_path / "trace.json.gz") as file:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from ratchet.observe.stall_report import GENERATE, begin, end, waiting
+from ratchet.observe.stall_report import GENERATE, begin_wait, end_wait, waiting
 from ratchet.observe.tracing.spans import ACTIVITY, Activity
 
 
@@ -39,7 +39,7 @@ def test_a_listener_is_told_of_what_has_ended_even_where_it_failed():
     activity = Activity(clock)
     with activity.span("steps", "unheard"):
         pass
-    activity.listener = lambda *span: told.append(span)
+    activity.span_listener = lambda *span: told.append(span)
 
     def fail() -> None:
         with activity.work("policy", "update"):
@@ -54,17 +54,17 @@ def test_a_listener_is_told_of_what_has_ended_even_where_it_failed():
 
 def test_who_waits_for_a_generator_lets_it_work(monkeypatch: pytest.MonkeyPatch):
     clock = Clock()
-    for name, value in (("clock", clock), ("_busy_s", 0.0), ("_working", 0)):
+    for name, value in (("clock", clock), ("_busy_s", 0.0), ("_n_working", 0)):
         monkeypatch.setattr(ACTIVITY, name, value)
     with waiting("attempts", "step", "environment", None):
         clock.now += 1.0
     with waiting("attempts", GENERATE, "generator", None):
         clock.now += 2.0
     assert ACTIVITY.busy_s == 2.0
-    end(wait := begin(waiting("agents", GENERATE, "generator", None)))
-    end(wait)  # again: it has ended
+    end_wait(wait := begin_wait(waiting("agents", GENERATE, "generator", None)))
+    end_wait(wait)  # again: it has ended
     assert ACTIVITY.busy_s == 2.0
-    begin(wait)
+    begin_wait(wait)
     clock.now += 4.0
-    end(wait)
+    end_wait(wait)
     assert ACTIVITY.busy_s == 6.0

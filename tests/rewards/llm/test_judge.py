@@ -152,13 +152,13 @@ def test_equal_answers_are_one_question_while_it_is_under_way_and_a_cache_outliv
 
 def test_a_key_comes_from_the_named_variable_and_stands_in_no_file():
     with serve(rates) as fake:
-        credentials.offer({"MY_KEY": "s3cret"})
+        credentials.set_environment({"MY_KEY": "s3cret"})
         try:
             scores(made("judge", fake, api_key_env="MY_KEY"), "85")
             with pytest.raises(ConfigError, match="environment variable OTHER_KEY is not set"):
                 made("judge", fake, api_key_env="OTHER_KEY")
         finally:
-            credentials.offer({})
+            credentials.set_environment({})
         assert fake.seen[0][1]["authorization"] == "Bearer s3cret"
 
 
