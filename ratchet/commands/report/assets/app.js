@@ -1,7 +1,7 @@
 "use strict";
 // The page: the visible runs, the current view and the colour theme. A live page also polls for new data.
 
-const VIEWS = { curves: Curves, rollouts: Browser, tokens: Waterfall, time: Timeline, differences: Differences };
+const VIEWS = { runs: RunList, curves: Curves, rollouts: Browser, tokens: Waterfall, time: Timeline, differences: Differences };
 const REFRESH_MS = 3000;
 const THEMES = ["auto", "light", "dark"];
 
@@ -49,20 +49,13 @@ const app = {
   },
 
   header() {
-    const tabs = Object.entries(VIEWS).map(([name, { title }]) =>
+    assignColors(this.runs);
+    const views = Object.entries(VIEWS).filter(([name]) => name !== "runs" || this.runs.length > FEW_RUNS);
+    const tabs = views.map(([name, { title }]) =>
       el("a", { href: `#${name}`, className: name === this.view ? "on" : "", id: `tab-${name}` }, title),
     );
-    const runs = this.runs.map((run) =>
-      el(
-        "button",
-        { className: run.visible ? "run on" : "run", title: run.facts.path, onclick: () => this.showRun(run, !run.visible) },
-        el("i", { className: "dot", style: { background: run.visible ? run.color : "transparent", "border-color": run.color } }),
-        run.name,
-        run.facts.state === "running" && el("span", { className: "pulse", title: "under way" }),
-      ),
-    );
     const theme = el("button", { id: "theme", title: "light, dark, or as the system", onclick: nextTheme }, "◐ ", document.documentElement.dataset.theme);
-    refill(document.getElementById("header"), el("b", { className: "brand" }, "Ratchet"), el("nav", {}, tabs), el("div", { className: "run-chips" }, runs), theme);
+    refill(document.getElementById("header"), el("b", { className: "brand" }, "Ratchet"), el("nav", {}, tabs), el("div", { className: "run-chips" }, runChips(this)), theme);
   },
 
   async showRun(run, visible) {
@@ -79,6 +72,9 @@ const app = {
         if (this.view === "curves") {
           this.header();
           VIEWS.curves.refresh(this);
+        } else if (this.view === "runs") {
+          this.header();
+          VIEWS.runs.draw();
         } else if (this.view === "rollouts" || this.view === "differences") this.header();
         else await this.render();
       }

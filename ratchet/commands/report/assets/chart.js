@@ -103,21 +103,21 @@ function lastNumberAt(column, index) {
   return [-1, NaN];
 }
 
-/** Draws lines: {label, color, xs, ys}. `legend` shows the value of each line at the cursor, or else at its end. */
+/** Draws lines: {label, color, dash, xs, ys}. `legend` shows the value of each line at the cursor, or else at its end. */
 function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }) {
   const series = [];
   const columns = [];
   const measured = []; // the index of each line's column without smoothing
-  for (const { color, xs, ys } of lines) {
+  for (const { color, dash = [], xs, ys } of lines) {
     const dense = ys.filter((y) => y !== null).length > SPARSE;
     const points = { show: !dense, size: 5, fill: ink(color) };
     measured.push(columns.length + 1);
     if (smoothing > 0 && dense) {
       columns.push({ xs, ys });
-      series.push({ stroke: faded(color), width: 1, spanGaps: true, points: { show: false } });
+      series.push({ stroke: faded(color), width: 1, dash, spanGaps: true, points: { show: false } });
     }
     columns.push({ xs, ys: dense && smoothing > 0 ? smooth(ys, smoothing) : ys });
-    series.push({ stroke: ink(color), width: 1.75, spanGaps: true, points });
+    series.push({ stroke: ink(color), width: 1.75, dash, spanGaps: true, points });
   }
   const y = logarithmic ? { distr: 3 } : span ? { range: (_, low, high) => [Math.min(low, span[0]), Math.max(high, span[1])] } : {};
   const onhover = (u, index) =>

@@ -102,7 +102,7 @@ const Curves = {
     const name = target.dataset.metric;
     const lines = this.app.shown
       .filter((run) => run.columns[name])
-      .map((run) => ({ label: run.name, color: run.color, xs: run.axis(this.options.axis), ys: drawableValues(run.columns[name], this.options.logarithmic) }));
+      .map((run) => ({ label: run.name, color: run.color, dash: run.dash, xs: run.axis(this.options.axis), ys: drawableValues(run.columns[name], this.options.logarithmic) }));
     const [body, legend] = [target.querySelector(".plot"), target.querySelector(".legend")];
     if (!lines.some(({ ys }) => ys.some((y) => y !== null))) {
       refill(body, el("p", { className: "note" }, this.options.logarithmic ? "No number above 0." : "No finite number."));
@@ -149,7 +149,7 @@ function runTable(runs) {
     const tokens = (run.columns["rollout/trained_tokens"] || []).reduce((sum, x) => sum + (x || 0), 0);
     const stages = (run.facts.summary?.stages || []).map((stage) => `${stage.name} (${stage.algorithm})`).join(", ");
     return [
-      el("span", {}, el("i", { className: "dot", style: { background: run.color } }), run.name),
+      el("span", {}, runDot(run), run.name),
       el("span", { className: `state ${run.facts.state}` }, run.facts.state),
       whole(run.steps.at(-1) ?? 0),
       short(run.last("rollout/reward")),
@@ -169,7 +169,7 @@ function alarmList(runs) {
   const alarms = runs.flatMap((run) => (run.facts.alarms || []).map((alarm) => ({ run, ...alarm })));
   if (!alarms.length) return null;
   const rows = alarms.map(({ run, step, sentinel, message }) => [
-    el("span", {}, el("i", { className: "dot", style: { background: run.color } }), run.name),
+    el("span", {}, runDot(run), run.name),
     whole(step),
     el("b", {}, sentinel),
     message,

@@ -14,7 +14,7 @@ const Timeline = {
 
   async show(host, app) {
     refill(host, app.shown.map((run) => {
-      const heading = el("h2", {}, el("i", { className: "dot", style: { background: run.color } }), run.name);
+      const heading = el("h2", {}, runDot(run), run.name);
       if (!run.columns["time/step_s"]) return el("section", { className: "panel" }, heading, el("p", { className: "note" }, "No times."));
       return el(
         "section",
