@@ -31,6 +31,7 @@ SCRIPTS = (
     "run.js",
     "source.js",
     "chart.js",
+    "stages.js",
     "runs.js",
     "curves.js",
     "tokens.js",

@@ -104,9 +104,7 @@ class ProgressReader:
             if row is None:
                 continue
             self._step = max(self._step, row["step"])
-            self._results |= {
-                name: row[name] for name in RESULTS if _is_number(row.get(name))
-            }
+            self._results |= {name: row[name] for name in RESULTS if _is_number(row.get(name))}
             if is_recent and _is_number(row.get("time/step_s")):
                 self._recent_s = [*self._recent_s, row["time/step_s"]][-RECENT_STEPS:]
 

@@ -110,6 +110,21 @@ class Run {
     return Float64Array.from(this.steps, (_, i) => (sum += Math.max(0, drawable(column[i]))));
   }
 
+  /** The stages that the run has begun, as {name, first, last}: their rows [first, last) in the columns. */
+  get stages() {
+    const stages = [];
+    let first = 0;
+    let end = 0;
+    for (const [name, steps] of this.facts.progress?.stages ?? []) {
+      end += steps;
+      const next = this.steps.findIndex((step) => step > end);
+      const last = next < 0 ? this.steps.length : next;
+      if (last > first) stages.push({ name, first, last });
+      first = last;
+    }
+    return stages;
+  }
+
   addRollouts({ facts, arrays }) {
     if (!this.rollouts || facts.after === 0) this.rollouts = new Rollouts();
     this.rollouts.add(facts, arrays);
