@@ -6,7 +6,14 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
+from ratchet.evals.results import (
+    AttemptEnd,
+    AttemptResult,
+    EvalResults,
+    PromptResult,
+    hash_task,
+    shorten_prompt,
+)
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import HasFinalAnswers
 from ratchet.rewards.base import find_voter
@@ -82,6 +89,7 @@ class Evaluator:
             voting_reward is not None,
             greedy_attempt,
             attempts(sampled),
+            shorten_prompt(task),
         )
 
 

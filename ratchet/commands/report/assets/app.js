@@ -1,8 +1,9 @@
 "use strict";
 // The page: the visible runs, the current view and the colour theme. A live page also polls for new data.
 
-const VIEWS = { runs: RunList, curves: Curves, rollouts: Browser, tokens: Waterfall, time: Timeline, differences: Differences };
+const VIEWS = { runs: RunList, curves: Curves, rollouts: Browser, answers: Answers, tokens: Waterfall, time: Timeline, recipe: Recipe, differences: Differences };
 const REFRESH_MS = 3000;
+const REDRAWN = ["tokens", "time"]; // views that new data redraw; in the others this would disturb a user
 const THEMES = ["auto", "light", "dark"];
 
 const app = {
@@ -64,19 +65,17 @@ const app = {
     await this.render();
   },
 
-  /** Fetches new data. Only curves, tokens and time are redrawn, because redrawing would disturb a user of the other views. */
+  /** Fetches new data, and draws what they change. */
   async poll() {
     try {
       const changed = await this.source.refresh(this.runs);
       if (changed && !document.hidden) {
-        if (this.view === "curves") {
+        if (REDRAWN.includes(this.view)) await this.render();
+        else {
           this.header();
-          VIEWS.curves.refresh(this);
-        } else if (this.view === "runs") {
-          this.header();
-          VIEWS.runs.draw();
-        } else if (this.view === "rollouts" || this.view === "differences") this.header();
-        else await this.render();
+          if (this.view === "curves") VIEWS.curves.refresh(this);
+          if (this.view === "runs") VIEWS.runs.draw();
+        }
       }
       document.body.classList.remove("lost");
     } catch {

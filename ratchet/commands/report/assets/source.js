@@ -36,6 +36,19 @@ class EmbeddedSource {
     run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.place}`, detail]));
   }
 
+  async files(run) {
+    return JSON.parse(new TextDecoder().decode(await embedded(`files-${run.index}`)));
+  }
+
+  async evaluations(run) {
+    run.heldOut ??= JSON.parse(new TextDecoder().decode(await embedded(`answers-${run.index}`)));
+    return run.heldOut.evaluations;
+  }
+
+  async answers(run, name) {
+    return run.heldOut.answers[name];
+  }
+
   /** Details of a step's rollouts; null for a rollout whose texts are not in the file. */
   async details(run, step, places) {
     return places.map((place) => run.sample.get(`${step}/${place}`) || null);
@@ -58,6 +71,7 @@ class EmbeddedSource {
 class LiveSource {
   live = true;
   cachedDetails = new Map(); // key -> detail
+  cachedAnswers = new Map(); // run/evaluation -> answers
 
   async request(path, query = {}) {
     const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
@@ -127,6 +141,23 @@ class LiveSource {
     return true;
   }
 
+  async files(run) {
+    return (await this.request("files", { run: run.name })).json();
+  }
+
+  async evaluations(run) {
+    return (await this.request("evaluations", { run: run.name })).json();
+  }
+
+  async answers(run, name) {
+    const key = `${run.name}/${name}`;
+    if (!this.cachedAnswers.has(key)) {
+      if (this.cachedAnswers.size > 20) this.cachedAnswers.clear();
+      this.cachedAnswers.set(key, await (await this.request("answers", { run: run.name, name })).json());
+    }
+    return this.cachedAnswers.get(key);
+  }
+
   async search(run, text) {
     return (await this.request("search", { run: run.name, text })).json();
   }
@@ -159,6 +190,7 @@ class LiveSource {
         await this.fetchNewSteps(run);
         run.version = version;
         this.cachedDetails.clear();
+        this.cachedAnswers.clear();
         if (run.rollouts) await this.rollouts(run);
         changed = true;
       }
