@@ -62,30 +62,35 @@ def _make_row(prompt: PromptResult) -> list[Any]:
 def sample_answers(directory: RunDirectory, max_tasks: int) -> dict[str, Any]:
     """Return what a report has of the answers: those of the first and last evaluation of a stage.
 
-    `evaluations` lists these, `answers` maps their names to what `read_answers` returns. Prompts
-    are there once. A file that can't be read is left out.
+    `evaluations` lists these. `tasks` has [id, tag, digest, prompt] of each task. `answers` maps
+    names of evaluations to what `read_answers` returns, with rows [index in `tasks`, end, reward,
+    text]. `shares` has the number of tasks in the report and in the evaluation. A file that can't
+    be read is left out.
 
     Args:
         max_tasks: Maximum number of tasks; MAX_FILE_CHARS bounds them too.
     """
-    chosen = _choose_ends(list_evaluations(directory))
+    evaluations = _choose_ends(list_evaluations(directory))
     answers: dict[str, Any] = {}
-    for evaluation in chosen:
+    for evaluation in evaluations:
         try:
             answers[evaluation["name"]] = read_answers(directory, evaluation["name"])
         except DataError:
             continue
     total = max((len(content["rows"]) for content in answers.values()), default=0)
     n_tasks = _count_fitting(answers, min(max_tasks, total))
-    known_digests: set[str] = set()
+    indices: dict[tuple[Any, ...], int] = {}
     for content in answers.values():
-        content["rows"] = content["rows"][:n_tasks]
-        for row in content["rows"]:
-            if row[2] in known_digests:
-                row[3] = ""
-            known_digests.add(row[2])
-    listed = [evaluation for evaluation in chosen if evaluation["name"] in answers]
-    return {"evaluations": listed, "answers": answers, "tasks": [n_tasks, total]}
+        content["rows"] = [
+            [indices.setdefault(tuple(row[:4]), len(indices)), *row[4:]]
+            for row in content["rows"][:n_tasks]
+        ]
+    return {
+        "evaluations": [each for each in evaluations if each["name"] in answers],
+        "tasks": list(indices),
+        "answers": answers,
+        "shares": [n_tasks, total],
+    }
 
 
 def _choose_ends(evaluations: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:

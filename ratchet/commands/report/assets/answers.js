@@ -24,7 +24,7 @@ function pairTasks(a, b) {
   return a.rows.filter((row) => others.has(key(row))).map((row) => {
     const other = others.get(key(row));
     const sides = [side(row, a), side(other, b)];
-    return { id: row[0], tag: row[1], digest: row[2], prompt: row[3] || other[3], sides, change: changeOf(sides[0].isRight, sides[1].isRight) };
+    return { id: row[0], tag: row[1], prompt: row[3] || other[3], sides, change: changeOf(sides[0].isRight, sides[1].isRight) };
   });
 }
 
@@ -33,7 +33,6 @@ const Answers = {
   chosen: [{}, {}], // {run, name} of both sides; without them the first and the last evaluation of the first shown run
   change: "",
   text: "",
-  prompts: new Map(), // digest -> prompt: a report has each prompt once
 
   async show(host, app) {
     this.app = app;
@@ -49,7 +48,6 @@ const Answers = {
     this.sides = this.chosen.map((chosen, i) => this.resolve(chosen, i));
     const contents = [];
     for (const { run, evaluation } of this.sides) contents.push(await app.source.answers(run, evaluation.name));
-    for (const { rows } of contents) for (const row of rows) if (row[3]) this.prompts.set(row[2], row[3]);
     this.tasks = pairTasks(...contents);
     this.limit = MAX_ANSWERS;
     this.body = el("div");
@@ -114,20 +112,19 @@ const Answers = {
   },
 
   sampleNote() {
-    const [inFile, all] = this.sides[0].run.heldOut?.tasks ?? [0, 0];
+    const [inFile, all] = this.sides[0].run.heldOut?.shares ?? [0, 0];
     return inFile < all && el("span", { className: "hint" }, `This file has ${whole(inFile)} of ${whole(all)} tasks; ratchet ui shows all.`);
   },
 
   /** Shows the tasks that match the filters. */
   fill() {
     const text = this.text.toLowerCase();
-    const prompt = (task) => task.prompt || this.prompts.get(task.digest) || "";
-    const matches = (task) => [task.id, prompt(task), ...task.sides.map((side) => side.text)].some((part) => part.toLowerCase().includes(text));
+    const matches = (task) => [task.id, task.prompt, ...task.sides.map((side) => side.text)].some((part) => part.toLowerCase().includes(text));
     const tasks = this.tasks.filter((task) => (!this.change || task.change === this.change) && (!text || matches(task)));
     const labels = Object.fromEntries(CHANGES);
     const rows = tasks.slice(0, this.limit).map((task) => [
       [el("div", {}, task.id), el("div", { className: "hint" }, [labels[task.change], task.tag].filter(Boolean).join(" · "))],
-      el("div", { className: "long" }, prompt(task)),
+      el("div", { className: "long" }, task.prompt),
       ...task.sides.map((side) => [answerChip(side), el("div", { className: "long" }, side.text)]),
     ]);
     const headings = this.sides.map(({ run, evaluation }) => el("span", {}, this.lists.size > 1 && [runDot(run), `${run.name}, `], evaluationLabel(evaluation)));

@@ -46,7 +46,8 @@ class EmbeddedSource {
   }
 
   async answers(run, name) {
-    return run.heldOut.answers[name];
+    const { tasks, answers } = run.heldOut;
+    return { ...answers[name], rows: answers[name].rows.map(([task, ...answer]) => [...tasks[task], ...answer]) };
   }
 
   /** Details of a step's rollouts; null for a rollout whose texts are not in the file. */
