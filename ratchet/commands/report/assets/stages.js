@@ -49,6 +49,7 @@ function drawBoundaries(u, marks) {
   const ratio = devicePixelRatio;
   ctx.save();
   ctx.font = `${10 * ratio}px system-ui, sans-serif`;
+  ctx.textAlign = "left";
   ctx.textBaseline = "top";
   ctx.lineWidth = ratio;
   ctx.setLineDash([3 * ratio, 3 * ratio]);
