@@ -7,7 +7,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ratchet.errors import TrainingError
-from ratchet.evals.results import AttemptEnd, AttemptResult, EvalResults, PromptResult, hash_task
+from ratchet.evals.results import (
+    AttemptEnd,
+    AttemptResult,
+    EvalResults,
+    PromptResult,
+    hash_task,
+    shorten_prompt,
+)
 from ratchet.experience.rollout.failures import describe_failures
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.protocols import HasFinalAnswers
@@ -82,6 +89,7 @@ class Evaluator:
             voting_reward is not None,
             greedy_attempt,
             record_attempts(sampled_groups),
+            shorten_prompt(task),
         )
 
 

@@ -25,6 +25,7 @@ from ratchet.utils.safe_read import read_json
 
 FORMAT = 2
 RESULTS = "results.json"
+MAX_PROMPT_CHARS = 2000  # of a prompt's text that is kept
 AttemptEnd = Literal["scored", "truncated", "unjudged", "failed", "cancelled"]
 
 
@@ -61,6 +62,8 @@ class PromptResult:
     Attributes:
         digest: A hash of the task (see `hash_task`).
         votes: True if the attempts' final answers can be compared.
+        prompt: The last message of the task, at most MAX_PROMPT_CHARS of it; "" in results of
+            earlier versions.
     """
 
     id: str
@@ -69,6 +72,7 @@ class PromptResult:
     votes: bool
     greedy: AttemptResult | None = None
     sampled: tuple[AttemptResult, ...] = ()
+    prompt: str = ""
 
     @property
     def attempts(self) -> tuple[AttemptResult, ...]:
@@ -103,6 +107,11 @@ def hash_task(task: Task) -> str:
     messages = [[message.role, message.text, *message.media] for message in task.messages]
     text = json.dumps([messages, task.answer], sort_keys=True, default=str)
     return blake2b(text.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
+
+
+def shorten_prompt(task: Task) -> str:
+    """Return the beginning of a task's last message, which tells it from other tasks."""
+    return task.messages[-1].text[:MAX_PROMPT_CHARS] if task.messages else ""
 
 
 def list_powers_of_two(n: int) -> list[int]:

@@ -37,35 +37,50 @@ class Gemm:
         return cls(side, side, side)
 
 
+class GemmTimer:
+    """A timer of one matrix product with PyTorch's current threads. It holds the two matrices.
+
+    No random number is drawn, so that the run's random state stays as it is.
+
+    Args:
+        round_s: Least seconds of a round, which takes up to twice as long.
+    """
+
+    def __init__(
+        self, gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
+    ) -> None:
+        self.gemm = gemm
+        self._a = (
+            torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device)
+            .view(gemm.rows, gemm.inner)
+            .to(dtype)
+        )
+        self._b = (
+            torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device)
+            .view(gemm.inner, gemm.columns)
+            .to(dtype)
+        )
+        self._repeats = 1
+        self.time_round()  # warm-up
+        while self.time_round() < round_s:
+            self._repeats *= 2
+
+    def time_round(self) -> float:
+        """Return the seconds of a round."""
+        start = time.perf_counter()
+        for _ in range(self._repeats):
+            torch.mm(self._a, self._b)
+        if self._a.device.type == "cuda":
+            torch.cuda.synchronize(self._a.device)
+        return time.perf_counter() - start
+
+    def measure(self, rounds: int = ROUNDS) -> float:
+        """Return the best FLOP/s of some rounds."""
+        return self._repeats * self.gemm.flop / min(self.time_round() for _ in range(rounds))
+
+
 def measure_gemm_rate(
     gemm: Gemm, *, device: torch.device, dtype: torch.dtype, round_s: float = ROUND_S
 ) -> float:
-    """Return the best FLOP/s of this product with PyTorch's current threads over a few rounds.
-
-    Each round takes between one and two times `round_s`. No random number is drawn, so that the
-    run's random state stays as it is.
-    """
-    a = (
-        torch.linspace(-1, 1, gemm.rows * gemm.inner, device=device)
-        .view(gemm.rows, gemm.inner)
-        .to(dtype)
-    )
-    b = (
-        torch.linspace(-1, 1, gemm.inner * gemm.columns, device=device)
-        .view(gemm.inner, gemm.columns)
-        .to(dtype)
-    )
-    repeats = 1
-
-    def time_round() -> float:
-        start = time.perf_counter()
-        for _ in range(repeats):
-            torch.mm(a, b)
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return time.perf_counter() - start
-
-    time_round()  # warm-up
-    while time_round() < round_s:
-        repeats *= 2
-    return repeats * gemm.flop / min(time_round() for _ in range(ROUNDS))
+    """Return the best FLOP/s of this product over a few rounds."""
+    return GemmTimer(gemm, device=device, dtype=dtype, round_s=round_s).measure()

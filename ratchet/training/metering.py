@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import torch
 
@@ -11,7 +13,7 @@ from ratchet.config.schema import RunConfig
 from ratchet.generators.workers.config import GeneratorWorkersConfig
 from ratchet.learners.compute.flop_counter import FlopCounter, wrap_with_flop_counter
 from ratchet.models.flops import TokenCost
-from ratchet.observe.matmul_rate import Gemm, measure_gemm_rate
+from ratchet.observe.matmul_rate import Gemm, GemmTimer, measure_gemm_rate
 from ratchet.observe.system import SystemMeter, load_nvml
 from ratchet.observe.tracing.perfetto import Trace
 from ratchet.observe.tracing.spans import ACTIVITY, Activity
@@ -24,6 +26,42 @@ from ratchet.utils.datasheets import DATASHEET_BY_KIND
 # Size of the square matrices that measure the CPU peak; a product takes 5 ms on one core.
 MATRIX_SIDE = 512
 ROUND_S = 0.01  # seconds per round of the peak measurement
+REPEAT_SHARE = 0.01  # of the time, which repeated measurements of the peak may take
+
+
+@dataclass
+class PeakRate:
+    """The highest FLOP/s that all devices of a stage are known to reach together.
+
+    The rate of a data sheet stays. A measured one is too low if other programs kept the machine
+    busy meanwhile, and the MFU would then exceed 100 %. So every higher rate replaces it: of a
+    later measurement, or of a step.
+
+    Attributes:
+        flop_s: The rate.
+        is_measured: True if the rate is not a data sheet's.
+        remeasure: Measures the rate once more; None if it is not repeated.
+    """
+
+    flop_s: float
+    is_measured: bool = False
+    remeasure: Callable[[], float] | None = None
+    clock: Callable[[], float] = time.perf_counter
+    _next_at: float = 0.0
+
+    def observe(self, flop_s: float) -> None:
+        """Note a rate that the devices reached."""
+        if self.is_measured:
+            self.flop_s = max(self.flop_s, flop_s)
+
+    def repeat(self) -> None:
+        """Measure again, unless this would take more than REPEAT_SHARE of the time."""
+        start = self.clock()
+        if self.remeasure is None or start < self._next_at:
+            return
+        self.observe(self.remeasure())
+        end = self.clock()
+        self._next_at = end + (end - start) / REPEAT_SHARE
 
 
 class StageMeter:
@@ -31,7 +69,7 @@ class StageMeter:
 
     Args:
         flop_counter: Counts FLOP.
-        peak: Peak FLOP/s of all devices together.
+        peak: Peak FLOP/s of all devices together. Steps may raise it.
         system: Measures CPU, memory and accelerators; None measures none.
         trace: Receives the steps; None writes no trace.
         activity: Records when learners and generators are busy.
@@ -40,7 +78,7 @@ class StageMeter:
     def __init__(
         self,
         flop_counter: FlopCounter,
-        peak: float,
+        peak: PeakRate,
         *,
         system: SystemMeter | None = None,
         trace: Trace | None = None,
@@ -54,6 +92,7 @@ class StageMeter:
         self._flop_before = self._busy_s_before = 0.0
 
     def begin(self, step: int) -> None:
+        self.peak.repeat()
         self._flop_before, self._busy_s_before = self.flop_counter.flop, self.activity.busy_s
         if self.trace is not None:
             self.trace.begin_step(step)
@@ -73,10 +112,11 @@ class StageMeter:
         # `seconds` and `busy_s` are read one after the other, so the share may lie outside [0, 1].
         metrics = {"samples_per_s": len(rows) / seconds, "idle_share": min(max(idle, 0.0), 1.0)}
         if self.flop_counter.cost_by_role:
+            self.peak.observe(flop / seconds)
             metrics |= {
                 "tflop": flop / 1e12,
                 "tflop_per_s": flop / seconds / 1e12,
-                "mfu": flop / seconds / self.peak,
+                "mfu": flop / seconds / self.peak.flop_s,
             }
         return {"time": metrics, "system": {} if self.system is None else self.system.measure()}
 
@@ -124,11 +164,12 @@ def _get_costs_by_role(policy: Policy, run: StageRun) -> dict[str, TokenCost]:
     return {} if cost is None else dict.fromkeys(names, cost)
 
 
-def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
+def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> PeakRate:
     """Return the peak FLOP/s of all learners and generators together.
 
     The value is the data sheet's for a known accelerator, else the measured rate of a matrix
-    product (under 0.2 s).
+    product (under 0.2 s). On a CPU the measurement is repeated during the stage, because other
+    programs may have slowed it down.
     """
     parameter = next(policy.model.parameters())
     learners = 1 if policy.ranks is None else policy.ranks.size
@@ -142,13 +183,17 @@ def estimate_peak_flops(policy: Policy, config: RunConfig, index: int) -> float:
     )
     if parameter.device.type != "cuda":
         gemm = Gemm(MATRIX_SIDE, MATRIX_SIDE, MATRIX_SIDE)
-        return devices * measure_gemm_rate(
-            gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S
+        timer = GemmTimer(gemm, device=parameter.device, dtype=torch.float32, round_s=ROUND_S)
+        return PeakRate(
+            devices * timer.measure(),
+            is_measured=True,
+            remeasure=lambda: devices * timer.measure(rounds=1),
         )
     device_name = torch.cuda.get_device_name(parameter.device).upper().replace(" ", "")
     datasheets = [kind for kind in DATASHEET_BY_KIND if kind.partition("-")[0] in device_name]
     if datasheets:
-        return devices * DATASHEET_BY_KIND[datasheets[-1]].flop_s
-    return devices * measure_gemm_rate(
+        return PeakRate(devices * DATASHEET_BY_KIND[datasheets[-1]].flop_s)
+    rate = measure_gemm_rate(
         Gemm.square("cuda"), device=parameter.device, dtype=torch.bfloat16, round_s=ROUND_S
     )
+    return PeakRate(devices * rate, is_measured=True)

@@ -205,9 +205,22 @@ def test_a_page_of_another_site_cannot_ask(model: Caller, headers: dict[str, str
 @pytest.mark.fault("S15")
 @QUICK
 @given(
-    path=st.sampled_from(["run", "runs", "rollouts", "details", "media", "search", "x"]),
+    path=st.sampled_from(
+        [
+            "run",
+            "runs",
+            "rollouts",
+            "details",
+            "media",
+            "search",
+            "evaluations",
+            "answers",
+            "files",
+            "x",
+        ]
+    ),
     query=st.dictionaries(
-        st.sampled_from(["run", "after", "known", "step", "places", "text"]),
+        st.sampled_from(["run", "after", "known", "step", "places", "text", "name"]),
         st.one_of(
             st.sampled_from(["a", "..", "", "-1", "1", "9" * 30, "1,2", "nan", "1e9", "9" * 5000]),
             st.text(max_size=5),

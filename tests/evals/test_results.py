@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,11 +13,13 @@ from ratchet.errors import DataError
 from ratchet.evals.paired_test import compare, name_better
 from ratchet.evals.report import format_comparison, format_report, save_report
 from ratchet.evals.results import (
+    MAX_PROMPT_CHARS,
     AttemptResult,
     EvalResults,
     PromptResult,
     hash_task,
     list_powers_of_two,
+    shorten_prompt,
 )
 from ratchet.types import Message, Part, Task
 
@@ -210,3 +213,16 @@ def test_what_can_not_be_compared_is_refused():
         compare(a, EvalResults((PromptResult("a", "", "other", False, *attempts(1.0)),)))
     with pytest.raises(DataError, match="no prompt has a reward in both"):
         compare(a, EvalResults((prompt("a", None, greedy=None),)))
+
+
+def test_results_keep_the_beginning_of_a_tasks_last_message(tmp_path):
+    messages = (Message("system", "be brief"), Message("user", "1" * (MAX_PROMPT_CHARS + 1)))
+    assert shorten_prompt(Task("a", messages)) == "1" * MAX_PROMPT_CHARS
+    assert shorten_prompt(Task("a", ())) == ""
+    results = EvalResults((replace(prompt("a", 1.0), prompt="add"),))
+    results.write(tmp_path)
+    assert EvalResults.read(tmp_path).prompts[0].prompt == "add"
+    content = json.loads((tmp_path / "results.json").read_text())
+    del content["prompts"][0]["prompt"]  # as earlier versions wrote it
+    (tmp_path / "results.json").write_text(json.dumps(content))
+    assert EvalResults.read(tmp_path).prompts[0].prompt == ""

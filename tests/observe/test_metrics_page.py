@@ -40,7 +40,7 @@ from ratchet.testing.synthetic_update import Update, differentiate
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.generator_workers import make_recovering_weight_sync
 from ratchet.training.loop import train
-from ratchet.training.metering import StageMeter
+from ratchet.training.metering import PeakRate, StageMeter
 from ratchet.types import Failed, Scored
 from ratchet.weight_sync.factory import SyncEndpoints
 
@@ -161,7 +161,7 @@ def of_work(path: Path) -> set[str]:
     system = SystemMeter(path, proc=path, nvml=Nvml(), clock=lambda: next(clock))
     meter = StageMeter(
         FlopCounter({"policy": DecoderCost(get_preset("tiny", vocab_size=8)).token_cost}),
-        1.0,
+        PeakRate(1.0),
         system=system,
     )
     meter.begin(0)

@@ -14,7 +14,7 @@ from ratchet.models.flops import DecoderCost
 from ratchet.observe.sinks import read_jsonl
 from ratchet.observe.tracing.spans import Activity
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.training.metering import StageMeter
+from ratchet.training.metering import PeakRate, StageMeter
 from ratchet.training.start import resume_run, start_run
 
 WORK = DecoderCost(get_preset("tiny", vocab_size=10)).token_cost
@@ -31,7 +31,7 @@ class Clock:
 def test_mfu_and_idle_share_by_hand():
     clock = Clock()
     activity, spent = Activity(clock), FlopCounter({"policy": WORK})
-    meter = StageMeter(spent, peak=1e9, activity=activity)
+    meter = StageMeter(spent, PeakRate(1e9), activity=activity)
     with activity.work("policy", "before"):
         clock.now += 100.0
     spent.flop = 5e12  # of the step before
@@ -65,9 +65,53 @@ def test_mfu_and_idle_share_by_hand():
     )
 
 
+def test_a_peak_that_was_measured_on_a_busy_machine_is_raised():
+    clock = Clock()
+    rates = iter([2e9, 5e9, 3e9])
+
+    def remeasure() -> float:
+        clock.now += 0.01
+        return next(rates)
+
+    peak = PeakRate(1e9, is_measured=True, remeasure=remeasure, clock=clock)
+    spent = FlopCounter({"policy": WORK})
+    meter = StageMeter(spent, peak, activity=Activity(clock))
+    found = []
+    for flop in (4e9, 1e9, 1e9):
+        meter.begin(0)
+        spent.flop += flop
+        clock.now += 1.0
+        found.append(meter.measure([], 1.0)["time"]["mfu"])
+    # 2e9 by the second measurement, and the step was faster; then 5e9; the last is no higher.
+    assert found == pytest.approx([1.0, 0.2, 0.2])
+
+
+def test_repeated_measurements_of_the_peak_take_a_hundredth_of_the_time():
+    clock, calls = Clock(), []
+
+    def remeasure() -> float:
+        clock.now += 0.01
+        calls.append(clock.now)
+        return 1e9
+
+    peak = PeakRate(1e9, is_measured=True, remeasure=remeasure, clock=clock)
+    while clock.now < 100.0:
+        peak.repeat()
+        clock.now += 0.1
+    assert 90 <= len(calls) <= 100
+
+
+def test_the_peak_of_a_data_sheet_stays():
+    spent = FlopCounter({"policy": WORK})
+    meter = StageMeter(spent, PeakRate(1e9), activity=Activity(Clock()))
+    meter.begin(0)
+    spent.flop += 2e9
+    assert meter.measure([], 1.0)["time"]["mfu"] == pytest.approx(2.0)
+
+
 def test_a_model_whose_shape_is_unknown_has_no_flop():
     clock = Clock()
-    meter = StageMeter(FlopCounter({}), peak=1e9, activity=Activity(clock))
+    meter = StageMeter(FlopCounter({}), PeakRate(1e9), activity=Activity(clock))
     meter.begin(0)
     clock.now = 2.0
     found = meter.measure([make_group("g", [make_trajectory([1], [2], reward=1.0)])], 2.0)

@@ -16,6 +16,8 @@ from collections.abc import Mapping, Sequence
 from importlib.resources import files
 from typing import Any
 
+from ratchet.commands.report.answers import sample_answers
+from ratchet.commands.report.files import read_files
 from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.schema import pack
@@ -31,10 +33,14 @@ SCRIPTS = (
     "run.js",
     "source.js",
     "chart.js",
+    "stages.js",
+    "runs.js",
     "curves.js",
     "tokens.js",
     "conversation.js",
     "browser.js",
+    "answers.js",
+    "recipe.js",
     "waterfall.js",
     "timeline.js",
     "differences.js",
@@ -59,7 +65,8 @@ def make_report_page(runs: Sequence[RunReader], *, rollouts: int, max_tokens: in
     """Return a page that contains the runs: all metrics, rollout tables and some rollouts' texts.
 
     Args:
-        rollouts: maximum number of rollouts of a run whose texts are included.
+        rollouts: maximum number of rollouts of a run whose texts are included, and of held-out
+            tasks whose answers are.
         max_tokens: maximum number of tokens in these texts together.
 
     Raises DataError, RunDirectoryError.
@@ -73,6 +80,10 @@ def make_report_page(runs: Sequence[RunReader], *, rollouts: int, max_tokens: in
         blobs.append((f"run-{index}", pack({**run.facts(), "rows": rows, "every": every}, columns)))
         blobs.append((f"rollouts-{index}", run.rollouts.columns(every=every)))
         blobs.append((f"sample-{index}", json.dumps(sample, allow_nan=False).encode()))
+        blobs.append((f"files-{index}", json.dumps(read_files(run.directory)).encode()))
+        blobs.append(
+            (f"answers-{index}", json.dumps(sample_answers(run.directory, rollouts)).encode())
+        )
         blobs.append((f"media-{index}", json.dumps(_embed_media(run, sample)).encode()))
     return _fill_page(" · ".join(run.name for run in runs), blobs, connect="'none'")
 

@@ -254,6 +254,7 @@ class Rollouts:
             "tokens": {
                 "id": row["tokens"],
                 "text": self._decode_tokens(row["tokens"]),
+                "special": self._decode_tokens.find_special(row["tokens"]),
                 "owner": row["owner"],
                 "trained": row["trained"] or [False] * len(row["tokens"]),
                 "version": row["versions"],

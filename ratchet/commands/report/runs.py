@@ -16,6 +16,7 @@ from typing import Any, get_args
 
 from ratchet.commands.report.metrics import MetricsFile
 from ratchet.commands.report.predicted import compare_with_plan
+from ratchet.commands.report.progress import ProgressReader
 from ratchet.commands.report.rollouts import Rollouts
 from ratchet.errors import RunDirectoryError
 from ratchet.experience.sources.prompt_ledger import Event
@@ -48,6 +49,7 @@ class RunReader:
                 "printed"
             )
         self.rollouts, self.metrics = Rollouts(self.directory), MetricsFile(self.directory.metrics)
+        self.progress = ProgressReader(self.directory)
         # The bytes of the ledger that were read, and the number of their lines by event.
         self._ledger_bytes, self._prompts = 0, Counter[str]()
 
@@ -58,6 +60,7 @@ class RunReader:
             "name": self.name,
             "path": str(self.directory.path),
             "state": self.state(),
+            "progress": self.progress.read(),
             "config": flatten(self.directory.read_config()),
             "provenance": _read_json(self.directory.provenance, []),
             "summary": summary,
@@ -126,13 +129,17 @@ class RunReader:
         ]
 
     def version(self) -> dict[str, Any]:
-        """Return a value that changes whenever the page has new content, without reading files."""
+        """Return the run's state and progress, and values that change with its files.
+
+        It changes whenever the page has new content. Only new lines of the metrics are read.
+        """
         size, modified_at = _get_size_and_mtime(self.directory.metrics)
         return {
             "state": self.state(),
             "metrics": size,
             "changed": modified_at,
             "record": self.rollouts.stamp(),
+            "progress": finite(self.progress.read()),
         }
 
 

@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs
 
+from ratchet.commands.report.answers import list_evaluations, read_answers
+from ratchet.commands.report.files import read_files
 from ratchet.commands.report.media import collect_names
 from ratchet.commands.report.page import make_live_page
 from ratchet.commands.report.runs import RunReader, find_runs
@@ -89,6 +91,15 @@ class RunReaders:
         )
         return JSON, _json(rollouts.media(step, kinds))
 
+    def evaluations(self, query: Query) -> tuple[str, bytes]:
+        return JSON, _json(list_evaluations(self[query["run"]].directory))
+
+    def answers(self, query: Query) -> tuple[str, bytes]:
+        return JSON, _json(read_answers(self[query["run"]].directory, query["name"]))
+
+    def files(self, query: Query) -> tuple[str, bytes]:
+        return JSON, _json(read_files(self[query["run"]].directory))
+
     def search(self, query: Query) -> tuple[str, bytes]:
         matches, earliest_step = self[query["run"]].rollouts.search(
             query["text"], limit=MAX_MATCHES
@@ -115,6 +126,9 @@ class Pages:
             "/api/details": runs.details,
             "/api/media": runs.media,
             "/api/search": runs.search,
+            "/api/files": runs.files,
+            "/api/evaluations": runs.evaluations,
+            "/api/answers": runs.answers,
         }
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="ui")
 

@@ -27,11 +27,16 @@ class TokenTexts:
         self.tokenizer = tokenizer
         self._prefix_ids = [] if tokenizer is None else _encode_prefix(tokenizer)
         self._decode_cached = cache(self._decode)
+        # Names of control tokens by id, such as <|im_end|>.
+        self._names = {} if tokenizer is None else _list_special_names(tokenizer)
 
     def __call__(self, ids: Sequence[int]) -> list[str]:
         texts: list[str] = []
         while len(texts) < len(ids):
             start = len(texts)
+            if ids[start] in self._names:
+                texts.append(self._names[ids[start]])
+                continue
             text, n_tokens = self._decode_cached((ids[start],)), 1
             # If the token is only a part of a character, add tokens until the character is
             # complete. The first token gets the text, and the others get "".
@@ -47,6 +52,10 @@ class TokenTexts:
             texts += [text] + [""] * (n_tokens - 1)
         return texts
 
+    def find_special(self, ids: Sequence[int]) -> list[int]:
+        """Return the positions of control tokens: a text may spell the name of one."""
+        return [position for position, token in enumerate(ids) if token in self._names]
+
     def _decode(self, ids: tuple[int, ...]) -> str:
         if self.tokenizer is None:
             return "".join(f"[{i}]" for i in ids)
@@ -60,6 +69,13 @@ class TokenTexts:
     def _prefix(self) -> str:
         assert self.tokenizer is not None
         return self.tokenizer.decode(self._prefix_ids, skip_special=False)
+
+
+def _list_special_names(tokenizer: Tokenizer) -> dict[int, str]:
+    """Return the names of control tokens, including end tokens that are not marked as such."""
+    names = {token: name for name, token in tokenizer.special_ids.items()}
+    ends = {token: tokenizer.decode([token], skip_special=False) for token in tokenizer.eos_ids}
+    return {token: name or f"[{token}]" for token, name in (ends | names).items()}
 
 
 def _encode_prefix(tokenizer: Tokenizer) -> list[int]:

@@ -14,6 +14,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
+from ratchet.evals.results import AttemptResult, EvalResults, PromptResult
 from ratchet.experience.sources.prompt_ledger import PromptLedger
 from ratchet.observe.records.reader import INDEX, RecordFile, StepFacts
 from ratchet.observe.records.schema import SCHEMA
@@ -191,6 +192,24 @@ def row_of(
         "turns": turns,
         **lists,
     }
+
+
+def write_results(
+    directory: RunDirectory, name: str, answers: Iterable[tuple[str, str, float | None, str]]
+) -> None:
+    """Writes an evaluation: (task, prompt, reward, text) of each greedy attempt."""
+    prompts = [
+        PromptResult(
+            task,
+            "easy",
+            f"digest of {task}",
+            False,
+            AttemptResult("failed" if reward is None else "scored", reward, None, 1, text),
+            prompt=prompt,
+        )
+        for task, prompt, reward, text in answers
+    ]
+    EvalResults(tuple(prompts)).write(directory.evals / name)
 
 
 def message(

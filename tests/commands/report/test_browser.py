@@ -7,11 +7,12 @@ import re
 import shutil
 
 import pytest
-from commands.report.made_runs import grow, make_run, row_of, write_record
+from commands.report.made_runs import grow, make_run, row_of, write_record, write_results
 from commands.report.picture_run import make_picture_run
 
 from ratchet.commands.report import write_report
 from ratchet.commands.report.server import HOST, bind, make_app
+from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
 from ratchet.web.server import ServerThread
 
 pytestmark = [pytest.mark.slow, pytest.mark.needs("chromium", "playwright")]
@@ -257,6 +258,30 @@ def test_tokens_are_coloured_by_each_of_their_numbers(show, report):
     assert "-0.5" in tip
 
 
+def test_end_tokens_are_marked_and_so_is_a_missing_one(show, tmp_path):
+    directory = make_run(tmp_path / "one", steps=1)
+    tokenizer = byte_tokenizer()
+    rows = [row_of(2, 0, attempt, "scored", 1.0, "yes") for attempt in range(2)]
+    end = tokenizer.eos_ids[0]
+    rows[0]["tokens"] = [*rows[0]["tokens"][:-1], end]
+    rows[1] |= {"truncated": True, "outcome": "truncated"}
+    write_record(directory.steps, [2], rows)
+    page = show(write_report([directory.path], tmp_path / "r.html", rollouts=64).as_uri())
+    go(page, "rollouts")
+    page.fill("#from", "2")
+    until(page, "document.getElementById('found').innerText.startsWith('2 ')")
+    page.locator(".row").first.click()
+    page.click("#view-tokens")
+    page.wait_for_selector(".t.special")
+    assert page.locator(".t.special").all_inner_texts() == [
+        tokenizer.decode([end], skip_special=False)
+    ]
+    assert page.locator(".cut").count() == 0
+    page.locator(".row").last.click()
+    page.wait_for_selector(".cut >> text=no end token")
+    assert page.locator(".t.special").count() == 0
+
+
 def test_the_same_prompt_stands_side_by_side(show, report):
     page = show(report, "rollouts")
     page.locator(".row").first.click()
@@ -336,17 +361,18 @@ def test_the_phases_of_the_steps(show, report):
     page = show(report, "time")
     phases, machine = page.locator(".panel").first.locator("table").all()
     rows = phases.locator("tbody tr").all_inner_texts()
-    assert [row.split()[:2] for row in rows] == [
-        ["sample", "50.0"],
-        ["update", "25.0"],
-        ["other", "25.0"],
+    assert [row.split("\t")[:2] for row in rows] == [
+        ["Drawing groups and rollouts", "50.0 %"],
+        ["Optimizer steps", "25.0 %"],
+        ["Everything else", "25.0 %"],
     ]
     found = {
         row.split("\t")[0]: row.split("\t")[1:]
         for row in machine.locator("tbody tr").all_inner_texts()
     }
     assert found["FLOP utilisation (MFU)"] == ["25.0 %"] * 4
-    assert (found["rss_gib"][1], found["disk_used_share"][0]) == ("2", "50.0 %")
+    assert found["Memory of the run's processes, GiB"][1] == "2"
+    assert found["Used of the run's disk"][0] == "50.0 %"
     assert found["Samples/s"][1] == "10"
     assert sum(page.locator("canvas").first.evaluate(INKED).values()) > 1000
 
@@ -417,6 +443,8 @@ def test_what_a_model_wrote_is_inert(show, tmp_path):
             {"type": "text", "value": HOSTILE},
         ]
     write_record(directory.steps, [2], rows)
+    write_results(directory, "rl/step-00000000", [(HOSTILE, HOSTILE, 0.0, HOSTILE)])
+    directory.log.write_text(f"2026-01-01T00:00:00.000Z WARNING a: {HOSTILE}\n{HOSTILE}\n")
     grow_metrics = directory.metrics.read_text().replace(
         '"rollout/reward"', '"rollout/<img src=x onerror=1>"'
     )
@@ -430,7 +458,7 @@ def test_what_a_model_wrote_is_inert(show, tmp_path):
     page.click("#view-tokens")
     assert page.locator(".stretch.policy .text").inner_text() == HOSTILE
     page.locator(".stretch.policy .t").first.hover()
-    for view in ("tokens", "time", "differences", "curves"):
+    for view in ("tokens", "time", "answers", "recipe", "differences", "curves"):
         go(page, view)
     assert page.locator("img, main b:has-text('bold')").count() == 0
     assert page.title() == title

@@ -9,12 +9,13 @@ import json
 import re
 
 import pytest
-from commands.report.made_runs import make_run
+from commands.report.made_runs import make_run, write_results
 
 from ratchet.commands.report import write_report
 from ratchet.commands.report.page import SCRIPTS, STYLES, make_live_page, read_asset
 from ratchet.commands.report.server import HOST, bind, make_app, serve_forever
 from ratchet.errors import PortBusy, RunDirectoryError
+from ratchet.runs.run_dir import RunDirectory
 from ratchet.web.server import ServerThread
 
 HOSTILE = "</script><img src=x onerror=\"document.title='owned'\"><!--"
@@ -129,6 +130,17 @@ def test_the_server_answers_what_the_page_asks(ask):
     }
 
 
+def test_the_server_gives_held_out_answers_and_files(ask, tmp_path):
+    directory = RunDirectory(tmp_path / "runs" / "a")
+    write_results(directory, "rl/step-00000002", [("t/0", "1+1", 1.0, "2")])
+    (evaluation,) = json.loads(ask("/api/evaluations?run=a")[1])
+    assert evaluation == {"name": "rl/step-00000002", "stage": "rl", "step": 2}
+    answers = json.loads(ask("/api/answers?run=a&name=rl/step-00000002")[1])
+    assert [row[-1] for row in answers["rows"]] == ["2"]
+    assert "kind: bytes" in json.loads(ask("/api/files?run=a")[1])["config"]
+    assert json.loads(ask("/api/runs")[1])["a"]["progress"]["step"] == 3
+
+
 def test_a_run_that_begins_later_is_found(ask, tmp_path):
     make_run(tmp_path / "runs" / "b", steps=1)
     assert list(json.loads(ask("/api/runs")[1])) == ["a", "b"]
@@ -141,6 +153,7 @@ def test_a_run_that_begins_later_is_found(ask, tmp_path):
         ("/api/run", 400, b"run"),
         ("/api/details?run=a&step=x&places=0", 400, b"invalid literal"),
         ("/api/details?run=a&step=9&places=0", 400, b"step 9 is not in the record"),
+        ("/api/answers?run=a&name=../../b", 400, b"has no evaluation"),
         ("/etc/passwd", 404, b"no such page"),
         ("/../../etc/passwd", 404, b"no such page"),
     ],

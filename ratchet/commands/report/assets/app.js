@@ -1,8 +1,9 @@
 "use strict";
 // The page: the visible runs, the current view and the colour theme. A live page also polls for new data.
 
-const VIEWS = { curves: Curves, rollouts: Browser, tokens: Waterfall, time: Timeline, differences: Differences };
+const VIEWS = { runs: RunList, curves: Curves, rollouts: Browser, answers: Answers, tokens: Waterfall, time: Timeline, recipe: Recipe, differences: Differences };
 const REFRESH_MS = 3000;
+const REDRAWN = ["tokens", "time"]; // views that new data redraw; in the others this would disturb a user
 const THEMES = ["auto", "light", "dark"];
 
 const app = {
@@ -49,20 +50,13 @@ const app = {
   },
 
   header() {
-    const tabs = Object.entries(VIEWS).map(([name, { title }]) =>
+    assignColors(this.runs);
+    const views = Object.entries(VIEWS).filter(([name]) => name !== "runs" || this.runs.length > FEW_RUNS);
+    const tabs = views.map(([name, { title }]) =>
       el("a", { href: `#${name}`, className: name === this.view ? "on" : "", id: `tab-${name}` }, title),
     );
-    const runs = this.runs.map((run) =>
-      el(
-        "button",
-        { className: run.visible ? "run on" : "run", title: run.facts.path, onclick: () => this.showRun(run, !run.visible) },
-        el("i", { className: "dot", style: { background: run.visible ? run.color : "transparent", "border-color": run.color } }),
-        run.name,
-        run.facts.state === "running" && el("span", { className: "pulse", title: "under way" }),
-      ),
-    );
     const theme = el("button", { id: "theme", title: "light, dark, or as the system", onclick: nextTheme }, "◐ ", document.documentElement.dataset.theme);
-    refill(document.getElementById("header"), el("b", { className: "brand" }, "Ratchet"), el("nav", {}, tabs), el("div", { className: "run-chips" }, runs), theme);
+    refill(document.getElementById("header"), el("b", { className: "brand" }, "Ratchet"), el("nav", {}, tabs), el("div", { className: "run-chips" }, runChips(this)), theme);
   },
 
   async showRun(run, visible) {
@@ -71,16 +65,17 @@ const app = {
     await this.render();
   },
 
-  /** Fetches new data. Only curves, tokens and time are redrawn, because redrawing would disturb a user of the other views. */
+  /** Fetches new data, and draws what they change. */
   async poll() {
     try {
       const changed = await this.source.refresh(this.runs);
       if (changed && !document.hidden) {
-        if (this.view === "curves") {
+        if (REDRAWN.includes(this.view)) await this.render();
+        else {
           this.header();
-          VIEWS.curves.refresh(this);
-        } else if (this.view === "rollouts" || this.view === "differences") this.header();
-        else await this.render();
+          if (this.view === "curves") VIEWS.curves.refresh(this);
+          if (this.view === "runs") VIEWS.runs.draw();
+        }
       }
       document.body.classList.remove("lost");
     } catch {

@@ -267,7 +267,7 @@ const Browser = {
     const task = run.rollouts.word("task", run.rollouts.at(step, place));
     const lines = this.app.shown.filter((each) => each.rollouts?.count).map((each) => {
       const chips = this.draws(each, task).map(([begin, end]) => this.occurrence(each, begin, end));
-      return chips.length > 0 && el("div", { className: "siblings" }, el("i", { className: "dot", style: { background: each.color } }), each.name, chips);
+      return chips.length > 0 && el("div", { className: "siblings" }, runDot(each), each.name, chips);
     });
     const unread = this.app.shown.filter((run) => !run.rollouts); // only in a live page; each takes some megabytes
     return el(

@@ -66,6 +66,15 @@ function faded(color) {
   return () => `${ink(color)()}40`; // all colours of the page are #rrggbb
 }
 
+/** Returns the limits of an axis, wide enough to show a constant line, which has no range of its own. */
+function limits(low, high, span) {
+  if (low === null || high === null) return [low, high];
+  const [least, most] = span ? [Math.min(low, span[0]), Math.max(high, span[1])] : [low, high];
+  if (least < most) return span ? [least, most] : uPlot.rangeNum(least, most, 0.1, true);
+  if (least === 0) return span ? [-0.05, 1] : [-1, 1];
+  return [least - Math.abs(least) / 2, least + Math.abs(least) / 2];
+}
+
 function draw(host, options, data, onhover) {
   const plot = new uPlot(
     {
@@ -81,7 +90,7 @@ function draw(host, options, data, onhover) {
       ],
       series: [{}, ...options.series],
       bands: options.bands || [],
-      hooks: { setCursor: [(u) => onhover(u, u.cursor.idx)] },
+      hooks: { setCursor: [(u) => onhover(u, u.cursor.idx)], draw: options.marks?.length ? [(u) => drawBoundaries(u, options.marks)] : [] },
     },
     data,
     host,
@@ -103,23 +112,23 @@ function lastNumberAt(column, index) {
   return [-1, NaN];
 }
 
-/** Draws lines: {label, color, xs, ys}. `legend` shows the value of each line at the cursor, or else at its end. */
-function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }) {
+/** Draws lines: {label, color, dash, xs, ys}. `legend` shows the value of each line at the cursor, or else at its end. */
+function lineChart(host, legend, { lines, smoothing, logarithmic, height, span, marks }) {
   const series = [];
   const columns = [];
   const measured = []; // the index of each line's column without smoothing
-  for (const { color, xs, ys } of lines) {
+  for (const { color, dash = [], xs, ys } of lines) {
     const dense = ys.filter((y) => y !== null).length > SPARSE;
     const points = { show: !dense, size: 5, fill: ink(color) };
     measured.push(columns.length + 1);
     if (smoothing > 0 && dense) {
       columns.push({ xs, ys });
-      series.push({ stroke: faded(color), width: 1, spanGaps: true, points: { show: false } });
+      series.push({ stroke: faded(color), width: 1, dash, spanGaps: true, points: { show: false } });
     }
     columns.push({ xs, ys: dense && smoothing > 0 ? smooth(ys, smoothing) : ys });
-    series.push({ stroke: ink(color), width: 1.75, spanGaps: true, points });
+    series.push({ stroke: ink(color), width: 1.75, dash, spanGaps: true, points });
   }
-  const y = logarithmic ? { distr: 3 } : span ? { range: (_, low, high) => [Math.min(low, span[0]), Math.max(high, span[1])] } : {};
+  const y = logarithmic ? { distr: 3 } : { range: (_, low, high) => limits(low, high, span) };
   const onhover = (u, index) =>
     refill(
       legend,
@@ -129,7 +138,7 @@ function lineChart(host, legend, { lines, smoothing, logarithmic, height, span }
         return el("span", { className: "value", title }, el("i", { style: { background: lines[i].color } }), short(value));
       }),
     );
-  return draw(host, { height, series, y }, align(columns), onhover);
+  return draw(host, { height, series, y, marks }, align(columns), onhover);
 }
 
 /** Draws parts, {label, color, ys} over the same xs, as stacked areas. */

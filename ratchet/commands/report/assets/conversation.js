@@ -93,7 +93,7 @@ function rolloutView(run, detail, view) {
     el(
       "h3",
       {},
-      el("i", { className: "dot", style: { background: run.color } }),
+      runDot(run),
       `${run.name}, step ${detail.facts.step}, attempt ${detail.facts.attempt + 1}`,
       rewardChip(detail.facts.reward, detail.facts.outcome),
     ),

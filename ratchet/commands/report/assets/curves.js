@@ -12,7 +12,7 @@ const SHARES = /(_share|accuracy|clipped|sampled)$/; // metrics whose axis inclu
 
 const Curves = {
   title: "Curves",
-  options: { smoothing: 0.6, axis: "step", logarithmic: false, filter: "" },
+  options: { smoothing: 0.6, axis: "step", logarithmic: false, byStage: true, filter: "" },
   plots: new Map(), // card -> plot
   folds: new Map(), // group -> whether it is open
 
@@ -43,6 +43,7 @@ const Curves = {
         }),
         select("Over", o.axis, AXES, set("axis")),
         toggle("logarithmic", o.logarithmic, set("logarithmic")),
+        app.shown.some((run) => run.stages.length > 1) && toggle("by stage, where scales differ", o.byStage, set("byStage")),
         el("span", { className: "hint" }, "Drag to zoom, double-click to see all."),
       ),
       this.groups,
@@ -53,8 +54,9 @@ const Curves = {
   /** Redraws the drawn charts in place after new steps arrived. */
   refresh(app) {
     refill(this.runs, runTable(app.shown), alarmList(app.shown));
-    const drawn = new Set([...this.groups.querySelectorAll(".card")].map((each) => each.dataset.metric));
-    if (app.shown.some((run) => run.names.some((name) => !drawn.has(name) && matcher(this.options.filter)(name)))) return this.draw();
+    const drawn = new Set([...this.groups.querySelectorAll(".card")].map((each) => JSON.stringify([each.dataset.metric, each.dataset.stage])));
+    const names = new Set(app.shown.flatMap((run) => run.names).filter(matcher(this.options.filter)));
+    if ([...names].some((name) => this.stagesOf(name).some((stage) => !drawn.has(JSON.stringify([name, stage]))))) return this.draw();
     for (const [target, plot] of [...this.plots]) {
       remove(plot);
       this.plot(target);
@@ -88,7 +90,7 @@ const Curves = {
     refill(
       this.groups,
       [...groups].map(([name, metrics], index) => {
-        const cards = el("div", { className: "grid" }, metrics.map((metric) => card(metric)));
+        const cards = el("div", { className: "grid" }, metrics.map((metric) => this.stagesOf(metric).map((stage) => card(metric, stage))));
         const heading = el("summary", {}, name, el("span", { className: "count" }, metrics.length));
         const unfolded = filtered || (this.folds.get(name) ?? index < 2);
         return el("details", { className: "group", open: unfolded, dataset: { name } }, heading, cards);
@@ -98,11 +100,23 @@ const Curves = {
     for (const each of this.groups.querySelectorAll(".card")) this.observer.observe(each);
   },
 
+  /** Returns the stages that get a card of their own for a metric; [""] if one card does for all. */
+  stagesOf(metric) {
+    const stages = this.options.byStage ? stagesApart(this.app.shown, metric) : [];
+    return stages.length ? stages : [""];
+  },
+
   plot(target) {
-    const name = target.dataset.metric;
-    const lines = this.app.shown
-      .filter((run) => run.columns[name])
-      .map((run) => ({ label: run.name, color: run.color, xs: run.axis(this.options.axis), ys: drawableValues(run.columns[name], this.options.logarithmic) }));
+    const { metric: name, stage } = target.dataset;
+    const runs = this.app.shown.filter((run) => run.columns[name]);
+    const marks = stage ? [] : boundaries(runs, this.options.axis);
+    const lines = runs.flatMap((run) => {
+      const rows = stage ? run.stages.find((other) => other.name === stage) : { first: 0, last: run.steps.length };
+      if (!rows) return [];
+      const cut = (column) => column.slice(rows.first, rows.last);
+      const ys = drawableValues(cut(run.columns[name]), this.options.logarithmic);
+      return [{ label: run.name, color: run.color, dash: run.dash, xs: cut(run.axis(this.options.axis)), ys }];
+    });
     const [body, legend] = [target.querySelector(".plot"), target.querySelector(".legend")];
     if (!lines.some(({ ys }) => ys.some((y) => y !== null))) {
       refill(body, el("p", { className: "note" }, this.options.logarithmic ? "No number above 0." : "No finite number."));
@@ -110,15 +124,15 @@ const Curves = {
     }
     const { smoothing, logarithmic } = this.options;
     const span = SHARES.test(name) ? [0, 0] : null;
-    this.plots.set(target, lineChart(body, legend, { lines, smoothing, logarithmic, height: CHART_HEIGHT, span }));
+    this.plots.set(target, lineChart(body, legend, { lines, smoothing, logarithmic, height: CHART_HEIGHT, span, marks }));
   },
 };
 
-function card(metric) {
+function card(metric, stage) {
   return el(
     "div",
-    { className: "card", dataset: { metric } },
-    el("div", { className: "card-head" }, el("span", { className: "metric", title: metric }, el("bdi", {}, metric)), el("span", { className: "legend" })),
+    { className: "card", dataset: { metric, stage } },
+    el("div", { className: "card-head" }, el("span", { className: "metric", title: metric }, el("bdi", {}, metric)), stage && el("span", { className: "stage" }, stage), el("span", { className: "legend" })),
     el("div", { className: "plot", style: { "min-height": `${CHART_HEIGHT}px` } }),
   );
 }
@@ -147,11 +161,12 @@ function runTable(runs) {
     const loss = Number.isNaN(lossLast) ? "–" : `${short(lossFirst)} → ${short(lossLast)}`;
     const seconds = (run.columns["time/step_s"] || []).reduce((sum, x) => sum + (x || 0), 0);
     const tokens = (run.columns["rollout/trained_tokens"] || []).reduce((sum, x) => sum + (x || 0), 0);
-    const stages = (run.facts.summary?.stages || []).map((stage) => `${stage.name} (${stage.algorithm})`).join(", ");
+    const stages = run.progress.stages?.map(([name]) => `${name} (${run.facts.config[`stages.${name}.algorithm.kind`] ?? "?"})`).join(", ");
+    const left = remaining(run) === null ? "" : `, ${duration(remaining(run))} left`;
     return [
-      el("span", {}, el("i", { className: "dot", style: { background: run.color } }), run.name),
-      el("span", { className: `state ${run.facts.state}` }, run.facts.state),
-      whole(run.steps.at(-1) ?? 0),
+      el("span", {}, runDot(run), run.name),
+      el("span", { className: `state ${run.state}` }, run.state, left),
+      stepsText({ ...run.progress, step: run.steps.at(-1) }),
       short(run.last("rollout/reward")),
       accuracy,
       ...(losses ? [loss] : []),
@@ -169,7 +184,7 @@ function alarmList(runs) {
   const alarms = runs.flatMap((run) => (run.facts.alarms || []).map((alarm) => ({ run, ...alarm })));
   if (!alarms.length) return null;
   const rows = alarms.map(({ run, step, sentinel, message }) => [
-    el("span", {}, el("i", { className: "dot", style: { background: run.color } }), run.name),
+    el("span", {}, runDot(run), run.name),
     whole(step),
     el("b", {}, sentinel),
     message,

@@ -13,6 +13,26 @@ const FATES = [
 ];
 const FATE = Object.fromEntries(FATES.map(([name], index) => [name, index]));
 
+const COLORS = 10; // --run-0 to --run-9
+const DASHES = [[], [7, 4], [2, 3]];
+
+/** Gives each shown run the first free colour. A run keeps its colour while it is shown. */
+function assignColors(runs) {
+  for (const run of runs) if (!run.visible) run.slot = null;
+  const taken = new Set(runs.map((run) => run.slot));
+  for (const run of runs.filter((each) => each.visible && each.slot === null)) {
+    let slot = 0;
+    while (taken.has(slot)) slot++;
+    taken.add((run.slot = slot));
+  }
+}
+
+/** The mark of a run in its colour. */
+function runDot(run) {
+  const style = run.visible && !run.dash.length ? { background: run.color } : { "border-color": run.color };
+  return el("i", { className: run.dash.length ? "dot dashed" : "dot", style });
+}
+
 class Run {
   constructor(packed, index) {
     this.index = index;
@@ -28,8 +48,25 @@ class Run {
     return this.facts.name;
   }
 
+  /** The number of the run's colour among the shown runs; null while it is hidden. */
+  slot = null;
+
   get color() {
-    return `var(--run-${this.index % 8})`;
+    return this.slot === null ? "var(--muted)" : `var(--run-${this.slot % COLORS})`;
+  }
+
+  /** The dashes of the run's lines: the eleventh shown run has the first one's colour, and is dashed. */
+  get dash() {
+    return DASHES[Math.floor((this.slot ?? 0) / COLORS) % DASHES.length];
+  }
+
+  get state() {
+    return this.version.state ?? this.facts.state;
+  }
+
+  /** Where the run is: its stages, its last step, its latest results. */
+  get progress() {
+    return this.version.progress ?? this.facts.progress ?? {};
   }
 
   /** Updates the facts, and adds the metrics of further steps. */
@@ -71,6 +108,21 @@ class Run {
     const column = this.columns[kind === "time" ? "time/step_s" : "rollout/trained_tokens"] || [];
     let sum = 0;
     return Float64Array.from(this.steps, (_, i) => (sum += Math.max(0, drawable(column[i]))));
+  }
+
+  /** The stages that the run has begun, as {name, first, last}: their rows [first, last) in the columns. */
+  get stages() {
+    const stages = [];
+    let first = 0;
+    let end = 0;
+    for (const [name, steps] of this.facts.progress?.stages ?? []) {
+      end += steps;
+      const next = this.steps.findIndex((step) => step > end);
+      const last = next < 0 ? this.steps.length : next;
+      if (last > first) stages.push({ name, first, last });
+      first = last;
+    }
+    return stages;
   }
 
   addRollouts({ facts, arrays }) {

@@ -21,7 +21,10 @@ class EmbeddedSource {
   async load() {
     const packed = [];
     for (let index = 0, buffer; (buffer = await embedded(`run-${index}`)); index++) packed.push(unpack(buffer));
-    return packed.map((content, index) => new Run(content, index));
+    const runs = packed.map((content, index) => new Run(content, index));
+    const withSteps = runs.filter((run) => run.progress.step > 0);
+    for (const run of runs) run.visible = !withSteps.length || withSteps.includes(run);
+    return runs;
   }
 
   async rollouts(run) {
@@ -31,6 +34,20 @@ class EmbeddedSource {
     const media = JSON.parse(new TextDecoder().decode(await embedded(`media-${run.index}`)));
     for (const detail of details) withMedia(detail, media);
     run.sample = new Map(details.map((detail) => [`${detail.facts.step}/${detail.place}`, detail]));
+  }
+
+  async files(run) {
+    return JSON.parse(new TextDecoder().decode(await embedded(`files-${run.index}`)));
+  }
+
+  async evaluations(run) {
+    run.heldOut ??= JSON.parse(new TextDecoder().decode(await embedded(`answers-${run.index}`)));
+    return run.heldOut.evaluations;
+  }
+
+  async answers(run, name) {
+    const { tasks, answers } = run.heldOut;
+    return { ...answers[name], rows: answers[name].rows.map(([task, ...answer]) => [...tasks[task], ...answer]) };
   }
 
   /** Details of a step's rollouts; null for a rollout whose texts are not in the file. */
@@ -55,6 +72,7 @@ class EmbeddedSource {
 class LiveSource {
   live = true;
   cachedDetails = new Map(); // key -> detail
+  cachedAnswers = new Map(); // run/evaluation -> answers
 
   async request(path, query = {}) {
     const answer = await fetch(`api/${path}?${new URLSearchParams(query)}`);
@@ -74,11 +92,13 @@ class LiveSource {
     return (await this.request("runs")).json();
   }
 
-  /** Returns all runs. The runs that changed last are read and visible; the others are read when the user chooses them. */
+  /** Returns all runs. Of the runs with steps, those that changed last are read and visible; the others are read when the user
+   * chooses them. */
   async load() {
     const versions = Object.entries(await this.fetchVersions());
     const runs = versions.map(([name, version], index) => this.makeUnreadRun(name, version, index));
-    const newest = runs.toSorted((a, b) => b.version.changed - a.version.changed).slice(0, INITIAL_RUNS);
+    const withSteps = runs.filter((run) => run.progress.step > 0);
+    const newest = (withSteps.length ? withSteps : runs).toSorted((a, b) => b.version.changed - a.version.changed).slice(0, INITIAL_RUNS);
     await Promise.all(newest.map((run) => this.read(run)));
     for (const run of newest) run.visible = true;
     return runs;
@@ -122,8 +142,33 @@ class LiveSource {
     return true;
   }
 
+  async files(run) {
+    return (await this.request("files", { run: run.name })).json();
+  }
+
+  async evaluations(run) {
+    return (await this.request("evaluations", { run: run.name })).json();
+  }
+
+  async answers(run, name) {
+    const key = `${run.name}/${name}`;
+    if (!this.cachedAnswers.has(key)) {
+      if (this.cachedAnswers.size > 20) this.cachedAnswers.clear();
+      this.cachedAnswers.set(key, await (await this.request("answers", { run: run.name, name })).json());
+    }
+    return this.cachedAnswers.get(key);
+  }
+
   async search(run, text) {
     return (await this.request("search", { run: run.name, text })).json();
+  }
+
+  /** Shows a run that began after the page was opened, once it has a step. */
+  async showNew(run) {
+    if (!run.isNew || !(run.progress.step > 0)) return;
+    run.isNew = false;
+    await this.read(run);
+    run.visible = true;
   }
 
   /** Updates the runs and adds new ones. Returns true if anything changed. */
@@ -134,16 +179,19 @@ class LiveSource {
       const run = runs.find((other) => other.name === name);
       if (!run) {
         const newRun = this.makeUnreadRun(name, version, runs.length);
-        await this.read(newRun);
-        runs.push(Object.assign(newRun, { visible: true }));
+        runs.push(Object.assign(newRun, { isNew: true }));
         changed = true;
+        await this.showNew(newRun);
       } else if (!run.isRead) {
+        changed ||= JSON.stringify(version) !== JSON.stringify(run.version);
         run.version = version;
+        await this.showNew(run);
       } else if (JSON.stringify(version) !== JSON.stringify(run.version)) {
         if (version.metrics < run.version.metrics) run.clear(); // it resumed from a checkpoint, and repeats some steps
         await this.fetchNewSteps(run);
         run.version = version;
         this.cachedDetails.clear();
+        this.cachedAnswers.clear();
         if (run.rollouts) await this.rollouts(run);
         changed = true;
       }

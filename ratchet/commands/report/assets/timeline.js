@@ -3,10 +3,22 @@
 
 const PHASE = /^time\/(.+)(?<!_per)_s$/;
 const NOT_PHASES = new Set(["time/step_s", "time/processor_s"]);
+const PHASE_NAMES = { sample: "Drawing groups and rollouts", score: "Scoring passes", update: "Optimizer steps", sync: "Weights to the generator", other: "Everything else" };
 const WORK = [
   ["time/mfu", "FLOP utilisation (MFU)", percent], ["time/idle_share", "Idle: no generation, no training", percent],
-  ["time/tflop_per_s", "TFLOP/s", short], ["time/tokens_per_s", "Tokens/s", short], ["time/samples_per_s", "Samples/s", short],
+  ["time/tflop_per_s", "Model TFLOP/s", short], ["time/tokens_per_s", "Tokens/s", short], ["time/samples_per_s", "Samples/s", short],
 ];
+const MACHINE = {
+  cpu_cores: "Processor cores kept busy", rss_gib: "Memory of the run's processes, GiB", ram_used_gib: "Memory in use, GiB", ram_used_share: "Memory in use",
+  disk_free_gib: "Free on the run's disk, GiB", disk_used_share: "Used of the run's disk",
+};
+const GPU = { busy_share: "busy", memory_gib: "memory, GiB", power_w: "power, W" };
+
+/** Returns the readable name of a metric of the machine; one that is not known keeps its own. */
+function machineName(name) {
+  const gpu = /^gpu\/(\d+)\/(\w+)$/.exec(name);
+  return gpu ? `GPU ${gpu[1]}: ${GPU[gpu[2]] ?? gpu[2]}` : MACHINE[name] ?? name;
+}
 
 const Timeline = {
   title: "Time",
@@ -14,7 +26,7 @@ const Timeline = {
 
   async show(host, app) {
     refill(host, app.shown.map((run) => {
-      const heading = el("h2", {}, el("i", { className: "dot", style: { background: run.color } }), run.name);
+      const heading = el("h2", {}, runDot(run), run.name);
       if (!run.columns["time/step_s"]) return el("section", { className: "panel" }, heading, el("p", { className: "note" }, "No times."));
       return el(
         "section",
@@ -22,9 +34,7 @@ const Timeline = {
         heading,
         el("div", { className: "legend wide" }),
         el("div", { className: "plot" }),
-        phaseTable(phases(run)),
-        machineTable(run),
-        predictedTable(run.facts.predicted),
+        el("div", { className: "tables" }, phaseTable(phases(run)), machineTable(run), predictedTable(run.facts.predicted)),
       );
     }));
     for (const panel of host.querySelectorAll("[data-run]")) {
@@ -45,12 +55,12 @@ function phases(run) {
   const rows = Array.from(run.steps.keys()).filter((i) => !Number.isNaN(total[i]));
   const names = run.names.filter((name) => PHASE.test(name) && !NOT_PHASES.has(name));
   const parts = names.map((name, i) => ({
-    label: PHASE.exec(name)[1],
+    label: PHASE_NAMES[PHASE.exec(name)[1]] ?? PHASE.exec(name)[1],
     color: `var(--run-${i % 8})`,
     ys: rows.map((row) => run.columns[name][row] || 0),
   }));
   const otherTime = rows.map((row, i) => Math.max(0, total[row] - parts.reduce((sum, { ys }) => sum + ys[i], 0)));
-  parts.push({ label: "other", color: "var(--run-5)", ys: otherTime });
+  parts.push({ label: PHASE_NAMES.other, color: "var(--run-5)", ys: otherTime });
   parts.sort((a, b) => sum(b.ys) - sum(a.ys));
   return { xs: rows.map((row) => run.steps[row]), parts };
 }
@@ -87,7 +97,7 @@ function phaseTable({ xs, parts }) {
 /** Returns a table of the run's throughput and its use of the machine; null if nothing was measured. */
 function machineTable(run) {
   const system = run.names.filter((name) => name.startsWith("system/"));
-  const named = system.map((name) => [name, name.slice("system/".length), name.endsWith("_share") ? percent : short]);
+  const named = system.map((name) => [name, machineName(name.slice("system/".length)), name.endsWith("_share") ? percent : short]);
   const rows = [...WORK, ...named].filter(([name]) => run.columns[name]).map(([name, label, format]) => {
     const values = Array.from(run.columns[name]).filter((x) => Number.isFinite(x));
     return [label, format(sum(values) / values.length), format(Math.min(...values)), format(Math.max(...values)), format(run.last(name))];

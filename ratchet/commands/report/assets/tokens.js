@@ -59,6 +59,7 @@ function tokenView(detail, colouring) {
   const low = Math.min(...new Set(tokens.version.filter((version) => version >= 0)));
   const box = el("div", { className: "tokens", onmouseover: (event) => hover(event, tokens), onmouseleave: unhover });
   const end = Math.min(tokens.id.length, MAX_TOKENS);
+  const special = new Set(tokens.special);
   let stretch = null;
   for (let i = 0; i < end; i++) {
     if (!stretch || tokens.owner[i] !== tokens.owner[i - 1]) {
@@ -66,11 +67,13 @@ function tokenView(detail, colouring) {
       const owner = OWNERS[tokens.owner[i]];
       fill(box, el("div", { className: `stretch ${owner}` }, el("div", { className: "who" }, owner), stretch));
     }
-    const span = el("span", { className: tokens.trained[i] ? "t trained" : "t", dataset: { i } }, visible(tokens.text[i]));
+    const span = el("span", { className: ["t", tokens.trained[i] && "trained", special.has(i) && "special"].filter(Boolean).join(" "), dataset: { i } }, visible(tokens.text[i]));
     const color = of(tokens, i, most, low);
     if (color) span.style.backgroundColor = color;
     fill(stretch, span);
   }
+  const wasCut = detail.facts.truncated && end === tokens.id.length && tokens.owner[end - 1] === 1 && !special.has(end - 1);
+  if (wasCut) fill(stretch, el("span", { className: "cut" }, "cut off: no end token"));
   if (end < tokens.id.length) fill(box, el("p", { className: "note" }, `${whole(tokens.id.length - end)} more tokens are not drawn.`));
   return box;
 }

@@ -34,7 +34,7 @@ const Waterfall = {
   draw(panels, runs) {
     this.hide();
     refill(panels, runs.map((run) => {
-      const heading = el("h2", {}, el("i", { className: "dot", style: { background: run.color } }), run.name);
+      const heading = el("h2", {}, runDot(run), run.name);
       if (!run.rollouts.count) return el("section", { className: "panel" }, heading, el("p", { className: "note" }, "This run has no record (steps/)."));
       return el("section", { className: "panel", dataset: { run: run.index } }, heading, waterfallView(this.total(run)), promptLine(run.facts.prompts), el("div", { className: "legend wide" }), el("div", { className: "plot" }));
     }));

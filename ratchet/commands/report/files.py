@@ -1,0 +1,118 @@
+"""Read a run's recipe and the end of its log for the report page."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from pydantic.fields import FieldInfo
+from pydantic_core import PydanticUndefined
+
+from ratchet.config.base import Section
+from ratchet.config.key_paths import STAGES, find_section, find_slot
+from ratchet.config.registry import KINDS
+from ratchet.config.resolve import section_class
+from ratchet.config.schema import RunConfig
+from ratchet.errors import RatchetError
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.utils.safe_read import open_file, read_text
+
+MAX_LINES = 500  # of the log
+MAX_LINE_CHARS = 2000
+# The end of the log that is read. A run that writes long tracebacks has fewer than MAX_LINES in it.
+TAIL_BYTES = 2**18
+
+
+def read_files(directory: RunDirectory) -> dict[str, Any]:
+    """Return the text of `config.yaml`, its keys that differ from defaults, and the log's end."""
+    try:
+        config = read_text(directory.config)
+        changed = list_changed_keys(directory.read_config())
+    except (OSError, ValueError, RatchetError) as error:
+        config, changed = f"config.yaml can't be read: {error}", {}
+    return {"config": config, "changed": changed, "log": _read_log(directory)}
+
+
+def _read_log(directory: RunDirectory) -> list[str]:
+    """Return the last lines of run.log; [] without one."""
+    try:
+        with open_file(directory.log) as file:
+            start = max(0, file.seek(0, 2) - TAIL_BYTES)
+            file.seek(start)
+            lines = file.read(TAIL_BYTES).decode("utf-8", "replace").splitlines()
+    except OSError:
+        return []
+    lines = lines[1:] if start else lines  # the first one is cut off
+    return [
+        line if len(line) <= MAX_LINE_CHARS else f"{line[:MAX_LINE_CHARS]} …"
+        for line in lines[-MAX_LINES:]
+    ]
+
+
+def list_changed_keys(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the keys of a resolved recipe whose values are not the defaults, by path.
+
+    Keys of a section of the user's own are all returned: no code of a run is imported.
+    """
+    return dict(_walk(RunConfig, config, None, ""))
+
+
+def _walk(
+    section: type[Section] | None, values: Mapping[str, Any], default: Section | None, prefix: str
+) -> Iterator[tuple[str, Any]]:
+    """Yield the paths and values of the keys of a section that are not the defaults.
+
+    Args:
+        section: The class of the section; None for one of the user's own.
+        values: The section in the recipe.
+        default: The section that the enclosing one has by default, if it is of this kind.
+        prefix: The path of the section.
+    """
+    for name, value in values.items():
+        path = f"{prefix}{name}"
+        field = None if section is None else section.model_fields.get(name)
+        if name == "kind":
+            if getattr(default, "kind", None) != value:
+                yield path, value
+            continue
+        if field is None:
+            yield path, value
+            continue
+        usual = getattr(default, name) if hasattr(default, name) else _get_default(field)
+        slot, inner = find_slot(field), find_section(field.annotation)
+        items = value if isinstance(value, list) else [value]
+        if (slot is None and inner is None) or not all(isinstance(item, Mapping) for item in items):
+            if _is_changed(usual, value):
+                yield path, value
+            continue
+        for index, item in enumerate(items):
+            number = item.get("name", index) if name == STAGES else index
+            item_path = f"{path}.{number}" if isinstance(value, list) else path
+            inner_class = inner if slot is None else _find_class(slot.name, str(item.get("kind")))
+            yield from _walk(inner_class, item, _match_kind(usual, item), f"{item_path}.")
+
+
+def _match_kind(default: Any, item: Mapping[str, Any]) -> Section | None:
+    """Return the default section if it is of the kind of the recipe's section."""
+    is_same = isinstance(default, Section) and getattr(default, "kind", None) == item.get("kind")
+    return default if is_same else None
+
+
+def _find_class(slot: str, kind: str) -> type[Section] | None:
+    """Return the class of a built-in kind; None for another, whose code is not imported."""
+    return section_class(slot, kind) if kind in KINDS[slot] else None
+
+
+def _get_default(field: FieldInfo) -> Any:
+    try:
+        return field.get_default(call_default_factory=True)
+    except ValueError:  # the default depends on other keys
+        return PydanticUndefined
+
+
+def _is_changed(default: Any, value: Any) -> bool:
+    """Return True if a plain value is not the default, also if there is none."""
+    if default is PydanticUndefined:
+        return True
+    return json.dumps(default, default=str) != json.dumps(value, default=str)

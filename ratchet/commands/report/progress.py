@@ -1,0 +1,133 @@
+"""Read how far a run is, for the list of runs: without parsing the whole of its metrics."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ratchet.errors import RunDirectoryError
+from ratchet.runs.run_dir import RunDirectory
+from ratchet.utils.safe_read import open_file
+
+BLOCK_BYTES = 2**20  # metrics are read in blocks of this size
+MAX_LINE_BYTES = 2**20  # a longer line is damaged
+RECENT_STEPS = 20  # steps whose mean time gives the remaining time
+RESULTS = ("eval/accuracy", "eval/loss")
+TIMESTAMP = len("2026-01-01T00:00:00.000Z")  # at the beginning of run.log
+
+
+class ProgressReader:
+    """A reader of a run's progress. It reads only what `metrics.jsonl` has gained since."""
+
+    def __init__(self, directory: RunDirectory) -> None:
+        self.directory = directory
+        self._stages: tuple[float, list[tuple[str, int]]] = (-1.0, [])
+        self._forget()
+
+    def _forget(self) -> None:
+        self._inode, self._position = 0, 0
+        self._step = 0
+        self._results: dict[str, float] = {}
+        self._recent_s: list[float] = []
+
+    def read(self) -> dict[str, Any]:
+        """Return the run's stages, last step, number of steps, start and latest results.
+
+        `seconds_left` is the number of missing steps times the mean time of the latest ones.
+        """
+        self._read_metrics()
+        stages = self._read_stages()
+        steps = sum(n_steps for _, n_steps in stages)
+        left = None
+        if self._recent_s and steps:
+            mean_s = sum(self._recent_s) / len(self._recent_s)
+            left = max(0, steps - self._step) * mean_s
+        return {
+            "stages": stages,
+            "step": self._step,
+            "steps": steps or None,
+            "started": self._read_start(),
+            "seconds_left": left,
+            "accuracy": self._results.get("eval/accuracy"),
+            "loss": self._results.get("eval/loss"),
+        }
+
+    def _read_stages(self) -> list[tuple[str, int]]:
+        """Return name and number of steps of each stage; [] if the recipe is damaged."""
+        try:
+            changed_at = self.directory.config.stat().st_mtime
+            if changed_at != self._stages[0]:
+                self._stages = changed_at, list_stages(self.directory.read_config())
+        except (OSError, RunDirectoryError):
+            return []
+        return self._stages[1]
+
+    def _read_start(self) -> str | None:
+        """Return the time of the first line of run.log; None without one."""
+        try:
+            with open_file(self.directory.log) as file:
+                text = file.read(TIMESTAMP).decode("ascii", "replace")
+        except OSError:
+            return None
+        return text if text[4:5] == "-" and text.endswith("Z") else None
+
+    def _read_metrics(self) -> None:
+        try:
+            status = self.directory.metrics.stat()
+            if status.st_ino != self._inode or status.st_size < self._position:
+                self._forget()  # the run resumed from a checkpoint
+                self._inode = status.st_ino
+            if status.st_size == self._position:
+                return
+            with open_file(self.directory.metrics) as file:
+                file.seek(self._position)
+                while lines := file.readlines(BLOCK_BYTES):
+                    complete = [line for line in lines if line.endswith(b"\n")]
+                    self._position += sum(map(len, complete))
+                    self._note(complete)
+                    if len(complete) < len(lines):
+                        return
+        except OSError:
+            return
+
+    def _note(self, lines: Sequence[bytes]) -> None:
+        """Note the results in some lines, and the times of the latest.
+
+        Only lines with results and the latest ones are parsed.
+        """
+        for index, line in enumerate(lines):
+            is_recent = index >= len(lines) - RECENT_STEPS
+            has_result = any(b'"%s"' % name.encode() in line for name in RESULTS)
+            row = _parse(line) if is_recent or has_result else None
+            if row is None:
+                continue
+            self._step = max(self._step, row["step"])
+            self._results |= {name: row[name] for name in RESULTS if _is_number(row.get(name))}
+            if is_recent and _is_number(row.get("time/step_s")):
+                self._recent_s = [*self._recent_s, row["time/step_s"]][-RECENT_STEPS:]
+
+
+def list_stages(config: Mapping[str, Any]) -> list[tuple[str, int]]:
+    """Return name and number of steps of each stage of a resolved recipe."""
+    stages = config.get("stages")
+    return [
+        (str(stage.get("name", index)), steps)
+        for index, stage in enumerate(stages if isinstance(stages, list) else [])
+        if isinstance(stage, Mapping) and type(steps := stage.get("steps")) is int
+    ]
+
+
+def _parse(line: bytes) -> dict[str, Any] | None:
+    if len(line) > MAX_LINE_BYTES:
+        return None
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    return row if isinstance(row, dict) and type(row.get("step")) is int else None
+
+
+def _is_number(value: Any) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)
