@@ -67,14 +67,14 @@ class MixtureConfig(EnvironmentConfig):
         }
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The kinds of training data that all parts offer which declare them."""
         sources = [
             frozenset(part_sources)
             for part in self.parts
-            if (part_sources := getattr(part, "gives", None)) is not None
+            if (part_sources := getattr(part, "data_kinds", None)) is not None
         ]
-        return frozenset.intersection(*sources) if sources else EnvironmentConfig.gives
+        return frozenset.intersection(*sources) if sources else EnvironmentConfig.data_kinds
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -128,7 +128,7 @@ def test_what_the_parts_have_in_common_is_what_a_mixture_gives(tmp_path):
     section = resolve(
         "environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]}
     )
-    assert section.gives == {"rows", "rollouts"}
+    assert section.data_kinds == {"rows", "rollouts"}
     assert section.judges
     assert section.default_reward == {
         "kind": "by_tag",

@@ -26,7 +26,7 @@ from ratchet.types import Message, Split, Task
 class ResetStepConfig(EnvironmentConfig):
     """The settings of an environment whose tasks are seeds, and whose steps return the rewards."""
 
-    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
     max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")

@@ -30,7 +30,7 @@ class VerifiersConfig(EnvironmentConfig):
     """An environment of the package verifiers (its v1 interface), by the id of its taskset."""
 
     builds: ClassVar[str] = "ratchet.environments.adapters.verifiers:VerifiersEnvironment"
-    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     taskset: str = Field(
         min_length=1, description="Id of the taskset: a package that exports it, or a built-in one."

@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.media_limits import FileLimits
-from ratchet.data.files import DataFile, expand
-from ratchet.data.formats.media_columns import COLUMNS as MEDIA_COLUMNS
+from ratchet.data.files import DataFile, find_files
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS
 from ratchet.data.presets.datasets import Preset
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
@@ -27,7 +27,7 @@ class PreferencesConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     judges: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (
         *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
@@ -271,7 +271,7 @@ class DatasetConfig(EnvironmentConfig):
         """Return the dataset's local files. A resumed run checks that they have not changed."""
         return [
             file
-            for file in expand((*self.train, *self.test))
+            for file in find_files((*self.train, *self.test))
             if isinstance(file, Path) and file.is_file()
         ]
 
@@ -308,7 +308,7 @@ class DatasetConfig(EnvironmentConfig):
         return "" if self.published is None else self.published.reward
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the kinds of training data that the rows offer.
 
         Without a preset, or with `columns`, this is all kinds: a row without the data that the
@@ -317,7 +317,7 @@ class DatasetConfig(EnvironmentConfig):
         return (
             ALL_SOURCES
             if self.published is None or self.columns
-            else self.published.gives | {"rollouts"}
+            else self.published.data_kinds | {"rollouts"}
         )
 
     @property

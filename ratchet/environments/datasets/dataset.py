@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.formats.benchmark_rows import ShapedTable
+from ratchet.data.formats.benchmark_rows import ConvertedTable
 from ratchet.data.formats.hf_datasets import HubTable
-from ratchet.data.formats.media_columns import COLUMNS, list_media, strip_media
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS, list_media, strip_media
 from ratchet.data.formats.oasst_trees import ConversationTrees
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
-from ratchet.data.shuffle import Order
+from ratchet.data.shuffle import RowOrder
 from ratchet.data.tables import Table, open_table
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
@@ -65,11 +65,11 @@ class SplitRows:
         return index if self.numbers is None else int(self.numbers[index])
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         """Return the number of the split's rows in each block of the table."""
         if self.numbers is None:
-            return self.table.blocks
-        ends = np.cumsum(self.table.blocks)
+            return self.table.block_sizes
+        ends = np.cumsum(self.table.block_sizes)
         return np.diff(np.searchsorted(self.numbers, ends), prepend=0).tolist()
 
 
@@ -97,12 +97,12 @@ class Dataset(SingleTurn):
             )
         if split == "test":
             return (self._task(split, rows, index) for index in range(start, len(rows)))
-        order = Order(
-            rows.blocks, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
+        order = RowOrder(
+            rows.block_sizes, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
         )
         return self._repeat(rows, order, start)
 
-    def _repeat(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
+    def _repeat(self, rows: SplitRows, order: RowOrder, start: int) -> Iterator[Task]:
         position = start
         while True:
             yield self._task("train", rows, order.row_at(position))
@@ -215,7 +215,7 @@ class Dataset(SingleTurn):
         """Return the row's values without its media, which the task's messages already hold."""
         if not list_media(contents.prompt):
             return _plain(contents.values)
-        media_columns = {self.reader.names.get(usual) for usual in COLUMNS}
+        media_columns = {self.reader.names.get(usual) for usual in MEDIA_COLUMNS}
         return _plain(
             {
                 name: strip_media(value)
@@ -266,8 +266,8 @@ class Dataset(SingleTurn):
             subset = config.subset or (config.published.subset if config.published else None)
             table = HubTable(config.hub_id, split, subset=subset, revision=config.revision)
         published = config.published
-        if published is not None and published.shape is not None:
-            table = ShapedTable(table, published.shape)
+        if published is not None and published.convert_row is not None:
+            table = ConvertedTable(table, published.convert_row)
         return ConversationTrees(table) if published is not None and published.trees else table
 
     def _select(self, table: Table) -> SplitRows:
@@ -332,11 +332,11 @@ class Dataset(SingleTurn):
             if not self.reader.passes_filters(row, where):
                 continue
             contents = self.reader.read(row, where)
-            self.reader.placer.check(contents.prompt, where)
+            self.reader.placer.check_media(contents.prompt, where)
             # Plain text has no prompt, so it is identified by itself.
             prompt = _hash(
                 [
-                    [message.role, self.reader.placer.key(message)]
+                    [message.role, self.reader.placer.make_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )

@@ -13,9 +13,9 @@ from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.chat.messages import read_messages, read_tools
-from ratchet.data.formats.media_columns import COLUMNS, MediaPlacer, list_media, read_column
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS, MediaPlacer, list_media, read_column
 from ratchet.data.jsonl import DataRow, describe_type
-from ratchet.data.row_filters import KeepConfig, fill, find_value, read_number
+from ratchet.data.row_filters import KeepConfig, fill_template, find_value, read_number
 from ratchet.environments.datasets.config import (
     PREFERENCE_COLUMNS,
     DatasetConfig,
@@ -220,7 +220,9 @@ class _RowParser:
                 names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")
             }
         if self.reader.template:
-            values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
+            values[names["prompt"]] = fill_template(
+                self.reader.template, self.row.values, self.where
+            )
         parsed = PreferenceReader(names, "\n", media=True).read(
             DataRow(self.row.line, values), self.where
         )
@@ -295,7 +297,7 @@ class _RowParser:
     def prompt(self) -> Messages:
         if self.reader.template:
             return self.with_system(
-                (Message("user", fill(self.reader.template, self.row.values, self.where)),)
+                (Message("user", fill_template(self.reader.template, self.row.values, self.where)),)
             )
         name = self.find("prompt")
         if name is None and "prompt" not in self.reader.declared and self.reader.finds_others:
@@ -350,7 +352,7 @@ class _RowParser:
     def media(self) -> Mapping[MediaKind, list[Part]]:
         """Return the media by kind, for each media column that has a value or is declared."""
         parts_by_kind: dict[MediaKind, list[Part]] = {}
-        for usual, kind in COLUMNS.items():
+        for usual, kind in MEDIA_COLUMNS.items():
             value = self.get(usual)
             if value is not None or usual in self.reader.declared:
                 parts_by_kind[kind] = read_column(

@@ -37,7 +37,7 @@ class ArithmeticConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.arithmetic:Arithmetic"
     default_reward: ClassVar[str] = "exact_match"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
 
     digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
     operators: ExactOperators = Field(

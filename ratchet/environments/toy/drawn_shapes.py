@@ -45,7 +45,7 @@ class ShapesConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.drawn_shapes:Shapes"
     default_reward: ClassVar[str] = "exact_match"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     needs_media: ClassVar[bool] = True
 
     size: int = Field(48, ge=16, le=1024, description="Side of the picture, in pixels.")

@@ -58,8 +58,8 @@ class WorkersConfig(EnvironmentConfig):
         return getattr(self.worker, "default_reward", "")
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.worker, "gives", EnvironmentConfig.gives)
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.worker, "data_kinds", EnvironmentConfig.data_kinds)
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.config.media_limits import MediaLimits
-from ratchet.data.formats.media import check
+from ratchet.data.formats.media import check_media
 from ratchet.data.formats.media_columns import list_media
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import extract_marked_answer
@@ -171,7 +171,7 @@ class BoundingBox(FinalAnswer):
         ):
             return float(width), float(height)
         image = next((part for part in list_media(task.messages) if part.type == "image"), None)
-        size = None if image is None else check(image, where=task.where, limits=MediaLimits())
+        size = None if image is None else check_media(image, where=task.where, limits=MediaLimits())
         if size is None:
             raise DataError(
                 f"{task.where} has neither a picture nor the columns width and height, which are "

@@ -639,8 +639,8 @@ def test_its_section_is_judged_as_the_environments_own():
 
     assert section(worker={"kind": "arithmetic"}).default_reward == "exact_match"
     assert (
-        section(worker={"kind": "arithmetic"}).gives
-        == resolve("environment", {"kind": "arithmetic"}).gives
+        section(worker={"kind": "arithmetic"}).data_kinds
+        == resolve("environment", {"kind": "arithmetic"}).data_kinds
     )
     assert not section(worker={"kind": "preferences", "train": "t.jsonl"}).judges
     with pytest.raises(ValidationError, match="'workers' is unknown"):
