@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.environments.games.frozen_lake import FrozenLake, FrozenLakeConfig
-from ratchet.environments.games.game import shortest_path
+from ratchet.environments.games.game import find_shortest_path
 from ratchet.environments.games.sliding_puzzle import SlidingPuzzle, SlidingPuzzleConfig
 from ratchet.environments.games.sokoban import Sokoban, SokobanConfig
 from ratchet.environments.toy.number_guessing import NumberGuessing, NumberGuessingConfig
@@ -219,8 +219,8 @@ def test_guessing_by_hand():
 
 
 def test_a_state_without_a_way_out_has_no_way():
-    assert shortest_path(0, lambda n: n == 9, lambda n: [("on", min(n + 1, 3))]) is None
-    assert shortest_path(0, lambda n: n == 3, lambda n: [("on", n + 1), ("leap", n + 3)]) == [
+    assert find_shortest_path(0, lambda n: n == 9, lambda n: [("on", min(n + 1, 3))]) is None
+    assert find_shortest_path(0, lambda n: n == 3, lambda n: [("on", n + 1), ("leap", n + 3)]) == [
         "leap"
     ]
 

@@ -50,7 +50,8 @@ class WorkersConfig(EnvironmentConfig):
         8,
         ge=1,
         le=1024,
-        description="Threads of each worker; attempts in the same thread block each other.",
+        description="Number of threads of each worker; attempts in the same thread block each "
+        "other.",
     )
 
     @property
