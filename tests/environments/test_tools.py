@@ -26,7 +26,7 @@ from ratchet.environments.tool_use.python import describe_failure
 from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, load_embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.rewards.deadline import CURRENT
+from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall
 
@@ -187,7 +187,7 @@ def test_the_wait_for_the_sandbox_is_no_error_of_a_program():
     run = python.sandbox.run
 
     async def queued(program, stdin, limits):
-        assert CURRENT.get()._timeout.when() is None, "the call's own clock runs on"
+        assert CURRENT_DEADLINE.get()._timeout.when() is None, "the call's own clock runs on"
         assert limits.wall_s == 0.5
         return await run(program, stdin, replace(limits, wall_s=60))
 

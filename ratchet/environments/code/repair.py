@@ -15,7 +15,7 @@ from ratchet.protocols import Environment, HasTaskCount, Step
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
-from ratchet.rewards.deadline import Programs
+from ratchet.rewards.deadline import ProgramRunner
 from ratchet.types import Message, Split, Task
 
 
@@ -117,7 +117,7 @@ class CodeRepair:
             return await self._make_call_hint(program, tests)
         pairs = parse_io_tests(tests["tests"], task.id)
         for stdin, expected in pairs:
-            result = await Programs(self._code.sandbox).run(program, stdin, self._code.limits)
+            result = await ProgramRunner(self._code.sandbox).run(program, stdin, self._code.limits)
             if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
             where = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
@@ -140,12 +140,12 @@ class CodeRepair:
         return self._shown_input == stdin
 
     async def _make_call_hint(self, program: str, task: FunctionTask) -> str:
-        verdict = await self._code.functions.judge(program, task)
+        verdict = await self._code.function_judge.judge(program, task)
         if verdict.end == "passed":
             return "Your program does not pass its tests every time."
         if not verdict.call:
             return "Your program does not pass its tests."
-        explanation = await self._code.functions.explain(program, task, verdict.call)
+        explanation = await self._code.function_judge.explain(program, task, verdict.call)
         where = f"For the call\n{explanation.call}\n"
         if not explanation.result.ok:
             return where + self._shorten_error(describe_failure(explanation.result))

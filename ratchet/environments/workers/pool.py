@@ -24,7 +24,7 @@ from ratchet.environments.workers.process import (
     Worker,
 )
 from ratchet.protocols import Step
-from ratchet.rewards.deadline import PauseFromAfar
+from ratchet.rewards.deadline import RemotePause
 from ratchet.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -120,11 +120,11 @@ class _PoolState:
 
     # --- called in the pool's thread
 
-    async def reset(self, instance: int, task: Task, pause: PauseFromAfar) -> dict[str, Any]:
+    async def reset(self, instance: int, task: Task, pause: RemotePause) -> dict[str, Any]:
         assignment = await self._assign(instance)
         return await self._play(assignment, "reset", task, pause)
 
-    async def step(self, instance: int, message: Message, pause: PauseFromAfar) -> dict[str, Any]:
+    async def step(self, instance: int, message: Message, pause: RemotePause) -> dict[str, Any]:
         assert instance in self._assignments, "step before reset"
         return await self._play(self._assignments[instance], "step", message, pause)
 
@@ -139,7 +139,7 @@ class _PoolState:
             self._close_later(assignment)
 
     async def _play(
-        self, assignment: Assignment, operation: str, argument: Any, pause: PauseFromAfar
+        self, assignment: Assignment, operation: str, argument: Any, pause: RemotePause
     ) -> dict[str, Any]:
         """Run an operation of an attempt. After the attempt's end, check the worker for leaks."""
         is_continuing = False
@@ -247,13 +247,13 @@ class _PoolState:
 
 
 @contextlib.contextmanager
-def _caller_pause() -> Iterator[PauseFromAfar]:
+def _caller_pause() -> Iterator[RemotePause]:
     """Let a call's worker process pause the caller's deadline until the call has ended."""
-    pause = PauseFromAfar()
+    pause = RemotePause()
     try:
         yield pause
     finally:
-        pause.set_here(False)
+        pause.apply(False)
 
 
 def backoff_s(n_deaths: int) -> float:

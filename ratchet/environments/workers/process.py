@@ -19,7 +19,7 @@ from typing import Any
 from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
 from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
-from ratchet.rewards.deadline import PauseFromAfar
+from ratchet.rewards.deadline import RemotePause
 from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
@@ -65,7 +65,7 @@ class _Call:
 
     assignment: Assignment
     answer: asyncio.Future[Any]
-    pause: PauseFromAfar | None
+    pause: RemotePause | None
 
 
 class Worker:
@@ -115,7 +115,7 @@ class Worker:
         assignment: Assignment,
         operation: str,
         argument: Any = None,
-        pause: PauseFromAfar | None = None,
+        pause: RemotePause | None = None,
     ) -> Any:
         """Run an operation in the process and return its result.
 

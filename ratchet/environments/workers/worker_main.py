@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
 from ratchet.protocols import Environment, HasStopStrings, HasTools
-from ratchet.rewards.deadline import CURRENT
+from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
 
 PR_SET_PDEATHSIG = 1
@@ -173,7 +173,7 @@ class _AttemptThread:
 
     async def _answer(self, call: dict[str, Any]) -> None:
         if call["limit_s"] is not None:
-            CURRENT.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
+            CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
         try:
             answer = make_frame({"id": call["id"], "value": pack(await self._run_operation(call))})
         # Every error of an environment is sent to the driver. A cancelled call is answered too,
