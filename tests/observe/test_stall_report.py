@@ -12,7 +12,7 @@ from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.observe import stall_report
 from ratchet.observe.stall_report import RUN, Stalls, log_stalls, note, report, waiting
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.types import Message, Sampling
 
 
@@ -100,7 +100,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     assert RUN not in stall_report._events
 
 
-class Words(TextAlone):
+class Words(TextOnlyMixin):
     def prompt(self, messages, tools=None):
         return [1]
 

@@ -34,7 +34,7 @@ from ratchet.protocols import (
 )
 from ratchet.rewards.deadline import Deadline
 from ratchet.testing import check_environment
-from ratchet.testing.fakes import FakeGenerator, TextAlone
+from ratchet.testing.fakes import FakeGenerator, TextOnlyMixin
 from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCall
 from ratchet.utils import credentials
 
@@ -473,7 +473,7 @@ def test_a_new_attempt_waits_for_a_hanging_thread_only_until_it_is_given_up():
 # --- in a rollout
 
 
-class Codes(TextAlone):
+class Codes(TextOnlyMixin):
     """Renders a text as the codes of its characters; 0 ends a turn."""
 
     def prompt(self, messages, tools=None):
