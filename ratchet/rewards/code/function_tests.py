@@ -120,7 +120,7 @@ class FunctionJudge:
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
-        is_same_python = sandbox.same_python
+        is_same_python = sandbox.has_same_python
         self._program, self._explain = (
             _build_script("program_runner", entry, compiled=is_same_python)
             for entry in ("program", "explain")
