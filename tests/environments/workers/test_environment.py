@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.pool import backoff_s
 from ratchet.environments.workers.process import EnvironmentProcessLost, EnvironmentRaised
-from ratchet.environments.workers.protocol import WRAPPED, pack, unpack
+from ratchet.environments.workers.protocol import TYPE_KEY, pack, unpack
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
@@ -669,7 +669,7 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner)
         | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.just(WRAPPED), inner)
+        | st.dictionaries(st.text() | st.just(TYPE_KEY), inner)
         | st.dictionaries(st.integers() | st.tuples(st.integers()), inner)
     ),
     max_leaves=12,
