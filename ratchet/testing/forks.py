@@ -22,7 +22,7 @@ from typing import Any
 SERVER_CODE = "from ratchet.testing.forks import serve; serve()"
 
 
-class ForkServer:
+class ForkCaller:
     """A context manager that calls functions in new processes."""
 
     def __init__(self, modules: Sequence[str], *, log: Path) -> None:
@@ -41,7 +41,7 @@ class ForkServer:
             bufsize=1,
         )
 
-    def __enter__(self) -> ForkServer:
+    def __enter__(self) -> ForkCaller:
         self._read()  # the server sends a number after its imports
         return self
 

@@ -22,7 +22,7 @@ from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.testing.forks import ForkServer
+from ratchet.testing.forks import ForkCaller
 from ratchet.testing.harness import BrokenRule, require
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
@@ -82,7 +82,7 @@ class ChaosTest:
     # The directory of the runs. The uninterrupted run stays in "whole". Other runs stay if they
     # differ from it.
     folder: Path
-    forks: ForkServer
+    forks: ForkCaller
     # Failpoints that the uninterrupted run passed, in order.
     failpoints: list[str] = field(default_factory=list)
     # Failpoints that a resumed run passed, in order.
@@ -181,7 +181,7 @@ def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[ChaosTes
     Args:
         resume_after: See `ChaosTest.record`.
     """
-    with ForkServer(PRELOADED_MODULES, log=folder / "output.log") as forks:
+    with ForkCaller(PRELOADED_MODULES, log=folder / "output.log") as forks:
         prepared = ChaosTest(recipe, folder, forks)
         prepared.record(resume_after=resume_after)
         yield prepared

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import ForkServer
+from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, list_differences
 from ratchet.training.run import PAUSED
 
@@ -35,7 +35,7 @@ RISING = {"optimizer": {"lr": 6e-5, "warmup_steps": 6}}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkServer(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with ForkCaller(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 

@@ -373,7 +373,7 @@ def test_it_may_be_collected_in_one_of_its_own_threads(sandbox):
 @pytest.mark.parametrize(("size", "reason"), [(10, None), (11, Reason.OUTPUT)])
 def test_output_above_the_limit_without_its_end_is_told(size, reason):
     """The end of a command that was killed is missing, and its output is not short of the limit."""
-    stream = SimpleNamespace(frames=lambda deadline: iter([(1, b"x" * size)]))
+    stream = SimpleNamespace(iter_frames=lambda deadline: iter([(1, b"x" * size)]))
     outputs = CommandOutputs(10, "END")
     assert outputs.read_to_end(stream, deadline=0.0) is reason
     assert outputs.texts_without_end() == (b"x" * 10, b"")

@@ -8,7 +8,7 @@ import yaml
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.schema import RunConfig
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import ForkServer
+from ratchet.testing.forks import ForkCaller
 from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, list_differences
 from ratchet.training.run import OUT_OF_TIME
 
@@ -30,7 +30,7 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with ForkServer(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with ForkCaller(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 
