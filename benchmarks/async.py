@@ -9,8 +9,8 @@ for groups (the update, the push of weights, ...), or the seconds of the very re
 counted steps trained on, over all slots. Steps at the beginning, which find the generators empty,
 and at the end, for which nothing new is begun, are not counted. The best possible is the share of
 the bound that a long run reaches whose generators lose no time
-(`ratchet.testing.simulated.undisturbed`): what bounded staleness and a heavy tail leave. Prints a
-table and one JSON line.
+(`ratchet.testing.simulated.compute_best_step_ends`): what bounded staleness and a heavy tail leave.
+Prints a table and one JSON line.
 """
 
 from __future__ import annotations
@@ -139,7 +139,7 @@ def possible(rollouts: dict[str, Any], busy_s: float) -> float:
     so many seconds a step."""
     from ratchet.experience.async_rollouts.staleness_scheduler import StalenessScheduler
     from ratchet.experience.seeds import derive_seed
-    from ratchet.testing.simulated import draw_seconds, undisturbed
+    from ratchet.testing.simulated import compute_best_step_ends, draw_seconds
 
     def seconds(group: int, attempt: int) -> float:
         return draw_seconds(derive_seed("possible", group, attempt), MEAN_S, SIGMA)
@@ -147,7 +147,7 @@ def possible(rollouts: dict[str, Any], busy_s: float) -> float:
     scheduler = StalenessScheduler(
         groups_per_step=BATCH, last_step=LONG, **{"max_staleness": 0, **rollouts}
     )
-    ends = undisturbed(
+    ends = compute_best_step_ends(
         scheduler, attempts=ATTEMPTS, slots=WORKERS * SLOTS, update_s=busy_s, seconds=seconds
     )
     generating = sum(

@@ -70,8 +70,8 @@ class Result:
     def cells(self, point: str) -> str:
         rows = [verdict for verdict in self.verdicts if verdict.trial.point == point]
         kills, equal = (
-            sum(verdict.starts - 1 for verdict in rows),
-            sum(not verdict.different for verdict in rows),
+            sum(verdict.n_starts - 1 for verdict in rows),
+            sum(not verdict.differences for verdict in rows),
         )
         return (
             f"{self.passages[point] or ''} | {kills} | {equal} of {len(rows)}" if rows else "0 | |"
@@ -96,20 +96,20 @@ def measure(name: str, folder: Path, *, passages: int, at_random: int, seed: int
     recipe.write_text(yaml.safe_dump({"name": name, **RECIPES[name]}), encoding="utf-8")
     began = time.monotonic()
     with chaos(recipe, folder, resume_after=RESUME_AFTER) as under_test:
-        trials = under_test.at_points(passages, resume_after=RESUME_AFTER) + under_test.at_random(
-            at_random, seed=seed
-        )
-        verdicts = list(under_test.verdicts(trials))
-        counts = Counter(under_test.passed_resuming) | Counter(under_test.passed)
-    different = [verdict for verdict in verdicts if verdict.different]
+        trials = under_test.list_failpoint_trials(
+            passages, resume_after=RESUME_AFTER
+        ) + under_test.draw_random_trials(at_random, seed=seed)
+        verdicts = list(under_test.run_trials(trials))
+        counts = Counter(under_test.resumed_failpoints) | Counter(under_test.failpoints)
+    different = [verdict for verdict in verdicts if verdict.differences]
     for verdict in different:
-        print(f"{verdict.trial.kills}: {'; '.join(verdict.different)}")
+        print(f"{verdict.trial.kills}: {'; '.join(verdict.differences)}")
     numbers = {
         "recipe": name,
         "failpoints": len({verdict.trial.point for verdict in verdicts} - {"random"}),
         "trials": len(verdicts),
-        "kills": sum(verdict.starts - 1 for verdict in verdicts),
-        "missed": sum(verdict.missed for verdict in verdicts),
+        "kills": sum(verdict.n_starts - 1 for verdict in verdicts),
+        "missed": sum(verdict.has_missed for verdict in verdicts),
         "different": len(different),
         "seconds": round(time.monotonic() - began, 1),
     }
@@ -137,7 +137,7 @@ def main() -> int:
         numbers = {"passages": chosen.passages, "at_random": chosen.random, "seed": chosen.seed}
         results = [measure(name, root / name, **numbers) for name in chosen.recipes.split(",")]
         print(f"\n{table(results)}")
-        return int(any(verdict.different for result in results for verdict in result.verdicts))
+        return int(any(verdict.differences for result in results for verdict in result.verdicts))
 
 
 if __name__ == "__main__":

@@ -23,7 +23,7 @@ from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported
 from ratchet.config.model_shape.presets import PRESETS, get_preset
 from ratchet.config.yaml_tree import write_text
 from ratchet.data.chat.builtin_tokenizers import byte_tokenizer
-from ratchet.data.chat.chat_templates import BUILTIN, ChatTemplate
+from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES, ChatTemplate
 from ratchet.data.chat.messages import read_messages, read_tools
 from ratchet.data.chat.renderer import Renderer
 from ratchet.data.chat.tool_calls import FORMATS
@@ -386,7 +386,7 @@ CALLS += ["[" * 300, "(" * 300, '{"a":' * 300, "9" * 5000]
 )
 def test_tool_calls_of_all_families(name, pieces):
     text = "".join(pieces)
-    found = FORMATS[name].read(text, TOOLS)
+    found = FORMATS[name].parse(text, TOOLS)
     assert found.malformed == 0 or found.content == text
     for called, arguments in found.calls:
         assert called
@@ -455,7 +455,7 @@ def test_chat_templates(data):
         source = "".join(data.draw(st.lists(st.sampled_from(JINJA), max_size=14)))
     else:
         source = spoilt(
-            data.draw, data.draw(st.sampled_from([*TEMPLATES, *BUILTIN.values()])), JINJA
+            data.draw, data.draw(st.sampled_from([*TEMPLATES, *BUILTIN_TEMPLATES.values()])), JINJA
         )
     messages = [Message("user", "a"), Message("assistant", "b"), Message("user", "c")]
     with only_refused():

@@ -13,7 +13,7 @@ from ratchet.config.base import Section
 
 # Printable ASCII and the newline.
 PRINTABLE = string.digits + string.ascii_letters + string.punctuation + " \n"
-DAY = "%Y-%m-%d"
+DATE_FORMAT = "%Y-%m-%d"
 
 
 class TokenizerConfig(Section):
@@ -26,7 +26,7 @@ class TokenizerConfig(Section):
     template: str | None = Field(
         None,
         description="Chat template: plain, turns, chatml, or the path of a .jinja file; null: the "
-        "tokenizer's own.",
+        "tokenizer's own template.",
     )
     tool_format: Literal["auto", "hermes", "qwen3_coder", "llama", "mistral", "deepseek"] = Field(
         "auto",
@@ -44,7 +44,7 @@ class TokenizerConfig(Section):
     def _check_date(cls, date: str | None) -> str | None:
         if date is not None:
             try:
-                datetime.strptime(date, DAY)
+                datetime.strptime(date, DATE_FORMAT)
             except ValueError:
                 raise ValueError(f"{date!r} is not a date: write it as 2026-01-31") from None
         return date
@@ -55,8 +55,11 @@ class AutoTokenizerConfig(TokenizerConfig):
 
     builds: ClassVar[str] = "ratchet.data.chat.builtin_tokenizers:build_auto"
 
-    path: str | None = Field(None, description="Directory, address or hub id; null: the model's.")
-    revision: str | None = Field(None, description="Branch, tag or commit on the hub.")
+    path: str | None = Field(
+        None,
+        description="Directory, address or Hub id of the tokenizer; null: that of the model.",
+    )
+    revision: str | None = Field(None, description="Branch, tag or commit on the Hub.")
 
 
 class CharactersConfig(TokenizerConfig):
@@ -90,5 +93,7 @@ class ByteBPEConfig(TokenizerConfig):
         min_length=1, description="Text files (UTF-8) to train on, read line by line."
     )
     vocab_size: int = Field(
-        4096, ge=264, description="256 bytes, 8 special tokens, and the merges."
+        4096,
+        ge=264,
+        description="Number of tokens: 256 bytes, 8 special tokens, and the merges.",
     )

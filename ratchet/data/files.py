@@ -89,19 +89,19 @@ def open_binary(path: str | Path) -> IO[bytes]:
 
 def _unpack(packed: IO[bytes]) -> IO[bytes]:
     """Return a temporary file with the unpacked content of a gzip file."""
-    plain = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
+    unpacked = tempfile.TemporaryFile()  # noqa: SIM115 - the caller closes it
     try:
         with packed, gzip.open(packed) as content:
-            _copy_unpacked(content, plain, packed)
+            _copy_unpacked(content, unpacked, packed)
     except EOFError as error:
         raise OSError("the gzip file ends too early: copy it again") from error
     except zlib.error as error:
         raise OSError(f"the gzip file is damaged ({error}): copy it again") from error
-    plain.seek(0)
-    return plain
+    unpacked.seek(0)
+    return unpacked
 
 
-def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) -> None:
+def _copy_unpacked(content: gzip.GzipFile, unpacked: IO[bytes], packed: IO[bytes]) -> None:
     """Copy the unpacked content. Raises OSError above MAX_COMPRESSION_RATIO."""
     size = 0
     while chunk := content.read(CHUNK_BYTES):
@@ -111,34 +111,38 @@ def _copy_unpacked(content: gzip.GzipFile, plain: IO[bytes], packed: IO[bytes]) 
                 f"it unpacks to more than {MAX_COMPRESSION_RATIO} times its size, so it may be a "
                 "decompression bomb: unpack it yourself"
             )
-        plain.write(chunk)
+        unpacked.write(chunk)
 
 
-def expand(places: Sequence[str | Path]) -> list[str | Path]:
+def find_files(locations: Sequence[str | Path]) -> list[str | Path]:
     """Return the files of paths, addresses, patterns (*.parquet) and directories.
 
     The files of one pattern or directory are sorted by name. Raises DataError if it has none.
     """
-    return [file for place in places for file in _expand_place(place)]
+    return [file for location in locations for file in _find_files_at(location)]
 
 
-def _expand_place(place: str | Path) -> list[str | Path]:
-    has_pattern = any(sign in str(place) for sign in "*?[")
-    if is_address(place):
-        system, inside = open_filesystem(str(place))
-        with convert_read_errors(place):
+def _find_files_at(location: str | Path) -> list[str | Path]:
+    has_pattern = any(sign in str(location) for sign in "*?[")
+    if is_address(location):
+        system, inside = open_filesystem(str(location))
+        with convert_read_errors(location):
             if not has_pattern and not system.isdir(inside):
-                return [place]
+                return [location]
             paths = system.glob(inside if has_pattern else f"{inside.rstrip('/')}/**")
         names = [str(system.unstrip_protocol(name)) for name in sorted(paths)]
     else:
-        path = Path(place)
+        path = Path(location)
         if path.exists() and not path.is_dir():
             return [path]  # even if its name contains *, ? or [
         if not has_pattern and not path.is_dir():
             return [path]
-        with convert_read_errors(place):
-            names = _match(path) if has_pattern and not path.is_dir() else _files_below(path)
+        with convert_read_errors(location):
+            names = (
+                _list_matches(path)
+                if has_pattern and not path.is_dir()
+                else _list_files_below(path)
+            )
     files = [name for name in names if has_pattern or str(name).endswith(SUFFIXES)]
     if not files:
         reason = (
@@ -146,33 +150,33 @@ def _expand_place(place: str | Path) -> list[str | Path]:
             if has_pattern
             else f"the directory holds no {', '.join(SUFFIXES)}"
         )
-        raise DataError(f"{place}: {reason}: name the files")
+        raise DataError(f"{location}: {reason}: name the files")
     return files
 
 
-def _files_below(folder: Path) -> list[Path]:
+def _list_files_below(folder: Path) -> list[Path]:
     """Return the files below a folder. Raises OSError for a folder that can't be listed."""
 
     def refuse(error: OSError) -> None:
         raise error
 
-    places = (
+    locations = (
         Path(root, name) for root, _, names in os.walk(folder, onerror=refuse) for name in names
     )
-    return [path for path in sorted(places) if path.is_file()]
+    return [path for path in sorted(locations) if path.is_file()]
 
 
-def _match(pattern: Path) -> list[Path]:
+def _list_matches(pattern: Path) -> list[Path]:
     """Return the files that match a pattern.
 
     Raises OSError if a folder that can hold matches can't be listed.
     """
     parts = pattern.parts
-    first = next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?["))
-    base = Path(*parts[:first])
+    n_fixed_parts = next(i for i, part in enumerate(parts) if any(sign in part for sign in "*?["))
+    base = Path(*parts[:n_fixed_parts])
     if base.is_dir():
-        _require_listable(base, parts[first:])
-    return [path for path in sorted(base.glob(str(Path(*parts[first:])))) if path.is_file()]
+        _require_listable(base, parts[n_fixed_parts:])
+    return [path for path in sorted(base.glob(str(Path(*parts[n_fixed_parts:])))) if path.is_file()]
 
 
 def _require_listable(folder: str | Path, parts: Sequence[str]) -> None:

@@ -75,18 +75,18 @@ def read_lines(
 
     Raises DataError if the file as a whole can't be read. See `read_jsonl`.
     """
-    rows = 0
+    n_rows = 0
     with open_binary(path) as file, convert_read_errors(path):
-        for line, offset, raw in raw_lines(file, path):
+        for line, offset, raw in iter_raw_lines(file, path):
             values = _parse_line(raw, path, line, offset, columns or {})
             if values is not None:
-                rows += 1
+                n_rows += 1
                 yield line, values
-    if not rows:
+    if not n_rows:
         raise DataError(f"{path}: the file holds no rows")
 
 
-def raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, bytes]]:
+def iter_raw_lines(file: IO[bytes], path: str | Path) -> Iterator[tuple[int, int, bytes]]:
     """Yield (number, offset, bytes) of each line. Raises DataError for lines over MAX_ROW_BYTES."""
     line = offset = 0
     while raw := file.readline(MAX_ROW_BYTES + 1):
@@ -103,8 +103,8 @@ def _parse_line(
 ) -> dict[str, Any] | DataError | None:
     """Return the values of a line, or its error; None for a blank line."""
     try:
-        text = decode(raw, path, line, offset)
-        return parse(text, path, line, columns) if text and not text.isspace() else None
+        text = decode_line(raw, path, line, offset)
+        return parse_object(text, path, line, columns) if text and not text.isspace() else None
     except DataError as error:
         return error
 
@@ -125,7 +125,7 @@ def fingerprint(path: str | Path) -> str:
     return digest.hexdigest()
 
 
-def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
+def decode_line(raw: bytes, path: str | Path, line: int, offset: int) -> str:
     """Return the text of a line without its line end. Raises DataError if it is not UTF-8."""
     byte_order_mark = codecs.BOM_UTF8 if line == 1 and raw.startswith(codecs.BOM_UTF8) else b""
     try:
@@ -138,7 +138,9 @@ def decode(raw: bytes, path: str | Path, line: int, offset: int) -> str:
         ) from error
 
 
-def parse(text: str, path: str | Path, line: int, columns: Mapping[str, type]) -> dict[str, Any]:
+def parse_object(
+    text: str, path: str | Path, line: int, columns: Mapping[str, type]
+) -> dict[str, Any]:
     """Return the object in a line's text. Raises DataError for other JSON or wrong columns."""
     values = parse_json(text, path, line)
     if not isinstance(values, dict):

@@ -22,60 +22,63 @@ def pack(groups: Sequence[Group]) -> Batch:
     """Concatenate all trajectories in order, except failed and cancelled ones.
 
     Groups without a remaining trajectory are left out. Raises DataError for a trajectory that has
-    no tokens, or whose first token is trainable, because no token precedes and so predicts it.
+    no tokens, or whose first token is trainable: no token precedes it, so none predicts it.
     """
-    counted = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
-    counted = [(group, trajectories) for group, trajectories in counted if trajectories]
-    rows = [(g, t) for g, (_, trajectories) in enumerate(counted) for t in trajectories]
+    kept_groups = [(group, [t for t in group.trajectories if t.counts]) for group in groups]
+    kept_groups = [(group, trajectories) for group, trajectories in kept_groups if trajectories]
+    rows = [(g, t) for g, (_, trajectories) in enumerate(kept_groups) for t in trajectories]
     for g, trajectory in rows:
-        _check(trajectory, counted[g][0].id)
-    tags = tuple(dict.fromkeys(group.task.tag for group, _ in counted))
+        _check_trajectory(trajectory, kept_groups[g][0].id)
+    tags = tuple(dict.fromkeys(group.task.tag for group, _ in kept_groups))
     trajectories = [t for _, t in rows]
     lengths = np.asarray([len(t) for t in trajectories], dtype=np.int64)
     starts = np.cumsum(lengths) - lengths
-    spans = _Spans(rows, starts.tolist(), int(lengths.sum()))
+    turn_columns = _TurnColumns(rows, starts.tolist(), int(lengths.sum()))
 
-    def tokens(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
+    def token_column(column: Callable[[Trajectory], np.ndarray], dtype: type) -> Tensor:
         parts = [column(t) for t in trajectories]
         return torch.from_numpy(
             np.concatenate(parts).astype(dtype, copy=False) if parts else np.zeros(0, dtype)
         )
 
-    def sequences(column: Sequence[float], dtype: type) -> Tensor:
+    def sequence_column(column: Sequence[float], dtype: type) -> Tensor:
         return torch.from_numpy(np.asarray(column, dtype=dtype))
 
-    uses, rewards = [t.use for t in trajectories], [t.reward for t in trajectories]
+    purposes, rewards = [t.use for t in trajectories], [t.reward for t in trajectories]
     train_S, baseline_S, reference_S = (
-        sequences([use == name for use in uses], np.bool_)
+        sequence_column([use == name for use in purposes], np.bool_)
         for name in ("train", "baseline", "reference")
     )
-    trainable_T, lengths_S = tokens(lambda t: t.trainable, np.bool_), torch.from_numpy(lengths)
+    trainable_T, lengths_S = (
+        token_column(lambda t: t.trainable, np.bool_),
+        torch.from_numpy(lengths),
+    )
     return Batch(
-        tokens_T=tokens(lambda t: t.tokens, np.int64),
-        positions_T=torch.from_numpy(np.arange(spans.total) - np.repeat(starts, lengths)),
-        turn_T=torch.from_numpy(spans.turns()),
-        turn_rewards_T=torch.from_numpy(spans.turn_rewards()),
-        state_T=torch.from_numpy(spans.states()),
+        tokens_T=token_column(lambda t: t.tokens, np.int64),
+        positions_T=torch.from_numpy(np.arange(turn_columns.n_tokens) - np.repeat(starts, lengths)),
+        turn_T=torch.from_numpy(turn_columns.turn_indices()),
+        turn_rewards_T=torch.from_numpy(turn_columns.turn_rewards()),
+        state_T=torch.from_numpy(turn_columns.state_numbers()),
         trainable_T=trainable_T & train_S.repeat_interleave(lengths_S),
         predicted_T=trainable_T & ~baseline_S.repeat_interleave(lengths_S),
-        rollout_logprobs_T=tokens(lambda t: t.rollout_logprobs, np.float32),
-        log_kept_mass_T=tokens(_kept_mass, np.float32),
-        versions_T=tokens(lambda t: t.versions, np.int32),
+        rollout_logprobs_T=token_column(lambda t: t.rollout_logprobs, np.float32),
+        log_kept_mass_T=token_column(_get_kept_mass, np.float32),
+        versions_T=token_column(lambda t: t.versions, np.int32),
         lengths_S=lengths_S,
-        group_S=sequences([g for g, _ in rows], np.int64),
-        attempt_S=sequences([t.attempt for t in trajectories], np.int64),
+        group_S=sequence_column([g for g, _ in rows], np.int64),
+        attempt_S=sequence_column([t.attempt for t in trajectories], np.int64),
         train_S=train_S,
         baseline_S=baseline_S,
         reference_S=reference_S,
-        scored_S=sequences([reward is not None for reward in rewards], np.bool_),
-        truncated_S=sequences([t.truncated for t in trajectories], np.bool_),
-        cut_S=sequences(_is_cut_off(rows), np.bool_),
-        rewards_S=sequences(
+        scored_S=sequence_column([reward is not None for reward in rewards], np.bool_),
+        truncated_S=sequence_column([t.truncated for t in trajectories], np.bool_),
+        cut_S=sequence_column(_find_cut_off_rows(rows), np.bool_),
+        rewards_S=sequence_column(
             [math.nan if reward is None else reward for reward in rewards], np.float64
         ),
-        temperature_S=sequences([t.temperature for t in trajectories], np.float64),
-        tag_S=sequences([tags.index(counted[g][0].task.tag) for g, _ in rows], np.int64),
-        group_ids=tuple(group.id for group, _ in counted),
+        temperature_S=sequence_column([t.temperature for t in trajectories], np.float64),
+        tag_S=sequence_column([tags.index(kept_groups[g][0].task.tag) for g, _ in rows], np.int64),
+        group_ids=tuple(group.id for group, _ in kept_groups),
         tags=tags,
         media_S=tuple(t.media for t in trajectories) if any(t.media for t in trajectories) else (),
         token_columns=_route_column(trajectories),
@@ -83,16 +86,16 @@ def pack(groups: Sequence[Group]) -> Batch:
     )
 
 
-def _is_cut_off(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
-    """Return a flag for each row: True if a token limit cut off the last answer of its attempt.
+def _find_cut_off_rows(rows: Sequence[tuple[int, Trajectory]]) -> list[bool]:
+    """Return True for each row of an attempt whose last answer was cut off by a token limit.
 
     Only the last row of an attempt holds this answer, but all its rows share the reward.
     """
-    last = {(g, t.attempt, t.use): t.truncated and t.is_cut_short for g, t in rows}
-    return [last[g, t.attempt, t.use] for g, t in rows]
+    has_cut_answer = {(g, t.attempt, t.use): t.truncated and t.is_cut_short for g, t in rows}
+    return [has_cut_answer[g, t.attempt, t.use] for g, t in rows]
 
 
-def _check(trajectory: Trajectory, group_id: str) -> None:
+def _check_trajectory(trajectory: Trajectory, group_id: str) -> None:
     if len(trajectory) == 0:
         raise DataError(
             f"group {group_id}: a trajectory without tokens; give every task a non-empty prompt"
@@ -105,16 +108,16 @@ def _check(trajectory: Trajectory, group_id: str) -> None:
 
 
 @dataclass(frozen=True)
-class _Spans:
+class _TurnColumns:
     """A builder of token columns [T] that have values only at the tokens of turns."""
 
     rows: Sequence[tuple[int, Trajectory]]  # (group index, trajectory)
     starts: Sequence[int]  # index of each row's first token
-    total: int  # T
+    n_tokens: int  # T
 
-    def turns(self) -> np.ndarray:
+    def turn_indices(self) -> np.ndarray:
         """Return the index of the turn of each token [T], -1 elsewhere."""
-        index_T = np.full(self.total, -1, dtype=np.int32)
+        index_T = np.full(self.n_tokens, -1, dtype=np.int32)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
             for number, turn in enumerate(trajectory.turns):
                 index_T[start + turn.start : start + turn.end] = number
@@ -122,17 +125,17 @@ class _Spans:
 
     def turn_rewards(self) -> np.ndarray:
         """Return the reward of each turn at its last token [T], NaN elsewhere."""
-        rewards_T = np.full(self.total, np.nan)
+        rewards_T = np.full(self.n_tokens, np.nan)
         for start, (_, trajectory) in zip(self.starts, self.rows, strict=True):
             for turn in trajectory.turns:
                 if turn.reward is not None and turn.end > turn.start:
                     rewards_T[start + turn.end - 1] = turn.reward
         return rewards_T
 
-    def states(self) -> np.ndarray:
+    def state_numbers(self) -> np.ndarray:
         """Return a number for the (group, state key) pair of each token [T], -1 elsewhere."""
         state_numbers: dict[tuple[int, str], int] = {}
-        state_T = np.full(self.total, -1, dtype=np.int64)
+        state_T = np.full(self.n_tokens, -1, dtype=np.int64)
         for start, (group, trajectory) in zip(self.starts, self.rows, strict=True):
             for turn in trajectory.turns:
                 if turn.state_key:
@@ -141,7 +144,7 @@ class _Spans:
         return state_T
 
 
-def _kept_mass(trajectory: Trajectory) -> np.ndarray:
+def _get_kept_mass(trajectory: Trajectory) -> np.ndarray:
     return (
         np.zeros(len(trajectory), np.float32)
         if trajectory.log_kept_mass is None

@@ -30,9 +30,9 @@ from ratchet.types import MediaKind, Medium, Part
 from ratchet.utils.safe_read import require_file
 from ratchet.utils.terminal_text import get_first_line
 
-KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
+MEDIA_KINDS: tuple[MediaKind, ...] = get_args(MediaKind)
 # Attributes of a transformers processor that read each kind of media.
-READERS: Mapping[MediaKind, Sequence[str]] = {
+READER_ATTRIBUTES: Mapping[MediaKind, Sequence[str]] = {
     "image": ("image_processor",),
     "audio": ("feature_extractor", "audio_processor"),
     "video": ("video_processor",),
@@ -66,27 +66,27 @@ class Processor:
     ) -> None:
         self.inner, self.fingerprint = inner, fingerprint
         self.limits = media or MediaConfig()
-        self._cache_bytes = self.limits.remembered_mib * 2**20
+        self._max_cached_bytes = self.limits.remembered_mib * 2**20
         self._expanded_by_key: OrderedDict[str, ExpandedMedium] = OrderedDict()
-        self._size = 0
+        self._cached_bytes = 0
         self._lock = threading.Lock()
 
     @cached_property
-    def placeholders(self) -> Mapping[int, MediaKind]:
+    def kind_by_placeholder(self) -> Mapping[int, MediaKind]:
         """Map chat templates' placeholder tokens to the kinds of media that the model reads."""
         kinds: list[MediaKind] = [
             kind
-            for kind in KINDS
-            if getattr(self.inner, f"{kind}_token", None) and self._reads(kind)
+            for kind in MEDIA_KINDS
+            if getattr(self.inner, f"{kind}_token", None) and self._can_read(kind)
         ]
         ids = self.inner.tokenizer.convert_tokens_to_ids
         return {int(ids(getattr(self.inner, f"{kind}_token"))): kind for kind in kinds}
 
     @cached_property
-    def reserved(self) -> frozenset[int]:
+    def media_token_ids(self) -> frozenset[int]:
         """Return the tokens that stand for media: placeholders, and the tokens they expand to."""
-        token_ids = {getattr(self.inner, f"{kind}_token_id", None) for kind in KINDS}
-        return frozenset(self.placeholders) | {
+        token_ids = {getattr(self.inner, f"{kind}_token_id", None) for kind in MEDIA_KINDS}
+        return frozenset(self.kind_by_placeholder) | {
             int(token) for token in token_ids if token is not None
         }
 
@@ -99,8 +99,8 @@ class Processor:
         Raises DataError if the medium can't be read, or if the model doesn't support its kind.
         """
         kind = part.type
-        if kind == "text" or kind not in self.placeholders.values():
-            kinds = " and ".join(self.placeholders.values())
+        if kind == "text" or kind not in self.kind_by_placeholder.values():
+            kinds = " and ".join(self.kind_by_placeholder.values())
             raise DataError(
                 f"{where} has a part of the type '{kind}', and the model reads {kinds}: remove it"
             )
@@ -117,10 +117,10 @@ class Processor:
     def _cache(self, expanded: ExpandedMedium) -> ExpandedMedium:
         cached = self._expanded_by_key.setdefault(expanded.medium.key, expanded)
         if cached is expanded:
-            self._size += _count_bytes(expanded)
-            while self._size > self._cache_bytes and len(self._expanded_by_key) > 1:
+            self._cached_bytes += _count_bytes(expanded)
+            while self._cached_bytes > self._max_cached_bytes and len(self._expanded_by_key) > 1:
                 _, evicted = self._expanded_by_key.popitem(last=False)
-                self._size -= _count_bytes(evicted)
+                self._cached_bytes -= _count_bytes(evicted)
         return cached
 
     def _process(self, key: str, kind: MediaKind, source: bytes, where: str) -> ExpandedMedium:
@@ -150,8 +150,8 @@ class Processor:
             return {"audio": [clip.samples_N], "sampling_rate": rate}
         return {"videos": [decode_video(source, where=where, limits=self.limits)]}
 
-    def _reads(self, kind: MediaKind) -> bool:
-        return any(getattr(self.inner, name, None) is not None for name in READERS[kind])
+    def _can_read(self, kind: MediaKind) -> bool:
+        return any(getattr(self.inner, name, None) is not None for name in READER_ATTRIBUTES[kind])
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -160,7 +160,9 @@ class Processor:
         Models whose processors have equal settings can use the same processed media.
         """
         parts = {
-            name: getattr(self.inner, name, None) for names in READERS.values() for name in names
+            name: getattr(self.inner, name, None)
+            for names in READER_ATTRIBUTES.values()
+            for name in names
         }
         return {name: part.to_dict() for name, part in parts.items() if part is not None}
 

@@ -32,8 +32,8 @@ class KeepConfig(Section):
         min_length=1,
         description="Name of the column in the file; dots reach nested values: extra_info.index.",
     )
-    at_least: float | None = Field(None, description="Least value of the number.")
-    at_most: float | None = Field(None, description="Largest value of the number.")
+    at_least: float | None = Field(None, description="Smallest number that passes.")
+    at_most: float | None = Field(None, description="Largest number that passes.")
     one_of: tuple[Scalar, ...] = Field((), description="The value is one of these.")
     none_of: tuple[Scalar, ...] = Field((), description="The value is none of these.")
     contains: str = Field("", description="The text, or an item of the list, contains this.")
@@ -65,15 +65,15 @@ class KeepConfig(Section):
         value = find_value(values, self.column, where)
         if value is None:
             return not self.changed - {"column", "none_of"}
-        chars = 0 if self.min_chars is None and self.max_chars is None else _count_chars(value)
+        n_chars = 0 if self.min_chars is None and self.max_chars is None else _count_chars(value)
         return (
             (self.at_least is None or read_number(value, self.column, where) >= self.at_least)
             and (self.at_most is None or read_number(value, self.column, where) <= self.at_most)
             and (not self.one_of or any(_equals(value, item) for item in self.one_of))
             and not any(_equals(value, item) for item in self.none_of)
             and (not self.contains or _contains(value, self.contains))
-            and (self.min_chars is None or chars >= self.min_chars)
-            and (self.max_chars is None or chars <= self.max_chars)
+            and (self.min_chars is None or n_chars >= self.min_chars)
+            and (self.max_chars is None or n_chars <= self.max_chars)
         )
 
 
@@ -103,7 +103,7 @@ def find_value(values: Mapping[str, Any], name: str, where: str) -> Any:
     return value
 
 
-def fill(template: str, values: Mapping[str, Any], where: str) -> str:
+def fill_template(template: str, values: Mapping[str, Any], where: str) -> str:
     """Return the template with each {column} replaced by the row's text or number.
 
     Other braces stay. Raise DataError if the row lacks the column, or its value is neither text nor

@@ -8,26 +8,26 @@ from hashlib import blake2b
 import numpy as np
 from numpy.typing import NDArray
 
-WINDOW = 4  # blocks whose rows are shuffled together, so that they are in memory at once
+WINDOW = 4  # number of blocks that are in memory at once and whose rows are shuffled together
 
 
-class Order:
-    """The row at each position of an endless sequence of epochs over `sum(blocks)` rows.
+class RowOrder:
+    """The row at each position of an endless sequence of epochs over `sum(block_sizes)` rows.
 
-    Each epoch shuffles the blocks (rows that are read together), then the rows within each window
-    of WINDOW consecutive blocks. A single block is shuffled fully. So the row at any position is
-    computed directly, and a file of row groups is read one group at a time. shuffle=False keeps the
-    order of the rows.
+    A block is a number of rows that are read together. Each epoch shuffles the blocks, then the
+    rows within each window of WINDOW consecutive blocks. A single block is shuffled fully. So the
+    row at any position is computed directly, and a file of row groups is read one group at a time.
+    shuffle=False keeps the order of the rows.
 
     numpy's RandomState draws the orders, because its streams never change between versions.
     """
 
     def __init__(
-        self, blocks: Sequence[int], *, seed: int, name: str, shuffle: bool = True
+        self, block_sizes: Sequence[int], *, seed: int, name: str, shuffle: bool = True
     ) -> None:
-        self.blocks = np.asarray([block for block in blocks if block], dtype=np.int64)
-        self.starts = np.cumsum(self.blocks) - self.blocks
-        self.rows = int(self.blocks.sum())
+        self.block_sizes = np.asarray([size for size in block_sizes if size], dtype=np.int64)
+        self.block_starts = np.cumsum(self.block_sizes) - self.block_sizes
+        self.n_rows = int(self.block_sizes.sum())
         self.seed, self.name, self.shuffle = seed, name, shuffle
         self._epoch, self._block_order, self._block_ends = (
             -1,
@@ -38,13 +38,13 @@ class Order:
 
     def row_at(self, position: int) -> int:
         """Return the row number at a position."""
-        epoch, offset = divmod(position, self.rows)
+        epoch, offset = divmod(position, self.n_rows)
         if not self.shuffle:
             return offset
         if epoch != self._epoch:
             self._epoch = epoch
-            self._block_order = self._permutation(len(self.blocks), "blocks", epoch)
-            self._block_ends = np.cumsum(self.blocks[self._block_order])
+            self._block_order = self._permutation(len(self.block_sizes), "blocks", epoch)
+            self._block_ends = np.cumsum(self.block_sizes[self._block_order])
         window = int(np.searchsorted(self._block_ends, offset, side="right")) // WINDOW
         if (epoch, window) != self._window:
             self._window, self._window_rows = (epoch, window), self._shuffle_window(epoch, window)
@@ -56,7 +56,9 @@ class Order:
         rows = np.concatenate(
             [
                 np.arange(n) + start
-                for n, start in zip(self.blocks[blocks], self.starts[blocks], strict=True)
+                for n, start in zip(
+                    self.block_sizes[blocks], self.block_starts[blocks], strict=True
+                )
             ]
         )
         return rows[self._permutation(len(rows), "rows", epoch, window)]

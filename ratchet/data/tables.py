@@ -20,16 +20,16 @@ from itertools import accumulate
 from pathlib import Path
 from typing import IO, Any, Protocol
 
-from ratchet.data.files import convert_read_errors, expand, open_binary
+from ratchet.data.files import convert_read_errors, find_files, open_binary
 from ratchet.data.jsonl import (
     MAX_ROW_BYTES,
     DataRow,
     check_columns,
-    decode,
+    decode_line,
     describe_type,
-    parse,
+    iter_raw_lines,
     parse_json,
-    raw_lines,
+    parse_object,
 )
 from ratchet.errors import DataError
 
@@ -40,12 +40,12 @@ class Table(Protocol):
     """A sequence of rows that can be read in any order.
 
     Attributes:
-        blocks: Numbers of consecutive rows that are read together. All rows are one block if each
-            can be read cheaply by itself.
+        block_sizes: Number of rows of each block. A block's rows are consecutive and are read
+            together. All rows are one block if each can be read cheaply by itself.
     """
 
     @property
-    def blocks(self) -> Sequence[int]: ...
+    def block_sizes(self) -> Sequence[int]: ...
     def __len__(self) -> int: ...
     def row(self, index: int) -> DataRow:
         """Return a row. Raises DataError, which names file and row, if it can't be read."""
@@ -56,15 +56,15 @@ class Table(Protocol):
         ...
 
 
-def open_table(*places: str | Path) -> Table:
+def open_table(*locations: str | Path) -> Table:
     """Return the rows of files, in the order of the arguments.
 
     Args:
-        places: Paths, object store addresses, patterns or directories.
+        locations: Paths, object store addresses, patterns or directories.
 
     Raises DataError if a file can't be read, holds no rows, or is malformed as a whole.
     """
-    tables = [_open_file(file) for file in expand(places)]
+    tables = [_open_file(file) for file in find_files(locations)]
     return tables[0] if len(tables) == 1 else JoinedTable(tables)
 
 
@@ -95,7 +95,7 @@ def read_rows(path: str | Path, columns: Mapping[str, type] | None = None) -> It
 
 
 class _IndexedFile:
-    """A file with an index: `starts` and `lines` are the byte offset and line of each row."""
+    """A file with an index: `starts` are the byte offsets of rows, `line_numbers` their lines."""
 
     unit = "line"
 
@@ -104,13 +104,13 @@ class _IndexedFile:
 
         self.path = path
         with open_binary(path) as file, convert_read_errors(path):
-            starts = np.fromiter(self._starts(file), dtype=np.dtype((np.int64, 2)))
+            starts = np.fromiter(self._find_row_starts(file), dtype=np.dtype((np.int64, 2)))
         if not len(starts):
             raise DataError(f"{path}: the file holds no rows")
-        self.lines, self.starts = starts[:, 0], starts[:, 1]
+        self.line_numbers, self.starts = starts[:, 0], starts[:, 1]
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         return (len(self),)
 
     @cached_property
@@ -121,9 +121,9 @@ class _IndexedFile:
         return len(self.starts)
 
     def where(self, index: int) -> str:
-        return f"{self.path}, {self.unit} {self.lines[index]}"
+        return f"{self.path}, {self.unit} {self.line_numbers[index]}"
 
-    def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         """Yield (line, offset) of each row."""
         raise NotImplementedError
 
@@ -131,23 +131,27 @@ class _IndexedFile:
 class JsonLines(_IndexedFile):
     """A JSON Lines file."""
 
-    def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         return (
-            (line, offset) for line, offset, raw in raw_lines(file, self.path) if not raw.isspace()
+            (line, offset)
+            for line, offset, raw in iter_raw_lines(file, self.path)
+            if not raw.isspace()
         )
 
     def row(self, index: int) -> DataRow:
-        line, offset = int(self.lines[index]), int(self.starts[index])
+        line, offset = int(self.line_numbers[index]), int(self.starts[index])
         with convert_read_errors(self.path):
             self._file.seek(offset)
             raw = self._file.readline(MAX_ROW_BYTES + 1)
-        return DataRow(line, parse(decode(raw, self.path, line, offset), self.path, line, {}))
+        return DataRow(
+            line, parse_object(decode_line(raw, self.path, line, offset), self.path, line, {})
+        )
 
 
 class CsvFile(_IndexedFile):
     """A CSV file (RFC 4180) with a header. Every value is text; an empty one is null."""
 
-    def _starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    def _find_row_starts(self, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         lines = _TextLines(file, self.path)
         records = _read_records(lines)
         header = next(records, None)
@@ -167,7 +171,7 @@ class CsvFile(_IndexedFile):
             start = lines.line + 1, lines.offset
 
     def row(self, index: int) -> DataRow:
-        line, offset = int(self.lines[index]), int(self.starts[index])
+        line, offset = int(self.line_numbers[index]), int(self.starts[index])
         with convert_read_errors(self.path):
             self._file.seek(offset)
             record = next(_read_records(_TextLines(self._file, self.path, line - 1, offset)))
@@ -186,16 +190,21 @@ class CsvFile(_IndexedFile):
 
 
 class _TextLines:
-    """The text lines of a file. `line` and `offset` are those of the end of the last line."""
+    """The text lines of a file.
+
+    Attributes:
+        line: Number of the last line that was read.
+        offset: Byte offset of the end of that line.
+    """
 
     def __init__(self, file: IO[bytes], path: str | Path, line: int = 0, offset: int = 0) -> None:
         self.path, self.line, self.offset = path, line, offset
-        self._raw_lines, self._first_line, self._start = raw_lines(file, path), line, offset
+        self._raw_lines, self._first_line, self._start = iter_raw_lines(file, path), line, offset
 
     def __iter__(self) -> Iterator[str]:
         for line, offset, raw in self._raw_lines:
             self.line, self.offset = self._first_line + line, self._start + offset + len(raw)
-            yield decode(raw, self.path, self.line, self._start + offset) + "\n"
+            yield decode_line(raw, self.path, self.line, self._start + offset) + "\n"
 
 
 def _read_records(lines: _TextLines) -> Iterator[list[str]]:
@@ -230,7 +239,7 @@ class JsonArray:
             raise DataError(f"{path}: the file holds no rows")
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         return (len(self),)
 
     def __len__(self) -> int:
@@ -254,8 +263,8 @@ def _decode_lines(raw: bytes, path: str | Path) -> str:
     try:
         return raw.removeprefix(codecs.BOM_UTF8).decode("utf-8")
     except UnicodeDecodeError:
-        for line, offset, content in raw_lines(io.BytesIO(raw), path):
-            decode(content, path, line, offset)
+        for line, offset, content in iter_raw_lines(io.BytesIO(raw), path):
+            decode_line(content, path, line, offset)
         raise
 
 
@@ -270,7 +279,7 @@ class JoinedTable:
     def __init__(self, tables: Sequence[Table]) -> None:
         self.tables = tables
         self.ends = list(accumulate(len(table) for table in tables))
-        self.blocks: Sequence[int] = [block for table in tables for block in table.blocks]
+        self.block_sizes: Sequence[int] = [block for table in tables for block in table.block_sizes]
 
     def __len__(self) -> int:
         return self.ends[-1]

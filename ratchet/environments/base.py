@@ -12,13 +12,13 @@ class EnvironmentConfig(Section):
 
     Attributes:
         default_reward: Kind of the reward, unless the recipe names another; "": none.
-        gives: The kinds of training data that the environment offers
+        data_kinds: The kinds of training data that the environment offers
             (`ratchet.algorithms.config.base.Source`).
         judges: True if the environment's steps return rewards when there is no default reward.
     """
 
     default_reward: ClassVar[str] = ""
-    gives: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rows", "rollouts"})
     judges: ClassVar[bool] = True
 
 

@@ -67,14 +67,14 @@ class MixtureConfig(EnvironmentConfig):
         }
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The kinds of training data that all parts offer which declare them."""
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The kinds of training data that every part offers, without parts that declare none."""
         sources = [
             frozenset(part_sources)
             for part in self.parts
-            if (part_sources := getattr(part, "gives", None)) is not None
+            if (part_sources := getattr(part, "data_kinds", None)) is not None
         ]
-        return frozenset.intersection(*sources) if sources else EnvironmentConfig.gives
+        return frozenset.intersection(*sources) if sources else EnvironmentConfig.data_kinds
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -97,10 +97,10 @@ def mixture(config: MixtureConfig) -> Mixture:
 
 
 class Mixture:
-    """An environment that plays each task in the part that it comes from.
+    """An environment whose tasks come from several environments, its parts.
 
-    A task gets its part's tag, and an id that begins with the tag. The weights alone determine
-    which part serves position i, so a resumed run continues at the right task of every part.
+    A task gets its part's tag, and an id that begins with the tag. The weights alone determine the
+    part of each position, so a resumed run continues at the right task of every part.
     """
 
     def __init__(self, config: MixtureConfig, parts: Mapping[str, Environment]) -> None:
@@ -108,13 +108,13 @@ class Mixture:
         self._parts = parts
         self._shares = [Fraction(str(getattr(part, "weight", 1.0))) for part in config.parts]
         self._copies: dict[str, Environment] = {}  # by tag, the copies of parts to play in
-        self._playing: Environment | None = None
+        self._current_part: Environment | None = None
         self.replayable = all(part.replayable for part in self._parts.values())
 
     def __copy__(self) -> Mixture:
         """Return a copy with its own copies of the parts, which keep the state of an attempt."""
         mixture_copy = object.__new__(type(self))
-        mixture_copy.__dict__ |= {**self.__dict__, "_copies": {}, "_playing": None}
+        mixture_copy.__dict__ |= {**self.__dict__, "_copies": {}, "_current_part": None}
         return mixture_copy
 
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
@@ -128,23 +128,25 @@ class Mixture:
             part.task_count() if isinstance(part, HasTaskCount) else None
             for part in self._parts.values()
         ]
-        known = [count for count in counts if count is not None]
-        return sum(known) if len(known) == len(counts) else None
+        known_counts = [count for count in counts if count is not None]
+        return sum(known_counts) if len(known_counts) == len(counts) else None
 
     def _train(self, seed: int, start: int) -> Iterator[Task]:
         upcoming: dict[int, Iterator[Task]] = {}
         tags = list(self._parts)
         for position in itertools.count(start):
-            part, index = locate_task(position, self._shares)
-            if part not in upcoming:
-                upcoming[part] = self._parts[tags[part]].tasks("train", seed=seed, start=index)
-            task = next(upcoming[part], None)
+            part_index, index = locate_task(position, self._shares)
+            if part_index not in upcoming:
+                upcoming[part_index] = self._parts[tags[part_index]].tasks(
+                    "train", seed=seed, start=index
+                )
+            task = next(upcoming[part_index], None)
             if task is None:
                 raise DataError(
-                    f"part '{tags[part]}' of the mixture ran out of training tasks: it must "
+                    f"part '{tags[part_index]}' of the mixture ran out of training tasks: it must "
                     "repeat its data"
                 )
-            yield self._add_tag(tags[part], task)
+            yield self._add_tag(tags[part_index], task)
 
     def _test(self, seed: int) -> Iterator[Task]:
         """Yield test tasks in the same shares until every part has run out.
@@ -154,19 +156,19 @@ class Mixture:
         streams = dict(enumerate(part.tasks("test", seed=seed) for part in self._parts.values()))
         tags = list(self._parts)
         for position in itertools.count():
-            part, _ = locate_task(position, self._shares)
-            task = next(streams[part], None) if part in streams else None
+            part_index, _ = locate_task(position, self._shares)
+            task = next(streams[part_index], None) if part_index in streams else None
             if task is not None:
-                yield self._add_tag(tags[part], task)
+                yield self._add_tag(tags[part_index], task)
                 continue
-            streams.pop(part, None)
+            streams.pop(part_index, None)
             if not streams:
                 return
 
     def _add_tag(self, tag: str, task: Task) -> Task:
         return replace(task, id=f"{tag}:{task.id}", tag=tag)
 
-    def _part(self, task: Task) -> Environment:
+    def _find_part(self, task: Task) -> Environment:
         if task.tag not in self._parts:
             raise DataError(
                 f"task '{task.id}' has the tag '{task.tag}', and the mixture's parts are "
@@ -177,13 +179,13 @@ class Mixture:
     # --- one attempt
 
     async def reset(self, task: Task) -> Sequence[Message]:
-        part = self._part(task)
-        self._playing = self._copies.setdefault(task.tag, copy.copy(part))
-        return await self._playing.reset(task)
+        part = self._find_part(task)
+        self._current_part = self._copies.setdefault(task.tag, copy.copy(part))
+        return await self._current_part.reset(task)
 
     async def step(self, message: Message) -> Step:
-        assert self._playing is not None, "step before reset"
-        return await self._playing.step(message)
+        assert self._current_part is not None, "step before reset"
+        return await self._current_part.step(message)
 
     async def close(self) -> None:
         copies, self._copies = self._copies, {}
@@ -192,40 +194,44 @@ class Mixture:
 
     @property
     def stop_strings(self) -> tuple[str, ...]:
-        return self._playing.stop_strings if isinstance(self._playing, HasStopStrings) else ()
+        return (
+            self._current_part.stop_strings
+            if isinstance(self._current_part, HasStopStrings)
+            else ()
+        )
 
     def measure(self, groups: Sequence[Group]) -> Mapping[str, float]:
-        """Return the parts' metrics and numbers of prompts.
+        """Return the metrics of the parts, and the number of prompts of each part.
 
-        Filters and curricula may change the shares of prompts.
+        The numbers may differ from the weights, because of filters and curricula.
         """
-        numbers: dict[str, float] = {}
+        metrics: dict[str, float] = {}
         for tag, part in self._parts.items():
             part_groups = [group for group in groups if group.task.tag == tag]
-            numbers[f"prompts/{tag}"] = float(len(part_groups))
+            metrics[f"prompts/{tag}"] = float(len(part_groups))
             if isinstance(part, HasMetrics):
-                numbers |= part.measure(part_groups)
-        return numbers
+                metrics |= part.measure(part_groups)
+        return metrics
 
     # --- answers from data
 
     def demonstration(self, task: Task) -> Sequence[Message]:
-        return self._part(task).demonstration(task)
+        return self._find_part(task).demonstration(task)
 
     def comparison(self, task: Task) -> Comparison:
-        part = self._part(task)
+        part = self._find_part(task)
         if not isinstance(part, HasPreferencePairs):
             raise DataError(f"part '{task.tag}' of the mixture has no pairs to compare")
         return part.comparison(task)
 
     def labelled_answer(self, task: Task) -> LabelledAnswer:
-        part = self._part(task)
+        part = self._find_part(task)
         if not isinstance(part, HasLabelledAnswers):
             raise DataError(f"part '{task.tag}' of the mixture has no labelled answers")
         return part.labelled_answer(task)
 
     def steps(self, task: Task) -> Sequence[tuple[str, float]]:
-        part = self._part(task)
+        part = self._find_part(task)
         if not isinstance(part, HasStepLabels):
             raise DataError(f"part '{task.tag}' of the mixture has no answers in labelled steps")
         return part.steps(task)
@@ -235,7 +241,7 @@ class MixtureWithTools(Mixture):
     """A mixture in which a part has tools."""
 
     def tools(self, task: Task) -> Sequence[Mapping[str, Any]]:
-        part = self._copies.get(task.tag, self._part(task))
+        part = self._copies.get(task.tag, self._find_part(task))
         return part.tools(task) if isinstance(part, HasTools) else ()
 
 

@@ -21,7 +21,7 @@ from ratchet.types import Message, Split, Task
 MAX_DRAWS = 10_000
 
 
-def held_out(prompt: str) -> bool:
+def is_held_out(prompt: str) -> bool:
     """True if a prompt belongs to the test split: one prompt in ten, by a hash of its text.
 
     The split depends only on the text, so a prompt never changes its split and splits can't
@@ -108,7 +108,9 @@ class Procedural(SingleTurn):
     def _train(self, seed: int, start: int) -> Iterator[Task]:
         for index in itertools.count(start):
             rng = random.Random(f"{self.name}/train/{seed}/{index}")
-            problem = next((p for p in self._draws(rng) if not held_out(p.identity)), None)
+            problem = next(
+                (p for p in self._draw_problems(rng) if not is_held_out(p.identity)), None
+            )
             if problem is None:
                 raise DataError(
                     f"environment '{self.name}' found no training prompt in {MAX_DRAWS} draws: "
@@ -118,18 +120,22 @@ class Procedural(SingleTurn):
 
     def _test(self) -> Iterator[Task]:
         rng = random.Random(f"{self.name}/test")
-        seen: set[str] = set()
+        used_identities: set[str] = set()
         while True:
             problem = next(
-                (p for p in self._draws(rng) if held_out(p.identity) and p.identity not in seen),
+                (
+                    p
+                    for p in self._draw_problems(rng)
+                    if is_held_out(p.identity) and p.identity not in used_identities
+                ),
                 None,
             )
             if problem is None:
                 return
-            yield self._task("test", len(seen), problem)
-            seen.add(problem.identity)
+            yield self._task("test", len(used_identities), problem)
+            used_identities.add(problem.identity)
 
-    def _draws(self, rng: random.Random) -> Iterator[Problem]:
+    def _draw_problems(self, rng: random.Random) -> Iterator[Problem]:
         for _ in range(MAX_DRAWS):
             problem = self.sample(rng)
             if isinstance(problem, Problem):
@@ -171,16 +177,16 @@ class Rows(SingleTurn):
         rows = self.rows(split)
         if not rows:
             raise DataError(f"environment '{self.name}' has no rows for its {split} split")
-        return self._passes(rows, seed, start) if split == "train" else iter(rows[start:])
+        return self._repeat_rows(rows, seed, start) if split == "train" else iter(rows[start:])
 
     def task_count(self) -> int:
         return len(self.rows("train"))
 
-    def _passes(self, rows: Sequence[Task], seed: int, start: int) -> Iterator[Task]:
-        first, skip = divmod(start, len(rows))
-        for epoch in itertools.count(first):
+    def _repeat_rows(self, rows: Sequence[Task], seed: int, start: int) -> Iterator[Task]:
+        first_epoch, n_skipped = divmod(start, len(rows))
+        for epoch in itertools.count(first_epoch):
             order = random.Random(f"{self.name}/train/{seed}/{epoch}").sample(
                 range(len(rows)), len(rows)
             )
-            yield from (rows[i] for i in order[skip:])
-            skip = 0
+            yield from (rows[i] for i in order[n_skipped:])
+            n_skipped = 0

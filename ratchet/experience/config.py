@@ -18,7 +18,7 @@ class MessageLogConfig(EnvironmentConfig):
     """An environment that implements NeMo RL's `EnvironmentInterface` (docs/rollouts.md)."""
 
     builds: ClassVar[str] = "ratchet.experience.nemo_rl.training:MessageLogEnvironment"
-    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     interface: str = Field(description="Path of the environment's class: my_pkg.my_mod:MyEnv.")
     arguments: dict[str, Any] = Field({}, description="Arguments of the class, by name.")

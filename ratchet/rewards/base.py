@@ -81,8 +81,8 @@ class PerTrajectory(ABC):
             return Failed(
                 "reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}"
             )
-        kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
-        return kind(total, parts)
+        outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
+        return outcome_type(total, parts)
 
     def _check_verdict(self, verdict: Any) -> tuple[float, dict[str, float]]:
         """Return the total and the named parts of a verdict. Raises DataError for a bad one."""
@@ -168,8 +168,8 @@ def find_voter(reward: Reward | None, task: Task) -> HasFinalAnswers | None:
     """
     if isinstance(reward, HasFinalAnswers):
         return reward
-    delegate = getattr(reward, "voter", None)
-    return None if delegate is None else delegate(task)
+    find_delegate = getattr(reward, "voter", None)
+    return None if find_delegate is None else find_delegate(task)
 
 
 def answer_text(trajectory: Trajectory) -> str:

@@ -25,8 +25,8 @@ class ByTagConfig(Section):
 
     domains: dict[str, Rewards] = Field(
         min_length=1,
-        description="Rewards for each tag, as under `rewards`; an empty list if the environment "
-        'rewards turns; "*" is for tags not listed.',
+        description="Rewards for each tag, written as under `rewards`. The list is empty if the "
+        'environment rewards turns. The key "*" is for all other tags.',
     )
 
     @model_validator(mode="after")
@@ -65,7 +65,7 @@ class ByTag:
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
         """Return the outcomes by the rewards of the task's tag, or of "*" if the tag is not listed.
 
-        Return Failed("reward") if neither is.
+        Return Failed("reward") if there are no rewards for either.
         """
         reward = self._domains.get(task.tag, self._domains.get(ANY_TAG))
         if reward is None:

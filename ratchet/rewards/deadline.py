@@ -1,6 +1,6 @@
 """Wall-clock limits on playing and judging, paused while a sandboxed program runs.
 
-A program has limits of its own, and one that exceeds them is a wrong answer. Waiting for the
+A program has limits of its own, and a program that exceeds them is a wrong answer. Waiting for the
 sandbox, or for a slow program, must not fail the attempt.
 """
 
@@ -16,7 +16,7 @@ from typing import Protocol
 
 from ratchet.sandbox import Limits, Result, Sandbox
 
-CURRENT: ContextVar[Pausable | None] = ContextVar("deadline", default=None)
+CURRENT_DEADLINE: ContextVar[Pausable | None] = ContextVar("deadline", default=None)
 # An answer's programs may take this multiple of the deadline, in case the machine is busy.
 WALL_PER_LIMIT = 3
 
@@ -32,10 +32,10 @@ class Pausable(Protocol):
 class Deadline:
     """An `asyncio.timeout` that can be paused.
 
-    A pause also pauses the deadline around this one: a tool's call is a part of an attempt.
+    A pause also pauses the outer deadline, because a tool's call is a part of an attempt.
 
     Args:
-        seconds: wall-clock seconds, pauses excluded.
+        seconds: Wall-clock seconds, without pauses.
     """
 
     def __init__(self, seconds: float) -> None:
@@ -47,8 +47,8 @@ class Deadline:
 
     async def __aenter__(self) -> Deadline:
         await self._timeout.__aenter__()
-        self._outer = CURRENT.get()
-        self._token = CURRENT.set(self)
+        self._outer = CURRENT_DEADLINE.get()
+        self._token = CURRENT_DEADLINE.set(self)
         return self
 
     async def __aexit__(
@@ -58,7 +58,7 @@ class Deadline:
         trace: TracebackType | None,
     ) -> bool | None:
         if self._token is not None:
-            CURRENT.reset(self._token)
+            CURRENT_DEADLINE.reset(self._token)
         return await self._timeout.__aexit__(kind, error, trace)
 
     def expired(self) -> bool:
@@ -86,14 +86,15 @@ class Deadline:
             self._timeout.reschedule(when)
 
 
-class PauseFromAfar:
+class RemotePause:
     """Pauses the current deadline on behalf of another process.
 
-    It belongs to the event loop in which it is made; any thread may call `set`.
+    It belongs to the event loop in which it is created. Any thread may call `set`, but only a
+    callback of the loop may call `apply`.
     """
 
     def __init__(self) -> None:
-        self._deadline = CURRENT.get()
+        self._deadline = CURRENT_DEADLINE.get()
         self._loop = asyncio.get_running_loop()
         self._pause: contextlib.AbstractContextManager[None] | None = None
 
@@ -102,9 +103,9 @@ class PauseFromAfar:
         return None if self._deadline is None else self._deadline.seconds
 
     def set(self, paused: bool) -> None:
-        self._loop.call_soon_threadsafe(self.set_here, paused)
+        self._loop.call_soon_threadsafe(self.apply, paused)
 
-    def set_here(self, paused: bool) -> None:
+    def apply(self, paused: bool) -> None:
         if paused and self._pause is None and self._deadline is not None:
             self._pause = self._deadline.paused()
             self._pause.__enter__()
@@ -113,31 +114,31 @@ class PauseFromAfar:
             pause.__exit__(None, None, None)
 
 
-class Programs:
+class ProgramRunner:
     """A runner of one answer's programs, with a limit on their total time.
 
     Args:
-        sandbox: where they run.
-        limit_s: seconds for all programs, by the sandbox's clock. The current deadline, if there is
-            one, may lower it.
+        sandbox: The sandbox in which the programs run.
+        limit_s: Seconds for all programs, by the sandbox's clock. The current deadline, if there is
+            one, may lower the limit.
     """
 
     def __init__(self, sandbox: Sandbox, limit_s: float = math.inf) -> None:
         self.sandbox = sandbox
-        self._deadline = CURRENT.get()
-        self.left_s = (
+        self._deadline = CURRENT_DEADLINE.get()
+        self.remaining_s = (
             limit_s
             if self._deadline is None
             else min(limit_s, WALL_PER_LIMIT * self._deadline.seconds)
         )
 
     @property
-    def is_over(self) -> bool:
-        return self.left_s <= 0
+    def has_expired(self) -> bool:
+        return self.remaining_s <= 0
 
     async def run(self, program: str | Sequence[str], stdin: bytes, limits: Limits) -> Result:
         """Run a program while the deadline is paused. Raise SandboxError if the sandbox failed."""
         with contextlib.nullcontext() if self._deadline is None else self._deadline.paused():
             result = await self.sandbox.run(program, stdin, limits)
-        self.left_s -= result.seconds
+        self.remaining_s -= result.seconds
         return result

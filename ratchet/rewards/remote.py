@@ -40,25 +40,25 @@ class Remote:
         If the endpoint's response is unusable, all attempts sent to it fail.
         """
         outcomes: list[Outcome] = [_initial_outcome(trajectory) for trajectory in trajectories]
-        rows = [
+        indices = [
             i for i, outcome in enumerate(outcomes) if not isinstance(outcome, Failed | Cancelled)
         ]
-        if not rows:
+        if not indices:
             return outcomes
         try:
             response = await self._endpoint.post(
-                {"rows": [_row(trajectories[i], task) for i in rows]}
+                {"rows": [_make_row(trajectories[i], task) for i in indices]}
             )
-            judged = [
+            judged_outcomes = [
                 _parse_result(result, trajectories[i])
-                for i, result in zip(rows, _parse_results(response, len(rows)), strict=True)
+                for i, result in zip(indices, _parse_results(response, len(indices)), strict=True)
             ]
         # Any error fails only these attempts: the endpoint and the content of `meta` are user code.
         except Exception:
-            judged = [
+            judged_outcomes = [
                 Failed("reward", f"remote, task '{task.id}':\n{traceback.format_exc()}")
-            ] * len(rows)
-        for i, outcome in zip(rows, judged, strict=True):
+            ] * len(indices)
+        for i, outcome in zip(indices, judged_outcomes, strict=True):
             outcomes[i] = outcome
         return outcomes
 
@@ -72,7 +72,7 @@ def _initial_outcome(trajectory: Trajectory) -> Outcome:
     return trajectory.outcome or Scored(0.0)
 
 
-def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
+def _make_row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
     return {
         "prompt": task.messages[-1].text
         if len(task.messages) == 1
@@ -87,19 +87,19 @@ def _row(trajectory: Trajectory, task: Task) -> dict[str, Any]:
 
 
 def _encode_message(message: Message) -> dict[str, Any]:
-    plain: dict[str, Any] = {"role": message.role, "content": message.text}
+    encoded: dict[str, Any] = {"role": message.role, "content": message.text}
     if message.tool_calls:
-        plain["tool_calls"] = [
+        encoded["tool_calls"] = [
             {"id": c.id, "name": c.name, "arguments": dict(c.arguments)} for c in message.tool_calls
         ]
-    return plain
+    return encoded
 
 
-def _parse_results(response: Any, count: int) -> list[Any]:
+def _parse_results(response: Any, n_results: int) -> list[Any]:
     results = response.get("results") if isinstance(response, Mapping) else None
-    if not isinstance(results, list) or len(results) != count:
+    if not isinstance(results, list) or len(results) != n_results:
         raise DataError(
-            f'the endpoint must answer {{"results": [...]}} with {count} of them, not '
+            f'the endpoint must answer {{"results": [...]}} with {n_results} of them, not '
             f"{response!r:.200}"
         )
     return results
@@ -111,15 +111,15 @@ def _parse_result(result: Any, trajectory: Trajectory) -> Outcome:
     reward: Any = result.get("reward") if isinstance(result, Mapping) else None
     parts: Any = result.get("parts") or {"remote": reward} if isinstance(result, Mapping) else None
     if not isinstance(parts, Mapping) or not all(
-        _finite(value) for value in (reward, *parts.values())
+        _is_finite(value) for value in (reward, *parts.values())
     ):
         return Failed(
             "reward",
             f"remote: a result must hold a finite reward, and finite parts, not {result!r:.200}",
         )
-    kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
-    return kind(float(reward), {str(name): float(value) for name, value in parts.items()})
+    outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
+    return outcome_type(float(reward), {str(name): float(value) for name, value in parts.items()})
 
 
-def _finite(value: object) -> bool:
+def _is_finite(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)

@@ -35,13 +35,17 @@ class RewardModelConfig(Section):
         min_length=1,
         description="Directory of a model with a scalar head, such as runs/reward_model/model.",
     )
-    template: str | None = Field(None, description="Chat template; null: its tokenizer's own.")
-    batch_tokens: int = Field(16_384, gt=0, description="Tokens that are read at once.")
+    template: str | None = Field(
+        None, description="Chat template; null: the template of the reward model's tokenizer."
+    )
+    batch_tokens: int = Field(
+        16_384, gt=0, description="Maximum number of tokens in a batch of several conversations."
+    )
     device: str = Field(
         "cpu", pattern=r"^(cpu|cuda(:\d+)?)$", description="Device of the reward model."
     )
     trust_remote_code: bool = Field(
-        False, description="Let transformers run code that comes with the model."
+        False, description="True to let transformers run code that comes with the model."
     )
 
 
@@ -50,7 +54,7 @@ class RewardModel:
 
     It renders the text with the reward model's own template and tokenizer, as in its training, not
     with the policy's. An answer cut off by a token limit is scored without an end-of-turn token. An
-    answer that the policy ended is scored with it, even if the attempt was truncated.
+    answer that the policy ended is scored with this token, even if the attempt was truncated.
     """
 
     def __init__(self, config: RewardModelConfig) -> None:
@@ -83,7 +87,7 @@ class RewardModel:
                 outcomes[i] = Failed(
                     "reward", f"reward_model, task '{task.id}':\n{traceback.format_exc()}"
                 )
-        for batch in _batches(rows, self.config.batch_tokens):
+        for batch in _iter_batches(rows, self.config.batch_tokens):
             token_rows = [tokens for _, tokens in batch]
             scores = await asyncio.get_running_loop().run_in_executor(
                 self._thread, self._compute_scores, token_rows
@@ -145,7 +149,7 @@ def _load(config: RewardModelConfig) -> tuple[PolicyModel, ScalarHead, Renderer]
     )
 
 
-def _batches(
+def _iter_batches(
     rows: Sequence[tuple[int, list[int]]], batch_tokens: int
 ) -> Iterator[list[tuple[int, list[int]]]]:
     """Yield batches in order. A row above `batch_tokens` is a batch of its own."""
@@ -164,5 +168,5 @@ def _make_outcome(score: float, trajectory: Trajectory) -> Outcome:
         return Failed(
             "reward", f"the reward model's score is {score}: its weights, or its device, are broken"
         )
-    kind = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
-    return kind(score, {"reward_model": score})
+    outcome_type = Truncated if isinstance(trajectory.outcome, Truncated) else Scored
+    return outcome_type(score, {"reward_model": score})

@@ -22,10 +22,10 @@ FIXED_ENVIRONMENT: Mapping[str, str] = {
 
 
 class SandboxError(RatchetError):
-    """An error of the sandbox: it is weaker than the declared level, refused by the machine, or
-    broken.
+    """An error of the sandbox.
 
-    It is never a verdict on the program: an attempt that ends with this error is failed, not wrong.
+    The sandbox is weaker than the declared level, is refused by the machine, or is broken. The
+    error is never a verdict on the program: an attempt that ends with it is failed, not wrong.
     """
 
 
@@ -56,16 +56,16 @@ class Strength:
     Attributes:
         isolation: The level.
         refused: Reasons why no stronger level was granted.
-        by: Names of the mechanisms that isolate.
+        mechanisms: Names of the mechanisms that isolate.
     """
 
     isolation: Isolation
     refused: tuple[str, ...]
-    by: tuple[str, ...]
+    mechanisms: tuple[str, ...]
 
     def __str__(self) -> str:
         refused = f"; refused: {'; '.join(self.refused)}" if self.refused else ""
-        return f"{self.isolation.name.lower()} ({', '.join(self.by)}{refused})"
+        return f"{self.isolation.name.lower()} ({', '.join(self.mechanisms)}{refused})"
 
     def require(self, at_least: Isolation, where: str) -> None:
         """Raise SandboxError if this isolation is weaker than `at_least`."""
@@ -85,7 +85,7 @@ class Reason(StrEnum):
     SIGNAL = "signal"  # killed by a signal that no limit sent, such as a segmentation fault
     WALL = "wall"
     CPU = "cpu"
-    # The memory of all its processes together. A single process gets MemoryError instead.
+    # All processes together used too much memory. A single process gets MemoryError instead.
     MEMORY = "memory"
     OUTPUT = "output"
 
@@ -183,15 +183,15 @@ class Session(Protocol):
 
 
 class Sandbox(Protocol):
-    """A place that runs programs in isolation.
+    """A runner of programs in isolation.
 
-    Calls may be concurrent: an implementation queues those that exceed its slots.
+    Calls may be concurrent: an implementation queues calls that exceed its slots.
     """
 
     @property
     def strength(self) -> Strength: ...
     @property
-    def same_python(self) -> bool:
+    def has_same_python(self) -> bool:
         """True if programs run under this interpreter, so that they can load its compiled code."""
         ...
 
@@ -213,8 +213,10 @@ class Sandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """End all running programs and remove everything that they left. Further calls do
-        nothing."""
+        """End all running programs and remove everything that they left.
+
+        Further calls do nothing.
+        """
         ...
 
 

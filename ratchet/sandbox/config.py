@@ -40,7 +40,7 @@ class DockerSandboxConfig(Section):
     image: str = Field(
         "python:3.11-slim",
         min_length=1,
-        description="Container image of programs whose task names no other.",
+        description="Container image of programs, unless their task names another image.",
     )
     address: str = Field(
         "unix:///var/run/docker.sock",
@@ -50,32 +50,37 @@ class DockerSandboxConfig(Section):
         None, description="Directory with ca.pem, cert.pem and key.pem, for https://."
     )
     pull: bool = Field(
-        False, description="Fetch an image that the engine lacks, from its registry."
+        False, description="True to fetch an image that the engine lacks from its registry."
     )
     runtime: str | None = Field(
         None,
-        description="Runtime of the engine, such as runsc (gVisor) or kata; null: its default.",
+        description="Runtime of the engine, such as runsc (gVisor) or kata; null: the engine's "
+        "default.",
     )
     user: str = Field(
-        "65534:65534", min_length=1, description="User that programs run as: name, uid or uid:gid."
+        "65534:65534",
+        min_length=1,
+        description="User (name, uid or uid:gid) under which programs run.",
     )
-    cpus: float = Field(1.0, gt=0, description="Processors that a container can use.")
+    cpus: float = Field(1.0, gt=0, description="Number of processors that a container can use.")
     read_only: bool = Field(
         True,
-        description="Only /tmp can be written, up to the disk limit; false: the whole image, "
-        "without a limit.",
+        description="True: only /tmp can be written, up to the disk limit. False: the whole image "
+        "can be written, without a limit.",
     )
     workdir: str = Field(
         "/tmp",
         pattern="^/",
-        description="Working directory of sessions; with read_only /tmp or below it.",
+        description="Working directory of sessions; with read_only it must be /tmp or below /tmp.",
     )
     shell: str = Field(
         "sh", min_length=1, description="Shell of sessions; it must be in the image."
     )
-    python: str = Field("python3", min_length=1, description="The interpreter in the image.")
+    python: str = Field(
+        "python3", min_length=1, description="Command of the Python interpreter in the image."
+    )
     timeout_s: float = Field(
-        60.0, gt=0, description="Timeout of any answer of the engine, in seconds."
+        60.0, gt=0, description="Time limit of each answer of the engine, in seconds."
     )
 
     @field_validator("address")
@@ -118,23 +123,23 @@ class RemoteSandboxConfig(Section):
         pattern="^https?://", description="Address of the service, without /run_code."
     )
     offers: Literal["seccomp", "landlock", "namespaces", "kernel"] = Field(
-        description="Isolation of programs, as the service's operator declares it; the service "
-        "doesn't report it, and two test programs check it."
+        description="Isolation of programs that the service's operator declares. The service "
+        "doesn't report it, so two test programs check it."
     )
     token_file: Path | None = Field(
-        None, description="File whose text is sent as the bearer token."
+        None, description="File whose text is sent as the bearer token; null: no token is sent."
     )
     retries: int = Field(
-        3, ge=0, description="Further tries after errors of the service or on the way to it."
+        3, ge=0, description="Number of further tries after errors of the service or the network."
     )
     retry_wait_s: float = Field(
         0.5,
         ge=0,
-        description="Wait before the first retry, in seconds; doubled before each further one.",
+        description="Wait before the first retry, in seconds; it doubles with each retry.",
     )
     timeout_s: float = Field(
         30.0,
         gt=0,
-        description="Seconds to wait for an answer, beyond the program's own time, while the "
-        "request is queued.",
+        description="Time limit of an answer in seconds, in addition to the program's own time, "
+        "for requests that are queued.",
     )

@@ -38,24 +38,25 @@ from ratchet.sandbox.base import (
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker_api import DockerEngine, DockerNotFound, DockerStream, EngineUnavailable
 from ratchet.sandbox.docker_outputs import CommandOutputs
-from ratchet.sandbox.reaper import OWNER, identify_process, reap
+from ratchet.sandbox.reaper import OWNER_LABEL, identify_process, remove_dead_containers
 
 T = TypeVar("T")
 # Name prefixes of runtimes with a kernel of their own: gVisor, Kata Containers.
-OWN_KERNEL = ("runsc", "kata")
+OWN_KERNEL_RUNTIMES = ("runsc", "kata")
 TRIES = 2
 GRACE_S = 5.0  # seconds for killed processes to end, and for the engine to notice
-SPARE_PROCESSES = 8  # beyond the program's limit: the first process, shells, and KILL
-BROKEN_PIPE = 128 + 13
-PAGE = 4096  # smallest size of a file in memory
-SCRATCH = "/tmp"
-STATE = f"{SCRATCH}/{shell.STATE_FILE}"
-# The first process. It restarts its `cat` if a program kills that, ends when the connection does,
-# and reaps ended processes.
-KEEPER = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
-# $0: the text that both outputs end with. The file "$0.in" holds the standard input.
-RUN = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
-KILL = "kill -KILL -1"  # all processes but the first and itself
+# Processes in addition to the program's limit: the first process, shells, and KILL_SCRIPT.
+SPARE_PROCESSES = 8
+BROKEN_PIPE_CODE = 128 + 13
+PAGE_BYTES = 4096  # smallest size of a file in memory
+SCRATCH_DIRECTORY = "/tmp"
+STATE_PATH = f"{SCRATCH_DIRECTORY}/{shell.STATE_FILE}"
+# The first process. It restarts its `cat` if a program kills it, ends when the connection ends, and
+# reaps ended processes.
+KEEPER_SCRIPT = "exec 3<&0; while :; do cat <&3 >/dev/null & wait $!; [ $? -le 128 ] && exit; done"
+# $0 is the text that both outputs end with. The file "$0.in" holds the standard input.
+RUN_SCRIPT = '"$@" <"$0.in"; _code=$?; printf %s "$0"; printf %s "$0" >&2; exit $_code'
+KILL_SCRIPT = "kill -KILL -1"  # all processes but the first and itself
 
 
 class DockerSandbox:
@@ -72,7 +73,7 @@ class DockerSandbox:
         SandboxError: No engine answers, or it is unfit or isolates less than `at_least`.
     """
 
-    same_python = False
+    has_same_python = False
 
     def __init__(
         self,
@@ -90,10 +91,12 @@ class DockerSandbox:
             self._engine.close()
             raise
         self._owner = identify_process()
-        self._live: dict[str, DockerStream] = {}
+        self._stream_by_container: dict[str, DockerStream] = {}
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="docker")
-        self._end = weakref.finalize(self, _end, self._engine, self._live, self._threads)
-        reap(self._engine)
+        self._finalizer = weakref.finalize(
+            self, _close, self._engine, self._stream_by_container, self._threads
+        )
+        remove_dead_containers(self._engine)
 
     @property
     def isolation(self) -> Isolation:
@@ -107,10 +110,10 @@ class DockerSandbox:
         An exit code above 128 is reported as signal (code - 128), by a shell's convention. The
         limits on processes and threads are added up to one limit for both together.
         """
-        ticket = _Ticket(self)
+        run_handle = _RunHandle(self)
         with waiting("programs", "run", f"docker sandbox {self.config.address}", limits.wall_s):
             return await self._call(
-                lambda: self._run(ticket, program, stdin, limits), ticket.cancel
+                lambda: self._run(run_handle, program, stdin, limits), run_handle.cancel
             )
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
@@ -121,7 +124,7 @@ class DockerSandbox:
         return DockerSession(self, container, limits)
 
     def close(self) -> None:
-        self._end()
+        self._finalizer()
 
     async def __aenter__(self) -> DockerSandbox:
         return self
@@ -129,50 +132,52 @@ class DockerSandbox:
     async def __aexit__(self, *_: object) -> None:
         await asyncio.get_running_loop().run_in_executor(None, self.close)
 
-    async def _call(self, work: Callable[[], T], cancel: Callable[[], None] = lambda: None) -> T:
-        if not self._end.alive:
+    async def _call(
+        self, function: Callable[[], T], cancel: Callable[[], None] = lambda: None
+    ) -> T:
+        if not self._finalizer.alive:
             raise SandboxError("this sandbox is closed")
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except asyncio.CancelledError:
             cancel()
             raise
 
-    def _retry(self, work: Callable[[], T]) -> T:
+    def _retry(self, function: Callable[[], T]) -> T:
         for remaining in reversed(range(TRIES)):
             try:
-                return work()
+                return function()
             except EngineUnavailable:
-                if not remaining or not self._end.alive:
+                if not remaining or not self._finalizer.alive:
                     raise
         raise AssertionError("unreachable")
 
     def _run(
-        self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
+        self, run_handle: _RunHandle, program: str | Sequence[str], stdin: bytes, limits: Limits
     ) -> Result:
-        return self._retry(lambda: self._run_once(ticket, program, stdin, limits))
+        return self._retry(lambda: self._run_once(run_handle, program, stdin, limits))
 
     def _run_once(
-        self, ticket: _Ticket, program: str | Sequence[str], stdin: bytes, limits: Limits
+        self, run_handle: _RunHandle, program: str | Sequence[str], stdin: bytes, limits: Limits
     ) -> Result:
-        ticket.check()
-        container = ticket.container = self.start(self.config.image, limits)
+        run_handle.check()
+        container = run_handle.container = self.start(self.config.image, limits)
         try:
-            ticket.check()
+            run_handle.check()
             end_marker = secrets.token_hex(16)
             files = {f"{end_marker}.in": stdin}
             words = (
                 list(program)
                 if not isinstance(program, str)
-                else [self.config.python, "-B", f"{SCRATCH}/main.py"]
+                else [self.config.python, "-B", f"{SCRATCH_DIRECTORY}/main.py"]
             )
             if isinstance(program, str):
                 files["main.py"] = program.encode("utf-8", "surrogatepass")
-            self._engine.put(container, SCRATCH, files)
+            self._engine.put(container, SCRATCH_DIRECTORY, files)
             return self.execute(
                 container,
-                ["sh", "-c", RUN, end_marker, *words],
-                SCRATCH,
+                ["sh", "-c", RUN_SCRIPT, end_marker, *words],
+                SCRATCH_DIRECTORY,
                 limits,
                 limits.wall_s,
                 end_marker,
@@ -180,7 +185,7 @@ class DockerSandbox:
         except DockerNotFound as error:
             raise EngineUnavailable(f"the container went away: {error}") from error
         finally:
-            ticket.container = None
+            run_handle.container = None
             self.stop(container)
 
     # --- Blocking methods, which sessions call too.
@@ -200,7 +205,7 @@ class DockerSandbox:
             engine.pull(image)
             container = engine.json("POST", "/containers/create", body)["Id"]
         try:
-            self._live[container] = engine.attach(
+            self._stream_by_container[container] = engine.attach(
                 f"/containers/{container}/attach", stream=1, stdin=1
             )
             engine.json("POST", f"/containers/{container}/start")
@@ -210,7 +215,8 @@ class DockerSandbox:
         return container
 
     def stop(self, container: str) -> None:
-        if stream := self._live.pop(container, None):
+        """End a container and remove it."""
+        if stream := self._stream_by_container.pop(container, None):
             stream.close()
         # The container ends with its connection, even if this request fails.
         with contextlib.suppress(EngineUnavailable):
@@ -223,12 +229,12 @@ class DockerSandbox:
         folder: str,
         limits: Limits,
         timeout_s: float,
-        end: str,
+        end_marker: str,
     ) -> Result:
         """Run one command in a running container.
 
         Args:
-            end: Text that both outputs end with when they are complete.
+            end_marker: Text that both outputs end with when they are complete.
         """
         engine = self._engine
         body = {
@@ -238,22 +244,22 @@ class DockerSandbox:
             "WorkingDir": folder,
             "User": self.config.user,
         }
-        name = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
+        exec_id = engine.json("POST", f"/containers/{container}/exec", body)["Id"]
         start = time.monotonic()
-        stream = engine.attach(f"/exec/{name}/start", {"Detach": False, "Tty": False})
-        outputs = CommandOutputs(limits.output_kib << 10, end)
+        stream = engine.attach(f"/exec/{exec_id}/start", {"Detach": False, "Tty": False})
+        outputs = CommandOutputs(limits.output_kib << 10, end_marker)
         try:
-            reason = outputs.listen(stream, start + timeout_s)
+            reason = outputs.read_to_end(stream, start + timeout_s)
             seconds = time.monotonic() - start
             if reason is not None:
-                self._kill_programs(container, name)
+                self._kill_programs(container, exec_id)
                 return Result(None, None, *outputs.texts_without_end(), seconds, reason)
         finally:
             stream.close()
-        code = self._exit_code(name)
+        code = self._wait_for_exit_code(exec_id)
         # Outputs without their end mean a cut stream, unless the program killed its shell, which
         # any signal but SIGPIPE shows.
-        if not outputs.is_complete and (code <= 128 or code == BROKEN_PIPE):
+        if not outputs.is_complete and (code <= 128 or code == BROKEN_PIPE_CODE):
             raise EngineUnavailable(
                 "the engine's stream was cut: the program ended by itself, and its outputs have no "
                 "end"
@@ -272,9 +278,9 @@ class DockerSandbox:
             reason,
         )
 
-    def _exit_code(self, name: str) -> int:
+    def _wait_for_exit_code(self, exec_id: str) -> int:
         deadline = time.monotonic() + GRACE_S
-        while (state := self._engine.json("GET", f"/exec/{name}/json"))["Running"]:
+        while (state := self._engine.json("GET", f"/exec/{exec_id}/json"))["Running"]:
             if time.monotonic() > deadline:
                 raise EngineUnavailable(
                     "the engine's stream was cut: it ended while the program is running"
@@ -282,13 +288,13 @@ class DockerSandbox:
             time.sleep(0.02)
         return int(state["ExitCode"])
 
-    def _kill_programs(self, container: str, name: str) -> None:
+    def _kill_programs(self, container: str, exec_id: str) -> None:
         """End every process but the first. If that fails, end the container."""
-        body = {"Cmd": ["sh", "-c", KILL], "User": self.config.user}
+        body = {"Cmd": ["sh", "-c", KILL_SCRIPT], "User": self.config.user}
         try:
             killer = self._engine.json("POST", f"/containers/{container}/exec", body)["Id"]
             self._engine.json("POST", f"/exec/{killer}/start", {"Detach": True, "Tty": False})
-            self._exit_code(name)
+            self._wait_for_exit_code(exec_id)
         except SandboxError:
             self.stop(container)
 
@@ -296,7 +302,7 @@ class DockerSandbox:
         try:
             return self._engine.get(container, path, max_bytes)
         except DockerNotFound:
-            if container not in self._live:
+            if container not in self._stream_by_container:
                 raise
             return {}
 
@@ -307,8 +313,7 @@ class DockerSandbox:
 class DockerSession:
     """A container that is kept over several commands.
 
-    After a command that timed out, files and the shell's state are as the command left
-    them, and background processes are gone.
+    A command that timed out leaves its files and the shell's state, but no background processes.
     """
 
     def __init__(self, sandbox: DockerSandbox, container: str, limits: Limits) -> None:
@@ -318,11 +323,13 @@ class DockerSession:
         self._folder = sandbox.config.workdir
         # Bytes of the files put so far, each rounded up to whole pages.
         self._stored_bytes = 0
-        self._end = weakref.finalize(self, sandbox.stop, container)
+        self._finalizer = weakref.finalize(self, sandbox.stop, container)
 
     async def run(self, command: str, timeout_s: float) -> Result:
         end_marker = secrets.token_hex(16)
-        words = shell.build_shell_command(self._sandbox.config.shell, command, STATE, end_marker)
+        words = shell.build_shell_command(
+            self._sandbox.config.shell, command, STATE_PATH, end_marker
+        )
         folder, limits = self._folder, self._limits
         return await self._call(
             lambda: self._sandbox.execute(
@@ -332,7 +339,9 @@ class DockerSession:
 
     async def put(self, files: Mapping[str, bytes]) -> None:
         files_by_path = {check_relative_path(name): bytes(data) for name, data in files.items()}
-        self._stored_bytes += sum(-(-len(data) // PAGE) * PAGE for data in files_by_path.values())
+        self._stored_bytes += sum(
+            -(-len(data) // PAGE_BYTES) * PAGE_BYTES for data in files_by_path.values()
+        )
         if self._sandbox.config.read_only and self._stored_bytes > self._limits.disk_mib << 20:
             raise TooLarge(f"the session's files take more than its {self._limits.disk_mib} MiB")
         await self._call(lambda: self._sandbox.put(self.container, self._folder, files_by_path))
@@ -351,16 +360,16 @@ class DockerSession:
         return {name: data for name, data in files.items() if name != shell.STATE_FILE}
 
     async def close(self) -> None:
-        if self._end.alive:
-            await asyncio.get_running_loop().run_in_executor(None, self._end)
+        if self._finalizer.alive:
+            await asyncio.get_running_loop().run_in_executor(None, self._finalizer)
 
-    async def _call(self, work: Callable[[], T]) -> T:
-        if not self._end.alive:
+    async def _call(self, function: Callable[[], T]) -> T:
+        if not self._finalizer.alive:
             raise SandboxError("this session is closed")
-        return await self._sandbox._call(work, lambda: self._sandbox.stop(self.container))
+        return await self._sandbox._call(function, lambda: self._sandbox.stop(self.container))
 
 
-class _Ticket:
+class _RunHandle:
     """The container of one run, so that a cancelled caller can stop it."""
 
     def __init__(self, sandbox: DockerSandbox) -> None:
@@ -393,14 +402,14 @@ def _build_container_config(
     }
     volume = {
         "Type": "volume",
-        "Target": SCRATCH,
+        "Target": SCRATCH_DIRECTORY,
         "VolumeOptions": {"DriverConfig": {"Name": "local", "Options": scratch}},
     }
     # Over its CPU limit a process gets SIGXCPU, and a second later SIGKILL.
     ulimits = [("nofile", 256, 256), ("core", 0, 0), ("cpu", cpu_s, cpu_s + 1)]
     return {
         "Image": image,
-        "Entrypoint": ["sh", "-c", KEEPER],
+        "Entrypoint": ["sh", "-c", KEEPER_SCRIPT],
         "Cmd": [],
         "Env": [f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items()],
         "User": config.user,
@@ -409,7 +418,7 @@ def _build_container_config(
         "StdinOnce": True,
         "AttachStdin": True,
         "NetworkDisabled": True,
-        "Labels": {OWNER: owner},
+        "Labels": {OWNER_LABEL: owner},
         "HostConfig": {
             "AutoRemove": True,
             "Memory": memory,
@@ -445,7 +454,7 @@ def _read_strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Stre
     has_seccomp = any(
         option.startswith("name=seccomp") and "unconfined" not in option for option in options
     )
-    has_own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL)
+    has_own_kernel = runtime.removeprefix("io.containerd.").startswith(OWN_KERNEL_RUNTIMES)
     if not has_seccomp and not has_own_kernel:
         raise SandboxError(
             f"the engine at {config.address} filters no system calls (seccomp): no isolation level "
@@ -468,13 +477,15 @@ def _read_strength(info: Mapping[str, Any], config: DockerSandboxConfig) -> Stre
     )
 
 
-def _end(engine: DockerEngine, live: dict[str, DockerStream], threads: ThreadPoolExecutor) -> None:
-    for container, stream in list(live.items()):
+def _close(
+    engine: DockerEngine, stream_by_container: dict[str, DockerStream], threads: ThreadPoolExecutor
+) -> None:
+    for container, stream in list(stream_by_container.items()):
         stream.close()
         with contextlib.suppress(SandboxError):
             engine.remove(container)
-    live.clear()
+    stream_by_container.clear()
     end_threads(threads)
-    for container in list(live):  # started in the meantime
-        live.pop(container).close()
+    for container in list(stream_by_container):  # started in the meantime
+        stream_by_container.pop(container).close()
     engine.close()

@@ -26,11 +26,12 @@ if TYPE_CHECKING:
     import httpx2
 
 # The oldest and newest supported API version
-OLDEST = (1, 41)
-NEWEST = (1, 47)
-CHUNK = 1 << 16
-HEADER = struct.Struct(">B3xI")  # stream (1: stdout, 2: stderr), length of the data that follows
-MAX_ANSWER = 4 << 20
+OLDEST_VERSION = (1, 41)
+NEWEST_VERSION = (1, 47)
+CHUNK_BYTES = 1 << 16
+# The stream (1: stdout, 2: stderr), and the length of the data that follows.
+FRAME_HEADER = struct.Struct(">B3xI")
+MAX_ANSWER_BYTES = 4 << 20
 SESSION_FILE_MODE = 0o777  # all processes of a container run as one user
 
 
@@ -50,20 +51,20 @@ class DockerStream:
         self._network = response.extensions["network_stream"]
         self._buffer = b""
 
-    def frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
-        """Yield (stream, data) until the engine closes the connection; see `HEADER`.
+    def iter_frames(self, deadline: float) -> Iterator[tuple[int, bytes]]:
+        """Yield (stream, data) until the engine closes the connection; see `FRAME_HEADER`.
 
         Raise TimeoutError at the deadline (of time.monotonic), or EngineUnavailable if the
         connection breaks or ends within a frame.
         """
-        while header := self._read_exactly(HEADER.size, deadline):
-            stream, size = HEADER.unpack(header)
+        while header := self._read_exactly(FRAME_HEADER.size, deadline):
+            stream, size = FRAME_HEADER.unpack(header)
             if stream not in (0, 1, 2):
                 raise EngineUnavailable(
                     f"the engine's stream is not multiplexed: it begins a frame with {header[:4]!r}"
                 )
             while size:
-                data = self._read_up_to(min(size, CHUNK), deadline)
+                data = self._read_up_to(min(size, CHUNK_BYTES), deadline)
                 if not data:
                     raise EngineUnavailable("the engine's stream was cut within a frame")
                 size -= len(data)
@@ -89,7 +90,7 @@ class DockerStream:
             if remaining_s <= 0:
                 raise TimeoutError
             try:
-                self._buffer = self._network.read(CHUNK, timeout=remaining_s)
+                self._buffer = self._network.read(CHUNK_BYTES, timeout=remaining_s)
             except httpcore2.ReadTimeout:
                 raise TimeoutError from None
             except (httpcore2.NetworkError, OSError) as error:
@@ -124,21 +125,21 @@ class DockerEngine:
         self._version = ""
         api_version = str(self.json("GET", "/version").get("ApiVersion", "0.0"))
         version = tuple(int(part) for part in api_version.split(".")[:2] if part.isdecimal())
-        if version < OLDEST:
+        if version < OLDEST_VERSION:
             self.close()
             raise SandboxError(
                 f"the engine at {address} speaks API {api_version}: 1.41 (Docker 20.10) or later "
                 "is needed"
             )
-        self._version = "/v{}.{}".format(*min(version, NEWEST))
+        self._version = "/v{}.{}".format(*min(version, NEWEST_VERSION))
 
     def json(self, method: str, path: str, body: Any = None, **query: Any) -> Any:
         """Return the JSON of the engine's answer; {} if the answer is empty.
 
         Raise DockerNotFound, EngineUnavailable, or SandboxError if the engine refuses the request.
         """
-        with self._answer(method, path, query, json=body) as response:
-            data = _read_bounded(response, MAX_ANSWER)
+        with self._request(method, path, query, json=body) as response:
+            data = _read_bounded(response, MAX_ANSWER_BYTES)
         try:
             return json.loads(data) if data.strip() else {}
         except ValueError:
@@ -160,7 +161,7 @@ class DockerEngine:
         try:
             response = self._client.send(request, stream=True)
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
+            raise self._make_unreachable_error(error) from error
         if response.status_code != 101:
             with _closing(response):
                 self._check(response, "POST", path)
@@ -185,10 +186,10 @@ class DockerEngine:
         path = f"/containers/{container}/archive"
         query = {"path": folder, "noOverwriteDirNonDir": "true"}
         headers = {"Content-Type": "application/x-tar"}
-        with self._answer(
+        with self._request(
             "PUT", path, query, content=tar_file.getvalue(), headers=headers
         ) as response:
-            _read_bounded(response, MAX_ANSWER)
+            _read_bounded(response, MAX_ANSWER_BYTES)
 
     def get(self, container: str, path: str, max_bytes: int) -> dict[str, bytes]:
         """Return the regular files at or below `path`; keys are paths relative to its parent.
@@ -196,7 +197,7 @@ class DockerEngine:
         Links and devices are left out. Raise DockerNotFound, or TooLarge if the archive exceeds
         `max_bytes` bytes.
         """
-        with self._answer("GET", f"/containers/{container}/archive", {"path": path}) as response:
+        with self._request("GET", f"/containers/{container}/archive", {"path": path}) as response:
             data = _read_bounded(response, max_bytes)
         files = {}
         try:
@@ -220,8 +221,8 @@ class DockerEngine:
         name, _, tag = (
             image.rpartition(":") if ":" in image.rpartition("/")[2] else (image, "", "latest")
         )
-        with self._answer("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
-            for line in _read_bounded(response, MAX_ANSWER).splitlines():
+        with self._request("POST", "/images/create", {"fromImage": name, "tag": tag}) as response:
+            for line in _read_bounded(response, MAX_ANSWER_BYTES).splitlines():
                 if b'"error"' in line:
                     raise SandboxError(
                         f"image '{image}' could not be fetched: {json.loads(line).get('error')}"
@@ -241,7 +242,7 @@ class DockerEngine:
         self._client.close()
 
     @contextmanager
-    def _answer(
+    def _request(
         self, method: str, path: str, query: Mapping[str, Any], **body: Any
     ) -> Iterator[httpx2.Response]:
         import httpx2
@@ -253,12 +254,12 @@ class DockerEngine:
                 self._check(response, method, path)
                 yield response
         except httpx2.TransportError as error:
-            raise self._unreachable(error) from error
+            raise self._make_unreachable_error(error) from error
 
     def _check(self, response: httpx2.Response, method: str, path: str) -> None:
         if response.is_success or response.status_code == 101:
             return
-        text = _read_bounded(response, MAX_ANSWER)
+        text = _read_bounded(response, MAX_ANSWER_BYTES)
         try:
             reason = json.loads(text)["message"]
         except (ValueError, KeyError, TypeError):
@@ -275,7 +276,7 @@ class DockerEngine:
             else SandboxError(message)
         )
 
-    def _unreachable(self, error: Exception) -> EngineUnavailable:
+    def _make_unreachable_error(self, error: Exception) -> EngineUnavailable:
         return EngineUnavailable(
             f"no Docker engine answers at {self.address} ({error!r}): is it running, and is this "
             "its address?"

@@ -35,15 +35,15 @@ from ratchet.sandbox.base import (
 
 START_TIMEOUT_S = 30.0
 GRACE_S = 5.0  # beyond the wall limit, before the fork server itself counts as broken
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 # Share of the CPU limit from which a SIGKILL counts as the kernel's CPU limit. The kernel counts
 # whole ticks and the report is exact, so on a busy virtual machine the report can be lower by a
 # third.
-KILLED_FOR_CPU = 0.5
-# Without address randomisation, `hash(None)` and all else that depends on addresses is the same
-# in every slot; the switch takes effect at the next exec. Where a container refuses it (EPERM),
+CPU_KILL_SHARE = 0.5
+# Without address randomisation, `hash(None)` and everything else that depends on addresses is the
+# same in every slot. The setting takes effect at the next exec. If a container refuses it (EPERM),
 # addresses stay random.
-BOOT = """
+BOOT_CODE = """
 import ctypes, json, os, sys
 NO_RANDOMIZE = 0x40000
 personality = ctypes.CDLL(None).personality
@@ -69,27 +69,27 @@ ENVIRONMENT = {
 
 
 class ForkServerError(SandboxError):
-    """The fork server died or hung; a new one may work."""
+    """The fork server died or hung; a new server may work."""
 
 
 class ForkServerSlot:
     """A slot of the pool, with one fork server.
 
-    The server starts on first use; after it broke, the next use starts a new one.
+    The server starts on first use. If it breaks, the next use starts a new server.
     """
 
     def __init__(self, *, at_most: Isolation, readable: Sequence[str]) -> None:
         self._options = {"at_most": int(at_most), "readable": list(readable)}
         self._process: subprocess.Popen[bytes] | None = None
         self._channel: socket.socket | None = None
-        self._errors = -1
+        self._stderr_file = -1
         # Protects the channel while it is replaced from a `stop` in another thread.
         self._lock = threading.Lock()
 
     def start(self) -> Strength:
         """Start the fork server. Raises SandboxError if the machine grants no isolation."""
         client_end, server_end = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        self._errors = os.memfd_create("errors")
+        self._stderr_file = os.memfd_create("errors")
         options = json.dumps({**self._options, "boss": os.getpid()})
         command = [
             os.path.realpath(sys.executable),
@@ -100,7 +100,7 @@ class ForkServerSlot:
             "-X",
             "utf8",
             "-c",
-            BOOT,
+            BOOT_CODE,
             PACKAGE_DIR,
             str(server_end.fileno()),
             options,
@@ -111,7 +111,7 @@ class ForkServerSlot:
                 pass_fds=[server_end.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
-                stderr=self._errors,
+                stderr=self._stderr_file,
                 env=ENVIRONMENT,
                 cwd="/",
                 start_new_session=True,
@@ -125,7 +125,7 @@ class ForkServerSlot:
         self._channel = client_end
         client_end.settimeout(START_TIMEOUT_S)
         try:
-            answer = json.loads(client_end.recv(CHUNK) or b"{}")
+            answer = json.loads(client_end.recv(CHUNK_BYTES) or b"{}")
         except TimeoutError:
             answer = {"error": f"no answer within {START_TIMEOUT_S:g} s"}
         if "level" not in answer:
@@ -143,7 +143,7 @@ class ForkServerSlot:
     ) -> Result:
         """Run a program to its end.
 
-        Raises ForkServerError when a retry may help, SandboxError otherwise.
+        Raises ForkServerError if a retry may help, else SandboxError.
 
         Args:
             is_cancelled: Called after the request is sent, to notice a `stop` that came before it.
@@ -157,8 +157,8 @@ class ForkServerSlot:
             if is_command
             else program.encode("utf-8", "surrogatepass")
         )
-        forking = is_command or limits.processes > 1
-        oom_kills_before = count_oom_kills() if forking else 0
+        can_fork = is_command or limits.processes > 1
+        oom_kills_before = count_oom_kills() if can_fork else 0
         files = [seal_in_memory(text), seal_in_memory(stdin)]
         outputs: list[int] = []
         try:
@@ -170,7 +170,7 @@ class ForkServerSlot:
             try:
                 self._send_request(limits, is_command, files)
             finally:
-                close(files)
+                close_files(files)
                 files = []
             if is_cancelled():
                 self.stop()
@@ -183,23 +183,23 @@ class ForkServerSlot:
                 f"the sandbox's fork server broke: {error} {stderr_text}".rstrip()
             ) from error
         finally:
-            close(files + outputs)
+            close_files(files + outputs)
         if report["setup"]:
             raise SandboxError(f"the sandbox could not confine a program: {report['setup']}")
-        result = judge_end(report, run_outputs, limits)
+        result = make_result(report, run_outputs, limits)
         # The program can't send SIGKILL to itself.
-        if result.signal == SIGKILL and not forking:
+        if result.signal == SIGKILL and not can_fork:
             raise ForkServerError(
                 "the program was killed from outside: by the kernel because memory ran out, or by "
                 "another user"
             )
-        # Any of its processes may have died of it, even if the program itself went on.
+        # The signal may have ended any of the program's processes, even if the program continued.
         if number := report["signal_from_outside"]:
             raise ForkServerError(
                 f"the program's processes got {Signals(number).name} from outside, as from a "
                 "service manager that stops all processes"
             )
-        if forking and count_oom_kills() > oom_kills_before:
+        if can_fork and count_oom_kills() > oom_kills_before:
             raise ForkServerError(
                 "the kernel killed processes for want of memory while the program ran"
             )
@@ -238,7 +238,7 @@ class ForkServerSlot:
                 is_stopping = True
                 self.stop("output")
             if channel.fileno() in ready:
-                message = channel.recv(CHUNK)
+                message = channel.recv(CHUNK_BYTES)
                 if not message:
                     raise ForkServerError("it is gone")
                 outputs.drain()
@@ -255,8 +255,8 @@ class ForkServerSlot:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(0.2)
         return (
-            os.pread(self._errors, 4000, 0).decode("utf-8", "replace").strip()
-            if self._errors >= 0
+            os.pread(self._stderr_file, 4000, 0).decode("utf-8", "replace").strip()
+            if self._stderr_file >= 0
             else ""
         )
 
@@ -274,9 +274,9 @@ class ForkServerSlot:
                     os.kill(self._process.pid, SIGKILL)
                 self._process.wait()
             self._process = None
-        if self._errors >= 0:
-            os.close(self._errors)
-            self._errors = -1
+        if self._stderr_file >= 0:
+            os.close(self._stderr_file)
+            self._stderr_file = -1
 
 
 class RunOutputs:
@@ -292,7 +292,7 @@ class RunOutputs:
         """Read the available part of an output. Return False at its end or beyond the limit."""
         text = self.open[file]
         try:
-            data = os.read(file, CHUNK)
+            data = os.read(file, CHUNK_BYTES)
         except BlockingIOError:
             return True
         text += data
@@ -318,7 +318,8 @@ class RunOutputs:
                 pass
 
 
-def judge_end(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> Result:
+def make_result(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> Result:
+    """Return the result of a run. Raises SandboxError if the run was cancelled."""
     code, stopped = report["status"], report["stopped"]
     exit_code = os.WEXITSTATUS(code) if os.WIFEXITED(code) else None
     signal_number = os.WTERMSIG(code) if os.WIFSIGNALED(code) else None
@@ -330,7 +331,7 @@ def judge_end(report: dict[str, Any], outputs: RunOutputs, limits: Limits) -> Re
         )
     elif stopped:
         reason = Reason(stopped)
-    elif signal_number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) * KILLED_FOR_CPU:
+    elif signal_number == SIGKILL and report["cpu"] >= max(1.0, limits.cpu_s) * CPU_KILL_SHARE:
         reason = Reason.CPU
     else:
         reason = Reason.SIGNAL if signal_number else Reason.EXIT
@@ -366,14 +367,14 @@ def count_oom_kills() -> int:
     """
     with contextlib.suppress(OSError):
         group = Path("/proc/self/cgroup").read_text().rpartition("0::")[2].strip()
-        if found := OOM_KILLS.search(Path(f"/sys/fs/cgroup{group}/memory.events").read_text()):
-            return int(found[1])
+        if match := OOM_KILLS.search(Path(f"/sys/fs/cgroup{group}/memory.events").read_text()):
+            return int(match[1])
     with contextlib.suppress(OSError):
-        if found := OOM_KILLS.search(Path("/proc/vmstat").read_text()):
-            return int(found[1])
+        if match := OOM_KILLS.search(Path("/proc/vmstat").read_text()):
+            return int(match[1])
     return 0
 
 
-def close(files: list[int]) -> None:
+def close_files(files: list[int]) -> None:
     for file in files:
         os.close(file)

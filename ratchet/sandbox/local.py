@@ -1,4 +1,4 @@
-"""The sandbox of this machine: a pool of fork servers, each with a thread that talks to it."""
+"""The sandbox of this machine: a pool of fork servers, each with a thread that serves it."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class LocalSandbox:
     Args:
         slots: Maximum number of programs that run at once.
         at_least: Weakest isolation allowed.
-        at_most: Strongest isolation tried; a lower one simulates a weaker machine.
+        at_most: Strongest isolation tried; a lower level simulates a weaker machine.
         readable: Directories that programs can read and import from, besides the standard library.
     """
 
-    same_python = True
+    has_same_python = True
 
     def __init__(
         self,
@@ -73,7 +73,7 @@ class LocalSandbox:
             self._free.put(slot)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="sandbox")
         self._closing = threading.Event()
-        self._end = weakref.finalize(self, _end, self._closing, self._slots, self._threads)
+        self._finalizer = weakref.finalize(self, _close, self._closing, self._slots, self._threads)
         self.strength: Strength = self._slots[0].start()
         try:
             self.strength.require(at_least, "this machine")
@@ -94,15 +94,15 @@ class LocalSandbox:
             raise SandboxError(
                 "this sandbox was made before a fork: make another in the new process"
             )
-        if not self._end.alive:
+        if not self._finalizer.alive:
             raise SandboxError("this sandbox is closed")
-        ticket = _Ticket(self._closing)
+        run_handle = _RunHandle(self._closing)
         try:
-            work = functools.partial(_run, self._free, ticket, program, stdin, limits)
+            function = functools.partial(_run, self._free, run_handle, program, stdin, limits)
             with waiting("programs", "run", "local sandbox", limits.wall_s):
-                return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+                return await asyncio.get_running_loop().run_in_executor(self._threads, function)
         except asyncio.CancelledError:
-            ticket.cancel()
+            run_handle.cancel()
             raise
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
@@ -120,7 +120,7 @@ class LocalSandbox:
         return Workspace(self, limits)
 
     def close(self) -> None:
-        self._end()
+        self._finalizer()
 
     async def __aenter__(self) -> LocalSandbox:
         return self
@@ -140,7 +140,7 @@ def build_local_sandbox(
     return LocalSandbox(slots=slots, at_least=at_least, readable=config.readable)
 
 
-class _Ticket:
+class _RunHandle:
     """A handle that cancels one run; closing the pool cancels the run too."""
 
     def __init__(self, closing: threading.Event) -> None:
@@ -161,29 +161,29 @@ class _Ticket:
 # garbage-collected, and not in one of its own threads.
 def _run(
     free: queue.SimpleQueue[ForkServerSlot],
-    ticket: _Ticket,
+    run_handle: _RunHandle,
     program: str | Sequence[str],
     stdin: bytes,
     limits: Limits,
 ) -> Result:
     slot = free.get()
     try:
-        ticket.slot = slot
+        run_handle.slot = slot
         for remaining in reversed(range(TRIES)):
-            if ticket.is_cancelled():
+            if run_handle.is_cancelled():
                 raise SandboxError("the program was stopped before its start")
             try:
-                return slot.run(program, stdin, limits, ticket.is_cancelled)
+                return slot.run(program, stdin, limits, run_handle.is_cancelled)
             except ForkServerError:
                 if not remaining:
                     raise
         raise AssertionError("unreachable")
     finally:
-        ticket.slot = None
+        run_handle.slot = None
         free.put(slot)
 
 
-def _end(
+def _close(
     closing: threading.Event, slots: list[ForkServerSlot], threads: ThreadPoolExecutor
 ) -> None:
     closing.set()

@@ -9,18 +9,18 @@ from pathlib import Path
 
 from ratchet.sandbox.docker_api import DockerEngine, EngineUnavailable
 
-OWNER = "ratchet.owner"
+OWNER_LABEL = "ratchet.owner"
 
 
-def reap(engine: DockerEngine) -> list[str]:
+def remove_dead_containers(engine: DockerEngine) -> list[str]:
     """Remove the containers of dead owners on this machine, and return their ids."""
     containers = engine.json(
-        "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER]})
+        "GET", "/containers/json", all="true", filters=json.dumps({"label": [OWNER_LABEL]})
     )
     dead = [
         item["Id"]
         for item in containers
-        if not _may_live(str((item.get("Labels") or {}).get(OWNER, "")))
+        if not _may_be_alive(str((item.get("Labels") or {}).get(OWNER_LABEL, "")))
     ]
     for container in dead:
         with contextlib.suppress(EngineUnavailable):
@@ -36,7 +36,7 @@ def identify_process() -> str:
     return f"{_read_boot_id()}/{os.getpid()}/{_read_start_time(os.getpid())}"
 
 
-def _may_live(owner: str) -> bool:
+def _may_be_alive(owner: str) -> bool:
     boot, _, process = owner.partition("/")
     pid, _, started = process.partition("/")
     if not boot or boot != _read_boot_id() or not pid.isdecimal():

@@ -1,4 +1,4 @@
-"""Run programs on a service that speaks SandboxFusion's API.
+"""Run programs on a service with SandboxFusion's API.
 
 POST /run_code takes a RunCodeRequest and returns a RunCodeResponse. Its `status` is Success,
 Failed, or SandboxError if the service itself failed.
@@ -35,9 +35,9 @@ from ratchet.sandbox.config import RemoteSandboxConfig
 from ratchet.sandbox.workspace import Workspace
 
 # Bytes at which the service cuts an output, without reporting it.
-SERVICE_OUTPUT = 1 << 20
-MAX_ANSWER = 8 << 20
-NOT_TEXT = "[DecodeError]"  # the service's replacement of an output that isn't UTF-8
+SERVICE_OUTPUT_BYTES = 1 << 20
+MAX_ANSWER_BYTES = 8 << 20
+DECODE_ERROR_MARK = "[DecodeError]"  # the service's replacement of an output that isn't UTF-8
 # Two programs that test isolation: one leaves a file, the other looks for it.
 LEAVE_FILE = "open('/tmp/{name}', 'w').close()"
 LOOK_FOR_FILE = "import os\nprint(os.path.exists('/tmp/{name}'))"
@@ -48,19 +48,19 @@ class ServiceUnavailable(SandboxError):
 
 
 class RemoteSandbox:
-    """A sandbox on a service that speaks SandboxFusion's API.
+    """A sandbox on a service with SandboxFusion's API.
 
     The service does not report how it isolates programs: the config declares it (`offers`), and two
-    programs test if one can leave a file for the other. The service limits time and memory as each
-    request says, and output at 1 MiB; `Limits.output_kib` is applied here. The service's own limits
-    replace `cpu_s`, `disk_mib`, `processes` and `threads`. Raises SandboxError at construction if
-    the service does not respond, or isolates too weakly.
+    programs test if one can leave a file for the other. The service applies the limits on time and
+    memory of each request, and a limit of 1 MiB on output. `Limits.output_kib` is applied here. The
+    service's own limits replace `cpu_s`, `disk_mib`, `processes` and `threads`. Raises SandboxError
+    at construction if the service does not respond, or isolates too weakly.
 
     Args:
         slots: Number of concurrent requests.
     """
 
-    same_python = False
+    has_same_python = False
 
     def __init__(
         self,
@@ -81,7 +81,7 @@ class RemoteSandbox:
         self._client = httpx2.Client(headers=headers, trust_env=False)
         self._threads = ThreadPoolExecutor(slots, thread_name_prefix="remote")
         self._closing = threading.Event()
-        self._end = weakref.finalize(self, _end, self._closing, self._threads, self._client)
+        self._finalizer = weakref.finalize(self, _close, self._closing, self._threads, self._client)
         try:
             self._check_service()
         except SandboxError:
@@ -100,11 +100,11 @@ class RemoteSandbox:
         Input and output are text only. If the caller is cancelled, the program still runs on the
         service until it ends or meets its limit.
         """
-        if not self._end.alive:
+        if not self._finalizer.alive:
             raise SandboxError("this sandbox is closed")
-        work = functools.partial(self._run, program, stdin, limits)
+        function = functools.partial(self._run, program, stdin, limits)
         with waiting("programs", "run", f"sandbox at {self.config.address}", limits.wall_s):
-            return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, function)
 
     async def open(self, image: str = "", limits: Limits = DEFAULT_LIMITS) -> Session:
         """Return a session; see `Sandbox.open`.
@@ -119,7 +119,7 @@ class RemoteSandbox:
         return Workspace(self, limits)
 
     def close(self) -> None:
-        self._end()
+        self._finalizer()
 
     async def __aenter__(self) -> RemoteSandbox:
         return self
@@ -186,8 +186,10 @@ class RemoteSandbox:
                 data = bytearray()
                 for chunk in response.iter_bytes():
                     data += chunk
-                    if len(data) > MAX_ANSWER:
-                        raise SandboxError(f"{url} answered with more than {MAX_ANSWER} bytes")
+                    if len(data) > MAX_ANSWER_BYTES:
+                        raise SandboxError(
+                            f"{url} answered with more than {MAX_ANSWER_BYTES} bytes"
+                        )
         except httpx2.TransportError as error:
             raise ServiceUnavailable(f"no sandbox service answers at {url} ({error!r})") from error
         if response.status_code == 429 or response.is_server_error:
@@ -231,7 +233,7 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
         str(run_result.get(name) or "").encode("utf-8", "surrogatepass")
         for name in ("stdout", "stderr")
     ]
-    max_bytes = min(limits.output_kib << 10, SERVICE_OUTPUT - 1)
+    max_bytes = min(limits.output_kib << 10, SERVICE_OUTPUT_BYTES - 1)
     is_too_long = any(len(output) > max_bytes for output in outputs)
     stdout, stderr = (output[:max_bytes] for output in outputs)
     if status == "TimeLimitExceeded":
@@ -243,7 +245,7 @@ def _read_result(answer: dict[str, Any], limits: Limits) -> Result:
     if is_too_long:
         return Result(None, None, stdout, stderr, seconds, Reason.OUTPUT)
     # The output is lost, so the program must not count as successful.
-    if stdout.startswith(NOT_TEXT.encode()):
+    if stdout.startswith(DECODE_ERROR_MARK.encode()):
         return Result(code or 1, None, stdout, stderr, seconds, Reason.EXIT)
     # A signal is reported as a negative code, or as 128 + signal by a shell.
     signal_number = -code if code < 0 else code - 128 if code > 128 else None
@@ -265,7 +267,7 @@ def _read_token(config: RemoteSandboxConfig) -> str:
         raise SandboxError(f"token_file {config.token_file} can't be read: {error}") from error
 
 
-def _end(closing: threading.Event, threads: ThreadPoolExecutor, client: Any) -> None:
+def _close(closing: threading.Event, threads: ThreadPoolExecutor, client: Any) -> None:
     closing.set()
     end_threads(threads)
     client.close()

@@ -10,11 +10,11 @@ from __future__ import annotations
 from ratchet.sandbox.base import FIXED_ENVIRONMENT
 
 STATE_FILE = ".ratchet-shell"
-EXPORT = " ".join(f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items())
-# The script's arguments are $1: the state file, $2: the command, $3: a text printed at the end of
-# stdout and stderr, so that a reader knows that they are complete.
+EXPORTED_VARIABLES = " ".join(f"{name}={value}" for name, value in FIXED_ENVIRONMENT.items())
+# The script's arguments are the state file ($1), the command ($2), and a text ($3) that is printed
+# at the end of stdout and stderr to mark them as complete.
 SCRIPT = (
-    f"export {EXPORT}"
+    f"export {EXPORTED_VARIABLES}"
     + r"""
 _state=$1 _end=$3 _home=$PWD
 [ -r "$_state" ] && . "$_state" 2>/dev/null

@@ -21,12 +21,12 @@ from ratchet.sandbox.base import (
     check_relative_path,
 )
 
-# Seconds beyond the command's time for the carrier, the program that runs it in the sandbox.
+# Seconds that `inside/session_command.py` may take in addition to the command that it runs.
 MARGIN_S = 10.0
-# Processes beyond the limit: the carrier, its threads, and the commands of a shell pipeline.
+# Processes in addition to the limit: that program, its threads, and the commands of a pipeline.
 SHELL_PROCESSES = 32
-# Maximum size of a session's files: a remote service keeps 1 MiB of an answer, and base64 adds a
-# third.
+# Maximum size of a session's files. A remote service keeps 1 MiB of an answer, and base64 adds a
+# third to the size of files.
 MAX_FILES_KIB = 512
 
 
@@ -50,7 +50,7 @@ class Workspace:
         A command that leaves more than MAX_FILES_KIB of files ends with Reason.OUTPUT, and its
         changes are undone.
         """
-        self._check()
+        self._require_open()
         max_output_kib = min(self._limits.output_kib, MAX_FILES_KIB // 8)
         request = {
             "files": {name: [mode, _encode(data)] for name, (mode, data) in self._files.items()},
@@ -72,26 +72,26 @@ class Workspace:
             .joinpath("inside/session_command.py")
             .read_text(encoding="utf-8")
         )
-        carrier_result = await self._sandbox.run(
+        program_result = await self._sandbox.run(
             f"{source}\n\nmain()\n", json.dumps(request).encode("ascii"), limits
         )
-        # The carrier was ended by a limit that it shares with the command, or by the command.
-        if not carrier_result.ok:
+        # The program was ended by a limit that it shares with the command, or by the command.
+        if not program_result.ok:
             return replace(
-                carrier_result,
+                program_result,
                 stdout=b"",
                 stderr=b"the command ended its session's process; its files are undone\n",
             )
-        return self._read(carrier_result)
+        return self._read_report(program_result)
 
-    def _read(self, carrier_result: Result) -> Result:
-        """Return the result that the carrier program reported, and store its files.
+    def _read_report(self, program_result: Result) -> Result:
+        """Return the result that the program reported, and store its files.
 
         The report is as untrusted as the command: the limits bound its size, and it is only parsed
         as data.
         """
         try:
-            report: dict[str, Any] = json.loads(carrier_result.stdout)
+            report: dict[str, Any] = json.loads(program_result.stdout)
             stdout, stderr = (
                 base64.b64decode(report[name], validate=True) for name in ("stdout", "stderr")
             )
@@ -103,9 +103,9 @@ class Workspace:
                     for name, (mode, data) in entries
                 }
         except (ValueError, KeyError, TypeError, AttributeError, binascii.Error) as error:
-            if carrier_result.ok and carrier_result.stdout:
+            if program_result.ok and program_result.stdout:
                 return replace(
-                    carrier_result,
+                    program_result,
                     exit=1,
                     stdout=b"",
                     stderr=b"the command wrote into its session's own report\n",
@@ -125,18 +125,18 @@ class Workspace:
         )
 
     async def put(self, files: Mapping[str, bytes]) -> None:
-        self._check()
-        updated = self._files | {
+        self._require_open()
+        new_files = self._files | {
             check_relative_path(name): (0o755, bytes(data)) for name, data in files.items()
         }
-        if sum(len(data or b"") for _, data in updated.values()) > MAX_FILES_KIB << 10:
+        if sum(len(data or b"") for _, data in new_files.values()) > MAX_FILES_KIB << 10:
             raise TooLarge(
                 f"the session's files take more than {MAX_FILES_KIB} KiB: use the docker sandbox"
             )
-        self._files = updated
+        self._files = new_files
 
     async def get(self, path: str = ".") -> dict[str, bytes]:
-        self._check()
+        self._require_open()
         relative = check_relative_path(path)
         regular_files = {
             name: data
@@ -153,7 +153,7 @@ class Workspace:
         self._files = {}
         self._closed = True
 
-    def _check(self) -> None:
+    def _require_open(self) -> None:
         if self._closed:
             raise SandboxError("this session is closed")
 

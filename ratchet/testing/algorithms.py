@@ -32,8 +32,8 @@ from ratchet.testing.synthetic_update import (
     compute_row_values,
     differentiate,
     gather_rows,
+    list_token_indices,
     require_equal,
-    token_indices,
 )
 
 SEEDS = (0, 1, 2)
@@ -77,7 +77,7 @@ def examine(algorithm: Algorithm) -> list[Finding]:
         _run_check(name, lambda check=check: [check(case) for case in cases])
         for name, check in INVARIANCES.items()
     ]
-    findings.append(_run_check("learns", lambda: _learns(cases)))
+    findings.append(_run_check("learns", lambda: _check_learning(cases)))
     return [*findings, *(_check_property(algorithm, name) for name in PROPERTIES)]
 
 
@@ -118,22 +118,22 @@ class Case:
         return Update.from_groups(self.algorithm, self.draw.groups(self.algorithm))
 
     @property
-    def minis(self) -> Iterator[Update]:
+    def updates(self) -> Iterator[Update]:
         """Yield the whole batch as one update, then its mini-batches if there are several."""
         yield self.whole
         if self.algorithm.minibatches > 1:
             for mini in itertools.islice(
                 self.algorithm.split(self.whole.batch), self.algorithm.minibatches
             ):
-                yield self.whole.mini(mini)
+                yield self.whole.with_minibatch(mini)
 
-    def iterate_results(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
+    def iter_results(self) -> Iterator[tuple[Update, str, LossAndSlopes]]:
         """Yield each update and role, with the loss and slopes of the update as one micro-batch."""
-        for update in self.minis:
+        for update in self.updates:
             for role in self.algorithm.losses:
                 yield update, role, differentiate(update, role, range(update.batch.n_sequences))
 
-    def units(self, batch: Batch) -> list[list[int]]:
+    def list_units(self, batch: Batch) -> list[list[int]]:
         """Return the rows of each unit. The rows of a unit stay in one micro-batch."""
         if self.algorithm.unit != "group":
             return [[row] for row in range(batch.n_sequences)]
@@ -147,44 +147,46 @@ class Case:
 # --- invariances, which hold for every algorithm
 
 
-def _micro_batches(case: Case) -> None:
+def _check_micro_batches(case: Case) -> None:
     """Check that micro-batches sum to the whole batch, however it is cut and ordered.
 
     The weights are computed once, before the cut. Rows of weight 0 may be left out.
     """
     rng = np.random.default_rng(case.draw.seed)
-    for update, role, whole in case.iterate_results():
-        units = case.units(update.batch)
-        for parts in range(2, 5):
+    for update, role, whole in case.iter_results():
+        units = case.list_units(update.batch)
+        for n_pieces in range(2, 5):
             order = rng.permutation(len(units))
-            cuts = sorted({0, len(units), *rng.integers(0, len(units) + 1, parts - 1).tolist()})
+            cuts = sorted({0, len(units), *rng.integers(0, len(units) + 1, n_pieces - 1).tolist()})
             pieces = [
                 [row for unit in order[begin:end] for row in units[unit]]
                 for begin, end in itertools.pairwise(cuts)
             ]
-            require_equal(_total(update, role, pieces), whole, "cut into micro-batches")
+            require_equal(_sum_pieces(update, role, pieces), whole, "cut into micro-batches")
         active = select_weighted_rows(update.batch, update.terms(role))
         require_equal(
             differentiate(update, role, active), whole, "without the rows that weigh nothing"
         )
 
 
-def _packing(case: Case) -> None:
+def _check_packing(case: Case) -> None:
     """Check that units computed one by one sum to the packed batch."""
-    for update, role, whole in case.iterate_results():
-        require_equal(_total(update, role, case.units(update.batch)), whole, "one unit at a time")
+    for update, role, whole in case.iter_results():
+        require_equal(
+            _sum_pieces(update, role, case.list_units(update.batch)), whole, "one unit at a time"
+        )
 
 
-def _shards(case: Case) -> None:
+def _check_shards(case: Case) -> None:
     """Check that losses and slopes of data-parallel ranks sum to those of a single rank.
 
     One of the ranks has no rows.
     """
-    for update, role, whole in case.iterate_results():
-        units = case.units(update.batch)
+    for update, role, whole in case.iter_results():
+        units = case.list_units(update.batch)
         ranks = [[row for unit in units[rank::3] for row in unit] for rank in range(3)]
         try:
-            total = _total(update, role, [*ranks, []])
+            total = _sum_pieces(update, role, [*ranks, []])
         except (RuntimeError, IndexError, ValueError) as error:
             raise BrokenRule(
                 f"a rank without rows can't compute the loss ({type(error).__name__}: {error})"
@@ -192,7 +194,7 @@ def _shards(case: Case) -> None:
         require_equal(total, whole, "sharded over ranks, one of them without rows")
 
 
-def _order(case: Case) -> None:
+def _check_order(case: Case) -> None:
     """Check that the order of groups, and of attempts within a group, changes nothing.
 
     The rows of one attempt stay in order. So do pairs, whose first row is the chosen one.
@@ -225,14 +227,14 @@ def _order(case: Case) -> None:
         )
 
 
-def _total(update: Update, role: str, row_lists: Sequence[Sequence[int]]) -> LossAndSlopes:
+def _sum_pieces(update: Update, role: str, row_lists: Sequence[Sequence[int]]) -> LossAndSlopes:
     """Return the sum of the losses and slopes of several pieces, each a list of rows."""
     return sum(
         (differentiate(update, role, rows) for rows in row_lists), LossAndSlopes.zero(update, role)
     )
 
 
-def _learns(cases: Sequence[Case]) -> None:
+def _check_learning(cases: Sequence[Case]) -> None:
     """Check that each role gets a gradient. Without one, the invariances would prove nothing."""
     for role in cases[0].algorithm.losses:
         results = (
@@ -245,10 +247,10 @@ def _learns(cases: Sequence[Case]) -> None:
 
 
 INVARIANCES: dict[str, Callable[[Case], None]] = {
-    "micro_batches": _micro_batches,
-    "packing": _packing,
-    "shards": _shards,
-    "order": _order,
+    "micro_batches": _check_micro_batches,
+    "packing": _check_packing,
+    "shards": _check_shards,
+    "order": _check_order,
 }
 
 
@@ -291,7 +293,7 @@ def _check_exemption(
     )
 
 
-def _advantages(batch: Batch) -> Tensor:
+def _get_advantages(batch: Batch) -> Tensor:
     """Return the advantages [T]. Raises AssertionError if there are none."""
     require(
         batch.has("advantages"),
@@ -300,7 +302,7 @@ def _advantages(batch: Batch) -> Tensor:
     return batch.need("advantages")
 
 
-def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+def _check_isolation(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check that a row's values and slopes do not depend on the tokens of other rows."""
     for draw in draws:
         update = Case(algorithm, draw).whole
@@ -309,19 +311,22 @@ def _isolated(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
             for row in rows[:: max(1, len(rows) // 4)]:
                 other = update.with_other_tokens(row)
                 for term in algorithm.losses[role]:
-                    _check_isolated(term, update, other, role, row)
+                    _check_row_isolated(term, update, other, role, row)
 
 
-def _check_isolated(
+def _check_row_isolated(
     term: AlgorithmTerm, update: Update, other: Update, role: str, row: int
 ) -> None:
     values, slopes = compute_row_values(term, update, role, row)
     other_values, other_slopes = compute_row_values(term, other, role, row)
     _require_property(
-        _close(values, other_values),
+        _is_close(values, other_values),
         f"term '{term.name}' gives a row another value when other rows' tokens change",
     )
-    indices_by_level = {"tokens": token_indices(update.batch, [row]), "rows": torch.tensor([row])}
+    indices_by_level = {
+        "tokens": list_token_indices(update.batch, [row]),
+        "rows": torch.tensor([row]),
+    }
     for name, slope in slopes.items():
         indices = indices_by_level["rows" if name in SEQUENCE_OUTPUTS else "tokens"]
         has_leak = slope.index_fill(0, indices, 0.0).any()
@@ -329,14 +334,14 @@ def _check_isolated(
             not has_leak,
             f"term '{term.name}' makes a row's value depend on the {name} of other rows",
         )
-        same_slope = _close(slope[indices], other_slopes[name][indices])
+        same_slope = _is_close(slope[indices], other_slopes[name][indices])
         _require_property(
             same_slope,
             f"term '{term.name}' gives a row another slope when other rows' tokens change",
         )
 
 
-def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+def _check_on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check that the gradient on policy is the policy gradient.
 
     Subtract the gradient at advantages of 0, so that penalties without advantages drop out.
@@ -345,15 +350,17 @@ def _on_policy(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     has_policy_gradient = False
     for draw in draws:
         update = Update.from_groups(algorithm, draw.groups(algorithm), on_policy=True)
-        advantages_T = _advantages(update.batch)
+        advantages_T = _get_advantages(update.batch)
         zero_advantages = update.with_columns(advantages=torch.zeros_like(advantages_T))
         for term in terms:
             rows = range(update.batch.n_sequences)
-            result, base = (
+            result, zero_result = (
                 differentiate(variant, "policy", rows, [term])
                 for variant in (update, zero_advantages)
             )
-            differences = {name: slope - base.slopes[name] for name, slope in result.slopes.items()}
+            differences = {
+                name: slope - zero_result.slopes[name] for name, slope in result.slopes.items()
+            }
             if any(slope.any() for slope in differences.values()):
                 has_policy_gradient = True
                 _check_policy_gradient(term, update, differences)
@@ -381,22 +388,22 @@ def _check_policy_gradient(
         expected = expected_T if name == "logprobs" else torch.zeros_like(slope)
         largest_error = float((slope - expected).abs().max())
         _require_property(
-            _close(slope, expected),
+            _is_close(slope, expected),
             f"on policy, the gradient of term '{term.name}' by {name} is not -weight * A but off "
             f"by up to {largest_error:.2g}",
         )
     ratio = compute_metrics(term, update, "policy").get("ratio")
     _require_property(
-        ratio is None or _close(ratio, torch.ones_like(ratio)),
+        ratio is None or _is_close(ratio, torch.ones_like(ratio)),
         f"on policy, term '{term.name}' has ratios other than 1",
     )
 
 
-def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+def _check_equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check that advantages are 0 if the rewards in each group are equal."""
     for draw in draws:
         groups = replace(draw, equal=True).groups(algorithm)
-        advantages_T = _advantages(Update.from_groups(algorithm, groups).batch)
+        advantages_T = _get_advantages(Update.from_groups(algorithm, groups).batch)
         largest = float(advantages_T.abs().max())
         _require_property(
             not advantages_T.any(),
@@ -404,7 +411,7 @@ def _equal_rewards(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
         )
 
 
-def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
+def _check_lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
     """Check groups of one attempt: advantages are 0, or an error names the group."""
     for draw in draws:
         groups = replace(draw, attempts=1).groups(algorithm)
@@ -418,7 +425,7 @@ def _lone_attempt(algorithm: Algorithm, draws: Sequence[Draw]) -> None:
                 f"lone attempts are refused without the group's name: {error}",
             )
             continue
-        advantages_T = _advantages(update.batch)
+        advantages_T = _get_advantages(update.batch)
         _require_property(
             not advantages_T.any(),
             f"lone attempts have advantages of up to {float(advantages_T.abs().max()):.2g}",
@@ -431,13 +438,13 @@ def _require_property(condition: bool | Tensor, message: str) -> None:
         raise PropertyBroken(message)
 
 
-def _close(a: Tensor, b: Tensor) -> bool:
+def _is_close(a: Tensor, b: Tensor) -> bool:
     return torch.allclose(a, b, rtol=1e-9, atol=1e-12)
 
 
 CHECKS: dict[str, Callable[[Algorithm, Sequence[Draw]], None]] = {
-    "isolated": _isolated,
-    "on_policy": _on_policy,
-    "equal_rewards": _equal_rewards,
-    "lone_attempt": _lone_attempt,
+    "isolated": _check_isolation,
+    "on_policy": _check_on_policy,
+    "equal_rewards": _check_equal_rewards,
+    "lone_attempt": _check_lone_attempt,
 }

@@ -19,9 +19,9 @@ from ratchet.config.resolve import build, import_object, resolve
 from ratchet.errors import ConfigError
 from ratchet.rewards.base import as_reward
 from ratchet.testing.algorithms import Finding, examine
-from ratchet.testing.environments import DEADLINE_S, environment_points
-from ratchet.testing.harness import Calls, supervised
-from ratchet.testing.rewards import SAMPLE, reward_points
+from ratchet.testing.environments import DEADLINE_S, list_environment_checks
+from ratchet.testing.harness import DeadlineCaller, run_supervised
+from ratchet.testing.rewards import SAMPLE, list_reward_checks
 
 WIDTH = 128
 # Keys that built-in algorithms require. Nothing is loaded from the paths.
@@ -33,22 +33,22 @@ REQUIRED_KEYS: Mapping[str, Mapping[str, Any]] = {
 }
 
 
-def built_in(kind: str, **keys: Any) -> Algorithm:
+def build_builtin(kind: str, **keys: Any) -> Algorithm:
     """Return a built-in algorithm with its defaults, except for `keys`."""
     return build(resolve("algorithm", {"kind": kind, **REQUIRED_KEYS.get(kind, {}), **keys}))
 
 
 def properties_page() -> str:
     """Return the content of docs/algorithms/properties.md."""
-    return render_properties({kind: built_in(kind).exempt for kind in KINDS["algorithm"]})
+    return render_properties({kind: build_builtin(kind).exempt for kind in KINDS["algorithm"]})
 
 
 def check_named(path: str, overrides: Sequence[str] = ()) -> tuple[str, bool]:
     """Check the object at an import path, and return (the table, True if no check failed)."""
     slot = _find_slot(import_object(path))
     if slot != "algorithm":
-        return _check_points(path, slot, overrides)
-    algorithm = named(path, overrides)
+        return _run_checks(path, slot, overrides)
+    algorithm = find_algorithm(path, overrides)
     findings = examine(algorithm)
     return format_findings(algorithm, findings), all(
         finding.verdict != "fails" for finding in findings
@@ -74,27 +74,27 @@ def _find_slot(target: object) -> str:
     return "algorithm"
 
 
-def _check_points(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
+def _run_checks(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, bool]:
     target = import_object(path)
     is_instance = not callable(target)  # an instance, which takes no keys
     instance = target if is_instance else build(section_from_words(slot, path, overrides))
-    points: Mapping[str, Callable[[Calls], None]]
-    points = (
-        environment_points(instance)
+    checks: Mapping[str, Callable[[DeadlineCaller], None]]
+    checks = (
+        list_environment_checks(instance)
         if slot == "environment"
-        else reward_points(as_reward(instance), SAMPLE)
+        else list_reward_checks(as_reward(instance), SAMPLE)
     )
-    width = max(len(name) for name in points)
+    width = max(len(name) for name in checks)
     lines, failure = (
         [f"{path}: {'an environment' if slot == 'environment' else 'a reward'}", ""],
         "",
     )
-    for name, check in points.items():
+    for name, check in checks.items():
         if failure:
             lines.append(f"  {name:<{width}}  n/a    an earlier check failed")
             continue
         try:
-            supervised(check, DEADLINE_S)
+            run_supervised(check, DEADLINE_S)
         except Exception as error:  # user code may raise anything, and that is the finding
             failure = (
                 f"{error}"
@@ -108,7 +108,7 @@ def _check_points(path: str, slot: str, overrides: Sequence[str]) -> tuple[str, 
     return "\n".join(lines), not failure
 
 
-def named(path: str, overrides: Sequence[str] = ()) -> Algorithm:
+def find_algorithm(path: str, overrides: Sequence[str] = ()) -> Algorithm:
     """Return the algorithm at an import path.
 
     If the path names a section, class or function, the algorithm is built from it, with `overrides`

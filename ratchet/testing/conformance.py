@@ -21,7 +21,7 @@ from ratchet.types import Group, Sampling, StopReason
 
 
 async def check_learner(
-    make: Callable[[], Learner],
+    make_learner: Callable[[], Learner],
     batch: Batch,
     terms: Sequence[LossTerm],
     directory: Path,
@@ -34,7 +34,7 @@ async def check_learner(
     change the weights, but not if the batch's weights are all 0. Training must continue bit-equally
     after save and load.
     """
-    learner = make()
+    learner = make_learner()
     logprobs_T = (await learner.score(batch, ["logprobs"]))["logprobs"]
     require(
         logprobs_T.shape == (batch.n_tokens,),
@@ -59,7 +59,7 @@ async def check_learner(
             "a sequence's logprobs depend on its neighbours",
         )
 
-    weights_before = _weights(learner)
+    weights_before = _copy_weights(learner)
     unweighted_batch = replace(
         batch,
         weights={
@@ -68,29 +68,34 @@ async def check_learner(
     )
     await learner.update(unweighted_batch, terms)
     require(
-        _same(weights_before, _weights(learner)),
+        _are_same_weights(weights_before, _copy_weights(learner)),
         "an update whose weights are all 0 changed the model",
     )
     await learner.update(batch, terms)
-    require(not _same(weights_before, _weights(learner)), "an update changed nothing")
+    require(
+        not _are_same_weights(weights_before, _copy_weights(learner)), "an update changed nothing"
+    )
 
     learner.save(directory)
-    restored = make()
+    restored = make_learner()
     restored.load(directory)
-    require(_same(_weights(learner), _weights(restored)), "load(save()) gives other weights")
+    require(
+        _are_same_weights(_copy_weights(learner), _copy_weights(restored)),
+        "load(save()) gives other weights",
+    )
     await learner.update(batch, terms)
     await restored.update(batch, terms)
     require(
-        _same(_weights(learner), _weights(restored)),
+        _are_same_weights(_copy_weights(learner), _copy_weights(restored)),
         "the step after load(save()) differs: state is missing",
     )
 
 
-def _weights(learner: Learner) -> dict[str, torch.Tensor]:
+def _copy_weights(learner: Learner) -> dict[str, torch.Tensor]:
     return {shard.name: shard.tensor.clone() for shard in learner.weights()}
 
 
-def _same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
+def _are_same_weights(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 

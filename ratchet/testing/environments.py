@@ -16,8 +16,8 @@ from ratchet.environments.workers.protocol import pack, unpack
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, Reward, Step
 from ratchet.testing import faulty
-from ratchet.testing.faulty import Said
-from ratchet.testing.harness import BrokenRule, Calls, require, supervised
+from ratchet.testing.faulty import EpisodeScript
+from ratchet.testing.harness import BrokenRule, DeadlineCaller, require, run_supervised
 from ratchet.testing.rewards import conversation
 from ratchet.types import Message, Split, Task
 
@@ -29,7 +29,7 @@ KEY_ADVICE = (
     "If every task begins with the same message, give each Problem a `key`, such as its secret: "
     "it decides the split in place of the prompt"
 )
-FAULT_TASKS = 2  # number of these whose episodes are also run with injected faults
+FAULT_TASKS = 2  # number of tasks whose episodes are also run with injected faults
 DEADLINE_S = 30.0
 
 
@@ -57,108 +57,112 @@ def check_environment(
         if isinstance(environment, str)
         else environment
     )
-    for check in environment_points(
+    for check in list_environment_checks(
         instance, reward=reward, full_reward=full_reward, n=n, max_turns=max_turns
     ).values():
-        supervised(check, deadline_s)
+        run_supervised(check, deadline_s)
 
 
-def environment_points(
+def list_environment_checks(
     environment: Environment,
     *,
     reward: Reward | None = None,
     full_reward: float = 1.0,
     n: int = 200,
     max_turns: int = 100,
-) -> Mapping[str, Callable[[Calls], None]]:
+) -> Mapping[str, Callable[[DeadlineCaller], None]]:
     """Return the checks by name. Each raises AssertionError, and needs the earlier checks."""
     tasks: list[Task] = []
-    script: list[Said] = []
+    scripts: list[EpisodeScript] = []
 
-    def check_tasks(calls: Calls) -> None:
+    def check_tasks(caller: DeadlineCaller) -> None:
         require(
             isinstance(environment, Environment),
             f"{type(environment).__name__} lacks methods of the Environment protocol",
         )
         require(isinstance(environment.replayable, bool), "`replayable` must be a bool")
-        with calls.of("tasks"):
+        with caller.mark_running("tasks"):
             train, test = (_check_order(environment, split, n) for split in ("train", "test"))
             _check_seeds(environment, train, test)
             _check_splits(train, test)
         tasks.extend(train[:EPISODE_TASKS] + test[:EPISODE_TASKS])
 
-    def check_serialisation(calls: Calls) -> None:
+    def check_serialisation(caller: DeadlineCaller) -> None:
         for task in tasks:
-            _check_travels(task)
+            _check_serialised(task)
 
-    def check_episodes(calls: Calls) -> None:
+    def check_episodes(caller: DeadlineCaller) -> None:
         for task in tasks:
-            asyncio.run(_check_episode(calls, environment, task, max_turns))
+            asyncio.run(_check_episode(caller, environment, task, max_turns))
 
-    def check_demonstrations(calls: Calls) -> None:
+    def check_demonstrations(caller: DeadlineCaller) -> None:
         for task in tasks:
-            asyncio.run(_check_demonstration(calls, environment, task, reward, full_reward))
-        script.extend(Said.of(environment, task, max_turns) for task in tasks[:FAULT_TASKS])
+            asyncio.run(_check_demonstration(caller, environment, task, reward, full_reward))
+        scripts.extend(
+            EpisodeScript.from_demonstration(environment, task, max_turns)
+            for task in tasks[:FAULT_TASKS]
+        )
 
-    def bind_script(check: Any) -> Callable[[Calls], None]:
-        return lambda calls: check(calls, environment, script)
+    def bind_scripts(check: Any) -> Callable[[DeadlineCaller], None]:
+        return lambda caller: check(caller, environment, scripts)
 
     return {
         "tasks": check_tasks,
         "serialisable tasks": check_serialisation,
         "episodes and shapes": check_episodes,
         "demonstrations": check_demonstrations,
-        "seeded reset": bind_script(faulty.check_replay),
-        "faults are no rewards": bind_script(faulty.check_faults),
-        "deadlines": bind_script(faulty.check_cancelling),
-        "close releases": bind_script(faulty.check_release),
+        "seeded reset": bind_scripts(faulty.check_replay),
+        "faults are no rewards": bind_scripts(faulty.check_faults),
+        "deadlines": bind_scripts(faulty.check_cancelling),
+        "close releases": bind_scripts(faulty.check_release),
     }
 
 
-def _take(
+def _read_tasks(
     environment: Environment, split: Split, n: int, *, seed: int = SEEDS[0], start: int = 0
 ) -> list[Task]:
     return list(islice(environment.tasks(split, seed=seed, start=start), n))
 
 
 def _check_order(environment: Environment, split: Split, n: int) -> list[Task]:
-    tasks = _take(environment, split, n)
+    tasks = _read_tasks(environment, split, n)
     require(
         bool(tasks),
         f"the {split} split has no task. {KEY_ADVICE}",
     )
     for start in sorted({0, 1, len(tasks) // 2, len(tasks) - 1}):
-        again = _take(environment, split, len(tasks) - start, start=start)
+        reread = _read_tasks(environment, split, len(tasks) - start, start=start)
         require(
-            again == tasks[start:],
+            reread == tasks[start:],
             f"{split} tasks from start={start} are not the same as when read from 0",
         )
     for task in tasks:
         require(bool(task.messages), f"task '{task.id}' has no messages")
         _check_messages(task.messages, f"task '{task.id}'")
-    by_id = {task.id: task for task in tasks}
+    task_by_id = {task.id: task for task in tasks}
     require(
-        all(by_id[task.id] == task for task in tasks), f"two different {split} tasks share an id"
+        all(task_by_id[task.id] == task for task in tasks),
+        f"two different {split} tasks share an id",
     )
-    require(split == "train" or len(by_id) == len(tasks), "a test task comes twice")
+    require(split == "train" or len(task_by_id) == len(tasks), "a test task comes twice")
     return tasks
 
 
 def _check_seeds(environment: Environment, train: list[Task], test: list[Task]) -> None:
-    other = _take(environment, "train", len(train), seed=SEEDS[1])
+    other = _read_tasks(environment, "train", len(train), seed=SEEDS[1])
     require(
         len(train) == 1 or other != train,
         "train tasks are the same, in the same order, for two seeds",
     )
     require(
-        _take(environment, "test", len(test), seed=SEEDS[1]) == test,
+        _read_tasks(environment, "test", len(test), seed=SEEDS[1]) == test,
         "test tasks depend on the training seed",
     )
 
 
 def _check_splits(train: list[Task], test: list[Task]) -> None:
     require(not {t.id for t in train} & {t.id for t in test}, "a train and a test task share an id")
-    # A game whose first message is constant tells its tasks apart by what is to be found out.
+    # The tasks of a game with a constant first message differ only in their answers.
     problems = [(task.messages, task.answer) for task in train]
     leaked = next((task for task in test if (task.messages, task.answer) in problems), None)
     require(
@@ -168,38 +172,42 @@ def _check_splits(train: list[Task], test: list[Task]) -> None:
     )
 
 
-def _check_travels(task: Task) -> None:
+def _check_serialised(task: Task) -> None:
     """Require that a task survives serialisation, for worker processes and records."""
     try:
-        again = unpack(json.loads(json.dumps(pack(task))))
+        reread = unpack(json.loads(json.dumps(pack(task))))
     except DataError as error:
         raise BrokenRule(
             f"task '{task.id}' can't be serialised ({error}): keep plain data in its answer and "
             "meta"
         ) from error
     require(
-        again == task,
+        reread == task,
         f"task '{task.id}' changes when it is serialised: keep plain data in its answer and meta",
     )
 
 
 async def _check_episode(
-    calls: Calls, environment: Environment, task: Task, max_turns: int
+    caller: DeadlineCaller, environment: Environment, task: Task, max_turns: int
 ) -> None:
-    reset = partial(calls, f"reset('{task.id}')", lambda: environment.reset(task))
+    reset = partial(caller, f"reset('{task.id}')", lambda: environment.reset(task))
     first = tuple(await reset())
     require(bool(first), f"reset('{task.id}') gives no message to answer")
     _check_messages(first, f"reset('{task.id}')")
     if environment.replayable:
         require(tuple(await reset()) == first, f"reset('{task.id}') twice gives different messages")
     for _ in range(max_turns):
-        if (await _step(calls, environment, task, Message("assistant", ""))).done:
+        if (await _step(caller, environment, task, Message("assistant", ""))).done:
             return
     require(False, f"'{task.id}' did not end within {max_turns} empty answers")
 
 
 async def _check_demonstration(
-    calls: Calls, environment: Environment, task: Task, reward: Reward | None, full_reward: float
+    caller: DeadlineCaller,
+    environment: Environment,
+    task: Task,
+    reward: Reward | None,
+    full_reward: float,
 ) -> None:
     try:
         demonstration = environment.demonstration(task)
@@ -208,11 +216,11 @@ async def _check_demonstration(
     _check_messages(demonstration, f"demonstration('{task.id}')")
     answers = [message for message in demonstration if message.role == "assistant"]
     require(bool(answers), f"demonstration('{task.id}') has no assistant message")
-    messages = list(await calls(f"reset('{task.id}')", lambda: environment.reset(task)))
+    messages = list(await caller(f"reset('{task.id}')", lambda: environment.reset(task)))
     is_done = False
     for answer in answers:
         require(not is_done, f"demonstration('{task.id}') goes on after the episode's end")
-        step = await _step(calls, environment, task, answer)
+        step = await _step(caller, environment, task, answer)
         is_done = step.done
         messages += [answer] if is_done else [answer, *step.messages]
     require(is_done, f"the episode of '{task.id}' does not end with its demonstration")
@@ -224,18 +232,20 @@ async def _check_demonstration(
         )
 
 
-async def _step(calls: Calls, environment: Environment, task: Task, message: Message) -> Step:
+async def _step(
+    caller: DeadlineCaller, environment: Environment, task: Task, message: Message
+) -> Step:
     where = f"step in '{task.id}'"
-    step = await calls(where, lambda: environment.step(message))
+    step = await caller(where, lambda: environment.step(message))
     require(isinstance(step, Step), f"{where} gives {type(step).__name__}, not Step")
     require(isinstance(step.done, bool), f"{where}: `done` must be a bool")
     require(
         step.reward is None or math.isfinite(step.reward),
         f"{where}: reward {step.reward} is not finite",
     )
-    measured = (step.metrics or {}).values()
+    metric_values = (step.metrics or {}).values()
     require(
-        all(isinstance(x, int | float) and math.isfinite(x) for x in measured),
+        all(isinstance(x, int | float) and math.isfinite(x) for x in metric_values),
         f"{where}: metrics {step.metrics} are not finite",
     )
     require(step.done or bool(step.messages), f"{where} neither ends the episode nor says anything")

@@ -29,7 +29,7 @@ from ratchet.types import (
 )
 
 
-class TextAlone:
+class TextOnlyMixin:
     """A mixin for test renderers that support no media."""
 
     def media(self, tokens: Sequence[int], messages: Sequence[Message]) -> tuple[Placed, ...]:
@@ -204,10 +204,10 @@ class FakeSource:
         self.groups = list(groups)
         self.position = 0
         self.pending: list[int] = []
-        self.again: list[int] = []
+        self.repeated: list[int] = []
 
     async def draw(self, n: int, version: int) -> list[Group]:
-        repeated, self.again = self.again[:n], self.again[n:]
+        repeated, self.repeated = self.repeated[:n], self.repeated[n:]
         fresh = list(range(self.position, self.position + n - len(repeated)))
         self.position += len(fresh)
         self.pending += [*repeated, *fresh]
@@ -223,13 +223,13 @@ class FakeSource:
 
     def nack(self, ids: Sequence[str], reason: str) -> None:
         self.ack(ids, -1)
-        self.again += [int(name.partition("/")[2]) for name in ids]
+        self.repeated += [int(name.partition("/")[2]) for name in ids]
 
     async def snapshot(self) -> Mapping[str, Any]:
-        return {"position": self.position, "pending": sorted([*self.pending, *self.again])}
+        return {"position": self.position, "pending": sorted([*self.pending, *self.repeated])}
 
     async def restore(self, state: Mapping[str, Any]) -> None:
-        self.position, self.pending, self.again = state["position"], [], list(state["pending"])
+        self.position, self.pending, self.repeated = state["position"], [], list(state["pending"])
 
 
 class FakeWeightSync:

@@ -15,27 +15,29 @@ from ratchet.errors import DataError
 from ratchet.protocols import Environment, Step
 from ratchet.testing.harness import (
     BrokenRule,
-    Calls,
-    broken_services,
+    DeadlineCaller,
+    break_services,
     count_open_resources,
-    kill,
+    kill_processes,
     list_children,
     require,
 )
 from ratchet.types import Message, Task
 
-INSTANCES = 4  # number of instances, after a first one, that must leave nothing open
+INSTANCES = 4  # number of instances, after a first instance, that must leave nothing open
 
 
 @dataclass(frozen=True)
-class Said:
-    """The script of an episode: the answers of the task's demonstration, else empty answers."""
+class EpisodeScript:
+    """The answers of an episode, from the task's demonstration; empty answers if it has none."""
 
     task: Task
     answers: tuple[Message, ...]
 
     @classmethod
-    def of(cls, environment: Environment, task: Task, max_turns: int) -> Said:
+    def from_demonstration(
+        cls, environment: Environment, task: Task, max_turns: int
+    ) -> EpisodeScript:
         with suppress(DataError):
             answers = tuple(m for m in environment.demonstration(task) if m.role == "assistant")
             if answers:
@@ -46,29 +48,35 @@ class Said:
 Trace = tuple[tuple[Message, ...], list[Step]]  # (messages of `reset`, result of each `step`)
 
 
-async def trace(calls: Calls, environment: Environment, said: Said) -> Trace:
-    name = said.task.id
-    first = tuple(await calls(f"reset('{name}')", lambda: environment.reset(said.task)))
+async def record_trace(
+    caller: DeadlineCaller, environment: Environment, script: EpisodeScript
+) -> Trace:
+    name = script.task.id
+    first = tuple(await caller(f"reset('{name}')", lambda: environment.reset(script.task)))
     steps: list[Step] = []
-    for answer in said.answers:
+    for answer in script.answers:
         steps.append(
-            await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer))
+            await caller(f"step in '{name}'", lambda answer=answer: environment.step(answer))
         )
         if steps[-1].done:
             break
     return first, steps
 
 
-async def played(calls: Calls, environment: Environment, said: Said) -> Trace:
+async def play_episode(
+    caller: DeadlineCaller, environment: Environment, script: EpisodeScript
+) -> Trace:
     """Play an episode with a new instance, then close the instance."""
     instance = copy.copy(environment)
     try:
-        return await trace(calls, instance, said)
+        return await record_trace(caller, instance, script)
     finally:
-        await calls("close", instance.close)
+        await caller("close", instance.close)
 
 
-def check_replay(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+def check_replay(
+    caller: DeadlineCaller, environment: Environment, scripts: Sequence[EpisodeScript]
+) -> None:
     """Check that an episode depends only on its task and its script.
 
     Episodes played before it or at the same time must not change it.
@@ -77,125 +85,146 @@ def check_replay(calls: Calls, environment: Environment, script: Sequence[Said])
         return
 
     async def play() -> None:
-        alone = [await played(calls, environment, line) for line in script]
-        again = [await trace(calls, environment, line) for line in script]
-        concurrent = await asyncio.gather(*(played(calls, environment, line) for line in script))
-        for line, trace_alone, trace_again in zip(script, alone, again, strict=True):
+        traces_alone = [await play_episode(caller, environment, script) for script in scripts]
+        repeated_traces = [await record_trace(caller, environment, script) for script in scripts]
+        concurrent_traces = await asyncio.gather(
+            *(play_episode(caller, environment, script) for script in scripts)
+        )
+        for script, trace_alone, repeated_trace in zip(
+            scripts, traces_alone, repeated_traces, strict=True
+        ):
             require(
-                trace_again == trace_alone,
-                f"'{line.task.id}' played again, after others, differs: `reset` must reset all "
+                repeated_trace == trace_alone,
+                f"'{script.task.id}' played again, after others, differs: `reset` must reset all "
                 "state",
             )
-        for line, trace_alone, trace_concurrent in zip(script, alone, concurrent, strict=True):
+        for script, trace_alone, trace_concurrent in zip(
+            scripts, traces_alone, concurrent_traces, strict=True
+        ):
             require(
                 trace_concurrent == trace_alone,
-                f"'{line.task.id}' played beside others differs: copies share state of an attempt",
+                f"'{script.task.id}' played beside others differs: copies share state of an "
+                "attempt",
             )
-        await calls("close", environment.close)
+        await caller("close", environment.close)
 
-    tasks_before = copy.deepcopy([line.task for line in script])
+    tasks_before = copy.deepcopy([script.task for script in scripts])
     asyncio.run(play())
-    for line, task in zip(script, tasks_before, strict=True):
-        require(task == line.task, f"an episode changed its task '{line.task.id}'")
+    for script, task in zip(scripts, tasks_before, strict=True):
+        require(task == script.task, f"an episode changed its task '{script.task.id}'")
 
 
-def check_faults(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
-    """Check that no attempt gets another reward because of an infrastructure fault.
+def check_faults(
+    caller: DeadlineCaller, environment: Environment, scripts: Sequence[EpisodeScript]
+) -> None:
+    """Check that an infrastructure fault changes no attempt's reward.
 
     If services and processes are out of reach or die, the attempt must raise an exception, or end
-    as it would have without the fault.
+    as it would without the fault.
     """
     if not environment.replayable:
         return
 
-    async def play(said: Said) -> None:
-        clean = (await played(calls, environment, said))[1]
+    async def play(script: EpisodeScript) -> None:
+        expected_steps = (await play_episode(caller, environment, script))[1]
         before_children = list_children()
         for fault in ("out of reach", "killed"):
             instance = copy.copy(environment)
             try:
-                trace = await _under(calls, instance, said, fault, before_children)
+                trace = await _record_steps_under_fault(
+                    caller, instance, script, fault, before_children
+                )
             except BrokenRule:
                 raise
             except Exception:  # allowed: a failed attempt has no reward
                 trace = []
-            _compare(said, trace, clean, fault)
+            _require_same_steps(script, trace, expected_steps, fault)
             with suppress(Exception):
-                await calls("close", instance.close)
-        after = (await played(calls, environment, said))[1]
+                await caller("close", instance.close)
+        after = (await play_episode(caller, environment, script))[1]
         require(
-            after == clean,
-            f"'{said.task.id}' is another episode after a fault has passed: restart processes that "
-            "died",
+            after == expected_steps,
+            f"'{script.task.id}' is another episode after a fault has passed: restart processes "
+            "that died",
         )
 
-    for said in script:
-        asyncio.run(play(said))
+    for script in scripts:
+        asyncio.run(play(script))
 
 
-async def _under(
-    calls: Calls, environment: Environment, said: Said, fault: str, mine: set[int]
+async def _record_steps_under_fault(
+    caller: DeadlineCaller,
+    environment: Environment,
+    script: EpisodeScript,
+    fault: str,
+    previous_children: set[int],
 ) -> list[Step]:
     if fault == "out of reach":
-        with broken_services():
-            return (await trace(calls, environment, said))[1]
-    name = said.task.id
-    await calls(f"reset('{name}')", lambda: environment.reset(said.task))
+        with break_services():
+            return (await record_trace(caller, environment, script))[1]
+    name = script.task.id
+    await caller(f"reset('{name}')", lambda: environment.reset(script.task))
     steps: list[Step] = []
-    for answer in said.answers:
-        kill(list_children() - mine)
+    for answer in script.answers:
+        kill_processes(list_children() - previous_children)
         steps.append(
-            await calls(f"step in '{name}'", lambda answer=answer: environment.step(answer))
+            await caller(f"step in '{name}'", lambda answer=answer: environment.step(answer))
         )
         if steps[-1].done:
             break
     return steps
 
 
-def _compare(said: Said, found: Sequence[Step], clean: Sequence[Step], fault: str) -> None:
-    for number, (step, right) in enumerate(zip(found, clean, strict=False), 1):
-        same = (step.reward, step.done) == (right.reward, right.done)
+def _require_same_steps(
+    script: EpisodeScript, steps: Sequence[Step], expected_steps: Sequence[Step], fault: str
+) -> None:
+    for number, (step, expected) in enumerate(zip(steps, expected_steps, strict=False), 1):
+        is_same = (step.reward, step.done) == (expected.reward, expected.done)
         require(
-            same,
-            f"'{said.task.id}': with services and processes {fault}, step {number} gives reward "
+            is_same,
+            f"'{script.task.id}': with services and processes {fault}, step {number} gives reward "
             f"{step.reward} and "
-            f"done={step.done}, else {right.reward} and {right.done}: an infrastructure fault is "
-            "no reward; let it raise",
+            f"done={step.done}, else {expected.reward} and {expected.done}: an infrastructure "
+            "fault is no reward; let it raise",
         )
 
 
-def check_cancelling(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+def check_cancelling(
+    caller: DeadlineCaller, environment: Environment, scripts: Sequence[EpisodeScript]
+) -> None:
     """Check that a cancelled step ends within the deadline."""
 
-    async def play(said: Said) -> None:
+    async def play(script: EpisodeScript) -> None:
         instance = copy.copy(environment)
-        await calls(f"reset('{said.task.id}')", lambda: instance.reset(said.task))
-        task = asyncio.ensure_future(instance.step(said.answers[0]))
+        await caller(f"reset('{script.task.id}')", lambda: instance.reset(script.task))
+        task = asyncio.ensure_future(instance.step(script.answers[0]))
         await asyncio.sleep(0)
-        where = f"step in '{said.task.id}'"
-        with calls.of(where):
+        where = f"step in '{script.task.id}'"
+        with caller.mark_running(where):
             task.cancel()
-            await asyncio.wait({task}, timeout=calls.deadline_s)
+            await asyncio.wait({task}, timeout=caller.deadline_s)
         require(task.done(), f"{where} goes on after it was cancelled: a deadline must end it")
         if not task.cancelled():
             task.exception()  # retrieved, so that asyncio does not log it
-        await calls("close", instance.close)
+        await caller("close", instance.close)
 
-    asyncio.run(play(script[0]))
+    asyncio.run(play(scripts[0]))
 
 
-def check_release(calls: Calls, environment: Environment, script: Sequence[Said]) -> None:
+def check_release(
+    caller: DeadlineCaller, environment: Environment, scripts: Sequence[EpisodeScript]
+) -> None:
     """Check that `close` releases what an instance opens for an attempt.
 
-    What all instances share may stay open.
+    Resources that all instances share may stay open.
     """
 
     async def play() -> None:
         instance = copy.copy(environment)
-        await trace(calls, instance, script[0])
-        await calls("close", instance.close)
+        await record_trace(caller, instance, scripts[0])
+        await caller("close", instance.close)
         # An attempt whose `close` fails is closed again, so a second `close` must work.
-        await calls("close, once more,", instance.close)
+        await caller("close, once more,", instance.close)
 
     asyncio.run(play())
     open_before = count_open_resources()

@@ -1,8 +1,8 @@
 """Call functions in processes that start at once.
 
 They are forked by a server that has imported torch and done nothing else. A run of a few steps
-takes a second, and the start of a fresh interpreter several. The server handles one call at a time.
-Each call has its own process, which may end by a status, by a signal or by its own SIGKILL.
+takes a second, and the start of a fresh interpreter takes several. The server handles one call at a
+time. Each call has its own process, which may end with a status or by a signal.
 """
 
 from __future__ import annotations
@@ -19,29 +19,29 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-START = "from ratchet.testing.forks import serve; serve()"
+SERVER_CODE = "from ratchet.testing.forks import serve; serve()"
 
 
-class Forks:
+class ForkCaller:
     """A context manager that calls functions in new processes."""
 
     def __init__(self, modules: Sequence[str], *, log: Path) -> None:
         """Start the server.
 
         Args:
-            modules: modules that every process has imported from the start.
-            log: file to which the processes' output is appended.
+            modules: Modules that every process has imported from the start.
+            log: File to which the processes' output is appended.
         """
         self.log = log
         self._server = subprocess.Popen(
-            [sys.executable, "-c", START, *modules],
+            [sys.executable, "-c", SERVER_CODE, *modules],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
             bufsize=1,
         )
 
-    def __enter__(self) -> Forks:
+    def __enter__(self) -> ForkCaller:
         self._read()  # the server sends a number after its imports
         return self
 
@@ -61,8 +61,8 @@ class Forks:
         the process.
 
         Args:
-            kill_after_s: send SIGKILL if the process runs longer; replaces `limit_s`.
-            limit_s: kill the process if it runs longer, and raise TimeoutError.
+            kill_after_s: Time after which the process gets SIGKILL; it replaces `limit_s`.
+            limit_s: Time after which the process is killed and TimeoutError raised.
         """
         assert self._server.stdin is not None
         self._server.stdin.write(json.dumps([function, arguments, str(self.log)]) + "\n")
@@ -105,7 +105,7 @@ def serve() -> None:
         function, arguments, log = json.loads(line)
         pid = os.fork()
         if not pid:
-            _serve_one(function, arguments, log)
+            _run_in_fork(function, arguments, log)
         _write_number(pid)
         _, wait_status = os.waitpid(pid, 0)
         _write_number(os.waitstatus_to_exitcode(wait_status))
@@ -116,7 +116,7 @@ def _write_number(number: int) -> None:
     sys.stdout.flush()
 
 
-def _serve_one(function: str, arguments: Sequence[Any], log: str) -> None:
+def _run_in_fork(function: str, arguments: Sequence[Any], log: str) -> None:
     """Run the call in the new process, which never returns from here."""
     status = 1
     try:

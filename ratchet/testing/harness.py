@@ -24,35 +24,35 @@ from unittest.mock import patch
 T = TypeVar("T")
 
 PROC = Path("/proc")  # absent outside Linux: nothing is counted or killed there
-POLL_S = 0.02  # interval in seconds at which `supervised` polls the check
+POLL_S = 0.02  # interval in seconds at which `run_supervised` polls the check
 # A helper process of the standard library. It outlives its use, so it is not counted.
-HELPER = b"resource_tracker"
+HELPER_COMMAND = b"resource_tracker"
 
 
 class BrokenRule(AssertionError):
     """The error of a kit whose rule is broken, distinct from assertions of the code under test."""
 
 
-def require(rule: bool, broken: str | Callable[[], str]) -> None:
-    """Raise BrokenRule unless `rule` holds, under `python -O` too.
+def require(condition: bool, message: str | Callable[[], str]) -> None:
+    """Raise BrokenRule unless `condition` holds, under `python -O` too.
 
     Args:
-        broken: The text of the error, or a function that returns it.
+        message: The text of the error, or a function that returns it.
     """
-    if not rule:
-        raise BrokenRule(broken if isinstance(broken, str) else broken())
+    if not condition:
+        raise BrokenRule(message if isinstance(message, str) else message())
 
 
-class Calls:
-    """A caller of the code under test that gives each call `deadline_s`."""
+class DeadlineCaller:
+    """A caller of the code under test. Each call must end within `deadline_s`."""
 
     def __init__(self, deadline_s: float) -> None:
         self.deadline_s = deadline_s
         self.running: tuple[str, float] | None = None  # (name of the call, its start)
 
     @contextmanager
-    def of(self, where: str) -> Iterator[None]:
-        """Mark a call as running inside the block, so that `supervised` sees it."""
+    def mark_running(self, where: str) -> Iterator[None]:
+        """Mark a call as running inside the block, so that `run_supervised` sees it."""
         self.running = where, time.monotonic()
         try:
             yield
@@ -60,10 +60,10 @@ class Calls:
             self.running = None
 
     async def __call__(self, where: str, call: Callable[[], Awaitable[T]]) -> T:
-        """Return the result of a call. Raises BrokenRule if it hangs, else what the call raises."""
+        """Return the result of a call. Raises BrokenRule if the call hangs."""
         limit = asyncio.timeout(self.deadline_s)
         try:
-            with self.of(where):
+            with self.mark_running(where):
                 async with limit:
                     return await call()
         except TimeoutError as error:
@@ -74,17 +74,17 @@ class Calls:
             ) from error
 
 
-def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
-    """Return the result of `check(calls)`, which runs in a thread.
+def run_supervised(check: Callable[[DeadlineCaller], T], deadline_s: float) -> T:
+    """Return the result of `check(caller)`, which runs in a thread.
 
-    Raises BrokenRule and abandons the thread if a call neither ends nor lets itself be cancelled.
+    Raises BrokenRule and abandons the thread if a call neither ends nor can be cancelled.
     Raises what `check` raises.
     """
-    calls, future = Calls(deadline_s), Future[T]()
+    caller, future = DeadlineCaller(deadline_s), Future[T]()
 
     def run() -> None:
         try:
-            future.set_result(check(calls))
+            future.set_result(check(caller))
         except BaseException as error:
             future.set_exception(error)
 
@@ -94,7 +94,7 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
             return future.result(timeout=POLL_S)
         if future.done():  # the TimeoutError came from `check`
             return future.result()
-        running = calls.running
+        running = caller.running
         if running is not None and time.monotonic() - running[1] > 2 * deadline_s:
             raise BrokenRule(
                 f"{running[0]} still runs {2 * deadline_s:g} s after it began: it blocks the event "
@@ -104,7 +104,7 @@ def supervised(check: Callable[[Calls], T], deadline_s: float) -> T:
 
 
 @contextmanager
-def broken_services() -> Iterator[None]:
+def break_services() -> Iterator[None]:
     """Make opening a connection or starting a process raise OSError inside the block."""
 
     def refuse(*arguments: Any, **keywords: Any) -> Any:
@@ -131,13 +131,13 @@ def list_children() -> set[int]:
             name, _, rest = status.read_text(encoding="utf-8", errors="replace").rpartition(")")
             if (
                 int(rest.split()[1]) == os.getpid()
-                and HELPER not in (status.parent / "cmdline").read_bytes()
+                and HELPER_COMMAND not in (status.parent / "cmdline").read_bytes()
             ):
                 pids.add(int(name.split(" ", 1)[0]))
     return pids
 
 
-def kill(processes: set[int]) -> None:
+def kill_processes(processes: set[int]) -> None:
     for process in processes:
         with suppress(ProcessLookupError):
             os.kill(process, signal.SIGKILL)

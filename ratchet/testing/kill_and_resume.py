@@ -1,7 +1,7 @@
 """Kill a run at every failpoint and at random times, resume it, and compare the results.
 
 Embedded runs on a CPU are deterministic. So wherever the process is killed, the resumed run must
-end with the same files, bit by bit, as an undisturbed run.
+end with the same files, bit by bit, as an uninterrupted run.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from ratchet.observe.metrics import MACHINE_PREFIXES
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.testing.forks import Forks
+from ratchet.testing.forks import ForkCaller
 from ratchet.testing.harness import BrokenRule, require
 from ratchet.training.start import resume_run, start_run
 from ratchet.utils import failpoints
 
-KILLED = -9
+KILLED_STATUS = -9
 # Files that are not compared by bit, because they depend on times, processes or interruptions.
-NOT_COMPARED = (
+NOT_COMPARED_NAMES = (
     "run.log",
     "trace.json",
     "summary.json",
@@ -40,7 +40,7 @@ NOT_COMPARED = (
     ".lock",
 )
 # Modules of a run that take long to import; processes are forked with them loaded.
-MODULES = (
+PRELOADED_MODULES = (
     "ratchet.testing.kill_and_resume",
     "ratchet.training.from_config",
     "tensorboard.compat.proto.event_pb2",
@@ -49,7 +49,7 @@ MODULES = (
 
 @dataclass(frozen=True)
 class Trial:
-    """A plan of kills: the first ends the first process, the second the resumed one, and so on.
+    """A plan of kills. The first ends the first process, the second the resumed process, and so on.
 
     A kill is a failpoint spec of `ratchet.utils.failpoints.arm` ("checkpoint.begin:2:kill"), or a
     number of seconds after the start.
@@ -59,7 +59,7 @@ class Trial:
 
     @property
     def point(self) -> str:
-        """Return the failpoint of the last kill, the one under test, or "random"."""
+        """Return the failpoint of the last kill, which is under test, or "random"."""
         last = self.kills[-1]
         return last.partition(":")[0] if isinstance(last, str) else "random"
 
@@ -69,86 +69,91 @@ class TrialVerdict:
     """The result of a trial."""
 
     trial: Trial
-    different: tuple[str, ...]  # differences from the undisturbed run, in words
-    missed: bool  # True if the run ended before the last kill
-    starts: int  # number of processes started
+    differences: tuple[str, ...]  # differences from the uninterrupted run, in words
+    has_missed: bool  # True if the run ended before the last kill
+    n_starts: int  # number of processes started
 
 
 @dataclass
-class Chaos:
-    """A recipe under test."""
+class ChaosTest:
+    """A recipe whose runs are killed and resumed."""
 
     recipe: Path
-    # The directory of the runs. The undisturbed one stays in "whole"; others stay if they differ.
+    # The directory of the runs. The uninterrupted run stays in "whole". Other runs stay if they
+    # differ from it.
     folder: Path
-    forks: Forks
-    passed: list[str] = field(default_factory=list)  # failpoints of the undisturbed run, in order
-    passed_resuming: list[str] = field(default_factory=list)  # failpoints of a resumed run
-    seconds: float = 0.0  # duration of the undisturbed run
+    forks: ForkCaller
+    # Failpoints that the uninterrupted run passed, in order.
+    failpoints: list[str] = field(default_factory=list)
+    # Failpoints that a resumed run passed, in order.
+    resumed_failpoints: list[str] = field(default_factory=list)
+    duration_s: float = 0.0  # of the uninterrupted run
 
     @property
-    def whole(self) -> Path:
+    def reference_run(self) -> Path:
         return self.folder / "whole"
 
     def record(self, *, resume_after: str) -> None:
-        """Record the failpoints of an undisturbed run, and of one resumed after a kill.
+        """Record the failpoints of an uninterrupted run, and of a run resumed after a kill.
 
         Args:
             resume_after: The failpoint spec of the kill.
         """
         start = time.monotonic()
-        require(self.start(self.whole, "") == 0, self._read_output)
-        self.seconds = time.monotonic() - start
-        self.passed = _read_failpoints(self.whole)
+        require(self.start(self.reference_run, "") == 0, self._read_output)
+        self.duration_s = time.monotonic() - start
+        self.failpoints = _read_failpoints(self.reference_run)
         resumed = self.folder / "resumed"
-        require(self.start(resumed, resume_after) == KILLED, f"{resume_after} is not passed")
+        require(self.start(resumed, resume_after) == KILLED_STATUS, f"{resume_after} is not passed")
         require(self.start(resumed, "") == 0, self._read_output)
-        self.passed_resuming = _read_failpoints(resumed)
+        self.resumed_failpoints = _read_failpoints(resumed)
         self._remove(resumed)
 
-    def at_points(self, most: int, *, resume_after: str) -> list[Trial]:
-        """Return trials that kill at up to `most` passages of every failpoint.
+    def list_failpoint_trials(self, max_count: int, *, resume_after: str) -> list[Trial]:
+        """Return trials that kill at up to `max_count` passages of every failpoint.
 
-        The first and the last passage are among them if `most` is at least 2. A failpoint
-        that only a resumed process passes gets two kills: one at `resume_after`, then one at it.
+        The first and the last passage are among them if `max_count` is at least 2. A failpoint
+        that only a resumed process passes gets two kills: at `resume_after`, then at the failpoint.
         """
-        trials = [Trial((spec,)) for spec in _list_kill_specs(self.passed, most)]
-        resumed_only = [name for name in self.passed_resuming if name not in set(self.passed)]
+        trials = [Trial((spec,)) for spec in _list_kill_specs(self.failpoints, max_count)]
+        resumed_only = [
+            name for name in self.resumed_failpoints if name not in set(self.failpoints)
+        ]
         return trials + [
-            Trial((resume_after, spec)) for spec in _list_kill_specs(resumed_only, most)
+            Trial((resume_after, spec)) for spec in _list_kill_specs(resumed_only, max_count)
         ]
 
-    def at_random(self, n: int, *, seed: int) -> list[Trial]:
+    def draw_random_trials(self, n: int, *, seed: int) -> list[Trial]:
         """Return `n` trials of one to three kills at random times.
 
-        Each time lies within the duration of the undisturbed run.
+        Each time lies within the duration of the uninterrupted run.
         """
         rng = random.Random(seed)
         return [
-            Trial(tuple(rng.uniform(0, self.seconds) for _ in range(rng.randint(1, 3))))
+            Trial(tuple(rng.uniform(0, self.duration_s) for _ in range(rng.randint(1, 3))))
             for _ in range(n)
         ]
 
-    def verdicts(self, trials: Iterable[Trial]) -> Iterator[TrialVerdict]:
-        return map(self.play, trials)
+    def run_trials(self, trials: Iterable[Trial]) -> Iterator[TrialVerdict]:
+        return map(self.run_trial, trials)
 
-    def play(self, trial: Trial) -> TrialVerdict:
+    def run_trial(self, trial: Trial) -> TrialVerdict:
         run = self.folder / "run"
-        status, starts = KILLED, 0
-        for starts, kill in enumerate((*trial.kills, ""), start=1):  # noqa: B007
+        status, n_starts = KILLED_STATUS, 0
+        for n_starts, kill in enumerate((*trial.kills, ""), start=1):  # noqa: B007
             status = self.start(run, kill)
-            if status != KILLED:
+            if status != KILLED_STATUS:
                 break
-        different = (
-            differences(self.whole, run)
+        differences = (
+            list_differences(self.reference_run, run)
             if status == 0
             else [f"status {status}: {self._read_output()}"]
         )
-        if different:
+        if differences:
             run.rename(self.folder / f"different-{sum(1 for _ in self.folder.glob('different-*'))}")
         else:
             self._remove(run)
-        return TrialVerdict(trial, tuple(different), starts <= len(trial.kills), starts)
+        return TrialVerdict(trial, tuple(differences), n_starts <= len(trial.kills), n_starts)
 
     def start(self, run: Path, kill: str | float) -> int:
         """Start or resume the run. Return its exit status, or minus the signal that ended it."""
@@ -170,14 +175,14 @@ class Chaos:
 
 
 @contextmanager
-def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[Chaos]:
-    """Yield a recorded `Chaos` that is ready for trials.
+def chaos(recipe: Path, folder: Path, *, resume_after: str) -> Iterator[ChaosTest]:
+    """Yield a recorded `ChaosTest` that is ready for trials.
 
     Args:
-        resume_after: See `Chaos.record`.
+        resume_after: See `ChaosTest.record`.
     """
-    with Forks(MODULES, log=folder / "output.log") as forks:
-        prepared = Chaos(recipe, folder, forks)
+    with ForkCaller(PRELOADED_MODULES, log=folder / "output.log") as forks:
+        prepared = ChaosTest(recipe, folder, forks)
         prepared.record(resume_after=resume_after)
         yield prepared
 
@@ -211,25 +216,27 @@ def _read_failpoints(run: Path) -> list[str]:
     return json.loads(_get_failpoints_path(run).read_text(encoding="utf-8"))
 
 
-def _list_kill_specs(passed: Sequence[str], most: int) -> list[str]:
+def _list_kill_specs(passed: Sequence[str], max_count: int) -> list[str]:
     return [
-        f"{name}:{n}:kill" for name, count in Counter(passed).items() for n in spread(count, most)
+        f"{name}:{n}:kill"
+        for name, count in Counter(passed).items()
+        for n in choose_evenly_spread(count, max_count)
     ]
 
 
-def spread(count: int, most: int) -> list[int]:
-    """Return at most `most` evenly spread numbers of 1 ... count, with both ends.
+def choose_evenly_spread(count: int, max_count: int) -> list[int]:
+    """Return at most `max_count` evenly spread numbers of 1 ... count, with both ends.
 
-    If `most` is 1, it is the last.
+    If `max_count` is 1, the number is `count`.
     """
-    if count <= most:
+    if count <= max_count:
         return list(range(1, count + 1))
-    if most == 1:
+    if max_count == 1:
         return [count]
-    return sorted({1 + round(i * (count - 1) / (most - 1)) for i in range(most)})
+    return sorted({1 + round(i * (count - 1) / (max_count - 1)) for i in range(max_count)})
 
 
-def differences(a: Path, b: Path) -> list[str]:
+def list_differences(a: Path, b: Path) -> list[str]:
     """Return the differences of two finished runs of a recipe, in words.
 
     Files, weights and learner states are compared by bit, metrics and summaries without times, and
@@ -265,7 +272,7 @@ def _list_compared_files(run: Path) -> set[str]:
     return {
         name
         for name in names
-        if name.split("/")[0] not in NOT_COMPARED
+        if name.split("/")[0] not in NOT_COMPARED_NAMES
         or ("checkpoints/" in name and not name.endswith(MANIFEST))
     }
 

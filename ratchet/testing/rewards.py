@@ -14,12 +14,12 @@ from ratchet.protocols import Reward
 from ratchet.rewards.base import as_reward
 from ratchet.testing.harness import (
     BrokenRule,
-    Calls,
-    broken_services,
-    kill,
+    DeadlineCaller,
+    break_services,
+    kill_processes,
     list_children,
     require,
-    supervised,
+    run_supervised,
 )
 from ratchet.types import Failed, Message, Outcome, Scored, Task, Trajectory, Truncated
 
@@ -32,7 +32,7 @@ TEXTS = ("85", "86")
 
 
 def conversation(messages: Sequence[Message], outcome: Outcome | None = None) -> Trajectory:
-    """Return a trajectory without tokens, as a reward sees it; its last message is judged."""
+    """Return a trajectory without tokens, for a reward that judges its last message."""
     return replace(Trajectory.supervised([], [], messages=tuple(messages)), outcome=outcome)
 
 
@@ -52,25 +52,25 @@ def check_reward(
     """Raise AssertionError with the rule that a reward breaks.
 
     Args:
-        reward: a reward, or the import path of one, `my_pkg.my_mod:thing`.
-        task: the task to answer; default: the question "37+48=".
-        good: an answer that must earn more than `bad`. Without both, two made-up answers serve for
-            the other rules.
-        bad: see `good`.
-        deadline_s: limit of each call.
+        reward: A reward, or its import path, `my_pkg.my_mod:thing`.
+        task: The task to answer; default: the question "37+48=".
+        good: An answer that must earn more than `bad`. If either is missing, this rule is not
+            checked, and a made-up answer replaces it in the other rules.
+        bad: See `good`.
+        deadline_s: Time within which each call must end.
     """
     instance: Any = (
         as_reward(build(section_from_words("rewards", reward)))
         if isinstance(reward, str)
         else reward
     )
-    for check in reward_points(instance, task or SAMPLE, good, bad).values():
-        supervised(check, deadline_s)
+    for check in list_reward_checks(instance, task or SAMPLE, good, bad).values():
+        run_supervised(check, deadline_s)
 
 
-def reward_points(
+def list_reward_checks(
     reward: Reward, task: Task, good: str | None = None, bad: str | None = None
-) -> Mapping[str, Callable[[Calls], None]]:
+) -> Mapping[str, Callable[[DeadlineCaller], None]]:
     """Return the checks by name, in order. Each raises AssertionError.
 
     A check needs the checks before it.
@@ -85,10 +85,12 @@ def reward_points(
         list_children(),
     )
 
-    def run(check: Callable[[_RewardChecks, Calls], Any]) -> Callable[[Calls], None]:
-        return lambda calls: asyncio.run(check(checks, calls))
+    def run(
+        check: Callable[[_RewardChecks, DeadlineCaller], Any],
+    ) -> Callable[[DeadlineCaller], None]:
+        return lambda caller: asyncio.run(check(checks, caller))
 
-    def check_protocol(calls: Calls) -> None:
+    def check_protocol(caller: DeadlineCaller) -> None:
         require(
             isinstance(reward, Reward),
             f"{type(reward).__name__} lacks the method `score` of the Reward protocol",
@@ -107,8 +109,9 @@ def reward_points(
 class _RewardChecks:
     """The reward under test with its task and two answers.
 
-    has_ranking: True if `first_answer` must earn more than `second_answer`.
-    previous_children: child processes that existed before the checks; they are not killed.
+    Attributes:
+        has_ranking: True if `first_answer` must earn more than `second_answer`.
+        previous_children: Child processes that existed before the checks; they are not killed.
     """
 
     reward: Reward
@@ -118,101 +121,105 @@ class _RewardChecks:
     has_ranking: bool
     previous_children: set[int]
 
-    async def check_shapes(self, calls: Calls) -> None:
+    async def check_shapes(self, caller: DeadlineCaller) -> None:
         high, low, twin = await self.rewards(
-            calls, [self.first_answer, self.second_answer, self.first_answer]
+            caller, [self.first_answer, self.second_answer, self.first_answer]
         )
         require(
             not self.has_ranking or high > low, f"the good answer earns {high}, the bad one {low}"
         )
         require(twin == high, f"the same answer earns {high} and {twin} in one group")
         swapped = await self.rewards(
-            calls, [self.second_answer, self.first_answer, self.first_answer]
+            caller, [self.second_answer, self.first_answer, self.first_answer]
         )
         require(
             swapped == [low, high, high],
             "outcomes are not in the trajectories' order, or judging the same group again differs",
         )
-        require(list(await self.score(calls, [])) == [], "an empty group must give no outcomes")
-        await self.rewards(calls, [answered(self.task, "")])
+        require(list(await self.score(caller, [])) == [], "an empty group must give no outcomes")
+        await self.rewards(caller, [answered(self.task, "")])
 
-    async def check_repeat(self, calls: Calls) -> None:
+    async def check_repeat(self, caller: DeadlineCaller) -> None:
         first = await self.rewards(
-            calls, [self.first_answer, self.second_answer, self.first_answer]
+            caller, [self.first_answer, self.second_answer, self.first_answer]
         )
         second = await self.rewards(
-            calls, [self.first_answer, self.second_answer, self.first_answer]
+            caller, [self.first_answer, self.second_answer, self.first_answer]
         )
         require(first == second, "judging the same group again differs")
 
-    async def check_cut_off(self, calls: Calls) -> None:
-        (cut,) = await self.score(calls, [replace(self.first_answer, outcome=Truncated(None))])
+    async def check_cut_off(self, caller: DeadlineCaller) -> None:
+        (cut,) = await self.score(caller, [replace(self.first_answer, outcome=Truncated(None))])
         require(
             isinstance(cut, Truncated),
             f"a truncated trajectory must stay Truncated, not become {type(cut).__name__}",
         )
 
-    async def check_faults(self, calls: Calls) -> None:
+    async def check_faults(self, caller: DeadlineCaller) -> None:
         """Check that a fault gives Failed or the usual reward, never another reward.
 
         The faults are services out of reach and killed processes.
         """
         group = [self.first_answer, self.second_answer, self.first_answer]
-        clean = await self.score(calls, group)
-        with broken_services():
+        expected = await self.score(caller, group)
+        with break_services():
             self.require_unchanged(
-                clean, await self.score_with_timeout(calls, group), "out of reach"
+                expected, await self.score_with_timeout(caller, group), "out of reach"
             )
-        await self.require_recovery(calls, group, clean)
-        kill(list_children() - self.previous_children)
-        self.require_unchanged(clean, await self.score_or_fail(calls, group), "killed")
-        await self.require_recovery(calls, group, clean)
+        await self.require_recovery(caller, group, expected)
+        kill_processes(list_children() - self.previous_children)
+        self.require_unchanged(expected, await self.score_or_fail(caller, group), "killed")
+        await self.require_recovery(caller, group, expected)
 
     async def score_with_timeout(
-        self, calls: Calls, group: Sequence[Trajectory]
+        self, caller: DeadlineCaller, group: Sequence[Trajectory]
     ) -> Sequence[Outcome]:
         try:
             async with asyncio.timeout(FAULT_DEADLINE_S):
-                return await self.score_or_fail(calls, group)
+                return await self.score_or_fail(caller, group)
         # endless retries count as Failed, as they do under a run's deadline
         except TimeoutError:
             return [Failed("timeout", f"nothing within {FAULT_DEADLINE_S:g} s")] * len(group)
 
-    async def score_or_fail(self, calls: Calls, group: Sequence[Trajectory]) -> Sequence[Outcome]:
+    async def score_or_fail(
+        self, caller: DeadlineCaller, group: Sequence[Trajectory]
+    ) -> Sequence[Outcome]:
         try:
-            return await self.score(calls, group)
+            return await self.score(caller, group)
         except BrokenRule:
             raise
         except Exception as error:  # raising is allowed: the attempts then fail and get no reward
             return [Failed("reward", str(error))] * len(group)
 
     async def require_recovery(
-        self, calls: Calls, group: Sequence[Trajectory], clean: Sequence[Outcome]
+        self, caller: DeadlineCaller, group: Sequence[Trajectory], expected: Sequence[Outcome]
     ) -> None:
-        outcomes = clean
+        outcomes = expected
         for _ in range(RECOVERY_CALLS):
-            outcomes = await self.score_or_fail(calls, group)
-            if list(outcomes) == list(clean):
+            outcomes = await self.score_or_fail(caller, group)
+            if list(outcomes) == list(expected):
                 return
         require(
             False,
             f"{RECOVERY_CALLS} calls after a fault has passed it still gives {outcomes[0]}, not "
-            f"{clean[0]}",
+            f"{expected[0]}",
         )
 
     def require_unchanged(
-        self, clean: Sequence[Outcome], found: Sequence[Outcome], fault: str
+        self, expected: Sequence[Outcome], outcomes: Sequence[Outcome], fault: str
     ) -> None:
-        for right, outcome in zip(clean, found, strict=True):
+        for expected_outcome, outcome in zip(expected, outcomes, strict=True):
             require(
-                isinstance(outcome, Failed) or outcome == right,
-                f"with services and processes {fault} it gives {outcome}, else {right}: an "
-                "infrastructure fault is no reward; "
+                isinstance(outcome, Failed) or outcome == expected_outcome,
+                f"with services and processes {fault} it gives {outcome}, else {expected_outcome}: "
+                "an infrastructure fault is no reward; "
                 "let it raise, or give Failed",
             )
 
-    async def score(self, calls: Calls, trajectories: Sequence[Trajectory]) -> Sequence[Outcome]:
-        outcomes = await calls("score", lambda: self.reward.score(trajectories, self.task))
+    async def score(
+        self, caller: DeadlineCaller, trajectories: Sequence[Trajectory]
+    ) -> Sequence[Outcome]:
+        outcomes = await caller("score", lambda: self.reward.score(trajectories, self.task))
         require(
             isinstance(outcomes, Sequence),
             f"score gave {outcomes!r:.80}, it must be a sequence of outcomes",
@@ -223,9 +230,11 @@ class _RewardChecks:
         )
         return outcomes
 
-    async def rewards(self, calls: Calls, trajectories: Sequence[Trajectory]) -> list[float]:
+    async def rewards(
+        self, caller: DeadlineCaller, trajectories: Sequence[Trajectory]
+    ) -> list[float]:
         totals: list[float] = []
-        for outcome in await self.score(calls, trajectories):
+        for outcome in await self.score(caller, trajectories):
             hint = (
                 "; give a task that it can judge, and answers"
                 if isinstance(outcome, Failed) and self.task is SAMPLE
@@ -233,9 +242,9 @@ class _RewardChecks:
             )
             if not isinstance(outcome, Scored):
                 raise BrokenRule(f"a finished trajectory must be Scored, not {outcome}{hint}")
-            finite = math.isfinite(outcome.reward) and all(
+            is_finite = math.isfinite(outcome.reward) and all(
                 math.isfinite(part) for part in outcome.parts.values()
             )
-            require(finite, f"{outcome} is not finite")
+            require(is_finite, f"{outcome} is not finite")
             totals.append(outcome.reward)
         return totals

@@ -30,11 +30,13 @@ class SlowGenerator(FakeGenerator):
     """
 
     class Config(Section):
-        mean_s: float = Field(0.4, gt=0, description="Mean seconds of a request.")
+        mean_s: float = Field(0.4, gt=0, description="Mean duration of a request, in seconds.")
         sigma: float = Field(
-            1.0, ge=0, description="Standard deviation of the logarithm: 1 has a heavy tail."
+            1.0,
+            ge=0,
+            description="Standard deviation of the duration's logarithm; 1 gives a heavy tail.",
         )
-        slots: int = Field(8, ge=1, description="Requests at the same time; others wait.")
+        slots: int = Field(8, ge=1, description="Maximum number of requests at the same time.")
 
     def __init__(self, config: Any, *_: Any) -> None:
         super().__init__(lambda tokens, sampling: sampling.stop_ids[:1] or [0])
@@ -86,7 +88,7 @@ class SlowLearner(LearnerWrapper):
         return await super().update(mini, terms)
 
 
-def undisturbed(
+def compute_best_step_ends(
     scheduler: StalenessScheduler,
     *,
     attempts: int,
@@ -103,39 +105,44 @@ def undisturbed(
         attempts: Number of attempts of a group.
         seconds: Duration of a request, by the numbers of its group and attempt.
     """
-    clock, free, training = 0.0, slots, False
-    ends, attempts_left = list[float](), dict[ScheduledGroup, int]()
-    waiting, ordinals = deque[tuple[ScheduledGroup, int]](), itertools.count()
+    clock, n_free_slots, is_training = 0.0, slots, False
+    step_ends, n_attempts_left = list[float](), dict[ScheduledGroup, int]()
+    waiting, tie_breakers = deque[tuple[ScheduledGroup, int]](), itertools.count()
     # Heap of ends: (time, tie-breaker, group of the request; None for an update).
     pending_ends: list[tuple[float, int, ScheduledGroup | None]] = []
-    while len(ends) < scheduler.last_step:
-        step = len(ends)
+    while len(step_ends) < scheduler.last_step:
+        step = len(step_ends)
         # While a step trains, its groups still take up room that the next step may not use.
-        while free and (
-            waiting or scheduler.count_startable(step) > training * scheduler.groups_per_step
+        while n_free_slots and (
+            waiting or scheduler.count_startable(step) > is_training * scheduler.groups_per_step
         ):
             if not waiting:
-                issue = scheduler.begin(
+                scheduled_group = scheduler.begin(
                     step, str(scheduler.n_started), Task(str(scheduler.n_started), ())
                 )
-                attempts_left[issue] = attempts
-                waiting.extend((issue, attempt) for attempt in range(attempts))
-            issue, attempt = waiting.popleft()
-            free -= 1
+                n_attempts_left[scheduled_group] = attempts
+                waiting.extend((scheduled_group, attempt) for attempt in range(attempts))
+            scheduled_group, attempt = waiting.popleft()
+            n_free_slots -= 1
             heapq.heappush(
-                pending_ends, (clock + seconds(issue.number, attempt), next(ordinals), issue)
+                pending_ends,
+                (
+                    clock + seconds(scheduled_group.number, attempt),
+                    next(tie_breakers),
+                    scheduled_group,
+                ),
             )
-        if not training and scheduler.choose(step) is not None:
-            training = True
-            heapq.heappush(pending_ends, (clock + update_s, next(ordinals), None))
+        if not is_training and scheduler.choose(step) is not None:
+            is_training = True
+            heapq.heappush(pending_ends, (clock + update_s, next(tie_breakers), None))
             continue
         clock, _, group = heapq.heappop(pending_ends)
         if group is None:
-            ends.append(clock)
-            training = False
+            step_ends.append(clock)
+            is_training = False
             continue
-        free += 1
-        attempts_left[group] -= 1
-        if not attempts_left[group]:
+        n_free_slots += 1
+        n_attempts_left[group] -= 1
+        if not n_attempts_left[group]:
             scheduler.mark_ready(group, Group(group.id, group.task, ()))
-    return ends
+    return step_ends

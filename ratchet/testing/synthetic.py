@@ -58,7 +58,9 @@ class TinyRole:
     def __init__(self, name: str, *, drift: float = 0.0) -> None:
         """Create the model; equal names and drifts give equal models.
 
-        drift: scale of a random change of the weights that the name gives.
+        Args:
+            name: Name of the model, which seeds its weights and their change.
+            drift: Scale of a random change of the weights.
         """
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
 
@@ -114,16 +116,16 @@ class TinyRole:
         if "routers" in names:  # one layer, with an expert for each token of the vocabulary
             logits_TV = self._logits(hidden_Td)
             chosen_T2 = logits_TV.topk(2).indices
-            watch = RouterMonitor()
-            watch.layers[0] = LayerRouting(logits_TV, chosen_T2, chosen_T2)
-            columns["routers"] = watch.columns(batch.sequence_T, batch.n_sequences)
+            monitor = RouterMonitor()
+            monitor.layers[0] = LayerRouting(logits_TV, chosen_T2, chosen_T2)
+            columns["routers"] = monitor.columns(batch.sequence_T, batch.n_sequences)
         return {**columns, "token_scores": scalars_T}
 
     def _logits(self, hidden_nd: Tensor) -> Tensor:
         return hidden_nd @ self.head_Vd.T
 
 
-def part_names(algorithm: Algorithm) -> tuple[str, ...]:
+def list_part_names(algorithm: Algorithm) -> tuple[str, ...]:
     """Return names for the parts of rewards.
 
     They are the keys of the algorithm's options called `weights`, or two fixed names without any.
@@ -147,9 +149,11 @@ def part_names(algorithm: Algorithm) -> tuple[str, ...]:
 class Draw:
     """A random draw of groups.
 
-    equal: rewards are equal within each group, part by part.
-    attempts: number of attempts in each group; None: the algorithm's group size.
-    longest: tokens of the longest answer of each group; 0: answers have a few tokens.
+    Attributes:
+        equal: True if rewards are equal within each group, part by part.
+        attempts: Number of attempts in each group; None: the algorithm's group size.
+        longest: Number of tokens of the longest answer of each group; 0: all answers have a few
+            tokens.
     """
 
     seed: int
@@ -159,7 +163,7 @@ class Draw:
 
     def groups(self, algorithm: Algorithm) -> list[Group]:
         rng = np.random.default_rng(self.seed)
-        make = {
+        make_rows = {
             "rollouts": _make_attempts,
             "pairs": _make_pair,
             "labelled": _make_labelled,
@@ -173,7 +177,7 @@ class Draw:
         for index in range(3 if self.longest else 5):
             name = f"draw-{self.seed}-group-{index}"
             task = Task(name, (Message("user", "?"),), tag=tags[index % len(tags)])
-            rows = make(rng, self, algorithm, index)
+            rows = make_rows(rng, self, algorithm, index)
             groups.append(Group(name, task, tuple(rows)))
         return groups
 
@@ -186,28 +190,30 @@ def _make_attempts(
     In the second group all rewards are equal. In the third all attempts failed, unless `draw` has
     `equal` or `attempts`.
     """
-    count = draw.attempts or algorithm.group_size
-    names = part_names(algorithm)
+    n_attempts = draw.attempts or algorithm.group_size
+    names = list_part_names(algorithm)
     is_plain = draw.equal or draw.attempts is not None
     equal_reward = _draw_rewards(rng, names)
     rows: list[Trajectory] = []
-    for attempt in range(count):
+    for attempt in range(n_attempts):
         reward = equal_reward if draw.equal or index == 1 else _draw_rewards(rng, names)
         outcome = (
             Failed("kit")
             if index == 2 and not is_plain
             else _draw_outcome(rng, reward, plain=is_plain)
         )
-        forks = 2 if rng.random() < 0.15 else 1
+        n_trajectories = 2 if rng.random() < 0.15 else 1
         rows += [
             _make_trajectory(rng, outcome, attempt=attempt, longest=draw.longest * (attempt == 0))
-            for _ in range(forks)
+            for _ in range(n_trajectories)
         ]
     if algorithm.greedy_baseline:
         outcome = (
             Failed("kit") if index == 3 and not is_plain else Scored(*_draw_rewards(rng, names))
         )
-        rows.append(_make_trajectory(rng, outcome, attempt=count, use="baseline", temperature=0.0))
+        rows.append(
+            _make_trajectory(rng, outcome, attempt=n_attempts, use="baseline", temperature=0.0)
+        )
     return rows
 
 
@@ -219,10 +225,10 @@ def _draw_outcome(
     rng: np.random.Generator, reward: tuple[float, dict[str, float]], *, plain: bool
 ) -> Outcome:
     """Return a random outcome, which has a reward if `plain`."""
-    chance = rng.random()
-    if chance < 0.65:
+    probability = rng.random()
+    if probability < 0.65:
         return Scored(*reward)
-    if chance < 0.8 or plain:
+    if probability < 0.8 or plain:
         return Truncated(*reward)
     return [Truncated(None), Failed("kit"), Cancelled("kit")][int(rng.integers(3))]
 
@@ -271,9 +277,9 @@ def _make_trajectory(
 def _make_supervised_row(
     rng: np.random.Generator, algorithm: Algorithm, outcome: Outcome | None = None, **options: Any
 ) -> Trajectory:
-    """Return a supervised row: its trainable tokens count as the policy's, though none was sampled.
+    """Return a supervised row, which has no turns.
 
-    It has no turns.
+    Its trainable tokens count as the policy's, although none was sampled.
     """
     row = _make_trajectory(rng, outcome, temperature=algorithm.temperature, **options)
     text = Trajectory.supervised(

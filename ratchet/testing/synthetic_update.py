@@ -25,7 +25,7 @@ from ratchet.testing.synthetic import VOCAB, TinyRole
 from ratchet.types import Group
 
 # Tolerances that only allow for rounding in another order, in float64.
-RELATIVE, ABSOLUTE = 1e-10, 1e-12
+RELATIVE_TOLERANCE, ABSOLUTE_TOLERANCE = 1e-10, 1e-12
 T = TypeVar("T")
 
 
@@ -64,7 +64,7 @@ class Update:
         )
         return cls(algorithm, algorithm.weigh(batch, AlgoState()), models)
 
-    def mini(self, batch: Batch) -> Update:
+    def with_minibatch(self, batch: Batch) -> Update:
         """Return the update on a mini-batch of it, with weights computed for that mini-batch."""
         return replace(self, batch=self.algorithm.weigh(batch, AlgoState()))
 
@@ -91,7 +91,7 @@ class Update:
         batch = self.batch
         other_T, other_S = batch.sequence_T != row, torch.arange(batch.n_sequences) != row
 
-        def change(column: Tensor, mask: Tensor) -> Tensor:
+        def shift_values(column: Tensor, mask: Tensor) -> Tensor:
             broadcast_mask = mask.reshape(-1, *[1] * (column.dim() - 1))
             return (
                 torch.where(broadcast_mask, 0.7 * column - 0.3, column)
@@ -102,17 +102,17 @@ class Update:
         batch = replace(
             batch,
             tokens_T=torch.where(other_T, (batch.tokens_T * 3 + 1) % VOCAB, batch.tokens_T),
-            rollout_logprobs_T=change(batch.rollout_logprobs_T, other_T),
-            log_kept_mass_T=change(batch.log_kept_mass_T, other_T),
+            rollout_logprobs_T=shift_values(batch.rollout_logprobs_T, other_T),
+            log_kept_mass_T=shift_values(batch.log_kept_mass_T, other_T),
         )
         algorithm_columns = self.algorithm.columns
         token_columns = {
-            name: change(column, other_T)
+            name: shift_values(column, other_T)
             for name, column in batch.token_columns.items()
             if name in algorithm_columns
         }
         sequence_columns = {
-            name: change(column, other_S)
+            name: shift_values(column, other_S)
             for name, column in batch.sequence_columns.items()
             if name in algorithm_columns
         }
@@ -196,7 +196,7 @@ def differentiate(
     """
     batch = update.batch.take(rows)
     indices = {
-        "tokens": token_indices(update.batch, rows),
+        "tokens": list_token_indices(update.batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
     leaves = _make_leaves(update, role, indices)
@@ -214,7 +214,7 @@ def differentiate(
     for name, slope in _compute_gradients(loss, leaves).items():
         require(bool(slope.isfinite().all()), f"the gradient by {name} is not finite")
         batch_zeros = torch.zeros_like(update.columns[role][name])
-        slopes[name] = batch_zeros.index_copy(0, _entry_indices(name, indices), slope)
+        slopes[name] = batch_zeros.index_copy(0, _get_entry_indices(name, indices), slope)
     return LossAndSlopes(float(loss.detach()), slopes, metrics)
 
 
@@ -231,7 +231,7 @@ def compute_row_values(
     values, _ = term.fn(_make_outputs(batch, leaves, term), batch)
     # Indices of the row's entries at the level of the term.
     row_indices = {
-        "token": token_indices(batch, [row]),
+        "token": list_token_indices(batch, [row]),
         "sequence": torch.tensor([row]),
         "group": batch.group_S[[row]],
     }[term.level]
@@ -249,20 +249,22 @@ def compute_metrics(term: AlgorithmTerm, update: Update, role: str) -> dict[str,
     return {name: metric[active].detach() for name, metric in metrics.items()}
 
 
-def token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
+def list_token_indices(batch: Batch, rows: Sequence[int]) -> Tensor:
     """Return the indices of the tokens of some rows, one row after the other."""
     starts, lengths = batch.starts_S.tolist(), batch.lengths_S.tolist()
-    parts = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
-    return torch.cat(parts) if parts else torch.zeros(0, dtype=torch.int64)
+    index_ranges = [torch.arange(starts[row], starts[row] + lengths[row]) for row in rows]
+    return torch.cat(index_ranges) if index_ranges else torch.zeros(0, dtype=torch.int64)
 
 
 def gather_rows(result: LossAndSlopes, batch: Batch, rows: Sequence[int]) -> LossAndSlopes:
     """Return the result with its slopes reordered: the rows of `batch` in the order of `rows`."""
     indices = {
-        "tokens": token_indices(batch, rows),
+        "tokens": list_token_indices(batch, rows),
         "rows": torch.tensor(list(rows), dtype=torch.int64),
     }
-    slopes = {name: slope[_entry_indices(name, indices)] for name, slope in result.slopes.items()}
+    slopes = {
+        name: slope[_get_entry_indices(name, indices)] for name, slope in result.slopes.items()
+    }
     return replace(result, slopes=slopes)
 
 
@@ -277,7 +279,11 @@ def require_equal(result: LossAndSlopes, expected: LossAndSlopes, method: str) -
         f"{method}, the loss is {result.loss:.12g} and not {expected.loss:.12g}",
     )
     for name, slope in expected.slopes.items():
-        limit = RELATIVE * float(slope.abs().max()) + ABSOLUTE if slope.numel() else 0.0
+        limit = (
+            RELATIVE_TOLERANCE * float(slope.abs().max()) + ABSOLUTE_TOLERANCE
+            if slope.numel()
+            else 0.0
+        )
         difference = float((result.slopes[name] - slope).abs().max()) if slope.numel() else 0.0
         require(
             difference <= limit,
@@ -292,10 +298,10 @@ def require_equal(result: LossAndSlopes, expected: LossAndSlopes, method: str) -
 
 
 def _is_near(a: float, b: float) -> bool:
-    return abs(a - b) <= RELATIVE * max(abs(a), abs(b)) + ABSOLUTE
+    return abs(a - b) <= RELATIVE_TOLERANCE * max(abs(a), abs(b)) + ABSOLUTE_TOLERANCE
 
 
-def _entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
+def _get_entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
     """Return the indices of an output's entries: of rows or of tokens."""
     return indices["rows" if name in SEQUENCE_OUTPUTS else "tokens"]
 
@@ -303,7 +309,7 @@ def _entry_indices(name: str, indices: Mapping[str, Tensor]) -> Tensor:
 def _make_leaves(update: Update, role: str, indices: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Return the outputs of a role's model at `indices`, as leaves of the autograd graph."""
     return {
-        name: column[_entry_indices(name, indices)].clone().requires_grad_()
+        name: column[_get_entry_indices(name, indices)].clone().requires_grad_()
         for name, column in update.columns[role].items()
     }
 

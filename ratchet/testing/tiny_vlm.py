@@ -19,7 +19,7 @@ from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.config import PRINTABLE
 
 Family = Literal["qwen2_5_vl", "qwen3_vl"]
-CONTROLS = (
+SPECIAL_TOKENS = (
     "<|im_start|>",
     "<|im_end|>",
     "<|vision_start|>",
@@ -93,11 +93,11 @@ def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
 
     sizes = sizes or TinyVLM()
     directory.mkdir(parents=True, exist_ok=True)
-    tokenizer = vlm_tokenizer(sizes.alphabet)
+    tokenizer = create_vlm_tokenizer(sizes.alphabet)
     with torch.random.fork_rng([]):
         torch.manual_seed(sizes.seed)
         model = AutoModelForImageTextToText.from_config(
-            _config(sizes, tokenizer), dtype=torch.float32
+            _make_config(sizes, tokenizer), dtype=torch.float32
         )
     model.generation_config = GenerationConfig(
         eos_token_id=list(tokenizer.eos_ids), pad_token_id=tokenizer.pad_id
@@ -108,15 +108,17 @@ def write_tiny_vlm(directory: Path, sizes: TinyVLM | None = None) -> Path:
     return directory
 
 
-def vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
-    """Return a tokenizer with one token per character, and the control tokens of the Qwen family.
+def create_vlm_tokenizer(alphabet: str = PRINTABLE) -> Tokenizer:
+    """Return a tokenizer with one token per character, and the special tokens of the Qwen family.
 
     `alphabet` needs a newline, and the letters of the roles' names.
     """
-    return character_tokenizer(alphabet, controls=CONTROLS, eos="<|im_end|>", template=TEMPLATE)
+    return character_tokenizer(
+        alphabet, controls=SPECIAL_TOKENS, eos="<|im_end|>", template=TEMPLATE
+    )
 
 
-def _config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
+def _make_config(sizes: TinyVLM, tokenizer: Tokenizer) -> Any:
     from transformers import AutoConfig
 
     head_dim = sizes.hidden // sizes.heads

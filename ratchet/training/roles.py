@@ -417,7 +417,7 @@ def check_routers(
 def _check_same_tokens(
     name: str, path: str, tokenizer: Tokenizer, policy_tokenizer: Tokenizer, size: int
 ) -> None:
-    if not tokenizer.same_tokens(policy_tokenizer):
+    if not tokenizer.has_same_tokens(policy_tokenizer):
         raise ConfigError(
             f"{name}: the model in {path} has another tokenizer than the policy, so their tokens "
             "can't be compared. Set teacher_tokens=aligned with on_policy_distillation, or use a "

@@ -27,7 +27,7 @@ from ratchet.algorithms.losses.policy import clipped_surrogate
 from ratchet.batch import Batch
 from ratchet.config.registry import KINDS
 from ratchet.data.packing import pack
-from ratchet.testing.check_command import built_in
+from ratchet.testing.check_command import build_builtin
 from ratchet.testing.synthetic import Draw, TinyRole
 from ratchet.testing.synthetic_update import Update, differentiate, require_equal
 
@@ -157,7 +157,7 @@ def anything(batch: Batch, column: Tensor) -> Tensor:
 @pytest.mark.parametrize("kind", KINDS["algorithm"])
 def test_no_loss_reads_what_does_not_train(kind: str):
     """Of any built-in algorithm, after the estimators."""
-    algo = built_in(kind)
+    algo = build_builtin(kind)
     update = Update.from_groups(algo, Draw(seed=5).groups(algo))
     noisy_columns = {
         name: anything(update.batch, column) for name, column in update.batch.token_columns.items()

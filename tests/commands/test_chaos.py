@@ -11,7 +11,13 @@ import pytest
 import yaml
 
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.kill_and_resume import Chaos, Trial, chaos, differences, spread
+from ratchet.testing.kill_and_resume import (
+    ChaosTest,
+    Trial,
+    chaos,
+    choose_evenly_spread,
+    list_differences,
+)
 from ratchet.training.start import resume_run
 
 SCRIPT = Path(__file__).resolve().parents[2] / "benchmarks" / "chaos.py"
@@ -56,9 +62,9 @@ KILLS = [
 @pytest.mark.parametrize("kills", KILLS, ids=[kills[0] for kills in KILLS])
 @pytest.mark.fault("P6")
 def test_a_training_killed_at_a_failpoint_ends_as_if_it_had_not_been(kills, tiny):
-    verdict = tiny.play(Trial(kills))
-    assert verdict.different == ()
-    assert (verdict.missed, verdict.starts) == (False, len(kills) + 1)
+    verdict = tiny.run_trial(Trial(kills))
+    assert verdict.differences == ()
+    assert (verdict.has_missed, verdict.n_starts) == (False, len(kills) + 1)
 
 
 SAVING = "checkpoint.after_write:2:interrupt"
@@ -76,7 +82,7 @@ def test_ctrl_c_in_the_middle_of_a_save(spec, left, tiny, tmp_path):
     assert tiny.start(run, spec) == 130
     assert CheckpointStore(run / "checkpoints").steps() == left
     assert tiny.start(run, "") == 0
-    assert differences(tiny.whole, run) == []
+    assert list_differences(tiny.reference_run, run) == []
 
 
 @pytest.mark.fault("D9")
@@ -102,7 +108,7 @@ def test_data_that_changed_since_the_checkpoint_are_not_gone_on_with(script, tin
             }
         )
     )
-    changed = Chaos(recipe, tmp_path, tiny.forks)
+    changed = ChaosTest(recipe, tmp_path, tiny.forks)
     assert changed.start(run, "step.update:2:kill") == -9
     data.write_text("\n".join(rows[1:]))
     assert changed.start(run, "") == 1
@@ -135,8 +141,8 @@ def test_a_recipe_that_was_edited_under_a_run_is_told(tiny, tmp_path):
 
 
 def test_and_at_a_random_time(tiny):
-    (trial,) = tiny.at_random(1, seed=0)
-    assert tiny.play(trial).different == ()
+    (trial,) = tiny.draw_random_trials(1, seed=0)
+    assert tiny.run_trial(trial).differences == ()
 
 
 @pytest.mark.parametrize(
@@ -145,10 +151,10 @@ def test_and_at_a_random_time(tiny):
 def test_a_difference_would_be_seen(name, tiny, tmp_path):
     other = tmp_path / "run"
     other.mkdir()
-    for path in sorted(tiny.whole.rglob("*")):
-        copy = other / path.relative_to(tiny.whole)
+    for path in sorted(tiny.reference_run.rglob("*")):
+        copy = other / path.relative_to(tiny.reference_run)
         copy.mkdir() if path.is_dir() else copy.write_bytes(path.read_bytes())
-    assert differences(tiny.whole, other) == []
+    assert list_differences(tiny.reference_run, other) == []
     if name == "metrics.jsonl":
         *rows, last = [json.loads(line) for line in (other / name).read_text().splitlines()]
         rows.append({**last, "rollout/reward": -1.0})
@@ -157,11 +163,16 @@ def test_a_difference_would_be_seen(name, tiny, tmp_path):
         (other / name).write_text((other / name).read_text().replace('"steps": 3', '"steps": 4'))
     else:
         (other / name).write_bytes(b"x")
-    assert len(differences(tiny.whole, other)) == 1
+    assert len(list_differences(tiny.reference_run, other)) == 1
 
 
 def test_passages_are_spread_over_the_run():
-    assert [spread(3, 4), spread(9, 3), spread(9, 1), spread(2, 1)] == [
+    assert [
+        choose_evenly_spread(3, 4),
+        choose_evenly_spread(9, 3),
+        choose_evenly_spread(9, 1),
+        choose_evenly_spread(2, 1),
+    ] == [
         [1, 2, 3],
         [1, 5, 9],
         [9],
@@ -174,5 +185,5 @@ def test_passages_are_spread_over_the_run():
 @pytest.mark.fault("P6")
 def test_every_failpoint(name, script, tmp_path, capsys):
     result = script.measure(name, tmp_path / name, passages=1, at_random=4, seed=1)
-    assert not any(verdict.different for verdict in result.verdicts), capsys.readouterr().out
+    assert not any(verdict.differences for verdict in result.verdicts), capsys.readouterr().out
     assert script.table([result]).count("\n") > 25

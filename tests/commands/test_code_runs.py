@@ -8,8 +8,8 @@ import json
 import pytest
 import yaml
 
-from ratchet.testing.forks import Forks
-from ratchet.testing.kill_and_resume import MODULES, Chaos, Trial
+from ratchet.testing.forks import ForkCaller
+from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, Trial
 
 # the policy adds a digit; what that is worth hangs on the hash seed
 PROMPT = "def f(x):\n return hash('k')%7+"
@@ -57,11 +57,11 @@ def recipe(folder):
 def test_a_killed_run_with_rewards_of_code_has_the_same_bits(tmp_path):
     path = tmp_path / "code.yaml"
     path.write_text(yaml.safe_dump(recipe(tmp_path)))
-    with Forks(MODULES, log=tmp_path / "output.log") as forks:
-        under_test = Chaos(path, tmp_path, forks)
-        assert under_test.start(under_test.whole, "") == 0
-        assert under_test.play(Trial(("step.update:22:kill",))).different == ()
-    lines = map(json.loads, (under_test.whole / "metrics.jsonl").read_text().splitlines())
+    with ForkCaller(PRELOADED_MODULES, log=tmp_path / "output.log") as forks:
+        under_test = ChaosTest(path, tmp_path, forks)
+        assert under_test.start(under_test.reference_run, "") == 0
+        assert under_test.run_trial(Trial(("step.update:22:kill",))).differences == ()
+    lines = map(json.loads, (under_test.reference_run / "metrics.jsonl").read_text().splitlines())
     shares = [line["rollout/reward/code"] for line in lines if "rollout/reward/code" in line]
     assert len(shares) == 3
     assert 0 < sum(shares) < 3  # some programs pass, and some don't

@@ -6,8 +6,8 @@ import pytest
 import yaml
 
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import Forks
-from ratchet.testing.kill_and_resume import MODULES, Chaos, differences
+from ratchet.testing.forks import ForkCaller
+from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, list_differences
 from ratchet.training.run import PAUSED
 
 RECIPE = {
@@ -35,7 +35,7 @@ RISING = {"optimizer": {"lr": 6e-5, "warmup_steps": 6}}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with Forks(MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with ForkCaller(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 
@@ -45,7 +45,7 @@ def training(tmp_path, forks, name, action):
     recipe = folder / "probe.yaml"
     own = {"mine": {**MINE, "action": action}, "loss": LOSS}
     recipe.write_text(yaml.safe_dump({**RECIPE, **RISING, "sentinels": {"own": own}}))
-    chaos = Chaos(recipe, folder, forks)
+    chaos = ChaosTest(recipe, folder, forks)
     return lambda fault="": chaos.start(folder / "run", fault)
 
 
@@ -62,7 +62,7 @@ def test_it_saves_and_ends_with_a_status_of_its_own_and_goes_on_when_told_to(for
     warned = training(tmp_path, forks, "warned", "warn")
     assert warned() == 0
     # Evidence names its action, too.
-    assert differences(tmp_path / "warned" / "run", run) == [
+    assert list_differences(tmp_path / "warned" / "run", run) == [
         "config.yaml differs",
         "sentinels/step-00000003-mine.json differs",
     ]
@@ -77,4 +77,4 @@ def test_a_killed_run_says_what_the_whole_one_said(kill, forks, tmp_path):
     assert list((tmp_path / "whole" / "run" / "sentinels").iterdir())
     assert killed(kill) == -9
     assert killed() == 0
-    assert differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []
+    assert list_differences(tmp_path / "whole" / "run", tmp_path / "killed" / "run") == []

@@ -14,9 +14,9 @@ import pyarrow.parquet as pq
 import pytest
 
 from ratchet.data import jsonl
-from ratchet.data.files import expand, open_binary
+from ratchet.data.files import find_files, open_binary
 from ratchet.data.formats import arrow_tables
-from ratchet.data.shuffle import WINDOW, Order
+from ratchet.data.shuffle import WINDOW, RowOrder
 from ratchet.data.tables import iter_rows, open_table, read_rows
 from ratchet.errors import DataError, MissingDependency
 
@@ -83,7 +83,7 @@ def test_every_form_gives_the_same_rows_in_any_order(name, place):
     assert [row.values for row in iter_rows(table)] == ROWS
     assert [table.row(i).values for i in (7, 0, 9, 3)] == [ROWS[i] for i in (7, 0, 9, 3)]
     assert [row.values for row in read_rows(path, {"question": str})] == ROWS
-    assert sum(table.blocks) == 10
+    assert sum(table.block_sizes) == 10
     assert table.where(2).startswith(f"{path}, ")
 
 
@@ -100,23 +100,23 @@ def test_lines_are_counted_as_editors_do_and_other_rows_from_1(tmp_path):
         {"x": "1\n2", "y": "a"},
         {"x": "3", "y": None},
     ]
-    assert table.blocks == [2, 2, 3, 3, 3, 1]
+    assert table.block_sizes == [2, 2, 3, 3, 3, 1]
 
 
 def test_patterns_and_directories_stand_for_their_files(tmp_path):
     for name in ("b.jsonl", "a.jsonl", "deep/c.parquet", "README.md"):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_bytes(FORMS.get(f"rows.{name.partition('.')[2]}", b"words"))
-    assert [path.name for path in expand([tmp_path])] == ["a.jsonl", "b.jsonl", "c.parquet"]
-    assert [path.name for path in expand([str(tmp_path / "*.jsonl")])] == ["a.jsonl", "b.jsonl"]
+    assert [path.name for path in find_files([tmp_path])] == ["a.jsonl", "b.jsonl", "c.parquet"]
+    assert [path.name for path in find_files([str(tmp_path / "*.jsonl")])] == ["a.jsonl", "b.jsonl"]
     address = f"memory://expand-{next(numbers)}"
     for name in ("a.jsonl", "b.csv", "notes.txt"):
         with fsspec.open(f"{address}/{name}", "wb") as file:
             file.write(FORMS["rows.jsonl"])
-    assert [path.rpartition("/")[2] for path in expand([address])] == ["a.jsonl", "b.csv"]
+    assert [path.rpartition("/")[2] for path in find_files([address])] == ["a.jsonl", "b.csv"]
     assert len(open_table(f"{address}/*.jsonl")) == 10
     with pytest.raises(DataError, match="no file matches this pattern"):
-        expand([tmp_path / "*.csv"])
+        find_files([tmp_path / "*.csv"])
 
 
 @pytest.mark.parametrize("place", ["", "**/*.jsonl", "*/*.jsonl", "d*/*.jsonl", "dee[p]/a.jsonl"])
@@ -133,8 +133,8 @@ def test_a_folder_that_cannot_be_listed_is_named(place, tmp_path, monkeypatch):
 
     monkeypatch.setattr(os, "scandir", refuse)
     with pytest.raises(DataError, match=r"/deep: can't be read: Permission denied"):
-        expand([tmp_path / place])
-    assert len(expand([tmp_path / "a*/*.jsonl"])) == 1  # the pattern does not lead there
+        find_files([tmp_path / place])
+    assert len(find_files([tmp_path / "a*/*.jsonl"])) == 1  # the pattern does not lead there
 
 
 def bomb(kind):
@@ -175,7 +175,7 @@ def test_parquet_is_read_one_row_group_at_a_time_and_a_few_are_kept(tmp_path):
     table = open_table(tmp_path / "rows.parquet")
     read, whole = [], table._file.read_row_group
     table._file.read_row_group = lambda number: read.append(number) or whole(number)
-    order = Order(table.blocks, seed=3, name="x")
+    order = RowOrder(table.block_sizes, seed=3, name="x")
     for position in range(10):
         table.row(order.row_at(position))
     assert sorted(read) == list(range(10))  # each once: the order stays inside a window
@@ -250,26 +250,28 @@ def test_what_is_absent_or_unknown_is_said(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("blocks", [[10], [1], [3, 4, 0, 5], [2] * 20, [7, 1, 1, 30, 2, 9, 4]])
 def test_each_pass_meets_every_row_once_in_an_order_of_its_own(blocks):
-    order, rows = Order(blocks, seed=1, name="x"), sum(blocks)
+    order, rows = RowOrder(blocks, seed=1, name="x"), sum(blocks)
     passes = [
         [order.row_at(p) for p in range(start, start + rows)] for start in (0, rows, 2 * rows)
     ]
     assert all(sorted(one) == list(range(rows)) for one in passes)
     assert rows == 1 or passes[0] != passes[1]
     # of the position alone
-    assert passes[1] == [Order(blocks, seed=1, name="x").row_at(p) for p in range(rows, 2 * rows)]
+    assert passes[1] == [
+        RowOrder(blocks, seed=1, name="x").row_at(p) for p in range(rows, 2 * rows)
+    ]
     assert [order.row_at(p) for p in (5 % rows, 2 * rows, 0)] == [
         passes[0][5 % rows],
         passes[2][0],
         passes[0][0],
     ]
     assert rows == 1 or passes[0] != [
-        Order(blocks, seed=2, name="x").row_at(p) for p in range(rows)
+        RowOrder(blocks, seed=2, name="x").row_at(p) for p in range(rows)
     ]
 
 
 def test_an_order_is_the_same_for_ever():
-    assert [Order([10], seed=0, name="x").row_at(p) for p in range(10)] == [
+    assert [RowOrder([10], seed=0, name="x").row_at(p) for p in range(10)] == [
         3,
         7,
         1,
@@ -284,11 +286,11 @@ def test_an_order_is_the_same_for_ever():
 
 
 def test_rows_are_mixed_within_a_window_of_blocks_only():
-    order = Order([10] * 12, seed=0, name="x")
+    order = RowOrder([10] * 12, seed=0, name="x")
     for start in range(0, 120, 10 * WINDOW):
         assert len({order.row_at(p) // 10 for p in range(start, start + 10 * WINDOW)}) == WINDOW
 
 
 def test_as_they_lie():
-    order = Order([3, 4], seed=0, name="x", shuffle=False)
+    order = RowOrder([3, 4], seed=0, name="x", shuffle=False)
     assert [order.row_at(p) for p in range(9)] == [0, 1, 2, 3, 4, 5, 6, 0, 1]

@@ -287,7 +287,7 @@ def test_which_rows_are_held_out_does_not_depend_on_where_the_files_lie(tmp_path
             test_share=0.3,
         )
         held.append(
-            [environment.rows("test").number(i) for i in range(len(environment.rows("test")))]
+            [environment.rows("test").row_number(i) for i in range(len(environment.rows("test")))]
         )
     assert held[0] == held[1]
     assert 0 < len(held[0]) < 40

@@ -7,7 +7,7 @@ import pytest
 from pydantic import ValidationError
 
 from ratchet.environments.games.frozen_lake import FrozenLake, FrozenLakeConfig
-from ratchet.environments.games.game import shortest_path
+from ratchet.environments.games.game import find_shortest_path
 from ratchet.environments.games.sliding_puzzle import SlidingPuzzle, SlidingPuzzleConfig
 from ratchet.environments.games.sokoban import Sokoban, SokobanConfig
 from ratchet.environments.toy.number_guessing import NumberGuessing, NumberGuessingConfig
@@ -78,7 +78,7 @@ def test_all_attempts_at_a_task_meet_the_same_luck_and_other_tasks_another():
     lake = FrozenLake(FrozenLakeConfig(slip=1.0, holes=0.0, size=6))
     one, two = islice(lake.tasks("train", seed=0), 2)
     assert texts(play(lake, one, ["up"] * 8)) == texts(play(lake, one, ["up"] * 8))
-    ends = [list(lake._ends(14, "up"))[1:] for _ in range(2)]
+    ends = [list(lake._list_outcomes(14, "up"))[1:] for _ in range(2)]
     assert ends[0] == [(13, 0.5), (15, 0.5)]
     assert one.seed != two.seed
 
@@ -161,8 +161,8 @@ def test_on_slippery_ice_the_player_keeps_away_from_the_hole():
 
 def test_a_step_slips_to_either_side_as_often_as_it_says():
     game = FrozenLake(FrozenLakeConfig(size=3, slip=0.5))
-    assert game._ends(4, "down") == [(7, 0.5), (5, 0.25), (3, 0.25)]
-    assert game._ends(0, "up") == [(0, 0.5), (0, 0.25), (1, 0.25)]
+    assert game._list_outcomes(4, "down") == [(7, 0.5), (5, 0.25), (3, 0.25)]
+    assert game._list_outcomes(0, "up") == [(0, 0.5), (0, 0.25), (1, 0.25)]
 
 
 ROOM = """\
@@ -219,8 +219,8 @@ def test_guessing_by_hand():
 
 
 def test_a_state_without_a_way_out_has_no_way():
-    assert shortest_path(0, lambda n: n == 9, lambda n: [("on", min(n + 1, 3))]) is None
-    assert shortest_path(0, lambda n: n == 3, lambda n: [("on", n + 1), ("leap", n + 3)]) == [
+    assert find_shortest_path(0, lambda n: n == 9, lambda n: [("on", min(n + 1, 3))]) is None
+    assert find_shortest_path(0, lambda n: n == 3, lambda n: [("on", n + 1), ("leap", n + 3)]) == [
         "leap"
     ]
 

@@ -97,7 +97,7 @@ def test_attempts_that_run_at_once_do_not_share_their_parts():
         ]
         await one.reset(tasks[0])
         await other.reset(tasks[1])
-        assert one._playing is not other._playing
+        assert one._current_part is not other._current_part
         await one.close()
         return await other.step(Message("assistant", "1"))
 
@@ -128,7 +128,7 @@ def test_what_the_parts_have_in_common_is_what_a_mixture_gives(tmp_path):
     section = resolve(
         "environment", {"kind": "mixture", "parts": [{"kind": "sorting"}, {"kind": "countdown"}]}
     )
-    assert section.gives == {"rows", "rollouts"}
+    assert section.data_kinds == {"rows", "rollouts"}
     assert section.judges
     assert section.default_reward == {
         "kind": "by_tag",

@@ -6,7 +6,7 @@ from itertools import islice
 
 import pytest
 
-from ratchet.environments.single_turn import Problem, Procedural, Rows, held_out
+from ratchet.environments.single_turn import Problem, Procedural, Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.testing import check_environment
 from ratchet.types import Message, Task
@@ -70,21 +70,21 @@ def test_train_and_test_partition_the_prompts_by_their_hash():
     test = prompts(Doubling(300).tasks("test", seed=0))
     train = set(prompts(islice(Doubling(300).tasks("train", seed=0), 5000)))
     assert len(test) == len(set(test)), "a test prompt repeats"
-    assert set(test) == {p for p in space if held_out(p)}, (
+    assert set(test) == {p for p in space if is_held_out(p)}, (
         "the test split ends with its space, and not before"
     )
-    assert train == {p for p in space if not held_out(p)}
+    assert train == {p for p in space if not is_held_out(p)}
 
 
 def test_one_prompt_in_ten_is_held_out():
-    share = sum(held_out(f"prompt {i}") for i in range(20_000)) / 20_000
+    share = sum(is_held_out(f"prompt {i}") for i in range(20_000)) / 20_000
     assert abs(share - 0.1) < 0.01  # 4.7 standard deviations
 
 
 def test_a_space_without_training_prompts_is_an_error_and_not_a_hang():
     environment = Doubling(1)
     environment.sample = lambda rng: Problem(
-        next(p for p in map(str, range(1000)) if held_out(p)), ""
+        next(p for p in map(str, range(1000)) if is_held_out(p)), ""
     )
     with pytest.raises(
         DataError, match="environment 'doubling' found no training prompt in 10000 draws"

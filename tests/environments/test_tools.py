@@ -19,14 +19,14 @@ from ratchet.environments.tool_use.base import (
     Toolbox,
     ToolError,
     ToolUnavailable,
-    make_tools,
+    build_tools,
 )
 from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.environments.tool_use.python import describe_failure
-from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, embedder
+from ratchet.environments.tool_use.retriever import Passage, RetrieverTool, load_embedder
 from ratchet.errors import ConfigError, DataError
 from ratchet.models.load import init_policy
-from ratchet.rewards.deadline import CURRENT
+from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.types import ToolCall
 
@@ -38,7 +38,7 @@ def tool(kind, **keys):
 
 
 def answered(toolbox, name, **arguments):
-    return asyncio.run(toolbox.answer(ToolCall("call_0", name, arguments)))
+    return asyncio.run(toolbox.run_call(ToolCall("call_0", name, arguments)))
 
 
 # --- calculator
@@ -156,7 +156,7 @@ def test_a_long_answer_is_cut_and_names_are_unique():
     with pytest.raises(ConfigError, match="two tools are called 'odd'"):
         Toolbox([Odd(), Odd()])
     with pytest.raises(ConfigError, match="is not a tool"):
-        make_tools([resolve("tool", {"kind": "fractions:Fraction", "numerator": 1})])
+        build_tools([resolve("tool", {"kind": "fractions:Fraction", "numerator": 1})])
 
 
 # --- python
@@ -187,13 +187,13 @@ def test_the_wait_for_the_sandbox_is_no_error_of_a_program():
     run = python.sandbox.run
 
     async def queued(program, stdin, limits):
-        assert CURRENT.get()._timeout.when() is None, "the call's own clock runs on"
+        assert CURRENT_DEADLINE.get()._timeout.when() is None, "the call's own clock runs on"
         assert limits.wall_s == 0.5
         return await run(program, stdin, replace(limits, wall_s=60))
 
     python.sandbox.run = queued
     answer = asyncio.run(
-        Toolbox([python], timeout_s=0.5).answer(ToolCall("1", "python", {"code": "print(6 * 7)"}))
+        Toolbox([python], timeout_s=0.5).run_call(ToolCall("1", "python", {"code": "print(6 * 7)"}))
     )
     assert answer == ToolAnswer("42\n")
     python.sandbox.close()
@@ -241,9 +241,9 @@ def test_and_by_meaning_where_embeddings_are_given(tmp_path):
     )
     model.save(tmp_path)
     tokenizer.save(tmp_path)
-    vectors = embedder(str(tmp_path))(["one", "two", ""])
+    vectors = load_embedder(str(tmp_path))(["one", "two", ""])
     assert vectors.shape == (3, 32)
-    assert RetrieverTool(PASSAGES, results=1, embed=embedder(str(tmp_path))).search(
+    assert RetrieverTool(PASSAGES, results=1, embed=load_embedder(str(tmp_path))).search(
         PASSAGES[1].text
     ) == [PASSAGES[1]]
 

@@ -12,7 +12,7 @@ from contextlib import suppress
 
 from ratchet.errors import DataError
 from ratchet.protocols import Step
-from ratchet.rewards.deadline import CURRENT, Deadline
+from ratchet.rewards.deadline import CURRENT_DEADLINE, Deadline
 from ratchet.types import Message, Task
 from ratchet.utils.credentials import get_credential
 
@@ -129,9 +129,9 @@ class Troublesome:
     async def do_judge(self, _):
         """Judges a program, which ends when somebody says so, within a tool's own deadline."""
         async with Deadline(1000):
-            with CURRENT.get().paused():
+            with CURRENT_DEADLINE.get().paused():
                 await asyncio.to_thread(HANGS.wait)
-        return says(str(CURRENT.get().seconds))
+        return says(str(CURRENT_DEADLINE.get().seconds))
 
     async def do_free(self, _):
         HANGS.set()

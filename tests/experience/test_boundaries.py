@@ -19,14 +19,14 @@ from ratchet.experience.sources.rollouts import RolloutSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Outputs, Step
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.types import Failed, Message, Sampling, Scored, Task, Truncated
 
 EOS = 99
 SAMPLING = Sampling(max_new_tokens=4, stop_ids=(EOS,), seed=5)
 
 
-class Digits(TextAlone):
+class Digits(TextOnlyMixin):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

@@ -26,7 +26,7 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.testing.builders import make_trajectory
 from ratchet.testing.clock import simulate
 from ratchet.testing.fakes import FakeEnvironment
-from ratchet.testing.simulated import SlowGenerator, draw_seconds, undisturbed
+from ratchet.testing.simulated import SlowGenerator, compute_best_step_ends, draw_seconds
 from ratchet.types import Sampling
 
 BATCH, ATTEMPTS, SLOTS = 8, 4, 32  # a step's requests fill all slots once
@@ -168,7 +168,7 @@ def ends_undisturbed(steps, update_s, slots, *, max_staleness=4, sigma=1.0):
     def seconds(group, attempt):
         return draw_seconds(derive_seed(0, f"sim/{group}", attempt), MEAN_S, sigma)
 
-    return undisturbed(
+    return compute_best_step_ends(
         scheduler, attempts=ATTEMPTS, slots=slots, update_s=update_s, seconds=seconds
     )
 
@@ -202,7 +202,7 @@ def test_undisturbed_by_hand():
     free, from 4 s to 6 s, both requests one after the other."""
     scheduler = StalenessScheduler(groups_per_step=1, max_staleness=1, last_step=3, order="ready")
     long = {(1, 1): 10.0}
-    ends = undisturbed(
+    ends = compute_best_step_ends(
         scheduler, attempts=2, slots=2, update_s=3.0, seconds=lambda *which: long.get(which, 1.0)
     )
     assert ends == [4.0, 14.0, 17.0]

@@ -218,7 +218,9 @@ def test_a_placeholder_that_was_written_is_no_image(world, family):
     """Neither while it is drawn, nor when the cache is computed anew: its embedding is its own."""
     policy, renderer = world(family)
     tokens, _, media = requests_of(renderer)[2]
-    (pad,) = (token for token, kind in renderer.processor.placeholders.items() if kind == "image")
+    (pad,) = (
+        token for token, kind in renderer.processor.kind_by_placeholder.items() if kind == "image"
+    )
     generator = HFGenerator(HFConfig(), policy)
     core = generator.core
     with torch.no_grad():

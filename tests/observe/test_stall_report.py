@@ -19,7 +19,7 @@ from ratchet.observe.stall_report import (
     record_event,
     waiting,
 )
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.types import Message, Sampling
 
 
@@ -107,7 +107,7 @@ def test_it_is_logged_while_the_main_thread_waits():
     assert RUN not in stall_report._events
 
 
-class Words(TextAlone):
+class Words(TextOnlyMixin):
     def prompt(self, messages, tools=None):
         return [1]
 

@@ -304,7 +304,7 @@ def test_too_long_a_chain_is_refused_by_the_tasks_name(reward, monkeypatch, capl
     outcome = judge(reward, chain, "def f(x): return x + 1")
     assert isinstance(outcome, Failed), outcome
     assert "task 'fun': its tests make too many calls" in outcome.detail
-    reward.functions = FunctionJudge(reward.sandbox, reward.limits, share=False)
+    reward.function_judge = FunctionJudge(reward.sandbox, reward.limits, share=False)
     endless = check("x = 0", "while not candidate(x): x = candidate(x) + 1", "assert x == 3")
     for _ in range(2):
         assert judge(reward, endless, "def f(x): return x * (x == 99)").parts["limit"] == 1.0

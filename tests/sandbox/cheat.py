@@ -98,7 +98,7 @@ raise RuntimeError("not solved")
 ### patches_the_kernel_of_the_sandbox
 import sys
 for module in list(sys.modules.values()):
-    for name in ("run_source", "finish", "confine", "judge_end", "output_matches"):
+    for name in ("run_source", "shut_down", "confine", "make_result", "output_matches"):
         if hasattr(module, name): setattr(module, name, lambda *a, **k: 0)
 raise RuntimeError("not solved")
 ### forges_a_failed_setup

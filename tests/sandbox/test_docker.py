@@ -20,7 +20,7 @@ from ratchet.sandbox.base import TooLarge
 from ratchet.sandbox.config import DockerSandboxConfig
 from ratchet.sandbox.docker import DockerSandbox
 from ratchet.sandbox.docker_outputs import CommandOutputs
-from ratchet.sandbox.reaper import OWNER
+from ratchet.sandbox.reaper import OWNER_LABEL
 from ratchet.testing import answered
 from ratchet.types import Failed, Message, Task
 
@@ -322,7 +322,7 @@ def test_when_the_trainer_dies_its_containers_end_and_those_never_started_are_re
     # the connection broke, the first process ended, the engine removed it
     assert asyncio.run(_gone(engine))
     owned = engine.created[-1]
-    for number, label in enumerate([owned["Labels"], {OWNER: "another-boot/1/1"}, {}]):
+    for number, label in enumerate([owned["Labels"], {OWNER_LABEL: "another-boot/1/1"}, {}]):
         engine.containers[f"x{number}"] = Container(owned | {"Labels": label})
     DockerSandbox(config(engine)).close()
     assert sorted(engine.containers) == ["x1", "x2"]  # another machine's, and somebody else's
@@ -373,7 +373,7 @@ def test_it_may_be_collected_in_one_of_its_own_threads(sandbox):
 @pytest.mark.parametrize(("size", "reason"), [(10, None), (11, Reason.OUTPUT)])
 def test_output_above_the_limit_without_its_end_is_told(size, reason):
     """The end of a command that was killed is missing, and its output is not short of the limit."""
-    stream = SimpleNamespace(frames=lambda deadline: iter([(1, b"x" * size)]))
+    stream = SimpleNamespace(iter_frames=lambda deadline: iter([(1, b"x" * size)]))
     outputs = CommandOutputs(10, "END")
-    assert outputs.listen(stream, deadline=0.0) is reason
+    assert outputs.read_to_end(stream, deadline=0.0) is reason
     assert outputs.texts_without_end() == (b"x" * 10, b"")

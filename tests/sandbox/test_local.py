@@ -64,11 +64,11 @@ def test_weaker_than_declared_is_refused_with_the_level_the_reason_and_the_fix()
 
 def test_the_level_and_its_mechanisms_are_named(sandbox: LocalSandbox) -> None:
     assert sandbox.isolation >= Isolation.LANDLOCK
-    assert {"seccomp", "resource limits", "no capabilities"} <= set(sandbox.strength.by)
+    assert {"seccomp", "resource limits", "no capabilities"} <= set(sandbox.strength.mechanisms)
     weaker = LocalSandbox(slots=1, at_least=Isolation.SECCOMP, at_most=Isolation.SECCOMP)
     weaker.close()
     assert weaker.isolation is Isolation.SECCOMP
-    assert not any("Landlock" in name for name in weaker.strength.by)
+    assert not any("Landlock" in name for name in weaker.strength.mechanisms)
 
 
 def test_an_interpreter_that_cannot_start_is_refused_with_its_own_words(
@@ -316,12 +316,12 @@ def test_when_the_trainer_is_killed_everything_it_started_ends(level: Isolation)
     assert (len(started), outlived) == (12 if level is Isolation.NAMESPACES else 4, [])
 
 
-@pytest.mark.skipif(not seccomp.available(), reason="no filter for this machine")
+@pytest.mark.skipif(not seccomp.is_available(), reason="no filter for this machine")
 def test_the_filter_is_refused_on_machines_whose_call_numbers_it_does_not_know(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(seccomp, "MACHINE", "aarch64")
-    assert not seccomp.available()
+    assert not seccomp.is_available()
 
 
 def test_the_log_names_the_level_and_why_no_stronger_one(caplog: pytest.LogCaptureFixture) -> None:

@@ -21,7 +21,7 @@ from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.protocols import Outputs
 from ratchet.testing.algorithms import INVARIANCES, check_algorithm, examine
-from ratchet.testing.check_command import built_in, properties_page
+from ratchet.testing.check_command import build_builtin, properties_page
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "algorithms" / "properties.md"
 
@@ -159,7 +159,7 @@ VARIANTS = {
 
 @pytest.mark.parametrize("kind", KINDS["algorithm"])
 def test_every_built_in_algorithm_passes_with_its_defaults(kind: str):
-    check_algorithm(built_in(kind))
+    check_algorithm(build_builtin(kind))
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -168,7 +168,7 @@ def test_options_keep_what_is_promised(name: str):
     small = (
         {"group_size": 3} if "group_size" in section_class("algorithm", kind).model_fields else {}
     )
-    check_algorithm(built_in(kind, **{**small, **keys}))
+    check_algorithm(build_builtin(kind, **{**small, **keys}))
 
 
 def test_the_page_of_properties_says_what_the_algorithms_say():
@@ -395,7 +395,7 @@ def test_an_exemption_for_want_of_advantages_is_held_to_that():
 
 
 def test_a_claim_about_advantages_needs_some():
-    algo = replace(built_in("sft"), name="mine", exempt={})
+    algo = replace(build_builtin("sft"), name="mine", exempt={})
     fails(algo, "there are no advantages: exempt it", "on_policy", "equal_rewards", "lone_attempt")
 
 

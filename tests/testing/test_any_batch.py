@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from ratchet.config.registry import KINDS
 from ratchet.testing.algorithms import CHECKS, INVARIANCES, Case
-from ratchet.testing.check_command import built_in
+from ratchet.testing.check_command import build_builtin
 from ratchet.testing.synthetic import Draw
 
 DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from([0, 0, 16]))
@@ -19,7 +19,7 @@ DRAWS = st.builds(Draw, seed=st.integers(0, 2**32 - 1), longest=st.sampled_from(
 @settings(max_examples=settings.default.max_examples // 4)
 @given(draw=DRAWS)
 def test_invariances_hold_on_any_batch(kind: str, draw: Draw):
-    case = Case(built_in(kind), draw)
+    case = Case(build_builtin(kind), draw)
     for check in INVARIANCES.values():
         check(case)
 
@@ -28,7 +28,7 @@ def test_invariances_hold_on_any_batch(kind: str, draw: Draw):
 @settings(max_examples=settings.default.max_examples // 6)
 @given(draw=DRAWS)
 def test_claimed_properties_hold_on_any_batch(kind: str, draw: Draw):
-    algorithm = built_in(kind)
+    algorithm = build_builtin(kind)
     for name in ("isolated", "equal_rewards", "lone_attempt"):
         if name not in algorithm.exempt:
             CHECKS[name](algorithm, [draw])

@@ -19,7 +19,7 @@ from ratchet.algorithms.sft import SFT_EXEMPTIONS
 from ratchet.cli.main import app
 from ratchet.config.resolve import section_class
 from ratchet.errors import ConfigError
-from ratchet.testing.check_command import check_named, named
+from ratchet.testing.check_command import check_named, find_algorithm
 
 MINE = Algorithm(
     "mine", {"policy": (AlgorithmTerm("nll", nll, token_mean),)}, "rows", exempt=SFT_EXEMPTIONS
@@ -58,14 +58,14 @@ def module(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_an_algorithm_a_section_and_a_function_are_all_found():
-    assert named("algorithms_for_test:MINE") is MINE
-    made = named("algorithms_for_test:Margin", ["minibatches=2", "sft_coef=0.5"])
+    assert find_algorithm("algorithms_for_test:MINE") is MINE
+    made = find_algorithm("algorithms_for_test:Margin", ["minibatches=2", "sft_coef=0.5"])
     assert (made.name, made.minibatches, len(made.losses["policy"])) == (
         "algorithms_for_test:Margin",
         2,
         2,
     )
-    made = named("algorithms_for_test:make", ["coef=0.25", "steps=3"])
+    made = find_algorithm("algorithms_for_test:make", ["coef=0.25", "steps=3"])
     assert (made.name, made.epochs, made.losses["policy"][0].coef) == ("made", 3, 0.25)
 
 
@@ -93,7 +93,7 @@ def test_an_algorithm_a_section_and_a_function_are_all_found():
 )
 def test_a_wrong_path_or_key_says_what_is_wrong(path: str, overrides: list[str], message: str):
     with pytest.raises(ConfigError, match=message):
-        named(path, overrides)
+        find_algorithm(path, overrides)
 
 
 def test_the_table_has_a_line_for_each_invariance_and_property():

@@ -8,8 +8,8 @@ import yaml
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.schema import RunConfig
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import Forks
-from ratchet.testing.kill_and_resume import MODULES, Chaos, differences
+from ratchet.testing.forks import ForkCaller
+from ratchet.testing.kill_and_resume import PRELOADED_MODULES, ChaosTest, list_differences
 from ratchet.training.run import OUT_OF_TIME
 
 RECIPE = {
@@ -30,7 +30,7 @@ RECIPE = {
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with Forks(MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
+    with ForkCaller(PRELOADED_MODULES, log=tmp_path_factory.mktemp("forks") / "output.log") as made:
         yield made
 
 
@@ -44,7 +44,7 @@ def training(forks, tmp_path):
         folder.mkdir(exist_ok=True)
         recipe = folder / "probe.yaml"
         recipe.write_text(yaml.safe_dump({**RECIPE, "checkpoint": {"every": 1, **checkpoint}}))
-        return Chaos(recipe, folder, forks).start(folder / "run", fault)
+        return ChaosTest(recipe, folder, forks).start(folder / "run", fault)
 
     return start
 
@@ -54,7 +54,7 @@ def test_what_has_no_time_for_another_step_saves_and_can_be_resumed(training, tm
     # each process has time for one step
     statuses = [training("limited", {"limit_s": 0.001}) for _ in range(5)]
     assert statuses == [OUT_OF_TIME] * 4 + [0]
-    different = differences(tmp_path / "whole" / "run", tmp_path / "limited" / "run")
+    different = list_differences(tmp_path / "whole" / "run", tmp_path / "limited" / "run")
     assert different == ["config.yaml differs"]
     assert "no time for another step" in (tmp_path / "limited" / "run" / "run.log").read_text()
 
@@ -98,7 +98,7 @@ def test_what_is_written_beside_the_training_is_the_same(training, tmp_path):
     for name, background in (("at_once", False), ("beside", True)):
         assert training(name, {"keep": 4, "background": background}) == 0
     one, other = tmp_path / "at_once" / "run", tmp_path / "beside" / "run"
-    assert differences(one, other) == ["config.yaml differs"]
+    assert list_differences(one, other) == ["config.yaml differs"]
     assert CheckpointStore(other / "checkpoints").steps() == [1, 2, 3, 4]
 
 
@@ -134,7 +134,7 @@ def test_a_kill_beside_the_training_leaves_the_checkpoint_before_whole(kill, tra
         assert latest is not None
         assert latest.step == 1
     assert training("killed", {"background": True}) == 0
-    assert differences(tmp_path / "whole" / "run", run) == []
+    assert list_differences(tmp_path / "whole" / "run", run) == []
 
 
 @pytest.mark.fault("P10")

@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from ratchet.errors import RunDirectoryError
 from ratchet.runs.checkpoints import CheckpointStore
-from ratchet.testing.forks import Forks
+from ratchet.testing.forks import ForkCaller
 from ratchet.training.start import resume_run
 
 RECIPE = {
@@ -199,7 +199,7 @@ SIGNALS = {"interrupt": 130, "terminate": 143, "hang_up": 129}
 
 @pytest.fixture(scope="module")
 def forks(tmp_path_factory):
-    with Forks(
+    with ForkCaller(
         ["ratchet.testing.kill_and_resume"], log=tmp_path_factory.mktemp("forks") / "log"
     ) as forks:
         yield forks

@@ -249,8 +249,8 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
     A custom environment is checked when the stage starts.
     """
-    gives = getattr(stage.environment, "gives", None)
-    if gives is not None and stage.source is not None and stage.source not in gives:
+    data_kinds = getattr(stage.environment, "data_kinds", None)
+    if data_kinds is not None and stage.source is not None and stage.source not in data_kinds:
         # "played" leaves out mixtures, which have only the rows of their parts.
         suitable_kinds = [
             kind
@@ -274,8 +274,8 @@ def _check_rows(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:
 
 def _may_have_rows(environment: type[Section], source: str) -> bool:
     """True if the environment has rows for this source, perhaps only with some of its keys."""
-    gives = getattr(environment, "gives", ())
-    return isinstance(gives, property) or source in gives
+    data_kinds = getattr(environment, "data_kinds", ())
+    return isinstance(data_kinds, property) or source in data_kinds
 
 
 def _check_is_judged(stage: StageConfig, config: RunConfig) -> Iterator[Conflict]:

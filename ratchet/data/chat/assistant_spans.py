@@ -16,15 +16,16 @@ from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Part
 
-# Code points that replace control tokens in messages while the template renders them.
-PRIVATE_USE = range(0xF0000, 0xFFFFE)
+# Code points that replace special tokens in messages while the template renders them.
+PRIVATE_CODE_POINTS = range(0xF0000, 0xFFFFE)
 
 
 class Piece(NamedTuple):
     """A piece of text that is tokenized by itself.
 
     Attributes:
-        turn: The index of the assistant message that wrote the text; None for the template's text.
+        turn: The index of the assistant message that the text belongs to; None for the template's
+            text.
     """
 
     text: str
@@ -42,9 +43,9 @@ class TurnShape:
             reasoning).
         prefill: The beginning of the answer that the prompt already contains (DeepSeek-R1's
             <think>). Either `lead` or `prefill` is empty.
-        end: Text up to and including the token `end_id`, which ends the turn.
+        end: Text up to and including the token `end_id`.
         rest: Text that the template adds after the turn.
-        end_id: None if the template has no such token.
+        end_id: Id of the token that ends the turn; None if the template has no such token.
     """
 
     lead: str
@@ -75,14 +76,14 @@ def find_turn_shape(template: ChatTemplate, tokenizer: Tokenizer) -> TurnShape:
             "the chat template writes another header for the assistant's turn than for its prompt, "
             "so they can't be aligned: choose another `tokenizer.template`"
         )
-    specials = tokenizer.specials(trailer)
+    specials = tokenizer.find_special_tokens(trailer)
     split, end_id = (specials[0].end, specials[0].id) if specials else (0, None)
     return TurnShape(
         header[len(prompt) :], prompt[len(header) :], trailer[:split], trailer[split:], end_id
     )
 
 
-class Conversation:
+class RenderedConversation:
     """A conversation that one template renders, with the spans of its assistant turns."""
 
     def __init__(
@@ -97,25 +98,27 @@ class Conversation:
         self._tokenizer = tokenizer
         self._shape = shape
         self._tools = tools
-        self._messages, self._shielded = _shield(messages, tokenizer.special_ids)
+        self._messages, self._token_by_code_point = _hide_special_tokens(
+            messages, tokenizer.special_ids
+        )
 
-    def text(self, n: int, *, prompt: bool) -> str:
+    def render_text(self, n: int, *, prompt: bool) -> str:
         """Return the first n messages as text. `prompt` adds the header of the assistant's turn."""
         return self._template.render(self._messages[:n], self._tools, prompt=prompt)
 
-    def turn(self, i: int) -> tuple[str, str]:
+    def split_turn(self, i: int) -> tuple[str, str]:
         """Return the prompt for message i, and the assistant's text with the end of its turn.
 
         Both are rendered without the later messages, as when message i was written. Raise DataError
         if the turn does not continue the prompt.
         """
-        prompt = self.text(i, prompt=True)
-        whole = self.text(i + 1, prompt=False)
+        prompt = self.render_text(i, prompt=True)
+        whole = self.render_text(i + 1, prompt=False)
         shape = self._shape
         if whole.startswith(prompt):
-            return prompt, whole[len(prompt) : self._turn_end(whole, len(prompt))]
+            return prompt, whole[len(prompt) : self._find_turn_end(whole, len(prompt))]
         if shape.prefill and whole.startswith(prompt.removesuffix(shape.prefill)):
-            return prompt, self._after_prefill(i) + shape.end
+            return prompt, self._remove_prefill(i) + shape.end
         # The template changes earlier text once the answer is there (Mistral drops the system
         # message). The model reads the prompt as it is, so only the answer is taken from `whole`.
         probe = [*self._messages[:i], Message("assistant", SENTINEL)]
@@ -128,19 +131,23 @@ class Conversation:
                 f"message {i}: the chat template writes another header for this turn than for its "
                 "prompt"
             )
-        return prompt, whole[len(header) : self._turn_end(whole, len(header))]
+        return prompt, whole[len(header) : self._find_turn_end(whole, len(header))]
 
-    def _turn_end(self, whole: str, start: int) -> int:
+    def _find_turn_end(self, whole: str, start: int) -> int:
         """Return the end of the last turn in the rendered conversation `whole`.
 
-        It is the start of the template's `rest`, or else the end of the last control token.
+        It is the start of the template's `rest`, or else the end of the last special token.
         """
         if whole.endswith(self._shape.rest):
             return len(whole) - len(self._shape.rest)
-        ends = [special.end for special in self._tokenizer.specials(whole) if special.end > start]
+        ends = [
+            special.end
+            for special in self._tokenizer.find_special_tokens(whole)
+            if special.end > start
+        ]
         return ends[-1] if ends else len(whole)
 
-    def _after_prefill(self, i: int) -> str:
+    def _remove_prefill(self, i: int) -> str:
         answer, prefill = self._messages[i].text, self._shape.prefill
         if not answer.startswith(prefill) or self._messages[i].tool_calls:
             raise DataError(
@@ -150,19 +157,19 @@ class Conversation:
             )
         return answer[len(prefill) :]
 
-    def prompt_pieces(self, n: int) -> tuple[list[Piece], list[int]]:
+    def split_prompt(self, n: int) -> tuple[list[Piece], list[int]]:
         """Return the pieces of the prompt for message n, and the rewritten assistant messages.
 
-        These are the indices of the messages that the prompt shows otherwise than they were
-        written, for example without their reasoning.
+        The second list holds the indices of messages that the prompt shows in another form than
+        they were written, for example without their reasoning.
         """
-        text = self.text(n, prompt=True)
+        text = self.render_text(n, prompt=True)
         pieces: list[Piece] = []
         rewritten: list[int] = []
         position = 0
         for i in (i for i, message in enumerate(self._messages[:n]) if message.role == "assistant"):
             try:
-                prompt, answer = self.turn(i)
+                prompt, answer = self.split_turn(i)
             except DataError:
                 rewritten.append(i)
                 continue
@@ -173,71 +180,73 @@ class Conversation:
                 rewritten.append(i)
         return [*pieces, Piece(text[position:])], rewritten
 
-    def tokens(
+    def tokenize(
         self, pieces: Sequence[Piece], after: After = "start"
     ) -> list[tuple[int, int | None]]:
         """Return (id, turn) of every token.
 
-        Only the template's text can contain control tokens. Their text in a message is plain text.
+        Only the template's text can contain special tokens. Their text in a message is plain text.
 
         Args:
             after: What precedes the pieces, see `Tokenizer.encode`.
         """
         tokens: list[tuple[int, int | None]] = []
         for piece in pieces:
-            for part in self._tokenizer.pieces(piece.text):
+            for part in self._tokenizer.split_special(piece.text):
                 if isinstance(part, int):
                     tokens.append((part, piece.turn))
                     after = "special"
                 else:
-                    ids = self._tokenizer.encode(part.translate(self._shielded), after=after)
+                    ids = self._tokenizer.encode(
+                        part.translate(self._token_by_code_point), after=after
+                    )
                     tokens += [(token, piece.turn) for token in ids]
                     after = "text"
         return tokens
 
 
-def _shield(
+def _hide_special_tokens(
     messages: Sequence[Message], specials: Mapping[str, int]
 ) -> tuple[list[Message], dict[int, str]]:
-    """Return the messages with private code points in place of control tokens in their text.
+    """Return the messages with private code points in place of special tokens in their text.
 
-    Also return the control token of each code point. The template's own control tokens can then be
+    Also return the special token of each code point. The template's own special tokens can then be
     told from those that a user typed.
     """
-    joined = "\n".join(text for message in messages for text in _texts(message))
+    joined = "\n".join(text for message in messages for text in _list_texts(message))
     typed_tokens = sorted(
         [special for special in specials if special in joined], key=len, reverse=True
     )
     if not typed_tokens:
         return list(messages), {}
-    unused_points = (point for point in PRIVATE_USE if chr(point) not in joined)
-    token_of_point = dict(zip(unused_points, typed_tokens, strict=False))
+    unused_points = (point for point in PRIVATE_CODE_POINTS if chr(point) not in joined)
+    token_by_code_point = dict(zip(unused_points, typed_tokens, strict=False))
 
-    def shield(value: Any) -> Any:
+    def hide(value: Any) -> Any:
         if isinstance(value, str):
-            for point, special in token_of_point.items():
+            for point, special in token_by_code_point.items():
                 value = value.replace(special, chr(point))
             return value
         if isinstance(value, Part):
-            return replace(value, value=shield(value.value)) if value.type == "text" else value
+            return replace(value, value=hide(value.value)) if value.type == "text" else value
         if isinstance(value, Mapping):
-            return {shield(key): shield(item) for key, item in value.items()}
-        return type(value)(map(shield, value)) if isinstance(value, list | tuple) else value
+            return {hide(key): hide(item) for key, item in value.items()}
+        return type(value)(map(hide, value)) if isinstance(value, list | tuple) else value
 
-    shielded = [
+    converted = [
         replace(
             message,
-            content=shield(message.content),
+            content=hide(message.content),
             tool_calls=tuple(
-                replace(call, arguments=shield(call.arguments)) for call in message.tool_calls
+                replace(call, arguments=hide(call.arguments)) for call in message.tool_calls
             ),
         )
         for message in messages
     ]
-    return shielded, token_of_point
+    return converted, token_by_code_point
 
 
-def _texts(message: Message) -> list[str]:
+def _list_texts(message: Message) -> list[str]:
     calls = (
         json.dumps(dict(call.arguments), ensure_ascii=False, default=str)
         for call in message.tool_calls

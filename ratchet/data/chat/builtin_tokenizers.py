@@ -12,7 +12,7 @@ from pathlib import Path
 from tokenizers import AddedToken, Regex, decoders, models, pre_tokenizers, trainers
 from tokenizers import Tokenizer as Backend
 
-from ratchet.data.chat.chat_templates import BUILTIN
+from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
@@ -22,11 +22,11 @@ from ratchet.data.config import (
     BytesConfig,
     CharactersConfig,
 )
-from ratchet.data.jsonl import decode, raw_lines
+from ratchet.data.jsonl import decode_line, iter_raw_lines
 from ratchet.errors import ConfigError, DataError
 from ratchet.utils.safe_read import open_file
 
-SPECIALS = (
+SPECIAL_TOKENS = (
     "<pad>",
     "<eos>",
     "<unk>",
@@ -36,12 +36,12 @@ SPECIALS = (
     "<tool>",
     "<reserved_0>",
 )
-BYTES = 256
+N_BYTES = 256
 
 # BPE merges only within these pieces: words with the space before them, single digits, punctuation,
 # line breaks. It is the pattern of Qwen2's tokenizer, so that text is split as by the tokenizers of
 # published models.
-WORDS = (
+WORD_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| "
     r"?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
@@ -53,7 +53,7 @@ def character_tokenizer(
     multiple_of: int = 8,
     controls: Sequence[str] = (),
     eos: str = "<eos>",
-    template: str = BUILTIN["plain"],
+    template: str = BUILTIN_TEMPLATES["plain"],
 ) -> Tokenizer:
     """Return a tokenizer with one token per character of `alphabet`, after the special tokens.
 
@@ -61,26 +61,26 @@ def character_tokenizer(
     repeats a character.
 
     Args:
-        multiple_of: reserved tokens pad the vocabulary to a multiple of this.
-        controls: additional special tokens, which may include `eos`.
+        multiple_of: The vocabulary is padded with reserved tokens to a multiple of this.
+        controls: Additional special tokens, which may include `eos`.
     """
     if not alphabet or len(set(alphabet)) < len(alphabet):
         raise ConfigError(f"tokenizer.alphabet {alphabet!r} must hold each of its characters once")
-    specials = [*SPECIALS, *controls]
-    used = len(specials) + len(alphabet)
-    reserved = [f"<reserved_{i + 1}>" for i in range(-used % multiple_of)]
+    specials = [*SPECIAL_TOKENS, *controls]
+    n_used = len(specials) + len(alphabet)
+    reserved = [f"<reserved_{i + 1}>" for i in range(-n_used % multiple_of)]
     vocabulary = {token: i for i, token in enumerate([*specials, *alphabet, *reserved])}
     backend = Backend(models.WordLevel(vocabulary, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.Split(Regex(r"[\s\S]"), "isolated")
     backend.decoder = decoders.Fuse()
-    return _wrap(
+    return _create_tokenizer(
         backend, [*specials, *reserved], {"unk_token": "<unk>", "eos_token": eos}, template
     )
 
 
 def byte_tokenizer() -> Tokenizer:
     """Return a tokenizer with one token per UTF-8 byte, which can encode every text."""
-    return byte_bpe_tokenizer((), vocab_size=len(SPECIALS) + BYTES)
+    return byte_bpe_tokenizer((), vocab_size=len(SPECIAL_TOKENS) + N_BYTES)
 
 
 def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
@@ -90,35 +90,39 @@ def byte_bpe_tokenizer(texts: Iterable[str], vocab_size: int) -> Tokenizer:
     too few pairs to merge. Raises ConfigError if `vocab_size` is less than the number of bytes and
     special tokens.
     """
-    if vocab_size < len(SPECIALS) + BYTES:
+    if vocab_size < len(SPECIAL_TOKENS) + N_BYTES:
         raise ConfigError(
-            f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIALS)} special tokens: use "
-            "264 or more"
+            f"vocab_size={vocab_size} can't hold 256 bytes and {len(SPECIAL_TOKENS)} special "
+            "tokens: use 264 or more"
         )
     backend = Backend(models.BPE())
     split_words, map_bytes = (
-        pre_tokenizers.Split(Regex(WORDS), "isolated"),
+        pre_tokenizers.Split(Regex(WORD_PATTERN), "isolated"),
         pre_tokenizers.ByteLevel(False, use_regex=False),
     )
     backend.pre_tokenizer = pre_tokenizers.Sequence([split_words, map_bytes])
     backend.decoder = decoders.ByteLevel()
     trainer = trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=list(SPECIALS),
+        special_tokens=list(SPECIAL_TOKENS),
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
     backend.train_from_iterator(texts, trainer)
-    return _wrap(backend, SPECIALS, {})
+    return _create_tokenizer(backend, SPECIAL_TOKENS, {})
 
 
-def _wrap(
+def _create_tokenizer(
     backend: Backend,
     specials: Sequence[str],
-    names: dict[str, str],
-    template: str = BUILTIN["plain"],
+    token_by_name: dict[str, str],
+    template: str = BUILTIN_TEMPLATES["plain"],
 ) -> Tokenizer:
-    """Return a Tokenizer around a backend. `names`: special tokens by their name in the config."""
+    """Return a Tokenizer around a backend.
+
+    Args:
+        token_by_name: Special tokens by their name in the tokenizer's config.
+    """
     backend.add_special_tokens(
         [AddedToken(token, special=True, normalized=False) for token in specials]
     )
@@ -126,7 +130,7 @@ def _wrap(
         "pad_token": "<pad>",
         "eos_token": "<eos>",
         "clean_up_tokenization_spaces": False,
-        **names,
+        **token_by_name,
     }
     return Tokenizer(backend, config=config, chat_template=template)
 
@@ -154,14 +158,14 @@ def build_bytes(config: BytesConfig, model: str | None) -> Tokenizer:
 
 
 def build_byte_bpe(config: ByteBPEConfig, model: str | None) -> Tokenizer:
-    return byte_bpe_tokenizer(_lines(config.texts), config.vocab_size)
+    return byte_bpe_tokenizer(_read_lines(config.texts), config.vocab_size)
 
 
-def _lines(paths: Sequence[Path]) -> Iterator[str]:
+def _read_lines(paths: Sequence[Path]) -> Iterator[str]:
     for path in paths:
         try:
             with open_file(path) as file:
-                for line, offset, raw in raw_lines(file, path):
-                    yield decode(raw, path, line, offset) + "\n"
+                for line, offset, raw in iter_raw_lines(file, path):
+                    yield decode_line(raw, path, line, offset) + "\n"
         except OSError as error:
             raise DataError(f"tokenizer.texts: {path} can't be read: {error.strerror}") from error

@@ -18,7 +18,7 @@ from jinja2 import nodes
 from jinja2.ext import Extension, loopcontrols
 from jinja2.parser import Parser
 
-from ratchet.data.chat.template_limits import WORK, MeteredEnvironment, TemplateWork
+from ratchet.data.chat.template_limits import BUDGET_VARIABLE, MeteredEnvironment, StepBudget
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import DataError
 from ratchet.types import Message, Role
@@ -28,12 +28,12 @@ from ratchet.utils.terminal_text import shorten_text
 ROLES: tuple[str, ...] = get_args(Role)
 
 MAX_INDENT = 100
-MAX_BYTES = 128 << 10  # size of a template; the longest published ones have about 20 KiB
+MAX_TEMPLATE_BYTES = 128 << 10  # size of a template; the longest published ones have about 20 KiB
 
 # The content of a probe message: text that no template contains, splits, strips or escapes.
 SENTINEL = "\ue000RatchetProbe\ue001"
 
-BUILTIN: Mapping[str, str] = {
+BUILTIN_TEMPLATES: Mapping[str, str] = {
     # Writes the contents alone, with EOS after each answer; for small models trained from scratch.
     "plain": """\
 {%- for message in messages -%}
@@ -75,7 +75,7 @@ BUILTIN: Mapping[str, str] = {
 }
 
 
-def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
+def load_template_source(choice: str | None, tokenizer: Tokenizer) -> str:
     """Return the Jinja text of a template. Raise DataError if there is none.
 
     Args:
@@ -89,13 +89,17 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
                 "`tokenizer.template: chatml` (or plain, turns, or the path of a .jinja file)"
             )
         return tokenizer.chat_template
-    if choice in BUILTIN:
-        return "{{- bos_token -}}\n" + BUILTIN[choice] if tokenizer.adds_bos else BUILTIN[choice]
+    if choice in BUILTIN_TEMPLATES:
+        return (
+            "{{- bos_token -}}\n" + BUILTIN_TEMPLATES[choice]
+            if tokenizer.adds_bos
+            else BUILTIN_TEMPLATES[choice]
+        )
     if "{" in choice:
         return choice
     if choice.endswith(".jinja"):
         try:
-            return read_text(choice, MAX_BYTES)
+            return read_text(choice, MAX_TEMPLATE_BYTES)
         except OSError as error:
             raise DataError(
                 f"tokenizer.template: {choice} can't be read: {error.strerror}"
@@ -103,7 +107,7 @@ def template_source(choice: str | None, tokenizer: Tokenizer) -> str:
         except ValueError as error:
             raise DataError(f"tokenizer.template: {choice} {error}: save it as UTF-8") from error
     raise DataError(
-        f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN)}, or the path of a "
+        f"tokenizer.template: there is no '{choice}': use {', '.join(BUILTIN_TEMPLATES)}, or the path of a "
         ".jinja file"
     )
 
@@ -144,9 +148,9 @@ def _raise_exception(message: str) -> None:
 
 @lru_cache(maxsize=64)
 def _compile(source: str) -> jinja2.Template:
-    if len(source) > MAX_BYTES:
+    if len(source) > MAX_TEMPLATE_BYTES:
         raise DataError(
-            f"the chat template has more than {format_size(MAX_BYTES)}, which no real one needs"
+            f"the chat template has more than {format_size(MAX_TEMPLATE_BYTES)}, which no real one needs"
         )
     environment = MeteredEnvironment(
         trim_blocks=True, lstrip_blocks=True, extensions=[_Generation, loopcontrols]
@@ -197,7 +201,7 @@ def set_printed_date(date: str | None) -> None:
     _printed_date = None if date is None else datetime.fromisoformat(date)
 
 
-def printed_time() -> datetime:
+def get_printed_time() -> datetime:
     """Return the default time that a template prints."""
     return _printed_date or datetime.now()
 
@@ -214,7 +218,7 @@ def may_print_date(choice: str | None, *, has_template: bool) -> bool:
         choice: The recipe's `tokenizer.template`.
         has_template: True if the tokenizer may have a template.
     """
-    return has_template if choice is None else choice not in BUILTIN
+    return has_template if choice is None else choice not in BUILTIN_TEMPLATES
 
 
 class ChatTemplate:
@@ -247,7 +251,7 @@ class ChatTemplate:
         if not messages:
             raise DataError("there are no messages to render: a prompt has at least one")
         self._check_roles(messages)
-        return self._call(_to_dictionaries(messages, self._dialect(messages)), tools, prompt)
+        return self._call(_to_dictionaries(messages, self._choose_dialect(messages)), tools, prompt)
 
     def _call(
         self,
@@ -255,7 +259,7 @@ class ChatTemplate:
         tools: Sequence[Mapping[str, Any]] | None,
         prompt: bool,
     ) -> str:
-        chars = sum(len(message["content"] or "") for message in messages)
+        n_chars = sum(len(message["content"] or "") for message in messages)
         variables = {
             **self._variables,
             "messages": messages,
@@ -263,7 +267,9 @@ class ChatTemplate:
             "add_generation_prompt": prompt,
         }
         try:
-            return self._template.render({**variables, WORK: TemplateWork(len(messages), chars)})
+            return self._template.render(
+                {**variables, BUDGET_VARIABLE: StepBudget(len(messages), n_chars)}
+            )
         except (
             jinja2.TemplateError,
             TypeError,
@@ -272,13 +278,15 @@ class ChatTemplate:
             AttributeError,
             ArithmeticError,
         ) as error:
-            self._refuse(messages, shorten_text(str(error), 400) or type(error).__name__, error)
+            self._raise_render_error(
+                messages, shorten_text(str(error), 400) or type(error).__name__, error
+            )
         except RecursionError as error:
-            self._refuse(messages, "its macros call each other too deeply", error)
+            self._raise_render_error(messages, "its macros call each other too deeply", error)
         except MemoryError as error:
-            self._refuse(messages, "memory ran out", error)
+            self._raise_render_error(messages, "memory ran out", error)
 
-    def _refuse(
+    def _raise_render_error(
         self, messages: list[dict[str, Any]], reason: str, error: BaseException
     ) -> NoReturn:
         roles = shorten_text(", ".join(message["role"] for message in messages), 200)
@@ -319,7 +327,7 @@ class ChatTemplate:
         except DataError:
             return True
 
-    def _dialect(self, messages: Sequence[Message]) -> Dialect:
+    def _choose_dialect(self, messages: Sequence[Message]) -> Dialect:
         """Return the form in which the template reads messages, which differs for tool calls."""
         return (
             self._tool_dialect if any(message.tool_calls for message in messages) else DIALECTS[0]
@@ -355,7 +363,10 @@ def _to_dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict
     dictionaries: list[dict[str, Any]] = []
     tool_names = {call.id: call.name for message in messages for call in message.tool_calls}
     for message in messages:
-        dictionary: dict[str, Any] = {"role": message.role, "content": _content(message)}
+        dictionary: dict[str, Any] = {
+            "role": message.role,
+            "content": _to_template_content(message),
+        }
         if message.tool_calls:
             dictionary["content"] = dictionary["content"] or empty_content
             dictionary["tool_calls"] = [
@@ -374,7 +385,7 @@ def _to_dictionaries(messages: Sequence[Message], dialect: Dialect) -> list[dict
     return dictionaries
 
 
-def _content(message: Message) -> str | list[dict[str, str]]:
+def _to_template_content(message: Message) -> str | list[dict[str, str]]:
     if isinstance(message.content, str) or all(part.type == "text" for part in message.content):
         return message.text
     return [

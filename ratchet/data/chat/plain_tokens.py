@@ -43,8 +43,8 @@ def convert_panics(text: str) -> Iterator[None]:
         ) from error
 
 
-def max_growth(section: Any) -> int:
-    """Return the most characters that one character can become.
+def compute_max_growth(section: Any) -> int:
+    """Return the maximum number of characters that one character can become.
 
     Args:
         section: The normalizers or decoders of a tokenizer.json.
@@ -54,7 +54,7 @@ def max_growth(section: Any) -> int:
     parts = section.get("normalizers") or section.get("decoders") or ()
     inserted_texts = [section.get(name) for name in ("content", "prepend")]
     growth = max([1, *(len(text) for text in inserted_texts if isinstance(text, str))])
-    return growth * math.prod(map(max_growth, parts))
+    return growth * math.prod(map(compute_max_growth, parts))
 
 
 def copy_for_text(backend: tokenizers.Tokenizer) -> tuple[tokenizers.Tokenizer, int | None]:
@@ -91,17 +91,17 @@ def _spells_special(copy: tokenizers.Tokenizer) -> bool:
 
     Tokens of one character are exempt, since they can't be split.
     """
-    special = {
+    special_by_id = {
         i: token.content for i, token in copy.get_added_tokens_decoder().items() if token.special
     }
     name = copy.model.unk_token
     unknown = None if name is None else copy.token_to_id(name)
     if name is not None and unknown is not None:
-        special[unknown] = name
-    contents = [content for content in special.values() if len(content) > 1]
+        special_by_id[unknown] = name
+    contents = [content for content in special_by_id.values() if len(content) > 1]
     texts = [context + content for content in contents for context in ("", GUARD)]
     encodings = copy.encode_batch(texts, add_special_tokens=False)
-    return any(special.get(i, "") in contents for encoding in encodings for i in encoding.ids)
+    return any(special_by_id.get(i, "") in contents for encoding in encodings for i in encoding.ids)
 
 
 def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
@@ -113,7 +113,7 @@ def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     """
     state = json.loads(serialised)
     special = {token["content"] for token in state["added_tokens"] if token["special"]}
-    special |= _unknown_tokens(state["model"])
+    special |= _list_unknown_tokens(state["model"])
     special = {content for content in special if len(content) > 1}
     for token in state["added_tokens"]:
         token["content"] = _hide_special(token["content"], special)
@@ -124,7 +124,7 @@ def _rewrite(serialised: str) -> tuple[tokenizers.Tokenizer, int]:
     return copy, unknown
 
 
-def _unknown_tokens(model: dict[str, Any]) -> set[str]:
+def _list_unknown_tokens(model: dict[str, Any]) -> set[str]:
     """Return the text of the model's unknown token, which some files do not mark as special."""
     if isinstance(model["vocab"], list):
         return {model["vocab"][model["unk_id"]][0]} if model["unk_id"] is not None else set()

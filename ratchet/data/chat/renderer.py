@@ -18,8 +18,18 @@ from typing import Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.chat.assistant_spans import Conversation, Piece, TurnShape, find_turn_shape
-from ratchet.data.chat.chat_templates import SENTINEL, ChatTemplate, printed_time, template_source
+from ratchet.data.chat.assistant_spans import (
+    Piece,
+    RenderedConversation,
+    TurnShape,
+    find_turn_shape,
+)
+from ratchet.data.chat.chat_templates import (
+    SENTINEL,
+    ChatTemplate,
+    get_printed_time,
+    load_template_source,
+)
 from ratchet.data.chat.tokenizer import After, Tokenizer
 from ratchet.data.chat.tool_calls import ToolFormat, tool_format
 from ratchet.data.processor import ExpandedMedium, Processor
@@ -34,18 +44,18 @@ PROBES = (Message("assistant", "<think>\nr\n</think>\n\na"), Message("assistant"
 
 
 class Renderer:
-    """A renderer of conversations with one chat template: messages to tokens and back.
+    """A converter of messages to tokens and back, by one chat template.
 
     All token lists contain the expanded tokens of media, not placeholders.
 
     Args:
-        template: a built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None
-            for the tokenizer's own.
-        processor: the model's processor of images, audio and videos; None for a model that reads
+        template: A built-in name ("plain", "turns", "chatml"), a .jinja file, Jinja text, or None
+            for the tokenizer's own template.
+        processor: The model's processor of images, audio and videos; None for a model that reads
             only text.
-        variables: passed to the template (such as `enable_thinking=False`).
-        now: the time that the template may print (default: see `set_printed_date`).
-        tool_format: one of `ratchet.data.chat.tool_calls.FORMATS`, or "auto": inferred from the
+        variables: Variables for the template, such as `enable_thinking=False`.
+        now: The time that the template may print (default: see `set_printed_date`).
+        tool_format: One of `ratchet.data.chat.tool_calls.FORMATS`, or "auto" to infer it from the
             template.
 
     Raise DataError if there is no template, or if it has a syntax error.
@@ -64,16 +74,16 @@ class Renderer:
         tool_format: str = "auto",
     ) -> None:
         self.tokenizer, self.processor, self._tool_format = tokenizer, processor, tool_format
-        names = {**tokenizer.special_tokens, **(variables or {})}
+        template_variables = {**tokenizer.special_tokens, **(variables or {})}
         self.template = ChatTemplate(
-            template_source(template, tokenizer), names, now or printed_time()
+            load_template_source(template, tokenizer), template_variables, now or get_printed_time()
         )
 
     def prompt(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the tokens of a conversation and of the header of the assistant's next turn."""
         conversation = self._conversation(messages, tools)
-        pieces, _ = conversation.prompt_pieces(len(messages))
-        return [token for token, _ in self._expand_media(conversation.tokens(pieces), messages)]
+        pieces, _ = conversation.split_prompt(len(messages))
+        return [token for token, _ in self._expand_media(conversation.tokenize(pieces), messages)]
 
     def supervised(
         self,
@@ -84,8 +94,8 @@ class Renderer:
     ) -> tuple[list[int], list[bool]]:
         """Return (tokens, trainable) of a row that ends with the assistant's last turn.
 
-        The trainable tokens are those that the assistant wrote, including the end of its turn: in
-        all turns or in the last one (`train`).
+        The trainable tokens are those that the assistant wrote in all turns or in the last turn
+        (`train`), including the end of the turn.
 
         Raise DataError if the last message is not the assistant's, or if the template rewrites an
         earlier turn that should train.
@@ -97,22 +107,22 @@ class Renderer:
                 "the assistant's last answer"
             )
         conversation = self._conversation(messages, tools)
-        pieces, rewritten = conversation.prompt_pieces(last)
+        pieces, rewritten = conversation.split_prompt(last)
         if train == "all" and rewritten:
             # Raises an error with the reason if the turn itself can't be rendered.
-            conversation.turn(rewritten[0])
+            conversation.split_turn(rewritten[0])
             raise DataError(
                 f"message {rewritten[0]}: the chat template rewrites this turn once others follow "
                 "(it may drop earlier reasoning), so the turn can't train as it was written: use "
                 'train="last", with one row a turn'
             )
-        _, answer = conversation.turn(last)
-        marked = self._expand_media(conversation.tokens([*pieces, Piece(answer, last)]), messages)
+        _, answer = conversation.split_turn(last)
+        marked = self._expand_media(conversation.tokenize([*pieces, Piece(answer, last)]), messages)
         tokens = [token for token, _ in marked]
         trainable = [turn is not None and (train == "all" or turn == last) for _, turn in marked]
         # If the template does not end the turn, the model must still learn to end it.
-        if marked[-1][1] != last or tokens[-1] not in self._controls:
-            tokens.append(self._eos())
+        if marked[-1][1] != last or tokens[-1] not in self._special_ids:
+            tokens.append(self._get_eos_id())
             trainable.append(True)
         return tokens, trainable
 
@@ -134,7 +144,7 @@ class Renderer:
         """
         earlier = [*(history or (USER,)), Message("assistant", SENTINEL)]
         conversation = self._conversation([*earlier, *messages], tools)
-        _, separator, continuation = conversation.text(
+        _, separator, continuation = conversation.render_text(
             len(earlier) + len(messages), prompt=True
         ).partition(SENTINEL)
         if not separator:
@@ -146,11 +156,11 @@ class Renderer:
         has_ended = last in self.stop_ids
         if has_ended:
             continuation = continuation.removeprefix(shape.end)
-        after: After = "special" if last in self._controls else "text"
+        after: After = "special" if last in self._special_ids else "text"
         new_tokens = [
             token
             for token, _ in self._expand_media(
-                conversation.tokens([Piece(continuation)], after), messages
+                conversation.tokenize([Piece(continuation)], after), messages
             )
         ]
         # If the template has no end of turn, the first token of the next header ends the turn. The
@@ -180,15 +190,15 @@ class Renderer:
         """
         conversation, n = self._conversation([*history, reply, *messages], tools), len(history)
         rendered, prompt = (
-            conversation.text(n + 1 + len(messages), prompt=True),
-            conversation.text(n, prompt=True),
+            conversation.render_text(n + 1 + len(messages), prompt=True),
+            conversation.render_text(n, prompt=True),
         )
         if rendered.startswith(
             prompt + self._text(sampled, None, skip_special=False) + self._shape.end
         ):
             return True
         try:
-            prompt, answer = conversation.turn(n)
+            prompt, answer = conversation.split_turn(n)
         except DataError:
             return False
         return rendered.startswith(prompt + answer)
@@ -205,15 +215,17 @@ class Renderer:
         if not media:
             return ()
         assert self.processor is not None, "a model that reads media has a processor"
-        reserved, row = self.processor.reserved, np.asarray(tokens, dtype=np.int64)
+        media_token_ids, row = self.processor.media_token_ids, np.asarray(tokens, dtype=np.int64)
         placed: list[Placed] = []
         end = 0
-        marks = np.isin(row, list(reserved)).nonzero()[0]
+        media_positions = np.isin(row, list(media_token_ids)).nonzero()[0]
         for expanded in media:
             # The medium's tokens may begin with ordinary ones, before the first reserved token.
-            n_ordinary = next(i for i, token in enumerate(expanded.tokens) if token in reserved)
-            later_marks = marks[marks >= end]
-            start = int(later_marks[0]) - n_ordinary if len(later_marks) else len(row)
+            n_ordinary = next(
+                i for i, token in enumerate(expanded.tokens) if token in media_token_ids
+            )
+            later_positions = media_positions[media_positions >= end]
+            start = int(later_positions[0]) - n_ordinary if len(later_positions) else len(row)
             end = start + expanded.medium.span
             if start < 0 or tuple(row[start:end].tolist()) != expanded.tokens:
                 raise DataError(
@@ -230,8 +242,14 @@ class Renderer:
         """
         if self.processor is None:
             return None
-        reserved = next((int(token) for token in sampled if token in self.processor.reserved), None)
-        return None if reserved is None else self.tokenizer.decode([reserved], skip_special=False)
+        media_token_ids = next(
+            (int(token) for token in sampled if token in self.processor.media_token_ids), None
+        )
+        return (
+            None
+            if media_token_ids is None
+            else self.tokenizer.decode([media_token_ids], skip_special=False)
+        )
 
     def parse(self, tokens: Sequence[int], stop: StopReason | None = None) -> Message:
         """Return the completion as the message that renders to it.
@@ -259,13 +277,15 @@ class Renderer:
         `tokenizer.tool_format` avoids this.
         """
         whole = self._text(tokens, stop, skip_special=False)
-        parsed = self.tool_format.read(
+        parsed = self.tool_format.parse(
             self._shape.prefill + whole.removeprefix(self._shape.lead), tools
         )
         if parsed.malformed or not parsed.calls:
             return self.parse(tokens, stop), parsed.malformed
         content = "".join(
-            piece for piece in self.tokenizer.pieces(parsed.content) if isinstance(piece, str)
+            piece
+            for piece in self.tokenizer.split_special(parsed.content)
+            if isinstance(piece, str)
         )
         return Message("assistant", content, self.tool_format.number_calls(parsed.calls, first)), 0
 
@@ -298,18 +318,20 @@ class Renderer:
 
     def rewritten_turns(self, messages: Sequence[Message], tools: Tools | None = None) -> list[int]:
         """Return the indices of assistant messages that the template does not show as written."""
-        return self._conversation(messages, tools).prompt_pieces(len(messages))[1]
+        return self._conversation(messages, tools).split_prompt(len(messages))[1]
 
     @cached_property
-    def _controls(self) -> frozenset[int]:
+    def _special_ids(self) -> frozenset[int]:
         return frozenset(self.tokenizer.special_ids.values())
 
     @cached_property
     def _shape(self) -> TurnShape:
         return find_turn_shape(self.template, self.tokenizer)
 
-    def _conversation(self, messages: Sequence[Message], tools: Tools | None) -> Conversation:
-        return Conversation(self.template, self.tokenizer, self._shape, messages, tools)
+    def _conversation(
+        self, messages: Sequence[Message], tools: Tools | None
+    ) -> RenderedConversation:
+        return RenderedConversation(self.template, self.tokenizer, self._shape, messages, tools)
 
     def _expanded_media(self, messages: Sequence[Message]) -> list[ExpandedMedium]:
         """Return the media of all messages, in order."""
@@ -337,9 +359,9 @@ class Renderer:
         if self.processor is None:
             return marked
         expanded: list[tuple[int, int | None]] = []
-        placeholders, n_used = self.processor.placeholders, 0
+        kind_by_placeholder, n_used = self.processor.kind_by_placeholder, 0
         for token, turn in marked:
-            kind = placeholders.get(token)
+            kind = kind_by_placeholder.get(token)
             if kind is None:
                 expanded.append((token, turn))
                 continue
@@ -347,7 +369,9 @@ class Renderer:
                 expanded += [(part, None) for part in media[n_used].tokens]
             n_used += 1
         media_kinds = [item.medium.kind for item in media]
-        placeholder_kinds = [placeholders[token] for token, _ in marked if token in placeholders]
+        placeholder_kinds = [
+            kind_by_placeholder[token] for token, _ in marked if token in kind_by_placeholder
+        ]
         if media_kinds != placeholder_kinds:
             raise DataError(
                 f"the messages hold {_count_kinds(media_kinds)}, and the chat template writes "
@@ -356,7 +380,7 @@ class Renderer:
             )
         return expanded
 
-    def _eos(self) -> int:
+    def _get_eos_id(self) -> int:
         if not self.tokenizer.eos_ids:
             raise DataError(
                 "neither the chat template nor the tokenizer has an end of turn: set eos_token in "

@@ -22,25 +22,25 @@ from jinja2.utils import Namespace
 from jinja2.utils import _PassArg as PassArg
 from jinja2.visitor import NodeTransformer
 
-WORK = "\0work"  # variable that holds the rendering's TemplateWork; no template can write it
-TICK, WEIGH = "ratchet.tick", "ratchet.weigh"
+BUDGET_VARIABLE = "\0work"  # variable that holds a rendering's StepBudget; no template can write it
+SPEND_STEPS, SPEND_READING = "ratchet.tick", "ratchet.weigh"
 
 BASE_STEPS = 500_000  # a long published template takes about 300 per message
 STEPS_PER_MESSAGE = 1_000
-CHARS_A_STEP = 32  # characters of text that one step reads: C code is fast
+CHARS_A_STEP = 32  # characters of text that one step reads, because C code is fast
 STEPS_A_CALL = 10
 STEPS_AN_ITEM = 20  # for an item of a list, in a filter that loops in Python
 MAX_CHARS = 1 << 26  # characters of a text, or items of a list, that one operation creates
 MAX_BITS = 4096  # size of an integer
-# Maximum sum of the widths in a format string, and maximum argument of a GROWING filter whose value
-# is not text.
+# Maximum sum of the widths in a format string, and maximum argument of one of GROWING_FUNCTIONS if
+# its value is not text.
 MAX_WIDTH = 1 << 20
 
-Text = (str, bytes)
-Container = (list, tuple, dict, set, frozenset)
+TEXT_TYPES = (str, bytes)
+CONTAINER_TYPES = (list, tuple, dict, set, frozenset)
 
 # Filters that only pass on their value or take its length. They do not read nested values.
-SHALLOW = frozenset(
+SHALLOW_FILTERS = frozenset(
     (
         *(
             "length",
@@ -59,14 +59,14 @@ SHALLOW = frozenset(
     )
 )
 # Tests of Jinja that compare values, and so may read all nested values.
-COMPARING = frozenset(
+COMPARING_TESTS = frozenset(
     (
         *("in", "eq", "equalto", "==", "ne", "!=", "lt", "le"),
         *("gt", "ge", "<", "<=", ">", ">=", "lessthan", "greaterthan"),
     )
 )
 # Filters and text methods whose result grows with the value or the length of an argument.
-GROWING = frozenset(
+GROWING_FUNCTIONS = frozenset(
     (
         "indent",
         "wordwrap",
@@ -84,7 +84,7 @@ GROWING = frozenset(
 
 
 # Filters that loop over characters or items in Python.
-SLOW = frozenset(
+SLOW_FILTERS = frozenset(
     [
         "title",
         "urlize",
@@ -103,49 +103,51 @@ SLOW = frozenset(
 )
 
 
-class TemplateWork:
+class StepBudget:
     """The step budget of one rendering."""
 
-    __slots__ = ("budget", "remaining")
+    __slots__ = ("remaining", "total")
 
-    def __init__(self, messages: int, chars: int) -> None:
-        self.budget = self.remaining = BASE_STEPS + STEPS_PER_MESSAGE * messages + chars
+    def __init__(self, n_messages: int, n_chars: int) -> None:
+        self.total = self.remaining = BASE_STEPS + STEPS_PER_MESSAGE * n_messages + n_chars
 
     def spend(self, steps: int) -> None:
         """Take steps from the budget. Raises TemplateRuntimeError if too few are left."""
         self.remaining -= steps
         if self.remaining < 0:
             _refuse(
-                f"it takes more than {self.budget:,} steps, more than any sane template needs for "
+                f"it takes more than {self.total:,} steps, more than any sane template needs for "
                 "so few messages"
             )
 
-    def weigh(self, value: Any, *, deep: bool = True) -> None:
+    def spend_reading(self, value: Any, *, deep: bool = True) -> None:
         """Spend the steps of reading `value`.
 
         Args:
             deep: True to count nested values too, at each occurrence.
         """
-        if isinstance(value, Text):
+        if isinstance(value, TEXT_TYPES):
             self.spend(len(value) // CHARS_A_STEP)
         elif not deep:
-            self.spend(len(value) if isinstance(value, (*Container, range)) else 0)
-        elif isinstance(value, Container):
-            self._weigh_nested(value)
+            self.spend(len(value) if isinstance(value, (*CONTAINER_TYPES, range)) else 0)
+        elif isinstance(value, CONTAINER_TYPES):
+            self._spend_reading_nested(value)
         elif isinstance(value, range):
             self.spend(len(value))
 
-    def _weigh_nested(self, value: Any) -> None:
+    def _spend_reading_nested(self, value: Any) -> None:
         pending = [value]
         while pending:
             inner = pending.pop()
-            if isinstance(inner, Container):
+            if isinstance(inner, CONTAINER_TYPES):
                 self.spend(1 + len(inner))
                 if isinstance(inner, dict):
                     pending += inner.keys()
                     inner = inner.values()
-                pending += (item for item in inner if isinstance(item, (*Container, *Text)))
-            elif isinstance(inner, Text):
+                pending += (
+                    item for item in inner if isinstance(item, (*CONTAINER_TYPES, *TEXT_TYPES))
+                )
+            elif isinstance(inner, TEXT_TYPES):
                 self.spend(len(inner) // CHARS_A_STEP)
 
 
@@ -159,22 +161,23 @@ def _refuse(reason: str) -> NoReturn:
 class _StepCounter(NodeTransformer):
     """A transformer of a template's syntax tree that inserts step counts.
 
-    They stand in each loop, and before each operation that reads its operands without a call.
+    Steps are counted in each loop, and before each operation that reads its operands without a
+    call.
     """
 
     def visit_For(self, node: nodes.For) -> nodes.Node:
-        tick = _make_tick(node)
+        step_count = _make_step_count(node)
         self.generic_visit(node)
         if node.test is not None:  # skipped items never reach the body
-            node.test = nodes.And(tick, node.test, lineno=node.lineno)
+            node.test = nodes.And(step_count, node.test, lineno=node.lineno)
         else:
-            node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+            node.body.insert(0, nodes.ExprStmt(step_count, lineno=node.lineno))
         return node
 
     def _visit_body(self, node: Any) -> nodes.Node:
-        tick = _make_tick(node)
+        step_count = _make_step_count(node)
         self.generic_visit(node)
-        node.body.insert(0, nodes.ExprStmt(tick, lineno=node.lineno))
+        node.body.insert(0, nodes.ExprStmt(step_count, lineno=node.lineno))
         return node
 
     visit_Macro = visit_CallBlock = visit_Block = _visit_body
@@ -184,7 +187,7 @@ class _StepCounter(NodeTransformer):
         for side in ("left", "right"):
             operand = getattr(node, side)
             if not isinstance(operand, nodes.Const | nodes.Add):
-                setattr(node, side, _apply_filter(operand, WEIGH, nodes.Const(False)))
+                setattr(node, side, _apply_filter(operand, SPEND_READING, nodes.Const(False)))
         return node
 
     def visit_Compare(self, node: nodes.Compare) -> nodes.Node:
@@ -194,43 +197,43 @@ class _StepCounter(NodeTransformer):
             if operand.op in ("in", "notin") or not (
                 is_constant or isinstance(operand.expr, nodes.Const)
             ):
-                operand.expr = _add_weighing(operand.expr)
+                operand.expr = _count_reading(operand.expr)
             is_constant = isinstance(operand.expr, nodes.Const)
         return node
 
     def visit_Concat(self, node: nodes.Concat) -> nodes.Node:
         self.generic_visit(node)
-        node.nodes = [_add_weighing(part) for part in node.nodes]
+        node.nodes = [_count_reading(part) for part in node.nodes]
         return node
 
     def visit_Getitem(self, node: nodes.Getitem) -> nodes.Node:
         self.generic_visit(node)
         if isinstance(node.arg, nodes.Slice):
-            node.node = _apply_filter(node.node, WEIGH, nodes.Const(False))
+            node.node = _apply_filter(node.node, SPEND_READING, nodes.Const(False))
         else:
-            node.arg = _add_weighing(node.arg)
+            node.arg = _count_reading(node.arg)
         return node
 
     def visit_Pair(self, node: nodes.Pair) -> nodes.Node:
         self.generic_visit(node)
-        node.key = _add_weighing(node.key)
+        node.key = _count_reading(node.key)
         return node
 
 
-def _make_tick(node: nodes.Node) -> nodes.Expr:
+def _make_step_count(node: nodes.Node) -> nodes.Expr:
     """Return a node that spends the steps of one pass through a body with its literal texts."""
     literals = [*node.find_all(nodes.TemplateData), *node.find_all(nodes.Const)]
-    chars = sum(
+    n_chars = sum(
         len(text)
         for literal in literals
         if isinstance(text := getattr(literal, "data", getattr(literal, "value", None)), str)
     )
     base_steps = STEPS_A_CALL if getattr(node, "recursive", False) else 1
-    return _apply_filter(nodes.Const(base_steps + chars // CHARS_A_STEP), TICK)
+    return _apply_filter(nodes.Const(base_steps + n_chars // CHARS_A_STEP), SPEND_STEPS)
 
 
-def _add_weighing(node: nodes.Expr) -> nodes.Expr:
-    return node if isinstance(node, nodes.Const) else _apply_filter(node, WEIGH)
+def _count_reading(node: nodes.Expr) -> nodes.Expr:
+    return node if isinstance(node, nodes.Const) else _apply_filter(node, SPEND_READING)
 
 
 def _apply_filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.Expr:
@@ -238,16 +241,16 @@ def _apply_filter(node: nodes.Expr, name: str, *arguments: nodes.Expr) -> nodes.
 
 
 @pass_context
-def _tick(context: Context, steps: int) -> bool:
-    context.parent[WORK].spend(steps)
+def _spend_steps(context: Context, steps: int) -> bool:
+    context.parent[BUDGET_VARIABLE].spend(steps)
     return True
 
 
 @pass_context
-def _weigh(context: Context, value: Any, deep: bool = True) -> Any:
+def _spend_reading(context: Context, value: Any, deep: bool = True) -> Any:
     """Spend the steps of reading a value, and return it. Jinja also calls it on all output."""
     if type(value) is not str or len(value) >= CHARS_A_STEP:
-        context.parent[WORK].weigh(value, deep=deep)
+        context.parent[BUDGET_VARIABLE].spend_reading(value, deep=deep)
     return value
 
 
@@ -264,19 +267,19 @@ class _OpaqueNamespace(Namespace):
 class MeteredEnvironment(ImmutableSandboxedEnvironment):
     """A Jinja sandbox that counts the steps of its templates.
 
-    Templates need a `TemplateWork` among their variables, under the name WORK.
+    Templates need a `StepBudget` among their variables, under the name BUDGET_VARIABLE.
     """
 
     intercepted_binops = frozenset(("*", "**", "%"))
 
     def __init__(self, **options: Any) -> None:
-        super().__init__(optimized=False, finalize=_weigh, **options)
+        super().__init__(optimized=False, finalize=_spend_reading, **options)
         self.filters = {
-            name: _metered(name, function) for name, function in DEFAULT_FILTERS.items()
+            name: _count_filter_steps(name, function) for name, function in DEFAULT_FILTERS.items()
         }
-        self.filters |= {TICK: _tick, WEIGH: _weigh}
+        self.filters |= {SPEND_STEPS: _spend_steps, SPEND_READING: _spend_reading}
         self.tests = {
-            name: _metered_test(name, function) for name, function in DEFAULT_TESTS.items()
+            name: _count_test_steps(name, function) for name, function in DEFAULT_TESTS.items()
         }
         self.globals["namespace"] = _OpaqueNamespace
         for name in DEFAULT_NAMESPACE.keys() & {"lipsum"}:
@@ -284,34 +287,34 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
 
     def add_filter(self, name: str, function: Callable[..., Any]) -> None:
         """Add a function as a filter whose steps are counted."""
-        self.filters[name] = _metered(name, function)
+        self.filters[name] = _count_filter_steps(name, function)
 
     def _parse(self, source: str, name: str | None, filename: str | None) -> nodes.Template:
         return _StepCounter().visit(super()._parse(source, name, filename))
 
     def call(__self, __context: Context, __obj: Any, *args: Any, **kwargs: Any) -> Any:
         """Count the steps of a call in a template, check the growth of its result, and run it."""
-        work = __context.parent[WORK]
-        work.spend(STEPS_A_CALL)
+        budget = __context.parent[BUDGET_VARIABLE]
+        budget.spend(STEPS_A_CALL)
         owner = getattr(__obj, "__self__", None)
         if owner is None:
             owner = getattr(getattr(__obj, "__wrapped__", None), "__self__", None)
-        if isinstance(owner, (*Text, int, float)):
-            work.weigh(owner)
+        if isinstance(owner, (*TEXT_TYPES, int, float)):
+            budget.spend_reading(owner)
             for argument in (*args, *kwargs.values()):
-                work.weigh(argument)
+                budget.spend_reading(argument)
             if __obj.__name__ == "join" and args:
                 args = (_to_sized(args[0]), *args[1:])
             _check_growth(__obj.__name__, owner, args, kwargs)
-        elif isinstance(owner, Container):
-            work.weigh(owner, deep=False)
+        elif isinstance(owner, CONTAINER_TYPES):
+            budget.spend_reading(owner, deep=False)
         result = super().call(__context, __obj, *args, **kwargs)
-        work.weigh(result, deep=False)
+        budget.spend_reading(result, deep=False)
         return result
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
         """Check and compute *, ** or %, which can make long values of short ones."""
-        work = context.parent[WORK]
+        budget = context.parent[BUDGET_VARIABLE]
         if operator == "**":
             if (
                 isinstance(left, int)
@@ -319,13 +322,13 @@ class MeteredEnvironment(ImmutableSandboxedEnvironment):
                 and left.bit_length() * right > MAX_BITS
             ):
                 _refuse("a power has more digits than a template needs")
-        elif operator == "%" and isinstance(left, Text):
+        elif operator == "%" and isinstance(left, TEXT_TYPES):
             _check_format(left)
-            work.weigh(right)
+            budget.spend_reading(right)
         elif operator == "*":
             _check_product(left, right)
         result = super().call_binop(context, operator, left, right)
-        work.weigh(result, deep=False)
+        budget.spend_reading(result, deep=False)
         return result
 
 
@@ -336,7 +339,7 @@ def _check_product(left: Any, right: Any) -> None:
         return
     for sequence, count in ((left, right), (right, left)):
         if (
-            isinstance(sequence, (*Text, list, tuple))
+            isinstance(sequence, (*TEXT_TYPES, list, tuple))
             and isinstance(count, int)
             and len(sequence) * count > MAX_CHARS
         ):
@@ -346,13 +349,13 @@ def _check_product(left: Any, right: Any) -> None:
 def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> None:
     """Raise TemplateRuntimeError if a filter's or method's result would be very long."""
     values = (*args, *kwargs.values())
-    if name in ("format", "format_map") and isinstance(value, Text):
+    if name in ("format", "format_map") and isinstance(value, TEXT_TYPES):
         _check_format(value)
     elif name == "translate":
         _refuse("translate() is not for templates: use replace")
     elif (
         name == "replace"
-        and isinstance(value, Text)
+        and isinstance(value, TEXT_TYPES)
         and len(values) >= 2
         and all(isinstance(argument, type(value)) for argument in values[:2])
     ):
@@ -360,21 +363,24 @@ def _check_growth(name: str, value: Any, args: tuple[Any, ...], kwargs: Mapping[
             _refuse(f"a replacement makes more than {MAX_CHARS:,} characters")
     elif name == "join":
         argument = values[0] if values else ""
-        items, separator = (argument, value) if isinstance(value, Text) else (value, argument)
+        items, separator = (argument, value) if isinstance(value, TEXT_TYPES) else (value, argument)
         if (
             isinstance(items, Sized)
-            and isinstance(separator, Text)
+            and isinstance(separator, TEXT_TYPES)
             and len(items) * len(separator) > MAX_CHARS
         ):
             _refuse(f"join() makes more than {MAX_CHARS:,} characters")
-    elif name in GROWING:
-        times = (
+    elif name in GROWING_FUNCTIONS:
+        n_insertions = (
             1 + len(value)
-            if isinstance(value, (*Text, *Container)) and name not in ("center", "ljust", "rjust")
+            if isinstance(value, (*TEXT_TYPES, *CONTAINER_TYPES))
+            and name not in ("center", "ljust", "rjust")
             else 1
         )
         largest = max(map(_magnitude, values), default=0)
-        if times * largest > MAX_CHARS or (not isinstance(value, Text) and largest > MAX_WIDTH):
+        if n_insertions * largest > MAX_CHARS or (
+            not isinstance(value, TEXT_TYPES) and largest > MAX_WIDTH
+        ):
             _refuse(f"{name}() makes more than {MAX_CHARS:,} characters or items")
 
 
@@ -382,7 +388,7 @@ def _magnitude(value: Any) -> int:
     """Return the absolute value of an integer, or the length of a text."""
     if isinstance(value, int):
         return abs(value)
-    return len(value) if isinstance(value, Text) else 0
+    return len(value) if isinstance(value, TEXT_TYPES) else 0
 
 
 def _to_sized(items: Any) -> Any:
@@ -404,48 +410,48 @@ def _check_format(format_text: Any) -> None:
         _refuse("a format has wider fields than a template needs")
 
 
-def _metered(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _count_filter_steps(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a filter whose steps are counted. It is never folded into a constant."""
     pass_arg = PassArg.from_obj(function)
-    is_deep, is_slow = name not in SHALLOW, name in SLOW
-    can_grow = name in GROWING or name in ("format", "replace", "join")
+    is_deep, is_slow = name not in SHALLOW_FILTERS, name in SLOW_FILTERS
+    can_grow = name in GROWING_FUNCTIONS or name in ("format", "replace", "join")
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any, **kwargs: Any) -> Any:
-        work = context.parent[WORK]
-        work.spend(1)
+        budget = context.parent[BUDGET_VARIABLE]
+        budget.spend(1)
         if name == "join":
             value = _to_sized(value)
-        work.weigh(value, deep=is_deep)
+        budget.spend_reading(value, deep=is_deep)
         if is_slow and isinstance(value, Sized):
-            work.spend(len(value) * (1 if isinstance(value, str) else STEPS_AN_ITEM))
+            budget.spend(len(value) * (1 if isinstance(value, str) else STEPS_AN_ITEM))
         if args or kwargs:
             for argument in (*args, *kwargs.values()):
-                work.weigh(argument)
+                budget.spend_reading(argument)
             if can_grow:
                 _check_growth(name, value, args, kwargs)
-        result = function(*_first_arguments(pass_arg, context), value, *args, **kwargs)
-        work.weigh(result, deep=False)
+        result = function(*_get_passed_arguments(pass_arg, context), value, *args, **kwargs)
+        budget.spend_reading(result, deep=False)
         return result
 
     return counted
 
 
-def _metered_test(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _count_test_steps(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
     """Return a test whose steps are counted if it compares its values."""
-    if name not in COMPARING:
+    if name not in COMPARING_TESTS:
         return function
 
     @pass_context
     def counted(context: Context, value: Any, *args: Any) -> Any:
         for argument in (value, *args):
-            context.parent[WORK].weigh(argument)
+            context.parent[BUDGET_VARIABLE].spend_reading(argument)
         return function(value, *args)
 
     return counted
 
 
-def _first_arguments(pass_arg: PassArg | None, context: Context) -> tuple[Any, ...]:
+def _get_passed_arguments(pass_arg: PassArg | None, context: Context) -> tuple[Any, ...]:
     """Return the first argument of a filter that Jinja passes its context or environment to."""
     match pass_arg:
         case PassArg.context:

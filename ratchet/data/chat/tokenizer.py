@@ -1,7 +1,7 @@
 """Convert text to token ids and back, with the Rust library `tokenizers` and Hugging Face files.
 
 There are two kinds of text. In untrusted text (`encode(text)`), such as a message, "<|im_end|>" is
-ten ordinary characters. In a template's text (`allow_special=True`) it is the control token.
+ten ordinary characters. In a template's text (`allow_special=True`) it is the special token.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ SPECIAL_NAMES = (
     "cls_token",
     "mask_token",
 )
-SLOW_FILES = (
+SLOW_TOKENIZER_FILES = (
     "tokenizer.model",
     "spiece.model",
     "sentencepiece.bpe.model",
     "vocab.json",
     "vocab.txt",
 )
-DOWNLOADS = [
+DOWNLOAD_PATTERNS = [
     "tokenizer*",
     "special_tokens_map.json",
     "chat_template*",
@@ -49,9 +49,10 @@ DOWNLOADS = [
     "vocab.*",
     "merges.txt",
 ]
-MAX_GROWTH = 64  # most characters that one may become in a normalizer; in published ones 3
+# Maximum characters that a normalizer or decoder may make of one character. Published ones make 3.
+MAX_GROWTH = 64
 # White space as the library defines it: Unicode's, without four separators that Python includes.
-SPACE = re.compile(r"[^\S\x1c-\x1f]")
+WHITE_SPACE = re.compile(r"[^\S\x1c-\x1f]")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 
 # Texts of at least this many characters are encoded by the library's batch call, which releases
@@ -60,8 +61,8 @@ HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 BATCH_CALL_CHARS = 2**14
 
 
-class Special(NamedTuple):
-    """A control token in a text, at characters [start, end).
+class SpecialToken(NamedTuple):
+    """A special token in a text, at characters [start, end).
 
     The range includes adjacent white space if the token is defined to strip it.
     """
@@ -151,14 +152,14 @@ class Tokenizer:
         Raises DataError for a character that has no token.
 
         Args:
-            allow_special: Encode the text of a control token as that token.
+            allow_special: True to encode the text of a special token as that token.
             after: What precedes `text`: nothing ("start"), a special token ("special"), or other
                 text ("text"; SentencePiece then adds no space in front).
         """
         if not allow_special:
             return self._encode_text(text, after)
         ids: list[int] = []
-        for piece in self.pieces(text):
+        for piece in self.split_special(text):
             if isinstance(piece, int):
                 ids.append(piece)
                 after = "special"
@@ -167,10 +168,10 @@ class Tokenizer:
                 after = "text"
         return ids
 
-    def pieces(self, text: str) -> Iterator[str | int]:
+    def split_special(self, text: str) -> Iterator[str | int]:
         """Yield the text between special tokens, and each special token as its id, in order."""
         position = 0
-        for special in self.specials(text):
+        for special in self.find_special_tokens(text):
             if special.start > position:
                 yield text[position : special.start]
             yield special.id
@@ -178,20 +179,20 @@ class Tokenizer:
         if position < len(text):
             yield text[position:]
 
-    def specials(self, text: str) -> list[Special]:
+    def find_special_tokens(self, text: str) -> list[SpecialToken]:
         """Return the special tokens in `text`, in order."""
         pattern, tokens = self._special_pattern
-        specials: list[Special] = []
+        specials: list[SpecialToken] = []
         end = 0
         for match in pattern.finditer(text) if tokens else ():
             token, token_id = tokens[(match.lastindex or 0) - 1]
             start = match.start()
             # White space before the token is searched backwards, because a pattern that begins with
             # white space takes quadratic time, and a model may write any number of spaces.
-            while token.lstrip and start > end and SPACE.fullmatch(text[start - 1]):
+            while token.lstrip and start > end and WHITE_SPACE.fullmatch(text[start - 1]):
                 start -= 1
             end = match.end()
-            specials.append(Special(start, end, token_id))
+            specials.append(SpecialToken(start, end, token_id))
         return specials
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = True) -> str:
@@ -200,7 +201,7 @@ class Tokenizer:
 
     @cached_property
     def special_ids(self) -> dict[str, int]:
-        """The id of each control token."""
+        """The id of each special token."""
         return {
             token.content: i
             for i, token in self._backend.get_added_tokens_decoder().items()
@@ -225,7 +226,7 @@ class Tokenizer:
         """The largest number of characters of one token in the vocabulary."""
         return max(map(len, self._backend.get_vocab(with_added_tokens=True)))
 
-    def same_tokens(self, other: Tokenizer) -> bool:
+    def has_same_tokens(self, other: Tokenizer) -> bool:
         """True if both turn every text into the same ids. Their templates may differ."""
         return self._backend.to_str() == other._backend.to_str()
 
@@ -237,17 +238,19 @@ class Tokenizer:
         """
         directory = Path(directory)
         directory.mkdir(parents=True, exist_ok=True)
-        _write(directory / "tokenizer.json", self._backend.to_str(pretty=True))
+        _write_text(directory / "tokenizer.json", self._backend.to_str(pretty=True))
         config = {"tokenizer_class": "PreTrainedTokenizerFast", **self.config}
-        _write(
+        _write_text(
             directory / "tokenizer_config.json",
             json.dumps(config, indent=2, ensure_ascii=False) + "\n",
         )
         if self.chat_template is not None:
-            _write(directory / "chat_template.jinja", self.chat_template)
+            _write_text(directory / "chat_template.jinja", self.chat_template)
         generation = directory / "generation_config.json"
         if len(self.eos_ids) > 1 and not generation.exists():
-            _write(generation, json.dumps({"eos_token_id": list(self.eos_ids)}, indent=2) + "\n")
+            _write_text(
+                generation, json.dumps({"eos_token_id": list(self.eos_ids)}, indent=2) + "\n"
+            )
 
     # --- plain text
 
@@ -258,11 +261,11 @@ class Tokenizer:
             return copy_for_text(self._backend)
 
     @property
-    def _plain(self) -> tokenizers.Tokenizer:
+    def _plain_backend(self) -> tokenizers.Tokenizer:
         return self._plain_copy[0]
 
     @cached_property
-    def _contexts(self) -> dict[After, tuple[str, list[int]]]:
+    def _context_by_after(self) -> dict[After, tuple[str, list[int]]]:
         """Return, for each `after`, the context that is encoded in front of a text, and its ids.
 
         Some SentencePiece conversions put a space before every stretch of text, even after a
@@ -281,7 +284,7 @@ class Tokenizer:
     def _encode_text(self, text: str, after: After) -> list[int]:
         if not text:
             return []
-        context, context_ids = self._contexts[after]
+        context, context_ids = self._context_by_after[after]
         encoding = self._encoding(context + text)
         if encoding.ids[: len(context_ids)] != context_ids:  # the newline merged with the text
             return self._encode_text(text, "special")
@@ -297,8 +300,8 @@ class Tokenizer:
         try:
             with convert_panics(text):
                 if len(text) < BATCH_CALL_CHARS:
-                    return self._plain.encode(text, add_special_tokens=False)
-                return self._plain.encode_batch([text], add_special_tokens=False)[0]
+                    return self._plain_backend.encode(text, add_special_tokens=False)
+                return self._plain_backend.encode_batch([text], add_special_tokens=False)[0]
         except TypeError as error:  # the library rejects half of a surrogate pair
             surrogate = next(c for c in text if "\ud800" <= c <= "\udfff")
             raise DataError(
@@ -322,20 +325,22 @@ class Tokenizer:
         Longer tokens come first. Group n of the pattern is the n-th token. The match also includes
         white space after the token if the token strips it.
         """
-        added = [
+        special_tokens = [
             (token, i)
             for i, token in self._backend.get_added_tokens_decoder().items()
             if token.special
         ]
-        added.sort(key=lambda item: -len(item[0].content))
-        return re.compile("|".join(_token_pattern(token) for token, _ in added)), added
+        special_tokens.sort(key=lambda item: -len(item[0].content))
+        return re.compile(
+            "|".join(_token_pattern(token) for token, _ in special_tokens)
+        ), special_tokens
 
 
 def _token_pattern(token: tokenizers.AddedToken) -> str:
     body = f"({re.escape(token.content)})"
     if token.single_word:
         body = rf"(?<!\w){body}(?!\w)"
-    return body + (f"{SPACE.pattern}*" if token.rstrip else "")
+    return body + (f"{WHITE_SPACE.pattern}*" if token.rstrip else "")
 
 
 def _token_text(value: Any) -> str | None:
@@ -343,5 +348,5 @@ def _token_text(value: Any) -> str | None:
     return value["content"] if isinstance(value, Mapping) else value
 
 
-def _write(path: Path, text: str) -> None:
+def _write_text(path: Path, text: str) -> None:
     path.write_text(text, encoding="utf-8", newline="\n")

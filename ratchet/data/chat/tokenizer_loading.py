@@ -8,12 +8,12 @@ from typing import Any
 
 import tokenizers
 
-from ratchet.data.chat.plain_tokens import max_growth
+from ratchet.data.chat.plain_tokens import compute_max_growth
 from ratchet.data.chat.tokenizer import (
-    DOWNLOADS,
+    DOWNLOAD_PATTERNS,
     HUB_ID,
     MAX_GROWTH,
-    SLOW_FILES,
+    SLOW_TOKENIZER_FILES,
     SPECIAL_NAMES,
     Tokenizer,
 )
@@ -43,10 +43,13 @@ def load_tokenizer(source: str | Path, *, revision: str | None = None) -> Tokeni
         **_read_json(directory / "special_tokens_map.json"),
         **_read_json(directory / "tokenizer_config.json"),
     }
-    template = _chat_template(directory, config.pop("chat_template", None))
+    template = _read_chat_template(directory, config.pop("chat_template", None))
     _check_special_tokens(directory, config)
     return Tokenizer(
-        _backend(directory), config=config, eos_ids=_eos_ids(directory), chat_template=template
+        _load_backend(directory),
+        config=config,
+        eos_ids=_read_eos_ids(directory),
+        chat_template=template,
     )
 
 
@@ -66,12 +69,12 @@ def _fetch(address: str) -> Path:
     if reason := explain_bad_address(address):
         raise ModelError(f"{address} can't hold a tokenizer: {reason}")
     try:
-        return fetch_directory(address, DOWNLOADS, deep=False)
+        return fetch_directory(address, DOWNLOAD_PATTERNS, deep=False)
     except OSError as error:
         raise ModelError(f"the tokenizer can't be fetched: {error}") from error
 
 
-def _backend(directory: Path) -> tokenizers.Tokenizer:
+def _load_backend(directory: Path) -> tokenizers.Tokenizer:
     path = directory / "tokenizer.json"
     if path.exists():
         state = _read_json(path)
@@ -81,7 +84,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
                 "original model again"
             )
         for name in ("normalizer", "decoder"):
-            if (growth := max_growth(state.get(name))) > MAX_GROWTH:
+            if (growth := compute_max_growth(state.get(name))) > MAX_GROWTH:
                 raise ModelError(
                     f"{path}: its {name} makes up to {growth:,} characters of one, and "
                     f"at most {MAX_GROWTH} are allowed: copy the file from the original model again"
@@ -100,14 +103,14 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
                 "original model again"
             )
         return backend
-    if not any((directory / name).is_file() for name in SLOW_FILES):
+    if not any((directory / name).is_file() for name in SLOW_TOKENIZER_FILES):
         raise ModelError(
             f"{directory} holds no tokenizer (tokenizer.json): copy it from the original model"
         )
     from transformers import AutoTokenizer
 
     try:
-        for name in (*SLOW_FILES, "merges.txt"):
+        for name in (*SLOW_TOKENIZER_FILES, "merges.txt"):
             if (directory / name).exists():
                 safe_read.require_file(directory / name)
         converted = AutoTokenizer.from_pretrained(directory, local_files_only=True)
@@ -125,7 +128,7 @@ def _backend(directory: Path) -> tokenizers.Tokenizer:
     return backend
 
 
-def _eos_ids(directory: Path) -> list[int]:
+def _read_eos_ids(directory: Path) -> list[int]:
     """Return the end-of-turn ids.
 
     generation_config.json, which lists all of them, takes precedence over config.json.
@@ -143,7 +146,7 @@ def _eos_ids(directory: Path) -> list[int]:
     return []
 
 
-def _chat_template(directory: Path, configured: Any) -> str | None:
+def _read_chat_template(directory: Path, configured: Any) -> str | None:
     """Return the chat template: chat_template.jinja, else the one in tokenizer_config.json.
 
     Raises ModelError if the template is not text or can't be read.
@@ -199,7 +202,9 @@ def _download(name: str, revision: str | None) -> Path:
 
     try:
         return Path(
-            huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=DOWNLOADS)
+            huggingface_hub.snapshot_download(
+                name, revision=revision, allow_patterns=DOWNLOAD_PATTERNS
+            )
         )
     except (OSError, ValueError) as error:
         raise ModelError(

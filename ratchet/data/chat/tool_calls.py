@@ -20,7 +20,7 @@ from ratchet.types import ToolCall
 Call = tuple[str, dict[str, Any]]  # name, arguments
 Tools = Sequence[Mapping[str, Any]]
 # Returns the text without calls, and a list with each call, or None for a malformed one.
-Reader = Callable[[str, Tools], tuple[str, list[Call | None]]]
+CallParser = Callable[[str, Tools], tuple[str, list[Call | None]]]
 
 # Maximum nesting of arguments. No tool needs more, and recursive code would fail on more.
 MAX_DEPTH = 32
@@ -46,24 +46,24 @@ class ToolFormat:
     """The format in which a model family writes tool calls.
 
     Attributes:
-        reader: Function that parses the calls in a text.
+        parser: Function that parses the calls in a text.
         marks: Strings that identify the family, in its chat template or its special tokens.
         call_id: Template of a call's id, formatted with the call's number.
     """
 
     name: str
-    reader: Reader
+    parser: CallParser
     marks: tuple[str, ...]
     call_id: str = "call_{}"
 
-    def read(self, text: str, tools: Tools = ()) -> ParsedCalls:
+    def parse(self, text: str, tools: Tools = ()) -> ParsedCalls:
         """Parse the calls in a text. Its reasoning is not parsed, and stays in the content.
 
         Args:
             tools: Descriptions of the tools, for the types of arguments written without quotes.
         """
         reasoning, answer = split_reasoning(text)
-        content, parsed = self.reader(answer, tools)
+        content, parsed = self.parser(answer, tools)
         calls = tuple(call for call in parsed if call is not None)
         if len(calls) < len(parsed):
             return ParsedCalls(text, (), len(parsed) - len(calls))
@@ -171,7 +171,7 @@ def _read_call(value: object) -> Call | None:
         return None
     name, arguments = value.get("name"), value.get("arguments", value.get("parameters"))
     if isinstance(arguments, str):
-        arguments = _parse_single(arguments)
+        arguments = _parse_single_value(arguments)
     return (
         (name, arguments)
         if isinstance(name, str) and name and isinstance(arguments, dict)
@@ -179,7 +179,7 @@ def _read_call(value: object) -> Call | None:
     )
 
 
-def _parse_single(text: str) -> Any:
+def _parse_single_value(text: str) -> Any:
     """Return the one JSON value in `text`; None if there is not exactly one."""
     values = _parse_values(text)
     return values[0] if values is not None and len(values) == 1 else None
@@ -201,7 +201,7 @@ def _read_hermes(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
     calls: list[Call | None] = [None] if "</tool_call>" in content else []
     for block in blocks:
         body, _, after = block.partition("</tool_call>")  # a model may end its turn without closing
-        calls.append(_read_call(_parse_single(body)))
+        calls.append(_read_call(_parse_single_value(body)))
         content = content.rstrip() + after
     return content, calls
 
@@ -224,23 +224,23 @@ def _read_xml(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
 
 def _read_xml_call(body: str, tools: Tools) -> Call | None:
     head, *parameters = body.split("<parameter=")
-    name, closed, between = head.partition(">")
+    name, closed, text_between = head.partition(">")
     name = name.strip()
-    if not closed or not name or between.strip():
+    if not closed or not name or text_between.strip():
         return None
-    types = _parameter_types(tools, name)
+    types = _find_parameter_types(tools, name)
     arguments: dict[str, Any] = {}
     for parameter in parameters:
         key, closed, body = parameter.partition(">")
-        value, ended, between = body.partition("</parameter>")
-        if not closed or not ended or between.strip() or not key.strip():
+        value, ended, text_between = body.partition("</parameter>")
+        if not closed or not ended or text_between.strip() or not key.strip():
             return None
         value = value.removeprefix("\n").removesuffix("\n")
-        arguments[key.strip()] = _convert(value, types.get(key.strip(), "string"))
+        arguments[key.strip()] = _convert_argument(value, types.get(key.strip(), "string"))
     return name, arguments
 
 
-def _parameter_types(tools: Tools, name: str) -> dict[str, Any]:
+def _find_parameter_types(tools: Tools, name: str) -> dict[str, Any]:
     """Return the JSON type of each parameter of a tool."""
     for tool in tools:
         function = tool.get("function", tool)
@@ -254,12 +254,12 @@ def _parameter_types(tools: Tools, name: str) -> dict[str, Any]:
     return {}
 
 
-def _convert(value: str, kind: object) -> Any:
+def _convert_argument(value: str, json_type: object) -> Any:
     """Return an argument: its text for a string parameter, else the JSON value in its text.
 
     Text that is not one JSON value stays text, and the tool reports the mistake.
     """
-    if kind == "string":
+    if json_type == "string":
         return value
     values = _parse_values(value)
     return values[0] if values is not None and len(values) == 1 else value
@@ -305,7 +305,7 @@ def _read_mistral(text: str, tools: Tools) -> tuple[str, list[Call | None]]:
         if block.lstrip()[:1] in ("[", "{") and not block.lstrip().startswith(
             ("[ARGS]", "[CALL_ID]")
         ):
-            value = _parse_single(block)
+            value = _parse_single_value(block)
             items = value if isinstance(value, list) and value else [value]
             calls += [_read_call(item) for item in items]
             continue
@@ -356,8 +356,8 @@ def _read_dsml(text: str) -> tuple[str, list[Call | None]]:
 def _read_dsml_call(block: str) -> Call | None:
     body, closed, _ = block.partition("</｜DSML｜invoke>")
     head, *parameters = body.split('<｜DSML｜parameter name="')
-    name, opened, between = head.partition('">')
-    if not closed or not opened or not name or between.strip():
+    name, opened, text_between = head.partition('">')
+    if not closed or not opened or not name or text_between.strip():
         return None
     arguments: dict[str, Any] = {}
     for parameter in parameters:

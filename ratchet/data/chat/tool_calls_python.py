@@ -28,7 +28,7 @@ ESCAPES = {
 
 _NAME = re.compile(r"\s*([A-Za-z_]\w*(?:\.[A-Za-z_]\w*)*)")
 _NUMBER = re.compile(r"\s*([+-]?(?:\d+\.?\d*|\.\d+)(?:[eE][+-]?\d+)?)")
-_TEXT = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')""", re.DOTALL)
+_STRING = re.compile(r"""\s*(?:"((?:[^"\\]|\\.)*)"|'((?:[^'\\]|\\.)*)')""", re.DOTALL)
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|.)", re.DOTALL)
 
 
@@ -41,14 +41,14 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
 
     Arguments must be literals, passed by name.
     """
-    reader = _Reader(text)
+    parser = _CallParser(text)
     try:
         calls = (
-            reader.read_items("[", "]", reader.read_call)
+            parser.read_items("[", "]", parser.read_call)
             if text.lstrip().startswith("[")
-            else [reader.read_call()]
+            else [parser.read_call()]
         )
-        reader.require_end()
+        parser.require_end()
         if not all(name for name, _ in calls):
             return None
         str(calls).encode()  # raises for unpaired surrogates
@@ -57,7 +57,7 @@ def read_calls(text: str) -> list[tuple[str, dict[str, Any]]] | None:
     return calls or None
 
 
-class _Reader:
+class _CallParser:
     """A recursive-descent parser. Its methods raise _MalformedCall for any other text."""
 
     def __init__(self, text: str) -> None:
@@ -86,7 +86,7 @@ class _Reader:
         if self.position != len(self.text):
             self.fail()
 
-    def read_items(self, opening: str, closing: str, item: Any) -> list[Any]:
+    def read_items(self, opening: str, closing: str, read_item: Any) -> list[Any]:
         """Return the items between brackets, separated by commas; a trailing comma is allowed."""
         if not self.skip(opening):
             self.fail()
@@ -99,7 +99,7 @@ class _Reader:
                 self.fail()
             if items and self.skip(closing):
                 break
-            items.append(item())
+            items.append(read_item())
         self.depth -= 1
         return items
 
@@ -122,12 +122,12 @@ class _Reader:
         return key, self.read_value()
 
     def read_value(self) -> Any:
-        token = self.match(_TEXT)
+        token = self.match(_STRING)
         if token is not None:
             return _ESCAPE.sub(_unescape, token[1] if token[1] is not None else token[2])
         token = self.match(_NUMBER)
         if token is not None:
-            return _number(token[1])
+            return _to_number(token[1])
         token = self.match(_NAME)
         if token is not None:
             return CONSTANTS[token[1]] if token[1] in CONSTANTS else self.fail()
@@ -137,7 +137,7 @@ class _Reader:
         return dict(self.read_items("{", "}", self.read_pair))
 
 
-def _number(text: str) -> int | float:
+def _to_number(text: str) -> int | float:
     if text.lstrip("+-").isdigit():
         return int(text)  # raises ValueError for more digits than Python converts
     value = float(text)

@@ -46,35 +46,35 @@ class ArrowTable:
     Values become Python objects: nulls None, lists lists, and structs dicts.
 
     Attributes:
-        blocks: Number of rows of each row group or record batch.
+        block_sizes: Number of rows of each row group or record batch.
     """
 
-    form = ""
+    format_name = ""
 
     def __init__(self, path: str | Path) -> None:
         self.path = path
         try:
             with convert_read_errors(path):
-                self.blocks: Sequence[int] = self._open(_open_source(path))
+                self.block_sizes: Sequence[int] = self._open(_open_source(path))
         except pa.ArrowException as error:
             raise DataError(
-                f"{path}: not a valid {self.form} file: {error}: write it again"
+                f"{path}: not a valid {self.format_name} file: {error}: write it again"
             ) from error
-        if not sum(self.blocks):
+        if not sum(self.block_sizes):
             raise DataError(f"{path}: the file holds no rows")
         self._check_row_count()
-        self.ends = list(accumulate(self.blocks))
+        self.ends = list(accumulate(self.block_sizes))
         self._cached_block = lru_cache(WINDOW)(self._read_block)
 
     def _check_row_count(self) -> None:
         """Raise DataError if a small file declares so many rows that they must be repetitions."""
         if is_address(self.path):
             return
-        rows, size = sum(self.blocks), Path(self.path).stat().st_size
-        if rows > MIN_BOMB_ROWS and rows > MAX_ROWS_PER_BYTE * size:
+        n_rows, size = sum(self.block_sizes), Path(self.path).stat().st_size
+        if n_rows > MIN_BOMB_ROWS and n_rows > MAX_ROWS_PER_BYTE * size:
             raise DataError(
-                f"{self.path}: declares {rows:,} rows in {size:,} bytes, so they are repetitions: "
-                "write each distinct row once"
+                f"{self.path}: declares {n_rows:,} rows in {size:,} bytes, so they are "
+                "repetitions: write each distinct row once"
             )
 
     def __len__(self) -> int:
@@ -82,10 +82,10 @@ class ArrowTable:
 
     def row(self, index: int) -> DataRow:
         block = bisect_right(self.ends, index)
-        first = self.ends[block - 1] if block else 0
+        block_start = self.ends[block - 1] if block else 0
         try:
             with convert_read_errors(self.path):
-                (values,) = self._cached_block(block).slice(index - first, 1).to_pylist()
+                (values,) = self._cached_block(block).slice(index - block_start, 1).to_pylist()
         except (pa.ArrowException, UnicodeDecodeError) as error:
             raise DataError(
                 f"{self.where(index)}: can't be read: {error}: write the file again"
@@ -99,30 +99,30 @@ class ArrowTable:
         """Open the file, and return the number of rows of each block."""
         raise NotImplementedError
 
-    def _read_block(self, number: int) -> Any:
+    def _read_block(self, block: int) -> Any:
         raise NotImplementedError
 
 
 class ParquetFile(ArrowTable):
     """A table in a Parquet file."""
 
-    form = "Parquet"
+    format_name = "Parquet"
 
     def _open(self, source: Any) -> Sequence[int]:
-        self._source, self._limit = (
+        self._source, self._max_group_bytes = (
             source,
             max(MAX_GROUP_BYTES, MAX_COMPRESSION_RATIO * source.size()),
         )
         self._file = pyarrow.parquet.ParquetFile(source)
         return [self._file.metadata.row_group(i).num_rows for i in range(self._file.num_row_groups)]
 
-    def _read_block(self, number: int) -> Any:
-        self._check_group_size(number)
-        return self._file.read_row_group(number)
+    def _read_block(self, block: int) -> Any:
+        self._check_group_size(block)
+        return self._file.read_row_group(block)
 
-    def _check_group_size(self, number: int) -> None:
+    def _check_group_size(self, block: int) -> None:
         """Raise DataError if an unpacked row group would exceed the size limit."""
-        group = self._file.metadata.row_group(number)
+        group = self._file.metadata.row_group(block)
         columns = [group.column(i) for i in range(group.num_columns)]
         size = 0
         dictionary_columns: list[str] = []
@@ -130,30 +130,35 @@ class ParquetFile(ArrowTable):
             is_text = column.physical_type == "BYTE_ARRAY"
             size += max(column.total_uncompressed_size, 0 if is_text else 8 * column.num_values)
             # With dictionary encoding, every row may repeat one text as long as the column.
-            if is_text and column.num_values * column.total_uncompressed_size > self._limit:
+            if (
+                is_text
+                and column.num_values * column.total_uncompressed_size > self._max_group_bytes
+            ):
                 dictionary_columns.append(column.path_in_schema)
-        if size <= self._limit and dictionary_columns:
+        if size <= self._max_group_bytes and dictionary_columns:
             encoded = pyarrow.parquet.ParquetFile(self._source, read_dictionary=dictionary_columns)
-            table = encoded.read_row_group(number, columns=dictionary_columns)
-            size += sum(_text_bytes(chunk) for column in table.columns for chunk in column.chunks)
-        if size > self._limit:
+            table = encoded.read_row_group(block, columns=dictionary_columns)
+            size += sum(
+                _count_text_bytes(chunk) for column in table.columns for chunk in column.chunks
+            )
+        if size > self._max_group_bytes:
             raise DataError(
-                f"{self.path}: row group {number} unpacks to {size:,} bytes: write the file with "
+                f"{self.path}: row group {block} unpacks to {size:,} bytes: write the file with "
                 "smaller row groups (`row_group_size=1000`)"
             )
 
 
-def _text_bytes(array: Any) -> int:
+def _count_text_bytes(array: Any) -> int:
     """Return the bytes of an array's texts, counting each use of a dictionary's entry."""
     if isinstance(array, pa.DictionaryArray):
-        words = array.dictionary
-        counts = np.bincount(array.indices.drop_null().to_numpy(), minlength=len(words))
-        lengths = pc.call_function("binary_length", [words]).to_numpy(zero_copy_only=False)
+        entries = array.dictionary
+        counts = np.bincount(array.indices.drop_null().to_numpy(), minlength=len(entries))
+        lengths = pc.call_function("binary_length", [entries]).to_numpy(zero_copy_only=False)
         return int(counts @ lengths.astype(np.int64))
-    return sum(map(_text_bytes, _inner_arrays(array)))
+    return sum(map(_count_text_bytes, _iter_inner_arrays(array)))
 
 
-def _inner_arrays(array: Any) -> Iterator[Any]:
+def _iter_inner_arrays(array: Any) -> Iterator[Any]:
     if isinstance(array, pa.StructArray):
         yield from array.flatten()
     elif isinstance(array, pa.MapArray):
@@ -168,7 +173,7 @@ class ArrowFile(ArrowTable):
     The package `datasets` writes streams. A local file is memory-mapped.
     """
 
-    form = "Arrow"
+    format_name = "Arrow"
 
     def _open(self, source: Any) -> Sequence[int]:
         try:
@@ -176,13 +181,13 @@ class ArrowFile(ArrowTable):
         except pa.ArrowInvalid:
             source.seek(0)
             batches: Any = list(pyarrow.ipc.open_stream(source))
-            self._batch = batches.__getitem__
+            self._get_batch = batches.__getitem__
             return [batch.num_rows for batch in batches]
-        self._batch = file.get_batch
+        self._get_batch = file.get_batch
         return [file.get_batch(i).num_rows for i in range(file.num_record_batches)]
 
-    def _read_block(self, number: int) -> Any:
-        return self._batch(number)
+    def _read_block(self, block: int) -> Any:
+        return self._get_batch(block)
 
 
 def _open_source(path: str | Path) -> Any:

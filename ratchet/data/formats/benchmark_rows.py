@@ -1,8 +1,8 @@
 """Convert rows of published benchmarks to the usual form.
 
 The choices of a question are written below it, and tests get the form that the reward `code` reads.
-A shape is a function that converts a row: (values, file and line for errors) -> values. It puts the
-prompt into the column PROMPT_COLUMN.
+A row converter is a function of a row's values, and of its file and line for errors. It returns the
+converted values, with the prompt in the column PROMPT_COLUMN.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from ratchet.errors import DataError
 from ratchet.utils.safe_read import parse_json
 
 Values = Mapping[str, Any]
-Shape = Callable[[Values, str], Values]
+RowConverter = Callable[[Values, str], Values]
 
-PROMPT_COLUMN = "asked"  # the column that shapes add
+PROMPT_COLUMN = "asked"  # the column that row converters add
 
 LETTERS = "ABCDEFGHIJ"
 CHOOSE_REQUEST = (
@@ -41,23 +41,23 @@ USUAL_IMPORTS = "\n".join(
 )
 
 
-class ShapedTable:
-    """A table whose rows are converted by a shape when they are read."""
+class ConvertedTable:
+    """A table whose rows are converted when they are read."""
 
-    def __init__(self, table: Table, shape: Shape) -> None:
-        self.table, self.shape = table, shape
+    def __init__(self, table: Table, convert_row: RowConverter) -> None:
+        self.table, self.convert_row = table, convert_row
 
     @property
-    def blocks(self) -> Sequence[int]:
-        return self.table.blocks
+    def block_sizes(self) -> Sequence[int]:
+        return self.table.block_sizes
 
     def __len__(self) -> int:
         return len(self.table)
 
     def row(self, index: int) -> DataRow:
-        """Return the converted row. Raises DataError if the shape can't read the row."""
+        """Return the converted row. Raises DataError if the converter can't read the row."""
         row = self.table.row(index)
-        return row._replace(values=dict(self.shape(row.values, self.where(index))))
+        return row._replace(values=dict(self.convert_row(row.values, self.where(index))))
 
     def where(self, index: int) -> str:
         return self.table.where(index)
@@ -66,30 +66,32 @@ class ShapedTable:
 # --- multiple choice
 
 
-def mmlu(values: Values, where: str) -> Values:
+def convert_mmlu(values: Values, where: str) -> Values:
     """Convert a row with `choices` and, in `answer`, the index of the correct one."""
     check_columns(values, {"question": str, "choices": list}, where)
     choices = [str(choice) for choice in values["choices"]]
     return {
         **values,
-        **_write_choices(values["question"], choices, _index(values, "answer", choices, where)),
+        **_write_choices(
+            values["question"], choices, _read_index(values, "answer", choices, where)
+        ),
     }
 
 
-def mmlu_pro(values: Values, where: str) -> Values:
+def convert_mmlu_pro(values: Values, where: str) -> Values:
     """Convert a row with up to ten `options` and, in `answer_index`, the correct one's index."""
     check_columns(values, {"question": str, "options": list}, where)
     choices = [str(choice) for choice in values["options"]]
     return {
         **values,
         **_write_choices(
-            values["question"], choices, _index(values, "answer_index", choices, where)
+            values["question"], choices, _read_index(values, "answer_index", choices, where)
         ),
     }
 
 
-def gpqa(values: Values, where: str) -> Values:
-    """Convert a row with one column for the correct answer and three for incorrect ones.
+def convert_gpqa(values: Values, where: str) -> Values:
+    """Convert a row with one column for the correct answer and three for incorrect answers.
 
     The choices are shuffled, with the question as the seed.
     """
@@ -100,7 +102,7 @@ def gpqa(values: Values, where: str) -> Values:
     return {**values, **_write_choices(values["Question"], choices, order.index(0))}
 
 
-def _index(values: Values, column: str, choices: Sequence[str], where: str) -> int:
+def _read_index(values: Values, column: str, choices: Sequence[str], where: str) -> int:
     """Return the index of the correct choice. In a CSV file it is text."""
     value = values.get(column)
     if isinstance(value, str) and value.strip().isdecimal():
@@ -140,7 +142,7 @@ def read_answer_tags(values: Values, where: str) -> Values:
     return {**values, "answer": answer.strip()}
 
 
-def avqa(values: Values, where: str) -> Values:
+def convert_avqa(values: Values, where: str) -> Values:
     """Replace "video" by "audio" in the question: the rows have only the sound of each video."""
     check_columns(values, {"question": str, "answer": str}, where)
     return {**values, PROMPT_COLUMN: re.sub(r"\bvideo\b", "audio", values["question"])}
@@ -149,7 +151,7 @@ def avqa(values: Values, where: str) -> Values:
 # --- programs
 
 
-def humaneval(values: Values, where: str) -> Values:
+def convert_humaneval(values: Values, where: str) -> Values:
     """Convert a row whose `prompt` is the beginning of a function."""
     check_columns(values, {"prompt": str, "entry_point": str, "test": str}, where)
     return {
@@ -159,7 +161,7 @@ def humaneval(values: Values, where: str) -> Values:
     }
 
 
-def mbpp(values: Values, where: str) -> Values:
+def convert_mbpp(values: Values, where: str) -> Values:
     """Convert a row whose `test_list` holds assertions that call a function of `code`.
 
     The sanitized rows have the task in `prompt` and the tests' set-up in `test_imports`. The full
@@ -173,7 +175,7 @@ def mbpp(values: Values, where: str) -> Values:
             "strings"
         )
     setup = [*(values.get("test_imports") or ()), values.get("test_setup_code") or ""]
-    name = _tested_function(values["code"], values["test_list"], where)
+    name = _find_tested_function(values["code"], values["test_list"], where)
     test = "\n".join(
         [
             *setup,
@@ -194,7 +196,7 @@ def mbpp(values: Values, where: str) -> Values:
     }
 
 
-def _tested_function(code: str, tests: Sequence[str], where: str) -> str:
+def _find_tested_function(code: str, tests: Sequence[str], where: str) -> str:
     """Return the name of the function of `code` that the tests call."""
     try:
         defined = {node.name for node in ast.parse(code).body if isinstance(node, ast.FunctionDef)}
@@ -223,12 +225,11 @@ def _indent(lines: Sequence[str]) -> list[str]:
     return [f"    {part}" for line in lines for part in line.strip().splitlines()]
 
 
-def livecodebench(values: Values, where: str) -> Values:
-    """Convert a row with tests, which are all of one of two kinds.
+def convert_livecodebench(values: Values, where: str) -> Values:
+    """Convert a row whose tests are all of the kind "stdin", or all of the kind "functional".
 
-    Tests of the kind "stdin" have the input and output of a program. Tests of the kind "functional"
-    have the arguments of a method of `Solution` in `starter_code`, each as a line of JSON, and its
-    result.
+    A "stdin" test has the input and output of a program. A "functional" test has the arguments of
+    a method of `Solution` in `starter_code`, each as a line of JSON, and the method's result.
     """
     check_columns(
         values,

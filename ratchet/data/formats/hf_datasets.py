@@ -33,13 +33,13 @@ class HubTable:
         try:
             self._rows: Any = datasets.load_dataset(hub, subset, split=split, revision=revision)
         except (OSError, ValueError, RuntimeError, DatasetsError) as error:
-            raise DataError(f"{self.name}: can't be loaded: {_first_line(error)}") from error
+            raise DataError(f"{self.name}: can't be loaded: {_get_first_line(error)}") from error
         self._rows = _disable_decoding(self._rows)
         if not len(self._rows):
             raise DataError(f"{self.name}: the split holds no rows")
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         return (len(self),)
 
     def __len__(self) -> int:
@@ -75,5 +75,5 @@ def _disable_decoding(rows: Any) -> Any:
     return rows if features == dict(rows.features) else rows.cast(datasets.Features(features))
 
 
-def _first_line(error: Exception) -> str:
+def _get_first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__

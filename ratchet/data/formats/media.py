@@ -34,8 +34,8 @@ from ratchet.utils.object_store import PACKAGE_BY_SCHEME
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-# The image formats that Pillow may read: not EPS, which runs Ghostscript, and no rare formats.
-FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
+# The image formats that Pillow may read. EPS is left out because it runs Ghostscript.
+IMAGE_FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 OBJECT_STORES = (*PACKAGE_BY_SCHEME, "hf", "memory")
 SHOWN_CHARS = 80
 # Media types by the first bytes of a file. A `data:` URL needs the media type.
@@ -72,7 +72,10 @@ class Audio(NamedTuple):
 
 
 def shorten_reference(reference: str) -> str:
-    """Return a reference for errors: the end of a long one, or the head of a `data:` URL."""
+    """Return a reference in short form for errors.
+
+    It is the end of a long reference, or the head of a `data:` URL.
+    """
     if reference.startswith("data:"):
         return f"{reference.partition(',')[0][:SHOWN_CHARS]},..."
     return reference if len(reference) <= SHOWN_CHARS else f"...{reference[-SHOWN_CHARS:]}"
@@ -111,7 +114,7 @@ def fetch(
         raise
     except (DataError, OSError, ValueError) as error:
         raise DataError(
-            f"{name}: can't be read ({_first_line(error)}): put it there, or drop the row"
+            f"{name}: can't be read ({_get_first_line(error)}): put it there, or drop the row"
         ) from error
 
 
@@ -131,7 +134,7 @@ def locate(reference: str, *, where: str, root: Path | str | None) -> Path | str
     try:
         path = (base / reference).resolve()
     except (OSError, RuntimeError, ValueError) as error:  # e.g. a loop of symbolic links
-        raise DataError(f"{name}: is not a path: {_first_line(error)}") from error
+        raise DataError(f"{name}: is not a path: {_get_first_line(error)}") from error
     if not path.is_relative_to(base):
         raise DataError(
             f"{name}: lies outside {base}: set the root to a directory that contains all files"
@@ -167,7 +170,7 @@ def _decode_data_url(reference: str, name: str, limits: MediaLimits) -> bytes:
         return base64.b64decode(body, validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(
-            f"{name}: its base64 is broken ({_first_line(error)}): encode the file again"
+            f"{name}: its base64 is broken ({_get_first_line(error)}): encode the file again"
         ) from error
 
 
@@ -179,12 +182,12 @@ def _download(reference: str, name: str, limits: MediaLimits) -> bytes:
         )
     try:
         # fetch() passes only http(s) addresses
-        with urllib.request.urlopen(reference, timeout=limits.timeout_s) as answer:
-            return _read_within_limit(answer, name, limits)
+        with urllib.request.urlopen(reference, timeout=limits.timeout_s) as response:
+            return _read_within_limit(response, name, limits)
     except (urllib.error.URLError, HTTPException, OSError, ValueError) as error:
         reason = getattr(error, "reason", None) or error
         raise DataError(
-            f"{name}: can't be fetched ({_first_line(reason)}): download it, or drop the row"
+            f"{name}: can't be fetched ({_get_first_line(reason)}): download it, or drop the row"
         ) from error
 
 
@@ -230,7 +233,7 @@ def decode_video(
     if not isinstance(source, bytes):
         if not source:
             raise DataError(f"{where}: the video has no frames: add frames, or drop the row")
-        frame_indices = _evenly_spaced(len(source), limits.max_frames)
+        frame_indices = _choose_evenly_spaced(len(source), limits.max_frames)
         return [
             decode_image(source[i], where=f"{where}, frame {i}", limits=limits)
             for i in frame_indices
@@ -244,7 +247,7 @@ def decode_video(
         )
     frames = []
     with _open_image(source, where, limits) as image:
-        for i in _evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
+        for i in _choose_evenly_spaced(getattr(image, "n_frames", 1), limits.max_frames):
             image.seek(i)
             frames.append(_convert_to_rgb(image.copy()))
     return frames
@@ -277,7 +280,7 @@ def decode_audio(
     return Audio(mono.astype(np.float32), rate)
 
 
-def check(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | None:
+def check_media(part: Part, *, where: str, limits: MediaLimits) -> tuple[int, int] | None:
     """Return (width, height) of an image from its header; None for audio and video.
 
     Audio and video are fetched but not decoded. Raises DataError if the file can't be read or is
@@ -335,15 +338,15 @@ def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Imag
         raise DataError(f"{where}: the file is empty: copy it again, or drop the row")
     PIL = import_pillow()
     try:
-        image = PIL.Image.open(io.BytesIO(source), formats=FORMATS)
+        image = PIL.Image.open(io.BytesIO(source), formats=IMAGE_FORMATS)
     except PIL.UnidentifiedImageError as error:
-        formats = ", ".join(FORMATS)
+        formats = ", ".join(IMAGE_FORMATS)
         raise DataError(
             f"{where}: is not an image of a supported format: give {formats}, or drop the row"
         ) from error
     except PIL.Image.DecompressionBombError as error:
         raise DataError(
-            f"{where}: {_first_line(error)}: make it smaller, or drop the row"
+            f"{where}: {_get_first_line(error)}: make it smaller, or drop the row"
         ) from error
     except DECODE_ERRORS as error:
         raise _damaged_image_error(where, error) from error
@@ -376,7 +379,7 @@ def _open_image(source: bytes, where: str, limits: MediaLimits) -> Iterator[Imag
 
 def _damaged_image_error(where: str, error: Exception) -> DataError:
     return DataError(
-        f"{where}: the image is damaged or cut off ({_first_line(error)}): copy it "
+        f"{where}: the image is damaged or cut off ({_get_first_line(error)}): copy it "
         "again, or drop the row"
     )
 
@@ -397,7 +400,7 @@ def _convert_to_rgb(image: Image) -> Image:
     )
 
 
-def _evenly_spaced(count: int, max_count: int) -> list[int]:
+def _choose_evenly_spaced(count: int, max_count: int) -> list[int]:
     """Return at most `max_count` evenly spaced indices below `count`, with the first and last."""
     return (
         list(range(count))
@@ -419,18 +422,18 @@ def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[
     """Return samples in [-1, 1] of shape [samples, channels], and the rate in Hz."""
     try:
         with wave.open(io.BytesIO(source)) as file:
-            channels, width, rate, declared = file.getparams()[:4]
-            _check_duration(declared, rate, where, limits)
-            raw = file.readframes(declared)
+            n_channels, width, rate, n_declared = file.getparams()[:4]
+            _check_duration(n_declared, rate, where, limits)
+            raw = file.readframes(n_declared)
     except (wave.Error, EOFError, struct.error, ValueError, ArithmeticError) as error:
         raise DataError(
-            f"{where}: the clip is damaged or cut off ({_first_line(error)}): copy it again, "
+            f"{where}: the clip is damaged or cut off ({_get_first_line(error)}): copy it again, "
             "or drop the row"
         ) from error
-    if len(raw) != declared * channels * width:
+    if len(raw) != n_declared * n_channels * width:
         counts = (
-            f"its header declares {declared} samples, and there are "
-            f"{len(raw) // (channels * width)}"
+            f"its header declares {n_declared} samples, and there are "
+            f"{len(raw) // (n_channels * width)}"
         )
         raise DataError(f"{where}: the clip is cut off: {counts}: copy it again, or drop the row")
     if width == 3:  # pad 24-bit samples to 32 bits with a low byte of 0
@@ -445,7 +448,7 @@ def _read_wave(source: bytes, where: str, limits: MediaLimits) -> tuple[NDArray[
     values = (
         (values - 128) / 128 if width == 1 else values / 2.0 ** (integers.dtype.itemsize * 8 - 1)
     )
-    return values.reshape(-1, channels), rate
+    return values.reshape(-1, n_channels), rate
 
 
 def _read_soundfile(
@@ -464,8 +467,8 @@ def _read_soundfile(
             return file.read(dtype="float64", always_2d=True), file.samplerate
     except (soundfile.SoundFileError, *DECODE_ERRORS) as error:
         raise DataError(
-            f"{where}: is not audio, or is damaged ({_first_line(error)}): copy it again, or drop "
-            "the row"
+            f"{where}: is not audio, or is damaged ({_get_first_line(error)}): copy it again, or "
+            "drop the row"
         ) from error
 
 
@@ -478,13 +481,13 @@ def _check_duration(samples: int, rate: int, where: str, limits: MediaLimits) ->
 
 def _resample(samples_N: NDArray[np.float64], rate: int, new_rate: int) -> NDArray[np.float64]:
     """Resample by truncating or zero-padding the spectrum, which avoids aliasing."""
-    count = max(1, round(len(samples_N) * new_rate / rate))
+    n_samples = max(1, round(len(samples_N) * new_rate / rate))
     spectrum = np.fft.rfft(samples_N)
-    new_spectrum = np.zeros(count // 2 + 1, spectrum.dtype)
+    new_spectrum = np.zeros(n_samples // 2 + 1, spectrum.dtype)
     n_copied = min(len(spectrum), len(new_spectrum))
     new_spectrum[:n_copied] = spectrum[:n_copied]
-    return np.fft.irfft(new_spectrum, count) * (count / len(samples_N))
+    return np.fft.irfft(new_spectrum, n_samples) * (n_samples / len(samples_N))
 
 
-def _first_line(error: object) -> str:
+def _get_first_line(error: object) -> str:
     return (str(error).strip() or type(error).__name__).partition("\n")[0][:200]

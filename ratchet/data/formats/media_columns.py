@@ -15,14 +15,14 @@ from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.files import convert_read_errors
-from ratchet.data.formats.media import check, embed_bytes, fetch, locate, shorten_reference
+from ratchet.data.formats.media import check_media, embed_bytes, fetch, locate, shorten_reference
 from ratchet.data.jsonl import describe_type
 from ratchet.errors import DataError
 from ratchet.types import MediaKind, Message, Part
 
-COLUMNS: Mapping[str, MediaKind] = {"images": "image", "audio": "audio", "videos": "video"}
-MARK = re.compile(r"(<image>|<audio>|<video>)")
-# Types of media parts. A part has its file under one of these keys, or under one of SOURCES.
+MEDIA_COLUMNS: Mapping[str, MediaKind] = {"images": "image", "audio": "audio", "videos": "video"}
+MARK_PATTERN = re.compile(r"(<image>|<audio>|<video>)")
+# Types of media parts. A part has its file under one of these keys, or under one of SOURCE_KEYS.
 PART_TYPES: Mapping[str, MediaKind] = {
     "image": "image",
     "image_url": "image",
@@ -33,7 +33,7 @@ PART_TYPES: Mapping[str, MediaKind] = {
     "video": "video",
     "video_url": "video",
 }
-SOURCES = ("url", "path", "bytes", "data", "base64")
+SOURCE_KEYS = ("url", "path", "bytes", "data", "base64")
 
 
 def read_content(value: list[Any], where: str) -> tuple[Part, ...]:
@@ -57,13 +57,16 @@ def _read_part(item: Any, where: str) -> Part:
             f"{where} is {describe_type(item)} of type '{kind:.40}', must be an object whose type "
             f"is one of {part_types}"
         )
-    sources = [values[key] for key in (kind, *PART_TYPES, *SOURCES) if values.get(key) is not None]
+    sources = [
+        values[key] for key in (kind, *PART_TYPES, *SOURCE_KEYS) if values.get(key) is not None
+    ]
     return Part(
-        PART_TYPES[kind], media_reference(PART_TYPES[kind], sources[0], where) if sources else ""
+        PART_TYPES[kind],
+        get_media_reference(PART_TYPES[kind], sources[0], where) if sources else "",
     )
 
 
-def media_reference(kind: MediaKind, value: Any, where: str) -> str:
+def get_media_reference(kind: MediaKind, value: Any, where: str) -> str:
     """Return the path, `data:` URL or address of one medium.
 
     Args:
@@ -81,7 +84,7 @@ def media_reference(kind: MediaKind, value: Any, where: str) -> str:
             (value[key] for key in ("bytes", "url", "path") if value.get(key) is not None), None
         )
         if content is not None:
-            return media_reference(kind, content, where)
+            return get_media_reference(kind, content, where)
     raise DataError(
         f"{where} is {describe_type(value)}, must be a path, an address, bytes, or an object with "
         "'bytes' or 'path'"
@@ -92,7 +95,7 @@ def read_column(kind: MediaKind, value: Any, where: str) -> list[Part]:
     """Return the media of a column's value: one medium, a list of them, or null for none."""
     values = [] if value is None else value if isinstance(value, list) else [value]
     return [
-        Part(kind, media_reference(kind, item, f"{where}, item {index}"))
+        Part(kind, get_media_reference(kind, item, f"{where}, item {index}"))
         for index, item in enumerate(values)
     ]
 
@@ -120,22 +123,22 @@ class MediaPlacer:
         parts_by_message = [_split_at_marks(message, media) for message in messages]
         first_user = next((i for i, message in enumerate(messages) if message.role == "user"), 0)
         # Each kind is put in front of the previous one, so reversed order puts images first.
-        for kind in reversed(tuple(COLUMNS.values())):
+        for kind in reversed(tuple(MEDIA_COLUMNS.values())):
             media_parts = media.get(kind, ())
-            places = sum(
+            n_places = sum(
                 part.type == kind and not part.value for parts in parts_by_message for part in parts
             )
-            if media_parts and not places:
+            if media_parts and not n_places:
                 new_places = [Part(kind, "") for _ in media_parts]
                 parts_by_message[first_user] = [*new_places, *parts_by_message[first_user]]
-            elif len(media_parts) != places:
+            elif len(media_parts) != n_places:
                 raise DataError(
-                    f"{where}: the text has {places} marks <{kind}>, and the row has "
+                    f"{where}: the text has {n_places} marks <{kind}>, and the row has "
                     f"{len(media_parts)} {kind}s: write one mark for each, or none at all"
                 )
         queues = {kind: iter(parts) for kind, parts in media.items()}
 
-        def fill(part: Part) -> Part:
+        def fill_place(part: Part) -> Part:
             if part.type == "text":
                 return part
             return self._resolve(part if part.value else next(queues[part.type]), where)
@@ -143,7 +146,7 @@ class MediaPlacer:
         return tuple(
             message
             if all(part.type == "text" for part in parts)
-            else replace(message, content=tuple(map(fill, parts)))
+            else replace(message, content=tuple(map(fill_place, parts)))
             for message, parts in zip(messages, parts_by_message, strict=True)
         )
 
@@ -166,13 +169,13 @@ class MediaPlacer:
                 location.stat()  # raises if the file is missing
         return Part(part.type, str(location))
 
-    def check(self, messages: Iterable[Message], where: str) -> None:
+    def check_media(self, messages: Iterable[Message], where: str) -> None:
         """Raise DataError for an unreadable or too large medium. Media at addresses are skipped."""
         for part in list_media(messages):
             if "://" not in part.value:
-                check(part, where=where, limits=self.limits)
+                check_media(part, where=where, limits=self.limits)
 
-    def key(self, message: Message) -> Any:
+    def make_key(self, message: Message) -> Any:
         """Return the message's text and media paths, in a form that is equal on all machines."""
         if isinstance(message.content, str):
             return message.content
@@ -219,7 +222,7 @@ def _split_at_marks(message: Message, kinds: Iterable[MediaKind]) -> list[Part]:
     marks: dict[str, Part] = {f"<{kind}>": Part(kind, "") for kind in kinds}
     split_parts: list[Part] = []
     for part in parts:
-        pieces = MARK.split(part.value) if part.type == "text" else []
+        pieces = MARK_PATTERN.split(part.value) if part.type == "text" else []
         split_parts += (
             [marks.get(piece, Part("text", piece)) for piece in pieces if piece]
             if marks.keys() & {*pieces}

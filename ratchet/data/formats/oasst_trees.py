@@ -59,7 +59,7 @@ class ConversationTrees:
             )
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         return (len(self),)
 
     def __len__(self) -> int:

@@ -14,7 +14,7 @@ from ratchet.data.presets.datasets import BOXED_REQUEST, PRESETS, Preset
 FOUR_CHOICES, TEN_CHOICES = (
     {"kind": "multiple_choice", "letters": letters} for letters in ("ABCD", benchmark_rows.LETTERS)
 )
-# Value of `Preset.gives` for a benchmark: it has prompts for rollouts, and no rows to imitate.
+# Value of `Preset.data_kinds` for a benchmark: it has prompts for rollouts, and no rows to imitate.
 ROLLOUTS_ONLY = frozenset({"rollouts"})
 
 BENCHMARKS: Mapping[str, Preset] = {
@@ -34,7 +34,7 @@ BENCHMARKS: Mapping[str, Preset] = {
         prompt="{problem}" + BOXED_REQUEST,
         tag="subject",
         reward="math",
-        about="competition problems, arXiv:2305.20050",
+        description="competition problems, arXiv:2305.20050",
     ),
     # Question, Correct Answer, Incorrect Answer 1 to 3, High-level domain, Record ID and many more;
     # configurations gpqa_diamond (198 rows), gpqa_main, gpqa_extended, each with the split train,
@@ -46,11 +46,11 @@ BENCHMARKS: Mapping[str, Preset] = {
         subset="gpqa_diamond",
         train="",
         test="train",
-        shape=benchmark_rows.gpqa,
+        convert_row=benchmark_rows.convert_gpqa,
         tag="High-level domain",
-        gives=ROLLOUTS_ONLY,
+        data_kinds=ROLLOUTS_ONLY,
         reward=FOUR_CHOICES,
-        about="graduate-level science, arXiv:2311.12022",
+        description="graduate-level science, arXiv:2311.12022",
     ),
     # question, subject, choices (four), answer (an index); configurations all and one for each
     # subject; splits test, validation, dev. Seen: lm-evaluation-harness's template (question,
@@ -61,11 +61,11 @@ BENCHMARKS: Mapping[str, Preset] = {
         subset="all",
         train="",
         test="test",
-        shape=benchmark_rows.mmlu,
+        convert_row=benchmark_rows.convert_mmlu,
         tag="subject",
-        gives=ROLLOUTS_ONLY,
+        data_kinds=ROLLOUTS_ONLY,
         reward=FOUR_CHOICES,
-        about="57 subjects, arXiv:2009.03300",
+        description="57 subjects, arXiv:2009.03300",
     ),
     # question_id, question, options (up to ten), answer (a letter), answer_index, cot_content,
     # category, src; splits test, validation. Seen: its card.
@@ -74,11 +74,11 @@ BENCHMARKS: Mapping[str, Preset] = {
         {"prompt": benchmark_rows.PROMPT_COLUMN, "answer": "answer", "id": "question_id"},
         train="",
         test="test",
-        shape=benchmark_rows.mmlu_pro,
+        convert_row=benchmark_rows.convert_mmlu_pro,
         tag="category",
-        gives=ROLLOUTS_ONLY,
+        data_kinds=ROLLOUTS_ONLY,
         reward=TEN_CHOICES,
-        about="harder questions with ten choices, arXiv:2406.01574",
+        description="harder questions with ten choices, arXiv:2406.01574",
     ),
     # key, prompt, instruction_id_list, kwargs (an object for each instruction; Arrow adds null
     # for missing keys); 541 rows, split train, ifeval_input_data.jsonl. Seen: its card,
@@ -88,9 +88,9 @@ BENCHMARKS: Mapping[str, Preset] = {
         {"prompt": "prompt", "id": "key"},
         train="",
         test="train",
-        gives=ROLLOUTS_ONLY,
+        data_kinds=ROLLOUTS_ONLY,
         reward="ifeval",
-        about="verifiable instructions, arXiv:2311.07911",
+        description="verifiable instructions, arXiv:2311.07911",
     ),
     # task_id, prompt, entry_point, canonical_solution, test; 164 rows, split test. Seen: the
     # published file.
@@ -99,10 +99,10 @@ BENCHMARKS: Mapping[str, Preset] = {
         {"prompt": benchmark_rows.PROMPT_COLUMN, "solution": "canonical_solution", "id": "task_id"},
         train="",
         test="test",
-        shape=benchmark_rows.humaneval,
-        gives=ROLLOUTS_ONLY,
+        convert_row=benchmark_rows.convert_humaneval,
+        data_kinds=ROLLOUTS_ONLY,
         reward="code",
-        about="programs, arXiv:2107.03374, with prompts for chat models",
+        description="programs, arXiv:2107.03374, with prompts for chat models",
     ),
     # sanitized (427 rows): task_id, prompt, code, test_imports, test_list, source_file; full (974):
     # text and test_setup_code in place of prompt and test_imports, and challenge_test_list; splits
@@ -113,10 +113,10 @@ BENCHMARKS: Mapping[str, Preset] = {
         subset="sanitized",
         train="",
         test="test",
-        shape=benchmark_rows.mbpp,
-        gives=ROLLOUTS_ONLY,
+        convert_row=benchmark_rows.convert_mbpp,
+        data_kinds=ROLLOUTS_ONLY,
         reward="code",
-        about="small programs, arXiv:2108.07732",
+        description="small programs, arXiv:2108.07732",
     ),
     # question_title, question_content, platform, question_id, contest_id, contest_date,
     # starter_code, difficulty, public_test_cases, private_test_cases (JSON; in the lite set packed
@@ -129,11 +129,11 @@ BENCHMARKS: Mapping[str, Preset] = {
         {"prompt": benchmark_rows.PROMPT_COLUMN, "id": "question_id"},
         train="",
         test="test",
-        shape=benchmark_rows.livecodebench,
+        convert_row=benchmark_rows.convert_livecodebench,
         tag="difficulty",
-        gives=ROLLOUTS_ONLY,
+        data_kinds=ROLLOUTS_ONLY,
         reward={"kind": "code", "timeout_s": 6},
-        about="contest problems by date, arXiv:2403.07974",
+        description="contest problems by date, arXiv:2403.07974",
     ),
 }
 

@@ -11,10 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet.data.formats.benchmark_rows import Shape
+from ratchet.data.formats.benchmark_rows import RowConverter
 
 BOXED_REQUEST = "\nReason step by step, and put the final answer into \\boxed{}."
-# Kinds of training data, see `Preset.gives`.
+# Kinds of training data, see `Preset.data_kinds`.
 ROWS_AND_ROLLOUTS = frozenset({"rows", "rollouts"})
 ROWS_AND_PAIRS = frozenset({"rows", "pairs"})
 # The usual reward for short answers (arXiv:1606.05250).
@@ -27,20 +27,21 @@ class Preset:
 
     Args:
         hub: Id of the dataset on the Hugging Face Hub.
-        columns: The dataset's name of each column of docs/data.md. Dots reach nested values.
+        columns: The dataset's column names by the usual names of docs/data.md. Dots reach nested
+            values.
         subset: Configuration of the dataset on the Hub.
         train: Name of the training split; "" if there is none.
         test: Name of the test split; "" if there is none.
         prompt: Template of the prompt over the columns; "" if a column is the prompt.
         answer_after: Marker before the answer in the answer's column.
         keep: Filters of the rows, as in a recipe.
-        distinct: True to keep one row of each prompt, because the dataset repeats prompts.
+        distinct: True to keep one row for each prompt, because the dataset repeats prompts.
         trees: True if the rows are messages of conversation trees.
-        shape: Function that converts a row before the other fields apply.
+        convert_row: Function that converts a row before the other fields apply.
         tag: Column that names a row's domain.
-        gives: Kinds of training data that the dataset offers.
+        data_kinds: Kinds of training data that the dataset offers.
         reward: Kind or section of the reward; "" if no reward can judge the answers.
-        about: A short description.
+        description: A short description.
     """
 
     hub: str
@@ -53,11 +54,11 @@ class Preset:
     keep: tuple[Mapping[str, Any], ...] = ()
     distinct: bool = False
     trees: bool = False
-    shape: Shape | None = None
+    convert_row: RowConverter | None = None
     tag: str = ""
-    gives: frozenset[str] = ROWS_AND_ROLLOUTS
+    data_kinds: frozenset[str] = ROWS_AND_ROLLOUTS
     reward: str | Mapping[str, Any] = ""
-    about: str = field(default="", compare=False)
+    description: str = field(default="", compare=False)
 
 
 PRESETS: Mapping[str, Preset] = {
@@ -71,7 +72,7 @@ PRESETS: Mapping[str, Preset] = {
         prompt='{question}\nEnd with "#### " and the answer as a number.',
         answer_after="####",
         reward="numeric_answer",
-        about="grade school maths, arXiv:2110.14168",
+        description="grade school maths, arXiv:2110.14168",
     ),
     # problem, generated_solution, expected_answer, problem_source; splits train (14M rows),
     # train_5M, train_2M, train_1M. Seen: NeMo RL's openmathinstruct2 loader (split train_1M),
@@ -82,7 +83,7 @@ PRESETS: Mapping[str, Preset] = {
         train="train_1M",
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
-        about="synthetic solutions, arXiv:2410.01560",
+        description="synthetic solutions, arXiv:2410.01560",
     ),
     # problem, answer, solution. Seen: code that reads it, such as NeMo RL's deepscaler loader.
     "deepscaler": Preset(
@@ -91,7 +92,7 @@ PRESETS: Mapping[str, Preset] = {
         prompt="{problem}" + BOXED_REQUEST,
         distinct=True,
         reward="math",
-        about="competition problems with answers",
+        description="competition problems with answers",
     ),
     # data_source, prompt [{role, content}], ability, reward_model {ground_truth, style}, extra_info
     # {index}; each of the 17k prompts occurs about a hundred times. Seen: AISBench's page of the
@@ -101,7 +102,7 @@ PRESETS: Mapping[str, Preset] = {
         {"prompt": "prompt", "answer": "reward_model.ground_truth"},
         distinct=True,
         reward="math",
-        about="competition problems with whole numbers as answers, arXiv:2503.14476",
+        description="competition problems with whole numbers as answers, arXiv:2503.14476",
     ),
     # source, problem, solution (with the answer in \boxed{}, except in proofs), messages; splits
     # train, test. Seen: code that reads it.
@@ -113,7 +114,7 @@ PRESETS: Mapping[str, Preset] = {
         keep=({"column": "solution", "contains": "\\boxed{"},),
         distinct=True,
         reward="math",
-        about="competition problems with solutions",
+        description="competition problems with solutions",
     ),
     # problem, solution, answer, problem_type, question_type, source, uuid, generations,
     # correctness_math_verify, ..., messages (the problem and a verified generation);
@@ -123,7 +124,7 @@ PRESETS: Mapping[str, Preset] = {
         {"messages": "messages", "answer": "answer", "id": "uuid"},
         subset="default",
         reward="math",
-        about="reasoning by DeepSeek-R1 on NuminaMath's problems",
+        description="reasoning by DeepSeek-R1 on NuminaMath's problems",
     ),
     # id, problem, solution, answer, url, year; 30 rows, split train. Seen: several evaluators that
     # read it.
@@ -134,7 +135,7 @@ PRESETS: Mapping[str, Preset] = {
         test="train",
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
-        about="AIME I and II of 2024",
+        description="AIME I and II of 2024",
     ),
     # problem, answer, id; 30 rows, split test. Seen: several evaluators that read it.
     "aime_2025": Preset(
@@ -144,7 +145,7 @@ PRESETS: Mapping[str, Preset] = {
         test="test",
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
-        about="AIME I and II of 2025",
+        description="AIME I and II of 2025",
     ),
     # id, problem, solution, answer, url; 90 rows of 2022 to 2024, split train. Seen: dspy's
     # example.
@@ -153,7 +154,7 @@ PRESETS: Mapping[str, Preset] = {
         {"prompt": "problem", "answer": "answer", "solution": "solution"},
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
-        about="AIME I and II of 2022 to 2024",
+        description="AIME I and II of 2022 to 2024",
     ),
     # id, title, context, question, answers {text [...], answer_start [...]}; splits train,
     # validation. Seen: its card.
@@ -163,7 +164,7 @@ PRESETS: Mapping[str, Preset] = {
         test="validation",
         prompt="{context}\n\n{question}\nAnswer with a few words of the text.",
         reward=F1_REWARD,
-        about="questions about a text, arXiv:1606.05250",
+        description="questions about a text, arXiv:1606.05250",
     ),
     # message_id, parent_id, text, role (prompter, assistant), lang, rank, deleted, message_tree_id,
     # ...; splits train, validation. Seen: its card, and the project's notebook that reads it.
@@ -172,23 +173,23 @@ PRESETS: Mapping[str, Preset] = {
         {"messages": "messages", "id": "message_id"},
         test="validation",
         trees=True,
-        gives=frozenset({"rows"}),
-        about="conversations by volunteers, arXiv:2304.07327",
+        data_kinds=frozenset({"rows"}),
+        description="conversations by volunteers, arXiv:2304.07327",
     ),
     # id, messages [{content, role}], source. Seen: its card.
     "tulu3_sft": Preset(
         "allenai/tulu-3-sft-mixture",
         {"messages": "messages", "id": "id"},
-        gives=frozenset({"rows"}),
-        about="instructions of many kinds, arXiv:2411.15124",
+        data_kinds=frozenset({"rows"}),
+        description="instructions of many kinds, arXiv:2411.15124",
     ),
     # id, source, prompt, chosen, rejected (both whole conversations). Seen: code that reads it,
     # such as NeMo RL's loader.
     "tulu3_preference": Preset(
         "allenai/llama-3.1-tulu-3-8b-preference-mixture",
         {"chosen": "chosen", "rejected": "rejected", "id": "id"},
-        gives=ROWS_AND_PAIRS,
-        about="pairs on and off policy, arXiv:2411.15124",
+        data_kinds=ROWS_AND_PAIRS,
+        description="pairs on and off policy, arXiv:2411.15124",
     ),
     # domain, language, context [{role, content}], response1, response2, overall_preference (-3:
     # first much better, to 3: second much better), individual_preference; splits train, validation.
@@ -204,8 +205,8 @@ PRESETS: Mapping[str, Preset] = {
         subset="preference",
         test="validation",
         keep=({"column": "overall_preference", "none_of": (0,)},),
-        gives=ROWS_AND_PAIRS,
-        about="pairs compared by people, arXiv:2505.11475",
+        data_kinds=ROWS_AND_PAIRS,
+        description="pairs compared by people, arXiv:2505.11475",
     ),
     # prompt, prompt_id, chosen, rejected (both whole conversations), messages, score_chosen,
     # score_rejected; splits train_prefs, test_prefs, train_sft, ... Seen: its card;
@@ -220,16 +221,16 @@ PRESETS: Mapping[str, Preset] = {
         },
         train="train_prefs",
         test="test_prefs",
-        gives=ROWS_AND_PAIRS,
-        about="pairs scored by GPT-4, arXiv:2310.01377",
+        data_kinds=ROWS_AND_PAIRS,
+        description="pairs scored by GPT-4, arXiv:2310.01377",
     ),
     # chosen, rejected: both "\n\nHuman: ...\n\nAssistant: ...". Seen: a published file.
     "hh_rlhf": Preset(
         "Anthropic/hh-rlhf",
         {"chosen": "chosen", "rejected": "rejected"},
         test="test",
-        gives=ROWS_AND_PAIRS,
-        about="helpful and harmless, arXiv:2204.05862",
+        data_kinds=ROWS_AND_PAIRS,
+        description="helpful and harmless, arXiv:2204.05862",
     ),
     # task_id, prompt, entry_point, canonical_solution, test; split test. Seen: the published file.
     "humaneval": Preset(
@@ -238,6 +239,6 @@ PRESETS: Mapping[str, Preset] = {
         train="",
         test="test",
         reward="code",
-        about="programs, arXiv:2107.03374",
+        description="programs, arXiv:2107.03374",
     ),
 }

@@ -23,9 +23,9 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex",
         {"images": "image", "prompt": "problem", "answer": "answer", "solution": "solution"},
         prompt="{problem}" + ANSWER_TAGS_REQUEST,
-        shape=benchmark_rows.read_answer_tags,
+        convert_row=benchmark_rows.read_answer_tags,
         reward=TAGGED_ANSWER_REWARD,
-        about="questions about rendered scenes, arXiv:1612.06890",
+        description="questions about rendered scenes, arXiv:1612.06890",
     ),
     # Columns: images (one a row), problem ("<image>..."), answer; splits train, validation, test.
     # Seen: its card, NeMo RL's geometry3k loader.
@@ -35,7 +35,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         test="test",
         prompt="{problem}" + BOXED_REQUEST,
         reward="math",
-        about="geometry with diagrams, arXiv:2105.04165",
+        description="geometry with diagrams, arXiv:2105.04165",
     ),
     # Columns: image_path ("coco/train2014/COCO_..."), bbox [x1, y1, x2, y2] in pixels, captions
     # [...], sentences, raw_image_info, file_name, split, ...; splits train, validation, test
@@ -47,7 +47,7 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         test="validation",
         prompt="Give the box [x1, y1, x2, y2], in pixels, around what this describes: {captions.0}",
         reward="bounding_box",
-        about="objects that a phrase refers to, Yu et al. (2016), arXiv:1608.00272",
+        description="objects that a phrase refers to, Yu et al. (2016), arXiv:1608.00272",
     ),
     # Columns: image (a path, or several), question ("<image>\n..."), chosen, rejected; since 1.2
     # also answer_gt, image_wh. The hub has zip files and a meta.json, which gives the image
@@ -56,8 +56,8 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
     "mmpr": Preset(
         "OpenGVLab/MMPR-v1.2",
         {"images": "image", "prompt": "question", "chosen": "chosen", "rejected": "rejected"},
-        gives=ROWS_AND_PAIRS,
-        about="pairs of reasoning about images, arXiv:2411.10442",
+        data_kinds=ROWS_AND_PAIRS,
+        description="pairs of reasoning about images, arXiv:2411.10442",
     ),
     # Columns: audio, question ("...\nChoices:\nA. ...\nB. ..."), answer ("B. ..."); splits train,
     # validation. Only the sound of each video is included; "video" in a question means that sound.
@@ -67,8 +67,8 @@ MEDIA_PRESETS: Mapping[str, Preset] = {
         {"audio": "audio", "prompt": "question", "answer": "answer"},
         test="validation",
         prompt='{asked}\nEnd with "The answer is X", where X is the letter of your choice.',
-        shape=benchmark_rows.avqa,
+        convert_row=benchmark_rows.convert_avqa,
         reward={"kind": "multiple_choice", "letters": "ABCD"},
-        about="questions about sounds, doi:10.1145/3503161.3548291",
+        description="questions about sounds, doi:10.1145/3503161.3548291",
     ),
 }

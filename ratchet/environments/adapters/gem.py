@@ -51,30 +51,32 @@ class GemEnvironment(ResetStepEnvironment):
         self.config = config
         self.factory = _gem_factory(config.id) if config.id else import_object(str(config.path))
 
-    def make(self) -> Any:
+    def make_inner(self) -> Any:
         return self.factory(**self.config.kwargs)
 
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+    def make_first_observation(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         instruction = info.get("env_instruction")
-        prompt = "\n".join(str(text) for text in (instruction, _text(observation, info)) if text)
+        prompt = "\n".join(
+            str(text) for text in (instruction, _join_text(observation, info)) if text
+        )
         return Observation(prompt, str(observation))
 
-    def act(self, text: str) -> Observation:
+    def take_action(self, text: str) -> Observation:
         observation, reward, terminated, truncated, info = self.inner.step(text)
         metrics = {**info, **info.get("metrics", {})}
-        numbers = {
+        numeric_metrics = {
             name: float(value) for name, value in metrics.items() if isinstance(value, int | float)
         }
         return Observation(
-            text=_text(observation, info),
+            text=_join_text(observation, info),
             state=str(observation),
             reward=float(reward),
             done=bool(terminated or truncated),
-            metrics={**numbers, "environment_truncated": float(truncated)},
+            metrics={**numeric_metrics, "environment_truncated": float(truncated)},
         )
 
 
-def _text(observation: Any, info: Mapping[str, Any]) -> str:
+def _join_text(observation: Any, info: Mapping[str, Any]) -> str:
     """Return the observation and `info["suffix"]`, gem's request for the next move."""
     return "\n".join(str(text) for text in (observation, info.get("suffix")) if text)
 

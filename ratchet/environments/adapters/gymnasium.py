@@ -27,7 +27,9 @@ class GymnasiumConfig(ResetStepConfig):
     )
     kwargs: dict[str, Any] = Field({}, description="Further arguments of gymnasium.make.")
     actions: tuple[str, ...] = Field(
-        (), description="Words for the actions of a Discrete space, in order; empty: numbers."
+        (),
+        description="Words for the actions of a Discrete space, in order; empty: the actions are "
+        "numbers.",
     )
     prompt: str = Field(
         "{observation}",
@@ -70,17 +72,17 @@ class GymnasiumEnvironment(ResetStepEnvironment):
     def __init__(self, config: GymnasiumConfig) -> None:
         super().__init__(config, config.id)
         self.config = config
-        sample = self._make_first()
-        self.discrete = sample.action_space if hasattr(sample.action_space, "n") else None
-        self._check(sample)
+        sample = self._make_sample()
+        self.discrete_space = sample.action_space if hasattr(sample.action_space, "n") else None
+        self._check_settings(sample)
         sample.close()
 
-    def make(self) -> Any:
+    def make_inner(self) -> Any:
         import gymnasium
 
         return gymnasium.make(self.config.id, **self.config.kwargs)
 
-    def _make_first(self) -> Any:
+    def _make_sample(self) -> Any:
         try:
             import gymnasium
         except ImportError as error:
@@ -88,11 +90,11 @@ class GymnasiumEnvironment(ResetStepEnvironment):
                 "gymnasium", extra="envs", needed_for="environment.kind 'gymnasium'"
             ) from error
         try:
-            return self.make()
+            return self.make_inner()
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"environment.id {self.config.id}: {error}") from error
 
-    def _check(self, sample: Any) -> None:
+    def _check_settings(self, sample: Any) -> None:
         from gymnasium.spaces import Discrete, Text
 
         spaces = {"observation": sample.observation_space, "action": sample.action_space}
@@ -108,7 +110,7 @@ class GymnasiumEnvironment(ResetStepEnvironment):
                     f"Text: {hint}"
                 )
         n_words = len(self.config.actions)
-        if n_words and (self.discrete is None or n_words != self.discrete.n):
+        if n_words and (self.discrete_space is None or n_words != self.discrete_space.n):
             raise ConfigError(
                 f"environment.actions names {n_words} actions, but the actions of {self.config.id} "
                 f"are {spaces['action']}"
@@ -119,42 +121,45 @@ class GymnasiumEnvironment(ResetStepEnvironment):
                 "ansi}"
             )
 
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+    def make_first_observation(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         self._observation = observation
         return Observation(self._fill_template(self.config.prompt), str(observation))
 
-    def act(self, text: str) -> Observation:
-        action = self._action(text)
+    def take_action(self, text: str) -> Observation:
+        action = self._find_action(text)
         if action is None:
             reply = "There is no such action.\n" + self._fill_template(self.config.reply)
-            return Observation(reply, str(self._observation), metrics=_metrics(illegal=True))
+            return Observation(reply, str(self._observation), metrics=_make_metrics(illegal=True))
         self._observation, reward, terminated, truncated, _ = self.inner.step(action)
         return Observation(
             text=self._fill_template(self.config.reply),
             state=str(self._observation),
             reward=float(reward),
             done=bool(terminated or truncated),
-            metrics=_metrics(illegal=False, truncated=bool(truncated)),
+            metrics=_make_metrics(illegal=False, truncated=bool(truncated)),
         )
 
-    def _action(self, text: str) -> Any | None:
+    def _find_action(self, text: str) -> Any | None:
         """Return the action in the policy's text, or None.
 
         In a Text space the action is the whole text. In a Discrete space it is the last word or
         number that names an action.
         """
-        if self.discrete is None:
+        if self.discrete_space is None:
             return text if self.inner.action_space.contains(text) else None
-        words = {word.lower(): index for index, word in enumerate(self.config.actions)}
-        if not words:
-            words = {str(self.discrete.start + index): index for index in range(self.discrete.n)}
-        actions = [word for word in re.findall(r"\w+", text.lower()) if word in words]
-        return self.discrete.start + words[actions[-1]] if actions else None
+        index_by_word = {word.lower(): index for index, word in enumerate(self.config.actions)}
+        if not index_by_word:
+            index_by_word = {
+                str(self.discrete_space.start + index): index
+                for index in range(self.discrete_space.n)
+            }
+        actions = [word for word in re.findall(r"\w+", text.lower()) if word in index_by_word]
+        return self.discrete_space.start + index_by_word[actions[-1]] if actions else None
 
     def _fill_template(self, template: str) -> str:
         text = template.replace("{observation}", str(self._observation))
         return text.replace("{screen}", str(self.inner.render())) if "{screen}" in text else text
 
 
-def _metrics(*, illegal: bool, truncated: bool = False) -> Mapping[str, float]:
+def _make_metrics(*, illegal: bool, truncated: bool = False) -> Mapping[str, float]:
     return {"illegal_moves": float(illegal), "environment_truncated": float(truncated)}

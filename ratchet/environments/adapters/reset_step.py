@@ -26,12 +26,12 @@ from ratchet.types import Message, Split, Task
 class ResetStepConfig(EnvironmentConfig):
     """The settings of an environment whose tasks are seeds, and whose steps return the rewards."""
 
-    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     test_tasks: int = Field(100, ge=1, description="Number of held-out seeds, from 0 on.")
     max_turns: int = Field(100, ge=1, description="Turns after which an episode is ended.")
     replayable: bool = Field(
-        True, description="The same seed and the same actions give the same episode."
+        True, description="True if the same seed and the same actions give the same episode."
     )
     process_random: bool = Field(
         True,
@@ -75,15 +75,15 @@ class ResetStepEnvironment(ABC):
         self._random_state: tuple[Any, Any] | None = None
 
     @abstractmethod
-    def make(self) -> Any:
+    def make_inner(self) -> Any:
         """Return a new inner environment."""
 
     @abstractmethod
-    def first(self, observation: Any, info: Mapping[str, Any]) -> Observation:
+    def make_first_observation(self, observation: Any, info: Mapping[str, Any]) -> Observation:
         """Return the first observation of an episode, from the result of the inner `reset`."""
 
     @abstractmethod
-    def act(self, text: str) -> Observation:
+    def take_action(self, text: str) -> Observation:
         """Take the action in the policy's text, and return the observation after it."""
 
     def __copy__(self) -> Self:
@@ -94,15 +94,15 @@ class ResetStepEnvironment(ABC):
     def tasks(self, split: Split, *, seed: int, start: int = 0) -> Iterator[Task]:
         """Return a split's tasks. A task's message only names it; `reset` returns the prompt."""
         if split == "test":
-            return (self._task(split, i, i) for i in range(start, self.settings.test_tasks))
-        return (self._task(split, i, self._seed(seed, i)) for i in itertools.count(start))
+            return (self._make_task(split, i, i) for i in range(start, self.settings.test_tasks))
+        return (self._make_task(split, i, self._make_seed(seed, i)) for i in itertools.count(start))
 
-    def _seed(self, seed: int, index: int) -> int:
+    def _make_seed(self, seed: int, index: int) -> int:
         return random.Random(f"{self.name}/train/{seed}/{index}").randrange(
             self.settings.test_tasks, 2**31
         )
 
-    def _task(self, split: Split, index: int, seed: int) -> Task:
+    def _make_task(self, split: Split, index: int, seed: int) -> Task:
         message = Message("user", f"{self.name}, seed {seed}")
         return Task(
             id=f"{self.name}/{split}/{index}",
@@ -127,7 +127,7 @@ class ResetStepEnvironment(ABC):
     async def step(self, message: Message) -> Step:
         self._turns += 1
         previous_state = self._state
-        observation = await self._call(lambda: self.act(message.text))
+        observation = await self._call(lambda: self.take_action(message.text))
         self._state = observation.state
         is_done = observation.done or self._turns >= self.settings.max_turns
         return Step(
@@ -145,16 +145,17 @@ class ResetStepEnvironment(ABC):
 
     def _begin(self, seed: int) -> Observation:
         if self.inner is None:
-            self.inner = self.make()
-        return self.first(*self.inner.reset(seed=seed))
+            self.inner = self.make_inner()
+        return self.make_first_observation(*self.inner.reset(seed=seed))
 
-    async def _call(self, work: Callable[[], T]) -> T:
+    async def _call(self, function: Callable[[], T]) -> T:
         return await asyncio.to_thread(
-            self._run_with_random_state if self.settings.process_random else _run, work
+            self._run_with_random_state if self.settings.process_random else _call_directly,
+            function,
         )
 
-    def _run_with_random_state(self, work: Callable[[], T]) -> T:
-        """Call `work` with this environment's state of the global random generators.
+    def _run_with_random_state(self, function: Callable[[], T]) -> T:
+        """Call `function` with this environment's state of the global random generators.
 
         The state is saved after each call, and the previous global state is restored.
         """
@@ -164,12 +165,12 @@ class ResetStepEnvironment(ABC):
                 if self._random_state is not None:
                     random.setstate(self._random_state[0])
                     np.random.set_state(self._random_state[1])
-                return work()
+                return function()
             finally:
                 self._random_state = random.getstate(), np.random.get_state()
                 random.setstate(global_state[0])
                 np.random.set_state(global_state[1])
 
 
-def _run(work: Callable[[], T]) -> T:
-    return work()
+def _call_directly(function: Callable[[], T]) -> T:
+    return function()

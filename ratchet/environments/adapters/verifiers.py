@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from pydantic import Field
 
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
 from ratchet.types import Message, Role, Split, Task
@@ -30,10 +30,12 @@ class VerifiersConfig(EnvironmentConfig):
     """An environment of the package verifiers (its v1 interface), by the id of its taskset."""
 
     builds: ClassVar[str] = "ratchet.environments.adapters.verifiers:VerifiersEnvironment"
-    gives: ClassVar[frozenset[str]] = frozenset({"rollouts"})
+    data_kinds: ClassVar[frozenset[str]] = frozenset({"rollouts"})
 
     taskset: str = Field(
-        min_length=1, description="Id of the taskset: a package that exports it, or a built-in one."
+        min_length=1,
+        description="Id of the taskset: the name of a package that exports it, or of a built-in "
+        "taskset.",
     )
     options: dict[str, Any] = Field({}, description="Further keys of the taskset's own config.")
     env: dict[str, Any] = Field(
@@ -41,7 +43,7 @@ class VerifiersConfig(EnvironmentConfig):
         description="Keys of the environment's config, with its id if that is not the taskset's.",
     )
     seat: str | None = Field(
-        None, description="Name of the agent that the policy plays; null: the only one."
+        None, description="Name of the agent that the policy plays; null: the only agent."
     )
     tasks: int | None = Field(
         None, ge=2, description="Number of tasks to use, which an endless taskset needs; null: all."
@@ -51,10 +53,10 @@ class VerifiersConfig(EnvironmentConfig):
         ge=1,
         description="Replies of the policy after which the episode is stopped.",
     )
-    replayable: bool = Field(True, description="The same replies give the same episode.")
+    replayable: bool = Field(True, description="True if the same replies give the same episode.")
 
 
-USE_PROXY = "give its own client the address of Ratchet's proxy instead"
+PROXY_HINT = "give its own client the address of Ratchet's proxy instead"
 
 
 class VerifiersEnvironment(Rows):
@@ -91,7 +93,7 @@ class VerifiersEnvironment(Rows):
         for index, (task, prompt) in enumerate(zip(tasks, prompts, strict=True)):
             _check_needs(task)
             text = task.hash if has_repeats else "\n".join(message.text for message in prompt)
-            split = "test" if held_out(text) else "train"
+            split = "test" if is_held_out(text) else "train"
             converted_task = Task(
                 id=f"{self.config.taskset}/{index}",
                 messages=prompt or (Message("user", f"{self.config.taskset}, task {index}"),),
@@ -131,9 +133,11 @@ class VerifiersEnvironment(Rows):
             return Step(messages=tuple(request), reward=0.0)
         assert self._episode is not None
         (trace,) = self._episode.result().traces
-        parts = {name: part.value for name, part in trace.rewards.items() if part is not None}
-        numbers = {name: value for name, value in trace.metrics.items() if value is not None}
-        return Step(reward=trace.reward, done=True, metrics={**numbers, **parts})
+        reward_parts = {
+            name: part.value for name, part in trace.rewards.items() if part is not None
+        }
+        metrics = {name: value for name, value in trace.metrics.items() if value is not None}
+        return Step(reward=trace.reward, done=True, metrics={**metrics, **reward_parts})
 
     async def close(self) -> None:
         episode, self._episode = self._episode, None
@@ -186,7 +190,7 @@ class _Seats:
     def __getattr__(self, name: str) -> _Seat:
         if name != self._name:
             raise DataError(
-                f"seat '{name}' needs another agent, which this adapter can't play: {USE_PROXY}"
+                f"seat '{name}' needs another agent, which this adapter can't play: {PROXY_HINT}"
             )
         return self._policy
 
@@ -245,7 +249,7 @@ class _Conversation:
         if self.trace.stop_condition is not None:
             self.is_over = True
             return Segment(messages=[], terminated=True)
-        new_messages = _prompt(self.task) if not self.messages else []
+        new_messages = _list_prompt_messages(self.task) if not self.messages else []
         new_messages += _parse_messages(message)
         self.messages += new_messages
         text = await self.environment.request_turn(tuple(map(_convert_message, new_messages)))
@@ -308,12 +312,12 @@ def _check_needs(task: vf.Task) -> None:
     from verifiers.v1.session import hook_boundary
     from verifiers.v1.utils.decorators import discover_decorated
 
-    kind = type(task)
+    task_type = type(task)
     needs = {
-        "a container": kind.NEEDS_CONTAINER or task.data.image is not None,
-        "served tools": bool(kind.toolsets(task.config)),
-        "a runtime for its setup": kind.setup is not Base.setup
-        or kind.finalize is not Base.finalize,
+        "a container": task_type.NEEDS_CONTAINER or task.data.image is not None,
+        "served tools": bool(task_type.toolsets(task.config)),
+        "a runtime for its setup": task_type.setup is not Base.setup
+        or task_type.finalize is not Base.finalize,
         "intercepted requests": bool(discover_decorated(task, "intercept"))
         or any(hook_boundary(stop, allow_trace=True) is not Trace for stop in task.hooks("stop")),
         "a runtime for its rewards": any(
@@ -325,12 +329,12 @@ def _check_needs(task: vf.Task) -> None:
     if any(needs.values()):
         missing = next(name for name, is_needed in needs.items() if is_needed)
         raise ConfigError(
-            f"environment.taskset: {kind.__name__} needs {missing}, which this adapter does not "
-            f"offer: {USE_PROXY}"
+            f"environment.taskset: {task_type.__name__} needs {missing}, which this adapter does "
+            f"not offer: {PROXY_HINT}"
         )
 
 
-def _prompt(task: vf.Task) -> list[vf.Message]:
+def _list_prompt_messages(task: vf.Task) -> list[vf.Message]:
     from verifiers.v1 import SystemMessage, UserMessage
 
     system, prompt = task.data.system_prompt, task.data.prompt
@@ -339,7 +343,7 @@ def _prompt(task: vf.Task) -> list[vf.Message]:
 
 
 def _read_prompt(task: vf.Task) -> tuple[Message, ...]:
-    return tuple(map(_convert_message, _prompt(task)))
+    return tuple(map(_convert_message, _list_prompt_messages(task)))
 
 
 def _parse_messages(message: str | Sequence[Any] | None) -> list[vf.Message]:
@@ -356,12 +360,12 @@ def _parse_messages(message: str | Sequence[Any] | None) -> list[vf.Message]:
 def _convert_message(message: vf.Message) -> Message:
     content = message.content or ""
     if not isinstance(content, str):
-        content = "\n".join(_text(part) for part in content)
+        content = "\n".join(_get_text(part) for part in content)
     role: Role = message.role
     return Message(role, content, tool_call_id=getattr(message, "tool_call_id", None))
 
 
-def _text(part: Any) -> str:
+def _get_text(part: Any) -> str:
     if part.type != "text":
         raise DataError(
             f"a message holds a part of type {part.type}, and this adapter supports only text"

@@ -15,7 +15,7 @@ from pydantic import Field, model_validator
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.single_turn import Problem, Procedural, Rows, held_out
+from ratchet.environments.single_turn import Problem, Procedural, Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task
 
@@ -33,10 +33,13 @@ class ProgramsConfig(EnvironmentConfig):
 
     train: DataFile | None = Field(
         None,
-        description="File of tasks; null: generated functions, f: *3 +2 -> def f(x):return x*3+2.",
+        description="File of tasks; null: tasks are generated, such as *3+2 -> def f(x): return "
+        "x*3+2.",
     )
     test: DataFile | None = Field(None, description="File of the test split.")
-    operations: int = Field(2, ge=1, le=6, description="Operations of a generated function.")
+    operations: int = Field(
+        2, ge=1, le=6, description="Number of operations of a generated function."
+    )
 
     @model_validator(mode="after")
     def _check_unread_keys(self) -> ProgramsConfig:
@@ -112,13 +115,13 @@ class ProgramRows(Rows):
         The file is read on first use, because an instance that only plays attempts never needs it.
         """
         assert self.config.train is not None
-        rows = _read("train", self.config.train)
+        rows = _read_tasks("train", self.config.train)
         if self.config.test is None:
             splits: dict[Split, list[Task]] = {"train": [], "test": []}
             for task in rows:
-                splits["test" if held_out(task.messages[0].text) else "train"].append(task)
+                splits["test" if is_held_out(task.messages[0].text) else "train"].append(task)
             return splits
-        prompts, test = {task.messages for task in rows}, _read("test", self.config.test)
+        prompts, test = {task.messages for task in rows}, _read_tasks("test", self.config.test)
         shared = next((task for task in test if task.messages in prompts), None)
         if shared is not None:
             raise DataError(
@@ -128,7 +131,7 @@ class ProgramRows(Rows):
         return {"train": rows, "test": test}
 
 
-def _read(split: Split, path: DataFile) -> list[Task]:
+def _read_tasks(split: Split, path: DataFile) -> list[Task]:
     """Return the tasks of a file. Raises DataError for a row without tests."""
     tasks: list[Task] = []
     for row in read_rows(path, {"prompt": str}):

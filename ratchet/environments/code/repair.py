@@ -15,7 +15,7 @@ from ratchet.protocols import Environment, HasTaskCount, Step
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
 from ratchet.rewards.code.function_tests import FunctionTask
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
-from ratchet.rewards.deadline import Programs
+from ratchet.rewards.deadline import ProgramRunner
 from ratchet.types import Message, Split, Task
 
 
@@ -32,10 +32,13 @@ class CodeRepairConfig(EnvironmentConfig):
     )
     tries: int = Field(3, ge=1, description="Maximum number of programs in one attempt.")
     discount: float = Field(
-        1.0, gt=0, le=1, description="Factor of the reward for each failed try before."
+        1.0,
+        gt=0,
+        le=1,
+        description="The reward is multiplied by this once for each failed try.",
     )
     error_chars: int = Field(
-        800, gt=0, description="Characters of an error's end that the policy sees."
+        800, gt=0, description="Number of characters that the policy sees of an error's end."
     )
 
 
@@ -51,8 +54,8 @@ class CodeRepair:
     After a failed try the program runs again to produce a hint, which does not change the reward.
     This run contains only the input of one test, or the arguments of one call, so all that the
     program prints can be shown without leaking other tests. An attempt shows the expected output of
-    at most one input. It shows none if copying that output into the next program would earn a
-    reward: all tests must be required, and other inputs tested too.
+    at most one input. It shows that output only if copying it into the next program can't earn a
+    reward: all tests must be required, and other inputs must be tested too.
     """
 
     replayable = True
@@ -98,35 +101,35 @@ class CodeRepair:
                 done=True,
                 metrics={"programs": 1, "repaired": float(has_passed and self._tries > 1)},
             )
-        hint = await self._hint(message.text, self._task)
+        hint = await self._make_hint(message.text, self._task)
         return Step(messages=(Message("user", hint),), reward=0.0, metrics={"programs": 1})
 
     async def close(self) -> None:
         return None
 
-    async def _hint(self, text: str, task: Task) -> str:
+    async def _make_hint(self, text: str, task: Task) -> str:
         judge = self.config.judge
         program = extract_program(text, judge.blocks, require_block=judge.require_block)
         if program is None:
             return "There is no program in your answer: write it between ```python and ```."
         tests = get_tests(task)
         if isinstance(tests, FunctionTask):
-            return await self._call_hint(program, tests)
+            return await self._make_call_hint(program, tests)
         pairs = parse_io_tests(tests["tests"], task.id)
         for stdin, expected in pairs:
-            result = await Programs(self._code.sandbox).run(program, stdin, self._code.limits)
+            result = await ProgramRunner(self._code.sandbox).run(program, stdin, self._code.limits)
             if result.ok and has_expected_output(result, expected, judge.compare, judge.tolerance):
                 continue
             where = f"For the input\n{_shorten(stdin.decode('utf-8', 'replace'))}\n"
             if not result.ok:
                 return where + self._shorten_error(describe_failure(result))
-            printed = (
+            output_text = (
                 f"{where}your program "
                 f"prints\n{_shorten(result.stdout.decode('utf-8', 'replace'))}\n"
             )
             if not self._may_show_output(stdin, pairs):
-                return f"{printed}which is not expected."
-            return f"{printed}and this is expected:\n{_shorten(expected)}"
+                return f"{output_text}which is not expected."
+            return f"{output_text}and this is expected:\n{_shorten(expected)}"
         return "Your program does not pass its tests every time."
 
     def _may_show_output(self, stdin: bytes, pairs: Sequence[tuple[bytes, str]]) -> bool:
@@ -136,13 +139,13 @@ class CodeRepair:
             self._shown_input = stdin
         return self._shown_input == stdin
 
-    async def _call_hint(self, program: str, task: FunctionTask) -> str:
-        verdict = await self._code.functions.judge(program, task)
+    async def _make_call_hint(self, program: str, task: FunctionTask) -> str:
+        verdict = await self._code.function_judge.judge(program, task)
         if verdict.end == "passed":
             return "Your program does not pass its tests every time."
         if not verdict.call:
             return "Your program does not pass its tests."
-        explanation = await self._code.functions.explain(program, task, verdict.call)
+        explanation = await self._code.function_judge.explain(program, task, verdict.call)
         where = f"For the call\n{explanation.call}\n"
         if not explanation.result.ok:
             return where + self._shorten_error(describe_failure(explanation.result))

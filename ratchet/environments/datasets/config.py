@@ -10,8 +10,8 @@ from typing import Any, ClassVar, Literal
 from pydantic import Field, field_validator, model_validator
 
 from ratchet.config.media_limits import FileLimits
-from ratchet.data.files import DataFile, expand
-from ratchet.data.formats.media_columns import COLUMNS as MEDIA_COLUMNS
+from ratchet.data.files import DataFile, find_files
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS
 from ratchet.data.presets.datasets import Preset
 from ratchet.data.presets.lookup import find_dataset_preset
 from ratchet.data.row_filters import KeepConfig
@@ -27,7 +27,7 @@ class PreferencesConfig(EnvironmentConfig):
     """
 
     builds: ClassVar[str] = "ratchet.environments.datasets.preferences:Preferences"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     judges: ClassVar[bool] = False
     usual_columns: ClassVar[tuple[str, ...]] = (
         *("prompt", "chosen", "rejected", "score_chosen", "score_rejected"),
@@ -40,8 +40,7 @@ class PreferencesConfig(EnvironmentConfig):
     )
     columns: dict[str, str] = Field(
         {},
-        description="Column names of the file by usual name, where they differ: {chosen: "
-        "preferred}.",
+        description="Column names of the file by usual name, if they differ: {chosen: preferred}.",
     )
     separator: str = Field(
         "\n", description="Text appended to each step of an answer with step labels."
@@ -94,7 +93,7 @@ class DatasetConfig(EnvironmentConfig):
     """A dataset from files, an object store or the Hugging Face Hub (docs/data.md).
 
     Its rows are prompts with answers, conversations, preference pairs or labelled answers. A preset
-    names a published dataset and its columns. Keys that are set too override the preset's.
+    names a published dataset and its columns. Other keys override those of the preset.
 
     The test split is `test`, or the test split on the Hub, or else a share of the rows by hash.
     """
@@ -138,8 +137,8 @@ class DatasetConfig(EnvironmentConfig):
     )
     system: str = Field(
         "",
-        description="System message before prompts that are text; empty: none, or the column "
-        "system.",
+        description="System message before prompts that are text; empty: the column system, or no "
+        "system message.",
     )
     answer_after: str | None = Field(
         None, description="Marker before the answer in its column (####); null: the preset's."
@@ -153,7 +152,7 @@ class DatasetConfig(EnvironmentConfig):
         FileLimits(), description="Limits of images, clips and videos of rows."
     )
     keep: tuple[KeepConfig, ...] = Field(
-        (), description="Filters that all rows must pass, besides the preset's."
+        (), description="Filters that all rows must pass, in addition to those of the preset."
     )
     distinct: bool | None = Field(
         None,
@@ -204,41 +203,41 @@ class DatasetConfig(EnvironmentConfig):
     @model_validator(mode="after")
     def _check_source(self) -> DatasetConfig:
         try:
-            published = self.published
+            preset = self.dataset_preset
         except ConfigError as error:
             raise ValueError(str(error)) from error
-        if not self.train and not self.test and self.hub is None and published is None:
+        if not self.train and not self.test and self.hub is None and preset is None:
             raise ValueError("there is nothing to read: set train (files), hub (an id), or preset")
         if not self.scan:
-            self._refuse_keys_without_scan(published)
+            self._refuse_keys_without_scan(preset)
         return self
 
-    def _refuse_keys_without_scan(self, published: Preset | None) -> None:
+    def _refuse_keys_without_scan(self, preset: Preset | None) -> None:
         """Raise ValueError for keys that need all rows to be read before training."""
-        has_filters = self.keep or (published and published.keep)
+        has_filters = self.keep or (preset and preset.keep)
         if has_filters or self.is_distinct or self.overlap == "drop":
             key = "keep" if has_filters else "distinct" if self.is_distinct else "overlap: drop"
             raise ValueError(
                 f"scan: false reads a row only when it is used, and {key} needs all rows: remove "
                 "one of them"
             )
-        if self.test_share and not self.test and not self.test_name:
+        if self.test_share and not self.test and not self.test_split_name:
             raise ValueError("scan: false can't hold out rows by hash: set test, or test_share: 0")
 
     @property
-    def published(self) -> Preset | None:
-        """The preset, if one is named."""
+    def dataset_preset(self) -> Preset | None:
+        """The preset that the recipe names; None without a name."""
         return None if self.preset is None else find_dataset_preset(self.preset)
 
     @property
-    def names(self) -> Mapping[str, str]:
+    def column_names(self) -> Mapping[str, str]:
         """The column names of the rows by usual name. The default is the usual name itself.
 
         With a preset, only the columns that the preset or `columns` names are included.
         """
-        published = self.published
+        preset = self.dataset_preset
         return {
-            **({name: name for name in USUAL_COLUMNS} if published is None else published.columns),
+            **({name: name for name in USUAL_COLUMNS} if preset is None else preset.columns),
             **self.columns,
         }
 
@@ -259,11 +258,9 @@ class DatasetConfig(EnvironmentConfig):
 
     @property
     def is_distinct(self) -> bool:
-        published = self.published
+        preset = self.dataset_preset
         return (
-            self.distinct
-            if self.distinct is not None
-            else published is not None and published.distinct
+            self.distinct if self.distinct is not None else preset is not None and preset.distinct
         )
 
     @property
@@ -271,7 +268,7 @@ class DatasetConfig(EnvironmentConfig):
         """Return the dataset's local files. A resumed run checks that they have not changed."""
         return [
             file
-            for file in expand((*self.train, *self.test))
+            for file in find_files((*self.train, *self.test))
             if isinstance(file, Path) and file.is_file()
         ]
 
@@ -281,43 +278,45 @@ class DatasetConfig(EnvironmentConfig):
         if self.hub is not None:
             return self.hub
         return (
-            self.published.hub
-            if self.published is not None and not self.train and not self.test
+            self.dataset_preset.hub
+            if self.dataset_preset is not None and not self.train and not self.test
             else None
         )
 
     @property
-    def train_name(self) -> str:
+    def train_split_name(self) -> str:
         """The name of the training split on the Hub; "" if there is none, or for files."""
-        return self._split(
-            self.train_split, "train" if self.published is None else self.published.train
+        return self._choose_split_name(
+            self.train_split, "train" if self.dataset_preset is None else self.dataset_preset.train
         )
 
     @property
-    def test_name(self) -> str:
+    def test_split_name(self) -> str:
         """The name of the test split on the Hub; "" if there is none, or for files."""
-        return self._split(self.test_split, "" if self.published is None else self.published.test)
+        return self._choose_split_name(
+            self.test_split, "" if self.dataset_preset is None else self.dataset_preset.test
+        )
 
-    def _split(self, configured: str | None, default: str) -> str:
+    def _choose_split_name(self, configured: str | None, default: str) -> str:
         if self.hub_id is None:
             return ""
         return default if configured is None else configured
 
     @property
     def default_reward(self) -> str | Mapping[str, Any]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return "" if self.published is None else self.published.reward
+        return "" if self.dataset_preset is None else self.dataset_preset.reward
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
         """Return the kinds of training data that the rows offer.
 
-        Without a preset, or with `columns`, this is all kinds: a row without the data that the
-        algorithm needs raises an error when it is read.
+        These are all kinds if there is no preset, or if `columns` is set. A row without the data
+        that the algorithm needs then raises an error when it is read.
         """
         return (
             ALL_SOURCES
-            if self.published is None or self.columns
-            else self.published.gives | {"rollouts"}
+            if self.dataset_preset is None or self.columns
+            else self.dataset_preset.data_kinds | {"rollouts"}
         )
 
     @property

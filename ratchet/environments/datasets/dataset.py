@@ -19,12 +19,12 @@ from typing import Any, NoReturn
 import numpy as np
 from numpy.typing import NDArray
 
-from ratchet.data.formats.benchmark_rows import ShapedTable
+from ratchet.data.formats.benchmark_rows import ConvertedTable
 from ratchet.data.formats.hf_datasets import HubTable
-from ratchet.data.formats.media_columns import COLUMNS, list_media, strip_media
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS, list_media, strip_media
 from ratchet.data.formats.oasst_trees import ConversationTrees
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
-from ratchet.data.shuffle import Order
+from ratchet.data.shuffle import RowOrder
 from ratchet.data.tables import Table, open_table
 from ratchet.environments.datasets.config import DatasetConfig
 from ratchet.environments.datasets.dataset_rows import DatasetRowReader, RowContents
@@ -43,10 +43,8 @@ def dataset(config: DatasetConfig) -> Dataset:
 
     It has `tools` only if rows may have them, because they require a known format of tool calls.
     """
-    published = config.published
-    has_tools = "tools" in config.columns or (
-        published is not None and "tools" in published.columns
-    )
+    preset = config.dataset_preset
+    has_tools = "tools" in config.columns or (preset is not None and "tools" in preset.columns)
     return (DatasetWithTools if has_tools else Dataset)(config)
 
 
@@ -55,22 +53,22 @@ class SplitRows:
     """The rows of one split of a table."""
 
     table: Table
-    numbers: NDArray[np.int64] | None  # ascending row numbers in the table; None: all rows
+    row_numbers: NDArray[np.int64] | None  # ascending row numbers in the table; None: all rows
 
     def __len__(self) -> int:
-        return len(self.table) if self.numbers is None else len(self.numbers)
+        return len(self.table) if self.row_numbers is None else len(self.row_numbers)
 
-    def number(self, index: int) -> int:
+    def row_number(self, index: int) -> int:
         """Return the table's row number of the split's row `index`."""
-        return index if self.numbers is None else int(self.numbers[index])
+        return index if self.row_numbers is None else int(self.row_numbers[index])
 
     @property
-    def blocks(self) -> Sequence[int]:
+    def block_sizes(self) -> Sequence[int]:
         """Return the number of the split's rows in each block of the table."""
-        if self.numbers is None:
-            return self.table.blocks
-        ends = np.cumsum(self.table.blocks)
-        return np.diff(np.searchsorted(self.numbers, ends), prepend=0).tolist()
+        if self.row_numbers is None:
+            return self.table.block_sizes
+        ends = np.cumsum(self.table.block_sizes)
+        return np.diff(np.searchsorted(self.row_numbers, ends), prepend=0).tolist()
 
 
 class Dataset(SingleTurn):
@@ -96,16 +94,16 @@ class Dataset(SingleTurn):
                 f"{self._explain_empty(split)}"
             )
         if split == "test":
-            return (self._task(split, rows, index) for index in range(start, len(rows)))
-        order = Order(
-            rows.blocks, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
+            return (self._make_task(split, rows, index) for index in range(start, len(rows)))
+        order = RowOrder(
+            rows.block_sizes, seed=seed, name=f"{self.name}/train", shuffle=self.config.shuffle
         )
         return self._repeat(rows, order, start)
 
-    def _repeat(self, rows: SplitRows, order: Order, start: int) -> Iterator[Task]:
+    def _repeat(self, rows: SplitRows, order: RowOrder, start: int) -> Iterator[Task]:
         position = start
         while True:
-            yield self._task("train", rows, order.row_at(position))
+            yield self._make_task("train", rows, order.row_at(position))
             position += 1
 
     def task_count(self) -> int:
@@ -134,9 +132,9 @@ class Dataset(SingleTurn):
                 return contents.solution
             case None if contents.answer is not None:
                 return (Message("assistant", contents.answer),)
-            case None if contents.unclear:
+            case None if contents.answer_candidates:
                 raise DataError(
-                    f"{contents.where}: {explain_ambiguous('answer', contents.unclear)}"
+                    f"{contents.where}: {explain_ambiguous('answer', contents.answer_candidates)}"
                 )
             case None:
                 self._raise_missing(contents, "answer", "an answer")
@@ -174,7 +172,7 @@ class Dataset(SingleTurn):
         )
 
     def _raise_missing(self, contents: RowContents, usual: str, needed: str) -> NoReturn:
-        name = self.reader.names.get(usual, usual)
+        name = self.reader.column_names.get(usual, usual)
         problem = f"column '{name}' is null" if name in contents.values else f"no column '{name}'"
         raise DataError(
             f"{contents.where}: {problem}; the row has {', '.join(contents.columns)}, but "
@@ -198,25 +196,25 @@ class Dataset(SingleTurn):
 
     # --- Rows and splits.
 
-    def _task(self, split: Split, rows: SplitRows, index: int) -> Task:
-        number = rows.number(index)
-        contents = self.reader.read(rows.table.row(number), rows.table.where(number))
+    def _make_task(self, split: Split, rows: SplitRows, index: int) -> Task:
+        row_number = rows.row_number(index)
+        contents = self.reader.read(rows.table.row(row_number), rows.table.where(row_number))
         difficulty = {} if contents.difficulty is None else {"difficulty": contents.difficulty}
         return Task(
-            id=f"{self.name}/{split}/{number + 1}",
+            id=f"{self.name}/{split}/{row_number + 1}",
             messages=contents.prompt,
             answer=contents.answer,
             environment=self.name,
-            tag=self._tag(contents),
-            meta={**self._meta(contents), **difficulty, READ_FROM: contents.where},
+            tag=self._find_tag(contents),
+            meta={**self._make_meta(contents), **difficulty, READ_FROM: contents.where},
         )
 
-    def _meta(self, contents: RowContents) -> Mapping[str, Any]:
+    def _make_meta(self, contents: RowContents) -> Mapping[str, Any]:
         """Return the row's values without its media, which the task's messages already hold."""
         if not list_media(contents.prompt):
-            return _plain(contents.values)
-        media_columns = {self.reader.names.get(usual) for usual in COLUMNS}
-        return _plain(
+            return _keep_json_values(contents.values)
+        media_columns = {self.reader.column_names.get(usual) for usual in MEDIA_COLUMNS}
+        return _keep_json_values(
             {
                 name: strip_media(value)
                 for name, value in contents.values.items()
@@ -224,11 +222,9 @@ class Dataset(SingleTurn):
             }
         )
 
-    def _tag(self, contents: RowContents) -> str:
-        published = self.config.published
-        domain = (
-            contents.values.get(published.tag) if published is not None and published.tag else None
-        )
+    def _find_tag(self, contents: RowContents) -> str:
+        preset = self.config.dataset_preset
+        domain = contents.values.get(preset.tag) if preset is not None and preset.tag else None
         return self.name if domain is None else str(domain)
 
     @cached_property
@@ -238,8 +234,8 @@ class Dataset(SingleTurn):
         They are read on first use, because an instance that only plays attempts never needs them.
         """
         config = self.config
-        train = self._table(config.train, config.train_name)
-        test = self._table(config.test, config.test_name)
+        train = self._open_table(config.train, config.train_split_name)
+        test = self._open_table(config.test, config.test_split_name)
         tables = {
             name: table for name, table in (("train", train), ("test", test)) if table is not None
         }
@@ -248,27 +244,31 @@ class Dataset(SingleTurn):
         if train is None:
             return {name: self._select(table) for name, table in tables.items()}
         if test is None:
-            rows, prompts, is_test = self._scan(train)
-            train_rows, train_prompts = rows[~is_test], prompts[~is_test]
+            rows, prompt_hashes, is_test = self._scan(train)
+            train_rows, train_prompt_hashes = rows[~is_test], prompt_hashes[~is_test]
             return {
-                "train": self._drop_overlap(train, train_rows, train_prompts, prompts[is_test]),
+                "train": self._drop_overlap(
+                    train, train_rows, train_prompt_hashes, prompt_hashes[is_test]
+                ),
                 "test": SplitRows(train, rows[is_test]),
             }
         return self._separate(train, test)
 
-    def _table(self, places: Sequence[Any], split: str) -> Table | None:
+    def _open_table(self, locations: Sequence[Any], split: str) -> Table | None:
         config = self.config
-        if places:
-            table: Table = open_table(*places)
+        if locations:
+            table: Table = open_table(*locations)
         elif config.hub_id is None or not split:
             return None
         else:
-            subset = config.subset or (config.published.subset if config.published else None)
+            subset = config.subset or (
+                config.dataset_preset.subset if config.dataset_preset else None
+            )
             table = HubTable(config.hub_id, split, subset=subset, revision=config.revision)
-        published = config.published
-        if published is not None and published.shape is not None:
-            table = ShapedTable(table, published.shape)
-        return ConversationTrees(table) if published is not None and published.trees else table
+        preset = config.dataset_preset
+        if preset is not None and preset.convert_row is not None:
+            table = ConvertedTable(table, preset.convert_row)
+        return ConversationTrees(table) if preset is not None and preset.trees else table
 
     def _select(self, table: Table) -> SplitRows:
         return SplitRows(table, self._scan(table)[0])
@@ -278,19 +278,19 @@ class Dataset(SingleTurn):
 
         Raises DataError for a shared prompt, unless `overlap: drop` removes its training rows.
         """
-        test_rows, test_prompts, _ = self._scan(test)
-        train_rows, train_prompts, _ = self._scan(train)
-        is_shared = np.isin(train_prompts, test_prompts)
+        test_rows, test_prompt_hashes, _ = self._scan(test)
+        train_rows, train_prompt_hashes, _ = self._scan(train)
+        is_shared = np.isin(train_prompt_hashes, test_prompt_hashes)
         if is_shared.any() and self.config.overlap == "refuse":
             train_row = int(train_rows[is_shared][0])
-            test_row = int(test_rows[test_prompts == train_prompts[is_shared][0]][0])
+            test_row = int(test_rows[test_prompt_hashes == train_prompt_hashes[is_shared][0]][0])
             raise DataError(
                 f"{test.where(test_row)}: the prompt is also in the training split "
                 f"({train.where(train_row)}); {int(is_shared.sum())} training rows have a prompt "
                 "of the test split: remove them, or set overlap: drop"
             )
         return {
-            "train": self._drop_overlap(train, train_rows, train_prompts, test_prompts),
+            "train": self._drop_overlap(train, train_rows, train_prompt_hashes, test_prompt_hashes),
             "test": SplitRows(test, test_rows),
         }
 
@@ -298,15 +298,15 @@ class Dataset(SingleTurn):
         self,
         train: Table,
         rows: NDArray[np.int64],
-        prompts: NDArray[np.uint64],
-        test_prompts: NDArray[np.uint64],
+        prompt_hashes: NDArray[np.uint64],
+        test_prompt_hashes: NDArray[np.uint64],
     ) -> SplitRows:
         """Return the training rows whose prompt is not in the test split.
 
         There can be such prompts even without a test file: of two rows with equal prompts and
         different ids, one may be held out.
         """
-        is_shared = np.isin(prompts, test_prompts)
+        is_shared = np.isin(prompt_hashes, test_prompt_hashes)
         if is_shared.any():
             log.warning(
                 "%d training rows have a prompt of the test split and are left out",
@@ -325,31 +325,31 @@ class Dataset(SingleTurn):
         test_limit = round(self.config.test_share * 2**64)
         is_distinct = self.config.is_distinct
         # Arrays take less memory than lists for many millions of rows.
-        numbers, prompts, is_test = array("q"), array("Q"), array("B")
-        seen: set[int] = set()
+        row_numbers, prompt_hashes, is_test = array("q"), array("Q"), array("B")
+        seen_prompts: set[int] = set()
         for index in range(len(table)):
             row, where = table.row(index), table.where(index)
             if not self.reader.passes_filters(row, where):
                 continue
             contents = self.reader.read(row, where)
-            self.reader.placer.check(contents.prompt, where)
+            self.reader.placer.check_media(contents.prompt, where)
             # Plain text has no prompt, so it is identified by itself.
             prompt = _hash(
                 [
-                    [message.role, self.reader.placer.key(message)]
+                    [message.role, self.reader.placer.make_key(message)]
                     for message in contents.prompt or contents.solution
                 ]
             )
-            if is_distinct and prompt in seen:
+            if is_distinct and prompt in seen_prompts:
                 continue
             if is_distinct:
-                seen.add(prompt)
-            numbers.append(index)
-            prompts.append(prompt)
+                seen_prompts.add(prompt)
+            row_numbers.append(index)
+            prompt_hashes.append(prompt)
             is_test.append((_hash(contents.id) if contents.id else prompt) < test_limit)
         return (
-            np.asarray(numbers, np.int64),
-            np.asarray(prompts, np.uint64),
+            np.asarray(row_numbers, np.int64),
+            np.asarray(prompt_hashes, np.uint64),
             np.asarray(is_test).astype(np.bool_),
         )
 
@@ -361,7 +361,7 @@ class Dataset(SingleTurn):
                 f"name its files in `{split}`, or the split on the Hub in "
                 f"`{split}_split`{alternative}"
             )
-        if split == "test" and not self.config.test and self.config.test_name == "":
+        if split == "test" and not self.config.test and self.config.test_split_name == "":
             share = self.config.test_share
             return (
                 f"test_share={share:g} of so few rows holds none out. Raise test_share, name "
@@ -377,7 +377,7 @@ class DatasetWithTools(Dataset):
         return self._read_contents(task).tools
 
 
-def _plain(values: Mapping[str, Any]) -> Mapping[str, Any]:
+def _keep_json_values(values: Mapping[str, Any]) -> Mapping[str, Any]:
     """Return the values of JSON types, without Arrow's dates, bytes and the like.
 
     Tasks are sent to other processes and written into records.

@@ -13,9 +13,9 @@ from typing import Any
 
 from ratchet.config.media_limits import MediaLimits
 from ratchet.data.chat.messages import read_messages, read_tools
-from ratchet.data.formats.media_columns import COLUMNS, MediaPlacer, list_media, read_column
+from ratchet.data.formats.media_columns import MEDIA_COLUMNS, MediaPlacer, list_media, read_column
 from ratchet.data.jsonl import DataRow, describe_type
-from ratchet.data.row_filters import KeepConfig, fill, find_value, read_number
+from ratchet.data.row_filters import KeepConfig, fill_template, find_value, read_number
 from ratchet.environments.datasets.config import (
     PREFERENCE_COLUMNS,
     DatasetConfig,
@@ -23,7 +23,7 @@ from ratchet.environments.datasets.config import (
 )
 from ratchet.environments.datasets.preference_rows import Judgement, Messages, PreferenceReader
 from ratchet.environments.datasets.usual_columns import (
-    INPUT,
+    INPUT_COLUMN,
     explain_ambiguous,
     explain_no_prompt,
     join_input,
@@ -43,7 +43,7 @@ class RowContents:
         where: The file and the row, for errors.
         values: The whole row, for rewards that read further columns.
         judgement: A comparison of answers, one reward, or a label for each step.
-        unclear: Columns that may each be the answer, if there are several.
+        answer_candidates: Columns that may each be the answer, if there are several.
         columns: Names of the columns that are not null, as in the file.
     """
 
@@ -56,7 +56,7 @@ class RowContents:
     judgement: Judgement | None = None
     tools: tuple[Mapping[str, Any], ...] = ()
     difficulty: float | None = None
-    unclear: tuple[str, ...] = ()
+    answer_candidates: tuple[str, ...] = ()
     columns: tuple[str, ...] = field(default=())
 
 
@@ -64,23 +64,23 @@ class DatasetRowReader:
     """A reader of rows, set up by a configuration and the preset that it names."""
 
     def __init__(self, config: DatasetConfig) -> None:
-        published = config.published
+        preset = config.dataset_preset
         self.config = config
-        self.names = config.names
-        self.declared = frozenset(config.columns) | (
-            frozenset(published.columns) if published else frozenset()
+        self.column_names = config.column_names
+        self.declared_columns = frozenset(config.columns) | (
+            frozenset(preset.columns) if preset else frozenset()
         )
-        self.taken = frozenset(config.columns.values())
+        self.used_columns = frozenset(config.columns.values())
         # A preset says what all of its columns mean.
-        self.finds_others = published is None
+        self.finds_other_names = preset is None
         self.template = (
-            config.prompt if config.prompt is not None else published.prompt if published else ""
+            config.prompt if config.prompt is not None else preset.prompt if preset else ""
         )
         self.answer_marker = (
             config.answer_after
             if config.answer_after is not None
-            else published.answer_after
-            if published
+            else preset.answer_after
+            if preset
             else ""
         )
         media = config.media
@@ -94,7 +94,7 @@ class DatasetRowReader:
         self.filters = (
             *(
                 KeepConfig.model_validate(dict(row_filter))
-                for row_filter in (published.keep if published else ())
+                for row_filter in (preset.keep if preset else ())
             ),
             *config.keep,
         )
@@ -109,7 +109,7 @@ class DatasetRowReader:
         """
         parser = _RowParser(self, row, where)
         contents = parser.parse()
-        prompt = self.placer.place(contents.prompt, parser.media(), where)
+        prompt = self.placer.place(contents.prompt, parser.parse_media(), where)
         if self.config.needs_media and not list_media(prompt):
             columns = ", ".join(contents.columns)
             raise DataError(
@@ -141,37 +141,41 @@ class _RowParser:
             "id": "" if row_id is None else str(row_id),
             "difficulty": None
             if difficulty is None
-            else read_number(difficulty, self.reader.names["difficulty"], self.where),
+            else read_number(difficulty, self.reader.column_names["difficulty"], self.where),
             "columns": self.columns,
         }
         if self.has_any(PREFERENCE_COLUMNS) or self.has_any(ANSWER_COLUMNS) or self.is_labelled():
-            prompt, judgement = self.judged_answers()
-            return RowContents(prompt=prompt, judgement=judgement, answer=self.answer(), **common)
+            prompt, judgement = self.parse_judged_answers()
+            return RowContents(
+                prompt=prompt, judgement=judgement, answer=self.parse_answer(), **common
+            )
         if self.get("messages") is not None:
-            return self.conversation(common)
+            return self.parse_conversation(common)
         if self.is_plain_text():
             return RowContents(
-                prompt=(), solution=(Message("assistant", self.plain_text()),), **common
+                prompt=(), solution=(Message("assistant", self.parse_plain_text()),), **common
             )
-        prompt = self.prompt()
-        solution = self.text("solution")
+        prompt = self.parse_prompt()
+        solution = self.get_text("solution")
         if solution is not None:
             messages = (Message("assistant", solution),)
-            return RowContents(prompt=prompt, answer=self.answer(), solution=messages, **common)
-        answer = self.answer()
+            return RowContents(
+                prompt=prompt, answer=self.parse_answer(), solution=messages, **common
+            )
+        answer = self.parse_answer()
         if answer is not None:
             return RowContents(prompt=prompt, answer=answer, **common)
-        return RowContents(prompt=prompt, **self.response(), **common)
+        return RowContents(prompt=prompt, **self.parse_response(), **common)
 
     # --- Kinds of rows.
 
-    def conversation(self, common: Mapping[str, Any]) -> RowContents:
+    def parse_conversation(self, common: Mapping[str, Any]) -> RowContents:
         """Return a conversation's contents.
 
-        If the assistant has the last message, that is the solution, and its text the answer unless
-        the row has another. All other messages are the prompt.
+        If the assistant wrote the last message, this message is the solution, and its text is the
+        answer unless the row has a column for it. All other messages are the prompt.
         """
-        column = f"column '{self.reader.names['messages']}'"
+        column = f"column '{self.reader.column_names['messages']}'"
         messages = read_messages(self.get("messages"), f"{self.where}: {column}")
         has_solution = messages[-1].role == "assistant"
         if messages[-1].role == "system":
@@ -184,55 +188,58 @@ class _RowParser:
                 f"{self.where}: {column} has only an answer: add the message that it answers"
             )
         tools = read_tools(
-            self.get("tools"), f"{self.where}: column '{self.reader.names.get('tools', 'tools')}'"
+            self.get("tools"),
+            f"{self.where}: column '{self.reader.column_names.get('tools', 'tools')}'",
         )
-        if tools and "tools" not in self.reader.declared:
+        if tools and "tools" not in self.reader.declared_columns:
             raise DataError(
                 f"{self.where}: column 'tools' would not be read: declare it, columns: {{tools: "
                 f"tools}}, or rename it"
             )
-        answer = self.answer()
+        answer = self.parse_answer()
         if answer is None and has_solution:
             answer = messages[-1].text.strip() or None
         return RowContents(
-            prompt=self.with_system(prompt),
+            prompt=self.add_system_message(prompt),
             solution=messages[-1:] if has_solution else (),
             answer=answer,
             tools=tools,
             **common,
         )
 
-    def judged_answers(self) -> tuple[Messages, Judgement]:
+    def parse_judged_answers(self) -> tuple[Messages, Judgement]:
         """Return the prompt, built by the template if there is one, and the judged answers."""
         names = {
-            usual: self.reader.names.get(usual, f"no {usual}")
+            usual: self.reader.column_names.get(usual, f"no {usual}")
             for usual in PreferencesConfig.usual_columns
         }
         values = dict(self.row.values)
         for usual, name in names.items():
             # A row of only answers needs a prompt, which `PreferenceReader` then finds under
             # another usual name.
-            if name in self.row.values or usual in self.reader.declared:
+            if name in self.row.values or usual in self.reader.declared_columns:
                 values[name] = self.get(usual)
         if self.has_any(PREFERENCE_COLUMNS):
-            names["chosen"], names["rejected"] = self.ordered_responses()
+            names["chosen"], names["rejected"] = self.order_responses()
             values |= {
                 names[key]: self.row.values.get(names[key]) for key in ("chosen", "rejected")
             }
         if self.reader.template:
-            values[names["prompt"]] = fill(self.reader.template, self.row.values, self.where)
-        parsed = PreferenceReader(names, "\n", media=True).read(
+            values[names["prompt"]] = fill_template(
+                self.reader.template, self.row.values, self.where
+            )
+        parsed = PreferenceReader(names, "\n", has_media=True).read(
             DataRow(self.row.line, values), self.where
         )
-        return self.with_system(parsed.prompt), parsed.judgement
+        return self.add_system_message(parsed.prompt), parsed.judgement
 
-    def ordered_responses(self) -> tuple[str, str]:
+    def order_responses(self) -> tuple[str, str]:
         """Return the columns of the better and of the worse response.
 
         A preference below 0 means that the first is better.
         """
-        first, second, preference = (self.reader.names[name] for name in PREFERENCE_COLUMNS)
-        preference_value = read_number(self.need("preference"), preference, self.where)
+        first, second, preference = (self.reader.column_names[name] for name in PREFERENCE_COLUMNS)
+        preference_value = read_number(self.require("preference"), preference, self.where)
         if preference_value == 0:
             raise DataError(
                 f"{self.where}: column '{preference}' is 0, so neither is better: leave such rows "
@@ -243,32 +250,37 @@ class _RowParser:
     def is_labelled(self) -> bool:
         """True if the row has one answer with a label. Without the label it is a plain answer."""
         return self.get("completion") is not None and (
-            "completion" in self.reader.declared
+            "completion" in self.reader.declared_columns
             or "label" in self.row.values
             or self.get("label") is not None
         )
 
     def is_plain_text(self) -> bool:
         """True if the row is text without a prompt, as for language modelling."""
-        if self.get("text") is None or self.reader.template or "prompt" in self.reader.declared:
+        if (
+            self.get("text") is None
+            or self.reader.template
+            or "prompt" in self.reader.declared_columns
+        ):
             return False
-        return "text" in self.reader.declared or self.find("prompt") is None
+        return "text" in self.reader.declared_columns or self.find_column("prompt") is None
 
-    def plain_text(self) -> str:
-        text = self.text("text")
+    def parse_plain_text(self) -> str:
+        text = self.get_text("text")
         if not text:
-            name = self.reader.names["text"]
+            name = self.reader.column_names["text"]
             raise DataError(f"{self.where}: column '{name}' is empty: drop the row with `keep`")
         return text
 
-    def response(self) -> dict[str, Any]:
-        """Return the fields of the answer where it stands under another usual name.
+    def parse_response(self) -> dict[str, Any]:
+        """Return the fields of an answer that is in a column with another usual name.
 
-        What trains keeps its white space; what a reward compares with does not.
+        The solution keeps its white space, because it is trained on. The answer is stripped,
+        because a reward compares with it.
         """
-        candidates = self.candidates("answer")
+        candidates = self.find_candidates("answer")
         if len(candidates) != 1:
-            return {"unclear": candidates}
+            return {"answer_candidates": candidates}
         (name,) = candidates
         value = self.row.values[name]
         column = f"{self.where}: column '{name}'"
@@ -287,40 +299,44 @@ class _RowParser:
         check_surrogates(str(value), column)
         return {
             "solution": (Message("assistant", str(value)),),
-            "answer": self.after_marker(str(value), f"column '{name}'"),
+            "answer": self.cut_at_marker(str(value), f"column '{name}'"),
         }
 
     # --- Columns of a row.
 
-    def prompt(self) -> Messages:
+    def parse_prompt(self) -> Messages:
         if self.reader.template:
-            return self.with_system(
-                (Message("user", fill(self.reader.template, self.row.values, self.where)),)
+            return self.add_system_message(
+                (Message("user", fill_template(self.reader.template, self.row.values, self.where)),)
             )
-        name = self.find("prompt")
-        if name is None and "prompt" not in self.reader.declared and self.reader.finds_others:
+        name = self.find_column("prompt")
+        if (
+            name is None
+            and "prompt" not in self.reader.declared_columns
+            and self.reader.finds_other_names
+        ):
             raise DataError(f"{self.where}: {explain_no_prompt(self.columns)}")
-        value = self.need("prompt")
+        value = self.require("prompt")
         if isinstance(value, list):
-            return self.with_system(read_messages(value, f"{self.where}: column '{name}'"))
-        text = self.text("prompt")
+            return self.add_system_message(read_messages(value, f"{self.where}: column '{name}'"))
+        text = self.get_text("prompt")
         if not text:
             raise DataError(f"{self.where}: column '{name}' is empty: write a prompt")
-        if name != self.reader.names["prompt"] and name != INPUT:
-            text = join_input(text, self.row.values, self.reader.taken)
-        return self.with_system((Message("user", text),))
+        if name != self.reader.column_names["prompt"] and name != INPUT_COLUMN:
+            text = join_input(text, self.row.values, self.reader.used_columns)
+        return self.add_system_message((Message("user", text),))
 
-    def with_system(self, prompt: Messages) -> Messages:
-        system = self.text("system") or self.reader.config.system
+    def add_system_message(self, prompt: Messages) -> Messages:
+        system = self.get_text("system") or self.reader.config.system
         if not system or prompt[0].role == "system":
             return prompt
         return (Message("system", system), *prompt)
 
-    def answer(self) -> str | None:
+    def parse_answer(self) -> str | None:
         value = self.get("answer")
         if value is None:
-            if "answer" in self.reader.declared:
-                self.need("answer")
+            if "answer" in self.reader.declared_columns:
+                self.require("answer")
             return None
         if (
             isinstance(value, list)
@@ -330,13 +346,14 @@ class _RowParser:
             value = json.dumps(value)  # four numbers are a bounding box
         if isinstance(value, bool) or not isinstance(value, str | int | float):
             raise DataError(
-                f"{self.where}: column '{self.reader.names['answer']}' is {describe_type(value)}, "
-                "must be text or a number: name a nested value with dots in `columns`"
+                f"{self.where}: column '{self.reader.column_names['answer']}' is "
+                f"{describe_type(value)}, must be text or a number: name a nested value with dots "
+                "in `columns`"
             )
-        return self.after_marker(str(value), f"column '{self.reader.names['answer']}'")
+        return self.cut_at_marker(str(value), f"column '{self.reader.column_names['answer']}'")
 
-    def after_marker(self, text: str, column: str) -> str:
-        """Return what follows `answer_after` in an answer, or all of it without a marker."""
+    def cut_at_marker(self, text: str, column: str) -> str:
+        """Return the text after the marker `answer_after`, or the whole text without a marker."""
         marker = self.reader.answer_marker
         has_marker = not marker or marker in text
         answer = text.rpartition(marker)[2] if marker else text
@@ -347,65 +364,65 @@ class _RowParser:
             )
         return answer.strip()
 
-    def media(self) -> Mapping[MediaKind, list[Part]]:
+    def parse_media(self) -> Mapping[MediaKind, list[Part]]:
         """Return the media by kind, for each media column that has a value or is declared."""
         parts_by_kind: dict[MediaKind, list[Part]] = {}
-        for usual, kind in COLUMNS.items():
+        for usual, kind in MEDIA_COLUMNS.items():
             value = self.get(usual)
-            if value is not None or usual in self.reader.declared:
+            if value is not None or usual in self.reader.declared_columns:
                 parts_by_kind[kind] = read_column(
-                    kind, value, f"{self.where}: column '{self.reader.names[usual]}'"
+                    kind, value, f"{self.where}: column '{self.reader.column_names[usual]}'"
                 )
         return parts_by_kind
 
-    def text(self, usual: str) -> str | None:
+    def get_text(self, usual: str) -> str | None:
         value = self.get(usual)
         if value is not None and not isinstance(value, str):
             raise DataError(
-                f"{self.where}: column '{self.find(usual)}' is {describe_type(value)}, must be a "
-                "string"
+                f"{self.where}: column '{self.find_column(usual)}' is {describe_type(value)}, must "
+                "be a string"
             )
         if value is not None:
-            check_surrogates(value, f"{self.where}: column '{self.find(usual)}'")
+            check_surrogates(value, f"{self.where}: column '{self.find_column(usual)}'")
         return value
 
     def has_any(self, usual: tuple[str, ...]) -> bool:
         return any(self.get(name) is not None for name in usual)
 
     def get(self, usual: str) -> Any:
-        """Return the value of a column by its usual name, or None if the row has none.
+        """Return the value of a column by its usual name; None if the row lacks the column.
 
         Raises DataError for a declared column that the row does not have.
         """
-        name = self.find(usual)
+        name = self.find_column(usual)
         return None if name is None else find_value(self.row.values, name, self.where)
 
-    def find(self, usual: str) -> str | None:
-        """Return the name in the row of a column by its usual name, or None if the row has none.
+    def find_column(self, usual: str) -> str | None:
+        """Return the row's name of a column by its usual name; None if the row lacks the column.
 
         The prompt and the messages are also found by other usual names.
 
-        Raises DataError for several that may be meant.
+        Raises DataError if several columns may be meant.
         """
-        if usual not in self.reader.names:
+        if usual not in self.reader.column_names:
             return None
-        name = self.reader.names[usual]
-        if name in self.row.values or usual in self.reader.declared:
+        name = self.reader.column_names[usual]
+        if name in self.row.values or usual in self.reader.declared_columns:
             return name
-        candidates = self.candidates(usual) if usual in ("prompt", "messages") else ()
+        candidates = self.find_candidates(usual) if usual in ("prompt", "messages") else ()
         if len(candidates) > 1:
             raise DataError(f"{self.where}: {explain_ambiguous(usual, candidates)}")
         return next(iter(candidates), None)
 
-    def candidates(self, usual: str) -> tuple[str, ...]:
-        if not self.reader.finds_others or usual in self.reader.declared:
+    def find_candidates(self, usual: str) -> tuple[str, ...]:
+        if not self.reader.finds_other_names or usual in self.reader.declared_columns:
             return ()
-        return list_candidates(usual, self.row.values, self.reader.taken)
+        return list_candidates(usual, self.row.values, self.reader.used_columns)
 
-    def need(self, usual: str) -> Any:
+    def require(self, usual: str) -> Any:
         value = self.get(usual)
         if value is None:
-            name = self.find(usual) or self.reader.names.get(usual, usual)
+            name = self.find_column(usual) or self.reader.column_names.get(usual, usual)
             problem = (
                 f"column '{name}' is null" if name in self.row.values else f"no column '{name}'"
             )

@@ -15,7 +15,7 @@ from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import read_number
 from ratchet.types import Message, Split, Task
@@ -41,13 +41,15 @@ class GSM8KConfig(EnvironmentConfig):
         description='Column of `train` with the split of each row: "train" or "test".',
     )
     suffix: str = Field(
-        '\nEnd with "#### " and the answer as a number.', description="Appended to each question."
+        '\nEnd with "#### " and the answer as a number.',
+        description="Text appended to each question.",
     )
     shots: int = Field(
         0,
         ge=0,
         le=64,
-        description="Few-shot examples before each question: the first training rows.",
+        description="Number of few-shot examples before each question. The first training rows "
+        "are the examples.",
     )
 
     @model_validator(mode="after")
@@ -106,8 +108,8 @@ class GSM8K(Rows):
             for message in (self._question(shot), Message("assistant", shot.solution))
         )
         return {
-            "train": [self._task("train", example, context) for example in train[k:]],
-            "test": [self._task("test", example, context) for example in test],
+            "train": [self._make_task("train", example, context) for example in train[k:]],
+            "test": [self._make_task("test", example, context) for example in test],
         }
 
     def _splits(self) -> tuple[list[Example], list[Example]]:
@@ -129,7 +131,7 @@ class GSM8K(Rows):
             return False
         column = self.config.split_column
         if column is None:
-            return held_out(row.values["question"])
+            return is_held_out(row.values["question"])
         if row.values[column] not in ("train", "test"):
             where = f"{self.config.train}, {row.where}"
             raise DataError(
@@ -150,7 +152,7 @@ class GSM8K(Rows):
     def _question(self, example: Example) -> Message:
         return Message("user", example.question + self.config.suffix)
 
-    def _task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
+    def _make_task(self, split: Split, example: Example, context: tuple[Message, ...]) -> Task:
         return Task(
             id=f"{self.name}/{split}/{example.line}",
             messages=(*context, self._question(example)),

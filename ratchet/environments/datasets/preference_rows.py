@@ -14,7 +14,7 @@ from typing import Any, NoReturn, get_args
 from ratchet.data.formats.media_columns import read_content as read_parts
 from ratchet.data.jsonl import TYPE_NAMES, DataRow
 from ratchet.environments.datasets.usual_columns import (
-    INPUT,
+    INPUT_COLUMN,
     explain_ambiguous,
     join_input,
     list_candidates,
@@ -29,8 +29,8 @@ LabelledSteps = tuple[tuple[str, float], ...]
 Judgement = Comparison | LabelledAnswer | LabelledSteps
 
 # Conversations in one string, as in HH-RLHF (arXiv:2204.05862): "\n\nHuman: ...\n\nAssistant: ...".
-SPEAKERS: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
-SPEAKER = re.compile(r"\n\n(Human|Assistant):")
+ROLE_BY_SPEAKER: Mapping[str, Role] = {"Human": "user", "Assistant": "assistant"}
+SPEAKER_PATTERN = re.compile(r"\n\n(Human|Assistant):")
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,14 +54,14 @@ class PreferenceReader:
     """A parser of rows of preference data.
 
     Attributes:
-        names: The file's column names, by usual name.
+        column_names: The file's column names, by usual name.
         separator: The text appended to each step.
-        media: True if messages may have media parts, whose files the caller fills in.
+        has_media: True if messages may have media parts, whose files the caller fills in.
     """
 
-    names: Mapping[str, str]
+    column_names: Mapping[str, str]
     separator: str
-    media: bool = False
+    has_media: bool = False
 
     def read(self, row: DataRow, where: str) -> PreferenceRow:
         """Parse a row. Raises DataError unless it fits exactly one format with usable values."""
@@ -74,30 +74,30 @@ class _PreferenceParser:
     def __init__(self, reader: PreferenceReader, where: str, row: DataRow) -> None:
         self.reader, self.where, self.line = reader, where, row.line
         self.columns = tuple(name for name, value in row.values.items() if value is not None)
-        values = {usual: row.values.get(name) for usual, name in reader.names.items()}
+        values = {usual: row.values.get(name) for usual, name in reader.column_names.items()}
         self.values = {usual: value for usual, value in values.items() if value is not None}
-        if reader.names.get("prompt") == "prompt" and "prompt" not in row.values:
+        if reader.column_names.get("prompt") == "prompt" and "prompt" not in row.values:
             self._find_prompt(row.values)
 
     def _find_prompt(self, columns: Mapping[str, Any]) -> None:
-        """Read the prompt of answers alone from another usual column.
+        """Read the prompt from a column with another usual name, if the answers do not contain it.
 
-        Whole conversations hold their prompt.
+        Whole conversations contain their prompt.
         """
         answer = self.values.get("chosen", self.values.get("completion"))
         if isinstance(answer, list):
             first = answer[0] if answer else None
             needs_prompt = isinstance(first, dict) and first.get("role") == "assistant"
         else:
-            needs_prompt = not (isinstance(answer, str) and SPEAKER.match(answer))
+            needs_prompt = not (isinstance(answer, str) and SPEAKER_PATTERN.match(answer))
         if not needs_prompt:
             return
-        candidates = list_candidates("prompt", columns, self.reader.names.values())
+        candidates = list_candidates("prompt", columns, self.reader.column_names.values())
         if len(candidates) > 1:
             self.refuse(explain_ambiguous("prompt", candidates))
         for name in candidates:
             value = columns[name]
-            if isinstance(value, str) and name != INPUT:
+            if isinstance(value, str) and name != INPUT_COLUMN:
                 value = join_input(value, columns)
             if value is not None:
                 self.values["prompt"] = value
@@ -110,7 +110,7 @@ class _PreferenceParser:
         ]
         if not formats:
             chosen, rejected, *others = (
-                self.name(n) for n in ("chosen", "rejected", "completion", "completions")
+                self.quote(n) for n in ("chosen", "rejected", "completion", "completions")
             )
             expected = f"{chosen} and {rejected}, or {' or '.join(others)}"
             self.refuse(
@@ -119,7 +119,7 @@ class _PreferenceParser:
             )
         if len(formats) > 1:
             present = " and ".join(
-                self.name(next(n for n in names if n in self.values)) for names in formats
+                self.quote(next(n for n in names if n in self.values)) for names in formats
             )
             self.refuse(f"columns {present} belong to two formats: remove one of them")
         parsers = {
@@ -134,86 +134,95 @@ class _PreferenceParser:
 
     def parse_pair(self) -> tuple[Messages, Comparison]:
         chosen, rejected = (
-            self.read_content(column, self.need(column)) for column in ("chosen", "rejected")
+            self.read_content(column, self.require(column)) for column in ("chosen", "rejected")
         )
-        both = f"{self.name('chosen')} and {self.name('rejected')}"
+        both_names = f"{self.quote('chosen')} and {self.quote('rejected')}"
         if chosen == rejected:
-            self.refuse(f"{both} are the same: remove the row")
-        prompt = self.prompt() if "prompt" in self.values else ()
+            self.refuse(f"{both_names} are the same: remove the row")
+        prompt = self.read_prompt() if "prompt" in self.values else ()
         is_conversation = self.is_conversation(chosen, prompt)
         if is_conversation != self.is_conversation(rejected, prompt):
             self.refuse(
-                f"one of {both} is a whole conversation, the other only an answer: write both in "
-                "the same way"
+                f"one of {both_names} is a whole conversation, the other only an answer: write "
+                "both in the same way"
             )
         if not is_conversation:
             if not prompt:
                 self.refuse(
-                    f"no column {self.name('prompt')}, and {both} are only answers; "
+                    f"no column {self.quote('prompt')}, and {both_names} are only answers; "
                     f"{self.list_columns()}: add the prompt"
                 )
-            return prompt, self.compare(
-                self.answer("chosen", chosen), self.answer("rejected", rejected)
+            return prompt, self.make_comparison(
+                self.to_answer("chosen", chosen), self.to_answer("rejected", rejected)
             )
         assert isinstance(chosen, tuple)
         assert isinstance(rejected, tuple)
-        return self.split_conversations(prompt, chosen, rejected, both)
+        return self.split_conversations(prompt, chosen, rejected, both_names)
 
     def split_conversations(
-        self, declared_prompt: Messages, chosen: Messages, rejected: Messages, both: str
+        self, declared_prompt: Messages, chosen: Messages, rejected: Messages, both_names: str
     ) -> tuple[Messages, Comparison]:
         """Split two whole conversations after their common beginning, which is the prompt.
 
         Args:
             declared_prompt: The row's prompt, which must be part of both; () if it has none.
-            both: The names of the two columns, for errors.
+            both_names: The names of the two columns, for errors.
         """
-        common = 0
-        while common < min(len(chosen), len(rejected)) and chosen[common] == rejected[common]:
-            common += 1
-        prompt = chosen[:common]
+        n_common = 0
+        while n_common < min(len(chosen), len(rejected)) and chosen[n_common] == rejected[n_common]:
+            n_common += 1
+        prompt = chosen[:n_common]
         if not prompt:
-            self.refuse(f"{both} begin with different messages: they must answer the same prompt")
-        if common == min(len(chosen), len(rejected)):
             self.refuse(
-                f"one of {both} is the beginning of the other: give each another last answer"
+                f"{both_names} begin with different messages: they must answer the same prompt"
             )
-        size = len(declared_prompt)
-        if size and not any(prompt[i : i + size] == declared_prompt for i in range(common)):
+        if n_common == min(len(chosen), len(rejected)):
             self.refuse(
-                f"{both} do not contain {self.name('prompt')}: set it to their common beginning, "
-                "or drop it"
+                f"one of {both_names} is the beginning of the other: give each another last answer"
             )
-        return prompt, self.compare(
-            self.answer("chosen", chosen[common:]), self.answer("rejected", rejected[common:])
+        n_declared = len(declared_prompt)
+        if n_declared and not any(
+            prompt[i : i + n_declared] == declared_prompt for i in range(n_common)
+        ):
+            self.refuse(
+                f"{both_names} do not contain {self.quote('prompt')}: set it to their common "
+                "beginning, or drop it"
+            )
+        return prompt, self.make_comparison(
+            self.to_answer("chosen", chosen[n_common:]),
+            self.to_answer("rejected", rejected[n_common:]),
         )
 
-    def compare(self, chosen: Messages, rejected: Messages) -> Comparison:
+    def make_comparison(self, chosen: Messages, rejected: Messages) -> Comparison:
         """Return the comparison of two answers, with their scores if the row has them."""
         columns = ("score_chosen", "score_rejected")
         if not self.values.keys() & columns:
             return Comparison(chosen, rejected)
-        better, worse = (self.number(column, self.need(column)) for column in columns)
+        better, worse = (self.read_number(column, self.require(column)) for column in columns)
         return Comparison(chosen, rejected, rewards=(better, worse))
 
     def parse_labelled_answer(self) -> tuple[Messages, LabelledAnswer]:
-        prompt = self.prompt()
-        completion = self.read_content("completion", self.need("completion"))
+        prompt = self.read_prompt()
+        completion = self.read_content("completion", self.require("completion"))
         if self.is_conversation(completion, prompt):
             if completion[: len(prompt)] != prompt:
                 self.refuse(
-                    f"{self.name('completion')} doesn't begin with {self.name('prompt')}: give "
+                    f"{self.quote('completion')} doesn't begin with {self.quote('prompt')}: give "
                     "only the answer"
                 )
             completion = completion[len(prompt) :]
-        answer = self.answer("completion", completion)
-        return prompt, LabelledAnswer(answer, self.number("label", self.need("label")))
+        answer = self.to_answer("completion", completion)
+        return prompt, LabelledAnswer(answer, self.read_number("label", self.require("label")))
 
     def parse_steps(self) -> tuple[Messages, LabelledSteps]:
-        prompt, texts, labels = self.prompt(), self.items("completions"), self.items("labels")
+        prompt, texts, labels = (
+            self.read_prompt(),
+            self.read_items("completions"),
+            self.read_items("labels"),
+        )
         if len(texts) != len(labels):
             lengths = (
-                f"{self.name('completions')} has {len(texts)} steps, {self.name('labels')} "
+                f"{self.quote('completions')} has {len(texts)} steps, {self.quote('labels')} "
                 f"{len(labels)} labels"
             )
             self.refuse(f"{lengths}: give each step one label")
@@ -221,33 +230,33 @@ class _PreferenceParser:
         for index, (text, label) in enumerate(zip(texts, labels, strict=True)):
             if not isinstance(text, str) or not text:
                 self.refuse(
-                    f"item {index} of {self.name('completions')} is {_describe_value(text)}, must "
+                    f"item {index} of {self.quote('completions')} is {_describe_value(text)}, must "
                     "be the text of a step"
                 )
-            value = self.number("labels", label, index)
+            value = self.read_number("labels", label, index)
             if not 0 <= value <= 1:
                 self.refuse(
-                    f"item {index} of {self.name('labels')} is {label}, must be true, false or "
+                    f"item {index} of {self.quote('labels')} is {label}, must be true, false or "
                     "between 0 and 1"
                 )
-            steps.append((self.text(text, "completions") + self.reader.separator, value))
+            steps.append((self.check_text(text, "completions") + self.reader.separator, value))
         return prompt, tuple(steps)
 
     # --- parts of the formats
 
-    def prompt(self) -> Messages:
-        messages = self.read_content("prompt", self.need("prompt"))
+    def read_prompt(self) -> Messages:
+        messages = self.read_content("prompt", self.require("prompt"))
         if messages == "":
-            self.refuse(f"{self.name('prompt')} is empty: write a prompt")
+            self.refuse(f"{self.quote('prompt')} is empty: write a prompt")
         if isinstance(messages, str):
             return (Message("user", messages),)
         if messages[-1] == Message("assistant"):  # "...\n\nAssistant:" asks for the answer
             messages = messages[:-1]
         if not messages:
-            self.refuse(f"{self.name('prompt')} has no message: write a prompt")
+            self.refuse(f"{self.quote('prompt')} has no message: write a prompt")
         if messages[-1].role == "assistant":
             self.refuse(
-                f"{self.name('prompt')} ends with a message of the assistant: end it with a user "
+                f"{self.quote('prompt')} ends with a message of the assistant: end it with a user "
                 "message"
             )
         return messages
@@ -256,19 +265,19 @@ class _PreferenceParser:
         """True for a whole conversation, False for a continuation of the prompt."""
         return not isinstance(content, str) and (not prompt or content[0].role != "assistant")
 
-    def answer(self, column: str, content: str | Messages) -> Messages:
+    def to_answer(self, column: str, content: str | Messages) -> Messages:
         """Return the content of a column as the assistant's answer to the prompt."""
         if isinstance(content, str):
             is_transcript = str(self.values["prompt"]).endswith("\n\nAssistant:")
             return (Message("assistant", content.removeprefix(" ") if is_transcript else content),)
         if not content or content[-1].role != "assistant":
             self.refuse(
-                f"{self.name(column)} ends without an answer of the assistant: drop what follows "
+                f"{self.quote(column)} ends without an answer of the assistant: drop what follows "
                 "the last answer"
             )
         if content[0].role != "assistant":
             self.refuse(
-                f"{self.name(column)} continues the prompt with a message of '{content[0].role}': "
+                f"{self.quote(column)} continues the prompt with a message of '{content[0].role}': "
                 "an answer begins with one of 'assistant'"
             )
         return content
@@ -276,19 +285,19 @@ class _PreferenceParser:
     def read_content(self, column: str, value: Any) -> str | Messages:
         """Return the text, or the messages of an array or a transcript."""
         if isinstance(value, str):
-            text = self.text(value, column)
-            return _read_transcript(text) if SPEAKER.match(text) else text
+            text = self.check_text(value, column)
+            return _read_transcript(text) if SPEAKER_PATTERN.match(text) else text
         if not isinstance(value, list):
             self.refuse(
-                f"{self.name(column)} is {_describe_value(value)}, must be a string or an array of "
-                "messages"
+                f"{self.quote(column)} is {_describe_value(value)}, must be a string or an array "
+                "of messages"
             )
         if not value:
-            self.refuse(f"{self.name(column)} is an empty array: give it messages")
-        return tuple(self.message(column, index, item) for index, item in enumerate(value))
+            self.refuse(f"{self.quote(column)} is an empty array: give it messages")
+        return tuple(self.read_message(column, index, item) for index, item in enumerate(value))
 
-    def message(self, column: str, index: int, item: Any) -> Message:
-        where = f"message {index} of {self.name(column)}"
+    def read_message(self, column: str, index: int, item: Any) -> Message:
+        where = f"message {index} of {self.quote(column)}"
         if not isinstance(item, dict):
             self.refuse(
                 f'{where} is {_describe_value(item)}, must be an object such as {{"role": "user", '
@@ -296,7 +305,7 @@ class _PreferenceParser:
                 f'"..."}}'
             )
         parts = item.get("content")
-        if self.reader.media and isinstance(parts, list):
+        if self.reader.has_media and isinstance(parts, list):
             content = read_parts(parts, f"{self.where}: {where}")
             text = "".join(part.value for part in content if part.type == "text")
             item = {**item, "content": text}
@@ -322,20 +331,20 @@ class _PreferenceParser:
             self.refuse(
                 f"{where} has the role '{item['role']}', must be one of {', '.join(get_args(Role))}"
             )
-        text = self.text(item["content"], column)
+        text = self.check_text(item["content"], column)
         return Message(
             item["role"], content if any(part.type != "text" for part in content) else text
         )
 
-    def items(self, column: str) -> list[Any]:
-        value = self.need(column)
+    def read_items(self, column: str) -> list[Any]:
+        value = self.require(column)
         if not isinstance(value, list) or not value:
             content = "an empty array" if value == [] else _describe_value(value)
-            self.refuse(f"{self.name(column)} is {content}, must be an array with one item a step")
+            self.refuse(f"{self.quote(column)} is {content}, must be an array with one item a step")
         return value
 
-    def number(self, column: str, value: Any, index: int | None = None) -> float:
-        where = self.name(column) if index is None else f"item {index} of {self.name(column)}"
+    def read_number(self, column: str, value: Any, index: int | None = None) -> float:
+        where = self.quote(column) if index is None else f"item {index} of {self.quote(column)}"
         is_label = column in ("label", "labels")
         if not isinstance(value, int | float) or (isinstance(value, bool) and not is_label):
             self.refuse(
@@ -350,24 +359,24 @@ class _PreferenceParser:
             self.refuse(f"{where} is too large: write a number below 1e308")
         return number
 
-    def text(self, text: str, column: str) -> str:
+    def check_text(self, text: str, column: str) -> str:
         if any("\ud800" <= c <= "\udfff" for c in text):
             self.refuse(
-                f"{self.name(column)} holds half of a surrogate pair (\\ud800 to \\udfff), which "
+                f"{self.quote(column)} holds half of a surrogate pair (\\ud800 to \\udfff), which "
                 "is not text: remove it"
             )
         return text
 
-    def need(self, column: str) -> Any:
+    def require(self, column: str) -> Any:
         if column not in self.values:
             self.refuse(
-                f"no column {self.name(column)}; {self.list_columns()}: add it, or name yours in "
+                f"no column {self.quote(column)}; {self.list_columns()}: add it, or name yours in "
                 "`columns`"
             )
         return self.values[column]
 
-    def name(self, column: str) -> str:
-        return f"'{self.reader.names[column]}'"
+    def quote(self, column: str) -> str:
+        return f"'{self.reader.column_names[column]}'"
 
     def list_columns(self) -> str:
         return f"the row has {', '.join(self.columns) or 'no columns'}"
@@ -378,9 +387,9 @@ class _PreferenceParser:
 
 def _read_transcript(text: str) -> Messages:
     """Return the messages of a conversation in one string."""
-    _, *parts = SPEAKER.split(text)
+    _, *parts = SPEAKER_PATTERN.split(text)
     return tuple(
-        Message(SPEAKERS[speaker], content.removeprefix(" "))
+        Message(ROLE_BY_SPEAKER[speaker], content.removeprefix(" "))
         for speaker, content in zip(parts[::2], parts[1::2], strict=True)
     )
 

@@ -21,7 +21,7 @@ from ratchet.environments.datasets.preference_rows import (
     PreferenceReader,
     PreferenceRow,
 )
-from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.types import Comparison, LabelledAnswer, Message, Split, Task
 
@@ -46,7 +46,7 @@ class Preferences(Rows):
         return self._tasks[split]
 
     def comparison(self, task: Task) -> Comparison:
-        row = _row_of_task(task)
+        row = _read_row(task)
         return (
             row.judgement
             if isinstance(row.judgement, Comparison)
@@ -54,7 +54,7 @@ class Preferences(Rows):
         )
 
     def labelled_answer(self, task: Task) -> LabelledAnswer:
-        row = _row_of_task(task)
+        row = _read_row(task)
         return (
             row.judgement
             if isinstance(row.judgement, LabelledAnswer)
@@ -62,7 +62,7 @@ class Preferences(Rows):
         )
 
     def steps(self, task: Task) -> LabelledSteps:
-        row = _row_of_task(task)
+        row = _read_row(task)
         return (
             row.judgement
             if isinstance(row.judgement, tuple)
@@ -74,7 +74,7 @@ class Preferences(Rows):
 
         Raises DataError for an answer that is labelled as bad.
         """
-        row = _row_of_task(task)
+        row = _read_row(task)
         match row.judgement:
             case Comparison(chosen=chosen):
                 return chosen
@@ -106,14 +106,14 @@ class Preferences(Rows):
         """
         rows = self._read(self.config.train)
         if self.config.test is None:
-            test = [row for row in rows if held_out(_key(row))]
-            train = [row for row in rows if not held_out(_key(row))]
+            test = [row for row in rows if is_held_out(_make_split_key(row))]
+            train = [row for row in rows if not is_held_out(_make_split_key(row))]
         else:
             train, test = rows, self._read(self.config.test)
             self._refuse_overlap(train, test)
         return {
-            "train": [self._task("train", row) for row in train],
-            "test": [self._task("test", row) for row in test],
+            "train": [self._make_task("train", row) for row in train],
+            "test": [self._make_task("test", row) for row in test],
         }
 
     def _read(self, path: DataFile) -> list[PreferenceRow]:
@@ -131,7 +131,7 @@ class Preferences(Rows):
                 f"{affected} with such prompts, or drop `test` to hold out a tenth of the prompts."
             )
 
-    def _task(self, split: Split, row: PreferenceRow) -> Task:
+    def _make_task(self, split: Split, row: PreferenceRow) -> Task:
         return Task(
             id=f"{self.name}/{split}/{row.line}",
             messages=row.prompt,
@@ -146,11 +146,11 @@ class Preferences(Rows):
         )
 
 
-def _row_of_task(task: Task) -> PreferenceRow:
+def _read_row(task: Task) -> PreferenceRow:
     meta = task.meta
     return PreferenceRow(meta["where"], meta["line"], task.messages, meta["about"], meta["has"])
 
 
-def _key(row: PreferenceRow) -> str:
+def _make_split_key(row: PreferenceRow) -> str:
     """Return the prompt as one text, so that rows with the same prompt get the same split."""
     return json.dumps([[message.role, message.content] for message in row.prompt])

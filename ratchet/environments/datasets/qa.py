@@ -10,7 +10,7 @@ from pydantic import Field
 
 from ratchet.data.files import DataFile
 from ratchet.data.tables import read_rows
-from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.environments.tool_use.environment import ToolEnvironment, ToolEnvironmentConfig
 from ratchet.errors import DataError
 from ratchet.types import Message, Split, Task
@@ -70,8 +70,8 @@ class Questions(Rows):
         train = _read_questions(config.train)
         if config.test is None:
             rows_by_split = {
-                "test": [row for row in train if held_out(row[1])],
-                "train": [row for row in train if not held_out(row[1])],
+                "test": [row for row in train if is_held_out(row[1])],
+                "train": [row for row in train if not is_held_out(row[1])],
             }
         else:
             rows_by_split = {"train": train, "test": _read_questions(config.test)}
@@ -83,7 +83,7 @@ class Questions(Rows):
                         f"line {train_lines[question]}: remove one of the two"
                     )
         self._rows = {
-            split: [_task(split, row) for row in rows] for split, rows in rows_by_split.items()
+            split: [_make_task(split, row) for row in rows] for split, rows in rows_by_split.items()
         }
 
     def rows(self, split: Split) -> Sequence[Task]:
@@ -99,7 +99,7 @@ def _read_questions(path: DataFile) -> list[tuple[int, str, str]]:
     return list(row_by_question.values())
 
 
-def _task(split: str, row: tuple[int, str, str]) -> Task:
+def _make_task(split: str, row: tuple[int, str, str]) -> Task:
     line, question, answer = row
     return Task(
         f"qa/{split}/{line}",

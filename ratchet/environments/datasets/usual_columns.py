@@ -5,47 +5,49 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-# Names under which files hold a column, in addition to its own. A file with two of them is
-# ambiguous.
+# Other names of a column in files, besides its usual name. A file with two of them is ambiguous.
 OTHER_NAMES: Mapping[str, tuple[str, ...]] = {
     "prompt": ("question", "instruction", "problem", "query", "input"),
     "answer": ("output", "response", "completion"),
     "messages": ("conversations",),
 }
-# In rows with an instruction it is the material that the instruction is about, and may be empty.
-INPUT = "input"
+# In rows with an instruction, this column has the text that the instruction is about. It may be
+# empty.
+INPUT_COLUMN = "input"
 
 
 def list_candidates(
-    usual: str, columns: Collection[str], taken: Collection[str] = ()
+    usual: str, columns: Collection[str], used_columns: Collection[str] = ()
 ) -> tuple[str, ...]:
-    """Return the columns that may hold what is usually called `usual`.
+    """Return the columns that may be the column with the usual name `usual`.
 
-    The usual name itself is the only candidate where it is there.
+    If a column has the usual name itself, it is the only candidate.
 
     Args:
         usual: prompt, answer or messages; any other name has no candidate but itself.
         columns: The columns of a row.
-        taken: Columns that the recipe gives another meaning.
+        used_columns: Columns that the recipe names for another purpose.
     """
     if usual in columns:
         return (usual,)
     names = tuple(
-        name for name in OTHER_NAMES.get(usual, ()) if name in columns and name not in taken
+        name for name in OTHER_NAMES.get(usual, ()) if name in columns and name not in used_columns
     )
-    return tuple(name for name in names if name != INPUT) or names
+    return tuple(name for name in names if name != INPUT_COLUMN) or names
 
 
-def join_input(instruction: str, values: Mapping[str, Any], taken: Collection[str] = ()) -> str:
+def join_input(
+    instruction: str, values: Mapping[str, Any], used_columns: Collection[str] = ()
+) -> str:
     """Return an instruction, followed by the column `input` if the row has one with text."""
-    material = values.get(INPUT)
-    if INPUT in taken or not isinstance(material, str) or not material.strip():
+    input_text = values.get(INPUT_COLUMN)
+    if INPUT_COLUMN in used_columns or not isinstance(input_text, str) or not input_text.strip():
         return instruction
-    return f"{instruction}\n\n{material}"
+    return f"{instruction}\n\n{input_text}"
 
 
 def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
-    """Return what is wrong with several candidates, and the line that mends it."""
+    """Return the error text for several candidates, with the recipe line that chooses one."""
     names = f"{', '.join(candidates[:-1])} and {candidates[-1]}"
     return (
         f"columns {names} may each be the {usual}: say which, columns: {{{usual}: {candidates[0]}}}"
@@ -53,7 +55,7 @@ def explain_ambiguous(usual: str, candidates: Sequence[str]) -> str:
 
 
 def explain_no_prompt(columns: Sequence[str]) -> str:
-    """Return what is missing in a row without a prompt, and the line that mends it."""
+    """Return the error text for a row without a prompt, with the recipe line that names one."""
     known = (*OTHER_NAMES["prompt"], "messages", *OTHER_NAMES["messages"], "text")
     answers = [name for name in columns if name in ("answer", "solution", *OTHER_NAMES["answer"])]
     others = [name for name in columns if name not in answers]

@@ -25,7 +25,7 @@ DEFAULT_REWARDS: Mapping[str, Mapping[str, Any]] = {
 class VLMConfig(DatasetConfig):
     """Questions about images, audio clips or videos (docs/multimodal.md).
 
-    It has the keys of `dataset`, and `answers`.
+    It has the keys of `dataset`, and the key `answers`.
     """
 
     needs_media = True

@@ -15,8 +15,8 @@ from ratchet.environments.games.game import (
     OFFSETS,
     BoardConfig,
     BoardGame,
-    neighbours,
-    shortest_path,
+    find_shortest_path,
+    iter_legal_moves,
 )
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -28,7 +28,7 @@ class FrozenLakeConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.frozen_lake:FrozenLake"
 
-    size: int = Field(4, ge=2, le=20, description="Cells on a side.")
+    size: int = Field(4, ge=2, le=20, description="Number of cells on a side.")
     holes: float = Field(
         0.25,
         ge=0,
@@ -42,7 +42,7 @@ class FrozenLakeConfig(BoardConfig):
         description="Probability that a step goes to a side instead of ahead (2/3 in Gymnasium).",
     )
     min_distance: int = Field(
-        2, ge=1, description="Least number of steps from the start to the goal."
+        2, ge=1, description="Minimum number of steps from the start to the goal."
     )
 
     @model_validator(mode="after")
@@ -58,7 +58,10 @@ class FrozenLakeConfig(BoardConfig):
 PLAYER, ICE, HOLE, GOAL = "P.OG"
 SNOW: Rgb = (215, 235, 250)
 WATER: Rgb = (20, 40, 90)
-MARKS: dict[str, Sequence[Mark]] = {HOLE: [("circle", WATER)], GOAL: [("square", COLOURS["green"])]}
+MARKS_BY_SIGN: dict[str, Sequence[Mark]] = {
+    HOLE: [("circle", WATER)],
+    GOAL: [("square", COLOURS["green"])],
+}
 
 Lake = tuple[str, int]  # (the map without the player, row by row; the player's cell)
 
@@ -83,10 +86,10 @@ class FrozenLake(BoardGame[Lake]):
         cells[start], cells[goal] = ICE, GOAL
         lake = "".join(cells)
         without_slip = self.without_slip
-        moves = shortest_path(
+        moves = find_shortest_path(
             (lake, start),
             lambda state: without_slip.has_won(state) is True,
-            lambda state: neighbours(without_slip, state),
+            lambda state: iter_legal_moves(without_slip, state),
         )
         if moves is None or not self.config.min_distance <= len(moves) <= self.max_moves:
             return None
@@ -101,9 +104,9 @@ class FrozenLake(BoardGame[Lake]):
     def move(self, state: Lake, move: str, rng: random.Random) -> Lake | None:
         if move not in OFFSETS:
             return None
-        return state[0], rng.choices(*zip(*self._ends(state[1], move), strict=True))[0]
+        return state[0], rng.choices(*zip(*self._list_outcomes(state[1], move), strict=True))[0]
 
-    def _ends(self, cell: int, move: str) -> list[tuple[int, float]]:
+    def _list_outcomes(self, cell: int, move: str) -> list[tuple[int, float]]:
         """Return the cells where a step may end, with their probabilities.
 
         A step over the edge leaves the player in place.
@@ -111,14 +114,14 @@ class FrozenLake(BoardGame[Lake]):
         ahead = OFFSETS[move]
         sides = [(ahead[1], ahead[0]), (-ahead[1], -ahead[0])]
         slip = self.config.slip
-        ends = []
+        outcomes = []
         for (down, right), probability in zip(
             [ahead, *sides], [1 - slip, slip / 2, slip / 2], strict=True
         ):
             row, column = cell // self.size + down, cell % self.size + right
             is_inside = 0 <= row < self.size and 0 <= column < self.size
-            ends.append((row * self.size + column if is_inside else cell, probability))
-        return ends
+            outcomes.append((row * self.size + column if is_inside else cell, probability))
+        return outcomes
 
     def has_won(self, state: Lake) -> bool | None:
         return {GOAL: True, HOLE: False}.get(state[0][state[1]])
@@ -132,7 +135,7 @@ class FrozenLake(BoardGame[Lake]):
         lake, player_cell = state
         player_mark: Mark = ("triangle", COLOURS["red"])
         drawn_cells = [
-            (SNOW, [*MARKS.get(sign, ()), *([player_mark] if cell == player_cell else [])])
+            (SNOW, [*MARKS_BY_SIGN.get(sign, ()), *([player_mark] if cell == player_cell else [])])
             for cell, sign in enumerate(lake)
         ]
         return [drawn_cells[i : i + self.size] for i in range(0, len(drawn_cells), self.size)]
@@ -140,11 +143,11 @@ class FrozenLake(BoardGame[Lake]):
     def player(self, task: Task) -> Callable[[Lake], str]:
         """Return a player whose moves maximise the probability of winning in the moves left."""
         lake, _ = self.start(task)
-        plan = self._plan(lake)
+        plan = self._plan_moves(lake)
         moves_after = iter(range(self.max_moves - 1, -1, -1))
         return lambda state: plan[next(moves_after)][state[1]]
 
-    def _plan(self, lake: str) -> list[list[str]]:
+    def _plan_moves(self, lake: str) -> list[list[str]]:
         """Return the best moves: plan[n][cell] is the best move if n moves remain after it.
 
         They are computed by value iteration, backwards from the last move (Bellman, 1957). A
@@ -153,17 +156,24 @@ class FrozenLake(BoardGame[Lake]):
         values = [float(cell == GOAL) for cell in lake]
         plan: list[list[str]] = []
         for _ in range(self.max_moves):
-            chances = [
+            win_probabilities = [
                 {
-                    move: sum(p * values[end] for end, p in self._ends(start, move))
+                    move: sum(p * values[end] for end, p in self._list_outcomes(start, move))
                     for move in OFFSETS
                 }
                 for start in range(len(lake))
             ]
-            plan.append([max(OFFSETS, key=chance.__getitem__) for chance in chances])
+            plan.append(
+                [
+                    max(OFFSETS, key=probability_by_move.__getitem__)
+                    for probability_by_move in win_probabilities
+                ]
+            )
             values = [
-                float(cell == GOAL) if cell in (GOAL, HOLE) else 0.9999 * max(chance.values())
-                for cell, chance in zip(lake, chances, strict=True)
+                float(cell == GOAL)
+                if cell in (GOAL, HOLE)
+                else 0.9999 * max(probability_by_move.values())
+                for cell, probability_by_move in zip(lake, win_probabilities, strict=True)
             ]
         return plan
 

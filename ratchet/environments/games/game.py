@@ -19,7 +19,7 @@ from pydantic import Field
 
 from ratchet.data.formats.media import embed
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.games.rendering import Mark, Rgb, board
+from ratchet.environments.games.rendering import Mark, Rgb, draw_board
 from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.protocols import Step
 from ratchet.types import Message, Part, Task
@@ -32,7 +32,7 @@ class GameConfig(EnvironmentConfig):
         20,
         ge=1,
         le=10_000,
-        description="Maximum messages of the player, with illegal moves.",
+        description="Maximum number of messages of the player, including illegal moves.",
     )
     style: Literal["words", "compact"] = Field(
         "words",
@@ -57,9 +57,9 @@ class BoardConfig(GameConfig):
 
 State = TypeVar("State", bound=Hashable)
 
-MAX_STATES = 200_000  # limit on the states that `shortest_path` visits
+MAX_STATES = 200_000  # limit on the states that `find_shortest_path` visits
 DIRECTIONS = {"u": "up", "d": "down", "l": "left", "r": "right"}
-LETTERS = {word: letter for letter, word in DIRECTIONS.items()}
+LETTER_BY_WORD = {word: letter for letter, word in DIRECTIONS.items()}
 OFFSETS = {"up": (-1, 0), "down": (1, 0), "left": (0, -1), "right": (0, 1)}  # (row, column)
 
 
@@ -68,7 +68,7 @@ class Game(Procedural, Generic[State]):
 
     A subclass implements the abstract methods and `sample`, which returns a problem with the
     initial state in its `meta` and the text of `prompt`. `move` and `player` use moves in the form
-    that `read` returns: a word, or a number.
+    that `read_move` returns: a word, or a number.
     """
 
     def __init__(self, config: GameConfig) -> None:
@@ -113,15 +113,15 @@ class Game(Procedural, Generic[State]):
         """Return a key that is equal for states from which the game continues in the same way."""
         return self.show(state)
 
-    def read(self, text: str) -> str:
+    def read_move(self, text: str) -> str:
         """Return the move in a message: its last word or letter."""
         words = re.findall(r"[a-z]+", text.lower())
         last = words[-1] if words else ""
         return DIRECTIONS.get(last, last)
 
-    def write(self, move: str) -> str:
+    def write_move(self, move: str) -> str:
         """Return a move as the player writes it."""
-        return move if self.in_words else LETTERS.get(move, move)
+        return move if self.in_words else LETTER_BY_WORD.get(move, move)
 
     def prompt(self, state: State) -> str:
         """Return the first message of a game: the rules, if they are shown, and the state."""
@@ -133,8 +133,8 @@ class Game(Procedural, Generic[State]):
         """Return the moves of the best player. They may lose if the game has random events."""
         state, player, messages = self.start(task), self.player(task), list[Message]()
         for turn in itertools.count():
-            answer = Message("assistant", self.write(player(state)))
-            state, step = self._turn(task, state, turn, answer.text)
+            answer = Message("assistant", self.write_move(player(state)))
+            state, step = self._play_turn(task, state, turn, answer.text)
             messages.append(answer)
             if step.done:
                 return messages
@@ -146,25 +146,27 @@ class Game(Procedural, Generic[State]):
         return task.messages
 
     async def step(self, message: Message) -> Step:
-        self._state, step = self._turn(self._current_task, self._state, self._turns, message.text)
+        self._state, step = self._play_turn(
+            self._current_task, self._state, self._turns, message.text
+        )
         self._turns += 1
         return step
 
-    def _turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
+    def _play_turn(self, task: Task, state: State, turn: int, text: str) -> tuple[State, Step]:
         """Return the state and the step after a message. Turns count from 0.
 
         A message without a legal move uses up the turn and changes nothing.
         """
         rng = random.Random(f"{self.name}/{task.seed}/{turn}")
-        moved = self.move(state, self.read(text), rng)
-        is_illegal = moved is None
-        next_state = state if moved is None else moved
+        new_state = self.move(state, self.read_move(text), rng)
+        is_illegal = new_state is None
+        next_state = state if new_state is None else new_state
         has_won = self.has_won(next_state)
         is_done = has_won is not None or turn + 1 >= self.max_moves
         step = Step(
             messages=()
             if is_done
-            else (self.observation(next_state, self._complaint(is_illegal)),),
+            else (self.observation(next_state, self._describe_illegal_move(is_illegal)),),
             reward=float(has_won is True),
             done=is_done,
             state_key=self.key(state),
@@ -172,7 +174,7 @@ class Game(Procedural, Generic[State]):
         )
         return next_state, step
 
-    def _complaint(self, is_illegal: bool) -> str:
+    def _describe_illegal_move(self, is_illegal: bool) -> str:
         if not is_illegal:
             return ""
         return "That is no legal move.\n" if self.in_words else "!"
@@ -203,7 +205,7 @@ class BoardGame(Game[State]):
         """
 
     def picture(self, state: State) -> Part:
-        return embed(board(self.cells(state), self.cell_px))
+        return embed(draw_board(self.cells(state), self.cell_px))
 
     def observation(self, state: State, prefix: str = "") -> Message:
         if not self.in_pictures:
@@ -220,7 +222,7 @@ class BoardGame(Game[State]):
         )
 
 
-def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
+def iter_legal_moves(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
     """Yield the moves that change the state, with the states after them; none after the game's end.
 
     The game must have no random events.
@@ -233,7 +235,7 @@ def neighbours(game: Game[State], state: State) -> Iterator[tuple[str, State]]:
             yield move, next_state
 
 
-def shortest_path(
+def find_shortest_path(
     start: State,
     is_solved: Callable[[State], bool],
     moves: Callable[[State], Iterable[tuple[str, State]]],
@@ -251,8 +253,8 @@ def shortest_path(
         estimate: A lower bound on the remaining moves that falls by at most one a move.
     """
     came_from: dict[State, tuple[State, str] | None] = {}
-    order = itertools.count()  # of equal estimates, the first added is visited first
-    # (estimated moves in all, order, moves made, state, previous state and move)
+    insertion_order = itertools.count()  # of equal estimates, the first added is visited first
+    # (estimated moves in total, insertion order, number of moves, state, previous state and move)
     queue: list[tuple[int, int, int, State, tuple[State, str] | None]] = [
         (estimate(start), 0, 0, start, None)
     ]
@@ -269,7 +271,7 @@ def shortest_path(
                     queue,
                     (
                         n_moves + 1 + estimate(next_state),
-                        next(order),
+                        next(insertion_order),
                         n_moves + 1,
                         next_state,
                         (state, move),

@@ -50,7 +50,7 @@ def draw(image: Image, mark: Mark, box: Box) -> None:
         _draw_number(pen, name, box, colour)
 
 
-def board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
+def draw_board(rows: Sequence[Sequence[tuple[Rgb, Sequence[Mark]]]], cell_px: int) -> Image:
     """Return a picture of a board, with a line of one pixel between cells.
 
     Args:

@@ -16,9 +16,9 @@ from ratchet.environments.games.game import (
     OFFSETS,
     BoardConfig,
     BoardGame,
-    neighbours,
+    find_shortest_path,
+    iter_legal_moves,
     replay_moves,
-    shortest_path,
 )
 from ratchet.environments.games.rendering import COLOURS, WHITE, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -30,15 +30,17 @@ class SlidingPuzzleConfig(BoardConfig):
 
     builds: ClassVar[str] = "ratchet.environments.games.sliding_puzzle:SlidingPuzzle"
 
-    size: int = Field(3, ge=2, le=6, description="Cells on a side.")
+    size: int = Field(3, ge=2, le=6, description="Number of cells on a side.")
     shuffle_moves: int = Field(
         10,
         ge=1,
         le=1000,
-        description="Maximum random moves from the solved board to the initial one.",
+        description="Maximum number of random moves from the solved board to the initial board.",
     )
     min_shuffle_moves: int = Field(
-        1, ge=1, description="Minimum random moves; the shortest solution may be shorter."
+        1,
+        ge=1,
+        description="Minimum number of random moves; the shortest solution may be shorter.",
     )
 
     @model_validator(mode="after")
@@ -75,7 +77,7 @@ class SlidingPuzzle(BoardGame[Board]):
     def sample(self, rng: random.Random) -> Problem | None:
         board, shuffle = self.solved, list[str]()
         for _ in range(rng.randint(self.config.min_shuffle_moves, self.config.shuffle_moves)):
-            legal = dict(self._slides(board))
+            legal = dict(self._iter_slides(board))
             if shuffle:
                 # No move reverses the previous one, so that moves do not cancel out.
                 legal.pop(OPPOSITE[shuffle[-1]])
@@ -90,9 +92,9 @@ class SlidingPuzzle(BoardGame[Board]):
         return tuple(task.meta["board"])
 
     def move(self, state: Board, move: str, rng: random.Random) -> Board | None:
-        return dict(self._slides(state)).get(move)
+        return dict(self._iter_slides(state)).get(move)
 
-    def _slides(self, board: Board) -> Iterator[tuple[str, Board]]:
+    def _iter_slides(self, board: Board) -> Iterator[tuple[str, Board]]:
         """Yield each legal move and the board after it.
 
         A tile that slides up comes from the cell below the gap.
@@ -127,21 +129,21 @@ class SlidingPuzzle(BoardGame[Board]):
     def player(self, task: Task) -> Callable[[Board], str]:
         """Return a player that makes the fewest moves, or the reversed shuffle if A* gives up."""
         start = self.start(task)
-        moves = shortest_path(
-            start, self.solved.__eq__, lambda board: neighbours(self, board), self._distance
+        moves = find_shortest_path(
+            start, self.solved.__eq__, lambda board: iter_legal_moves(self, board), self._distance
         )
         return replay_moves(task.answer.split() if moves is None else moves)
 
     def _distance(self, board: Board) -> int:
         """Return the sum of the tiles' Manhattan distances from their places: the A* estimate."""
-        places = (
+        positions = (
             (divmod(i, self.size), divmod(tile - 1, self.size))
             for i, tile in enumerate(board)
             if tile
         )
         return sum(
             abs(row - home_row) + abs(column - home_column)
-            for (row, column), (home_row, home_column) in places
+            for (row, column), (home_row, home_column) in positions
         )
 
     def rules(self, in_text: bool = True) -> str:

@@ -16,9 +16,9 @@ from ratchet.environments.games.game import (
     OFFSETS,
     BoardConfig,
     BoardGame,
-    neighbours,
+    find_shortest_path,
+    iter_legal_moves,
     replay_moves,
-    shortest_path,
 )
 from ratchet.environments.games.rendering import COLOURS, Mark, Rgb
 from ratchet.environments.single_turn import Problem
@@ -34,7 +34,7 @@ class SokobanConfig(BoardConfig):
         30,
         ge=1,
         le=10_000,
-        description="Maximum messages of the player, with illegal moves.",
+        description="Maximum number of messages of the player, including illegal moves.",
     )
     size: int = Field(4, ge=3, le=10, description="Cells on a side, without the outer walls.")
     boxes: int = Field(1, ge=1, le=5, description="Number of boxes and of goals.")
@@ -88,7 +88,7 @@ class Sokoban(BoardGame[Room]):
         *goals, player = rng.sample(free, self.config.boxes + 1)
         room, solution = Room(walls, frozenset(goals), frozenset(goals), player), list[str]()
         for _ in range(self.config.pulls):
-            options = list(self._pulls(room))
+            options = list(self._iter_pulls(room))
             if not options:
                 return None
             room, moves = rng.choice(options)
@@ -97,7 +97,7 @@ class Sokoban(BoardGame[Room]):
             return None
         return Problem(self.prompt(room), " ".join(solution), {"room": self._write_room(room)})
 
-    def _pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
+    def _iter_pulls(self, room: Room) -> Iterator[tuple[Room, list[str]]]:
         """Yield each room before this one, with the moves from it: a push and then a walk."""
         for move, offset in self.offsets.items():
             for box in sorted(room.boxes):
@@ -108,12 +108,12 @@ class Sokoban(BoardGame[Room]):
                 if player in blocked or previous_player in blocked:
                     continue
                 pushed = room._replace(player=player)
-                walk = self._walk(pushed, room.player)
+                walk = self._find_walk(pushed, room.player)
                 if walk is not None:
                     boxes = room.boxes - {box} | {player}
                     yield room._replace(boxes=boxes, player=previous_player), [move, *walk]
 
-    def _walk(self, room: Room, target: int) -> list[str] | None:
+    def _find_walk(self, room: Room, target: int) -> list[str] | None:
         """Return the player's shortest walk to the cell `target` without a push, or None."""
         blocked = room.walls | room.boxes
 
@@ -124,7 +124,7 @@ class Sokoban(BoardGame[Room]):
                 if cell + offset not in blocked
             )
 
-        return shortest_path(room.player, target.__eq__, steps)
+        return find_shortest_path(room.player, target.__eq__, steps)
 
     def start(self, task: Task) -> Room:
         text = task.meta["room"]
@@ -168,18 +168,18 @@ class Sokoban(BoardGame[Room]):
 
     def _write_room(self, room: Room) -> str:
         def sign(cell: int) -> str:
-            thing = "player" if cell == room.player else "box" if cell in room.boxes else "floor"
-            return WALL if cell in room.walls else SIGNS[thing][cell in room.goals]
+            content = "player" if cell == room.player else "box" if cell in room.boxes else "floor"
+            return WALL if cell in room.walls else SIGNS[content][cell in room.goals]
 
         return "".join(map(sign, range(self.width**2)))
 
     def player(self, task: Task) -> Callable[[Room], str]:
         """Return a player that makes the fewest moves, or the task's solution if A* gives up."""
         room = self.start(task)
-        moves = shortest_path(
+        moves = find_shortest_path(
             room,
             lambda state: self.has_won(state) is True,
-            lambda state: neighbours(self, state),
+            lambda state: iter_legal_moves(self, state),
         )
         return replay_moves(task.answer.split() if moves is None else moves)
 

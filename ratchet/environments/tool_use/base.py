@@ -23,13 +23,13 @@ from ratchet.types import Message, ToolCall
 
 
 class ToolConfig(Section):
-    """A base class of tool sections, whose `builds` names the factory of a tool or of several."""
+    """The base class of tool sections. `builds` names a function that returns one or more tools."""
 
 
 Tools = Annotated[tuple[SerializeAsAny[Section], ...], Slot("tool", is_list=True)]
 
 
-TYPES: Mapping[str, tuple[type, ...]] = {
+PYTHON_TYPES: Mapping[str, tuple[type, ...]] = {
     "string": (str,),
     "number": (int, float),
     "integer": (int,),
@@ -75,8 +75,8 @@ class Toolbox:
     """A set of tools, and the limits of their calls.
 
     Args:
-        timeout_s: wall-clock seconds of one call.
-        max_chars: maximum number of characters of one answer; the rest is cut off.
+        timeout_s: Time limit of one call, in wall-clock seconds.
+        max_chars: Maximum number of characters of one answer; the rest is cut off.
     """
 
     def __init__(
@@ -108,20 +108,20 @@ class Toolbox:
     def __contains__(self, name: str) -> bool:
         return name in self._tools
 
-    async def answers(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
+    async def run_calls(self, calls: Sequence[ToolCall]) -> tuple[list[Message], int]:
         """Run the calls of one turn. Return a message for each call, and the number of errors.
 
         Calls run one after the other, because a later one may depend on an earlier one.
         """
         messages: list[Message] = []
-        errors = 0
+        n_errors = 0
         for call in calls:
-            answer = await self.answer(call)
+            answer = await self.run_call(call)
             messages.append(Message("tool", answer.text, tool_call_id=call.id))
-            errors += answer.is_error
-        return messages, errors
+            n_errors += answer.is_error
+        return messages, n_errors
 
-    async def answer(self, call: ToolCall) -> ToolAnswer:
+    async def run_call(self, call: ToolCall) -> ToolAnswer:
         """Run a call, and return its answer. Raises RatchetError if the infrastructure failed."""
         try:
             tool = self._tools.get(call.name)
@@ -174,17 +174,21 @@ def check_arguments(parameters: Mapping[str, Any], arguments: Mapping[str, Any])
         )
     for name, value in arguments.items():
         expected = properties.get(name, {}).get("type")
-        if isinstance(expected, str) and expected in TYPES and not _has_type(value, expected):
+        if (
+            isinstance(expected, str)
+            and expected in PYTHON_TYPES
+            and not _has_type(value, expected)
+        ):
             raise ToolError(f"the argument '{name}' must be of type {expected}, not {value!r:.80}")
 
 
 def _has_type(value: Any, expected: str) -> bool:
     """True if a value has a JSON type. True and False are not numbers."""
     is_wrong_boolean = isinstance(value, bool) and expected != "boolean"
-    return isinstance(value, TYPES[expected]) and not is_wrong_boolean
+    return isinstance(value, PYTHON_TYPES[expected]) and not is_wrong_boolean
 
 
-def make_tools(sections: Sequence[Section]) -> list[Tool]:
+def build_tools(sections: Sequence[Section]) -> list[Tool]:
     """Build the tools of sections. Raises ConfigError if a section builds something else."""
     tools: list[Tool] = []
     for section in sections:

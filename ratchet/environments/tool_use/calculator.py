@@ -55,8 +55,8 @@ def calculate(expression: str) -> Fraction:
         expression = expression.replace(sign, operator)
     parser = _Parser(_tokenize(expression))
     value = parser.parse_sum(0)
-    if parser.next is not None:
-        raise ToolError(f"'{parser.next}' can't stand there")
+    if parser.next_token is not None:
+        raise ToolError(f"'{parser.next_token}' can't stand there")
     return value
 
 
@@ -101,11 +101,11 @@ class _Parser:
         self._tokens, self._position = tokens, 0
 
     @property
-    def next(self) -> str | None:
+    def next_token(self) -> str | None:
         return self._tokens[self._position] if self._position < len(self._tokens) else None
 
     def _take(self, *accepted: str) -> str | None:
-        token = self.next
+        token = self.next_token
         if token is None or token not in accepted:
             return None
         self._position += 1
@@ -130,7 +130,7 @@ class _Parser:
             value = self._parse_signed(depth + 1)
             return -value if operator == "-" else value
         base = self._parse_atom(depth)
-        return _power(base, self._parse_signed(depth + 1)) if self._take("**") else base
+        return _raise_to_power(base, self._parse_signed(depth + 1)) if self._take("**") else base
 
     def _parse_atom(self, depth: int) -> Fraction:
         if self._take("("):
@@ -138,7 +138,7 @@ class _Parser:
             if not self._take(")"):
                 raise ToolError("a ')' is missing")
             return value
-        token = self.next
+        token = self.next_token
         if token is None:
             raise ToolError("the expression ends too early")
         if not (token[0].isdigit() or token[0] == "."):
@@ -163,7 +163,7 @@ def _apply(operator: str, a: Fraction, b: Fraction) -> Fraction:
     return OPERATIONS[operator](a, b)
 
 
-def _power(base: Fraction, exponent: Fraction) -> Fraction:
+def _raise_to_power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1:
         raise ToolError("only whole exponents are allowed")
     if base == 0 and exponent < 0:

@@ -12,7 +12,7 @@ from pydantic import Field, SerializeAsAny
 from ratchet.config.base import Section
 from ratchet.config.resolve import Slot, build
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, make_tools
+from ratchet.environments.tool_use.base import Toolbox, ToolError, Tools, build_tools
 from ratchet.environments.tool_use.calculator import calculate, format_value
 from ratchet.errors import DataError
 from ratchet.protocols import Environment, HasTaskCount, Step
@@ -27,7 +27,8 @@ class ToolEnvironmentConfig(EnvironmentConfig):
     max_calling_turns: int = Field(
         8,
         gt=0,
-        description="Maximum turns with calls; a further one ends the attempt without an answer.",
+        description="Maximum number of turns with calls; a further call ends the attempt without "
+        "an answer.",
     )
     timeout_s: float = Field(30.0, gt=0, description="Wall time of one tool call, in seconds.")
     max_chars: int = Field(
@@ -53,7 +54,7 @@ class ToolUseConfig(ToolEnvironmentConfig):
 class ToolEnvironment:
     """A base class that plays the turns of an episode with tools. A subclass provides the tasks.
 
-    A message without calls is the final answer, which ends the episode and which a reward judges.
+    A message without calls is the final answer. It ends the episode, and a reward judges it.
     Copies share the tools, which keep no state of an attempt.
     """
 
@@ -62,7 +63,7 @@ class ToolEnvironment:
     def __init__(self, config: ToolEnvironmentConfig) -> None:
         self.settings = config
         self.toolbox = Toolbox(
-            make_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars
+            build_tools(config.tools), timeout_s=config.timeout_s, max_chars=config.max_chars
         )
         self._turns = 0
 
@@ -84,9 +85,9 @@ class ToolEnvironment:
         if not message.tool_calls or self._turns >= self.settings.max_calling_turns:
             return Step(done=True)
         self._turns += 1
-        answers, errors = await self.toolbox.answers(message.tool_calls)
+        answers, n_errors = await self.toolbox.run_calls(message.tool_calls)
         return Step(
-            messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": errors}
+            messages=tuple(answers), metrics={"tool_calls": len(answers), "tool_errors": n_errors}
         )
 
     async def close(self) -> None:

@@ -8,7 +8,7 @@ from typing import ClassVar, Literal
 from pydantic import Field
 
 from ratchet.environments.tool_use.base import ToolConfig, ToolError
-from ratchet.rewards.deadline import CURRENT, Programs
+from ratchet.rewards.deadline import CURRENT_DEADLINE, ProgramRunner
 from ratchet.sandbox import Isolation, Limits, LocalSandbox, Reason, Result
 
 
@@ -85,11 +85,13 @@ class PythonTool:
         """
         # The deadline limits only the program's own time. Waiting for a free sandbox slot does not
         # count, and is not an error of the policy.
-        deadline = CURRENT.get()
+        deadline = CURRENT_DEADLINE.get()
         wall_s = (
             self.limits.wall_s if deadline is None else min(self.limits.wall_s, deadline.seconds)
         )
-        result = await Programs(self.sandbox).run(code, b"", replace(self.limits, wall_s=wall_s))
+        result = await ProgramRunner(self.sandbox).run(
+            code, b"", replace(self.limits, wall_s=wall_s)
+        )
         if result.ok:
             return result.stdout.decode("utf-8", "replace") or "(nothing was printed)"
         raise ToolError(describe_failure(result))

@@ -35,8 +35,8 @@ class SearchConfig(ToolConfig):
     max_chars: int = Field(1000, gt=0, description="Maximum characters of a passage.")
     embeddings: str | None = Field(
         None,
-        description="Also search by embeddings: of my_pkg.my_mod:function (texts -> [N, d] array) "
-        "or of a model's directory; null: no.",
+        description="Import path of a function (texts -> [N, d] array), or a model's directory, "
+        "whose embeddings are searched too; null: no embeddings.",
     )
 
 
@@ -44,7 +44,7 @@ Embed = Callable[[Sequence[str]], NDArray[Any]]
 RANK_OFFSET = 60  # the constant k of reciprocal rank fusion (Cormack et al., 2009)
 CANDIDATES = 100  # maximum number of passages in each ranking, before they are merged
 # A word may have one character, because a single digit can be all that distinguishes two passages.
-WORD = r"\b\w+\b"
+WORD_PATTERN = r"\b\w+\b"
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,11 @@ class RetrieverTool:
 
     def _split_into_words(self, texts: Sequence[str]) -> list[list[str]]:
         words: Any = self._tokenize(
-            list(texts), stopwords="en", token_pattern=WORD, return_ids=False, show_progress=False
+            list(texts),
+            stopwords="en",
+            token_pattern=WORD_PATTERN,
+            return_ids=False,
+            show_progress=False,
         )
         return words
 
@@ -168,7 +172,7 @@ def search_tool(config: SearchConfig) -> RetrieverTool:
         read_passages(config.corpus),
         results=config.results,
         max_chars=config.max_chars,
-        embed=None if config.embeddings is None else embedder(config.embeddings),
+        embed=None if config.embeddings is None else load_embedder(config.embeddings),
     )
 
 
@@ -186,16 +190,16 @@ def read_passages(path: Path) -> list[Passage]:
     return passages
 
 
-def embedder(name: str) -> Embed:
+def load_embedder(name: str) -> Embed:
     """Return an embedding function by name.
 
     With a colon, `name` is the import path of a function. Otherwise it is a model directory, and a
     text's embedding is the mean of the model's hidden states.
     """
-    return import_object(name) if ":" in name else _load_embedder(name)
+    return import_object(name) if ":" in name else _load_model_embedder(name)
 
 
-def _load_embedder(directory: str) -> Embed:
+def _load_model_embedder(directory: str) -> Embed:
     """Return a function that embeds texts as the mean hidden state of a model."""
     import torch
 

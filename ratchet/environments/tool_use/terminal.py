@@ -26,7 +26,7 @@ from ratchet.data.files import DataFile
 from ratchet.data.jsonl import DataRow
 from ratchet.data.tables import read_rows
 from ratchet.environments.base import EnvironmentConfig
-from ratchet.environments.single_turn import Rows, held_out
+from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import DataError
 from ratchet.protocols import Step
 from ratchet.sandbox.base import (
@@ -72,9 +72,9 @@ class TerminalConfig(EnvironmentConfig):
         "namespaces", description="Weakest isolation allowed."
     )
     workers: int = Field(2, gt=0, description="Maximum number of commands that run at once.")
-    instructions: str = Field(INSTRUCTIONS, description="Appended to each goal.")
+    instructions: str = Field(INSTRUCTIONS, description="Text appended to each goal.")
     commands: int = Field(
-        20, gt=0, description="Maximum number of commands in an attempt, which is then judged."
+        20, gt=0, description="Maximum number of commands in an attempt; after them it is judged."
     )
     command_timeout_s: float = Field(
         30.0, gt=0, description="Wall time limit of a command, in seconds."
@@ -87,20 +87,22 @@ class TerminalConfig(EnvironmentConfig):
     shown_characters: int = Field(
         4000,
         ge=100,
-        description="Characters of a command's output that the agent sees, from its beginning and its "
-        "end.",
+        description="Number of characters that the agent sees of a command's output, half from its "
+        "beginning and half from its end.",
     )
 
 
-TOOL = "bash"
-BLOCK = re.compile(r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE)
+TOOL_NAME = "bash"
+BLOCK_PATTERN = re.compile(
+    r"^```(?:sh|bash|shell)?[ \t]*\n(.*?)^```[ \t]*$", re.DOTALL | re.MULTILINE
+)
 WORK, CHECK = "work", "check"
-NAMES_WORK = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
+WORK_REFERENCE = re.compile(rf"\b{WORK.upper()}\b|\.\./{WORK}\b")
 # Commands that run before the check, in its session. The Python variables are for a check that does
 # `cd "$WORK"`, where Python would import the agent's files. The git variables are for a check that
 # uses a repository of the agent: they keep `git status` and `git fetch` from running commands in its
 # configuration.
-PREPARE = f"""
+SETUP_COMMANDS = f"""
 export {WORK.upper()}="$PWD/{WORK}" {CHECK.upper()}="$PWD/{CHECK}"
 export HOME="$CHECK" PYTHONPATH="$CHECK" PYTHONSAFEPATH=1 PYTHONNOUSERSITE=1 PYTHONDONTWRITEBYTECODE=1
 export GIT_CONFIG_COUNT=2 GIT_CONFIG_KEY_0=core.fsmonitor GIT_CONFIG_VALUE_0=false
@@ -108,7 +110,7 @@ export GIT_CONFIG_KEY_1=core.hooksPath GIT_CONFIG_VALUE_1=/dev/null GIT_ALLOW_PR
 mkdir -p "$WORK" "$CHECK" && cd "$CHECK" || exit 125
 """
 # Optional columns of a row: (type, default).
-COLUMNS: Mapping[str, tuple[type, Any]] = {
+OPTIONAL_COLUMNS: Mapping[str, tuple[type, Any]] = {
     "id": (str, ""),
     "image": (str, ""),
     "files": (dict, {}),
@@ -154,8 +156,8 @@ class Terminal(Rows):
         ]
         if self.config.test is None:
             return {
-                "train": [task for task in train if not held_out(task.meta["goal"])],
-                "test": [task for task in train if held_out(task.meta["goal"])],
+                "train": [task for task in train if not is_held_out(task.meta["goal"])],
+                "test": [task for task in train if is_held_out(task.meta["goal"])],
             }
         test = [
             self._read_task(self.config.test, row)
@@ -168,7 +170,7 @@ class Terminal(Rows):
             f"{path}, {row.where}",
             {"goal": row.values["goal"], "check": row.values["check"]},
         )
-        for name, (expected, default) in COLUMNS.items():
+        for name, (expected, default) in OPTIONAL_COLUMNS.items():
             meta[name] = row.values.get(name, default)
             if meta[name] is not default and not isinstance(meta[name], expected):
                 raise DataError(
@@ -184,7 +186,7 @@ class Terminal(Rows):
                         f"{text!r:.60}"
                     )
         if not any(
-            NAMES_WORK.search(text) for text in (meta["check"], *meta["check_files"].values())
+            WORK_REFERENCE.search(text) for text in (meta["check"], *meta["check_files"].values())
         ):
             raise DataError(
                 f"{where}: the check never names the agent's files, which are in $WORK, so it judges "
@@ -212,7 +214,11 @@ class Terminal(Rows):
         return [
             {
                 "type": "function",
-                "function": {"name": TOOL, "description": description, "parameters": parameters},
+                "function": {
+                    "name": TOOL_NAME,
+                    "description": description,
+                    "parameters": parameters,
+                },
             }
         ]
 
@@ -231,7 +237,7 @@ class Terminal(Rows):
         for call, command in commands[: self.config.commands - attempt.n_commands]:
             attempt.n_commands += 1
             if command is None:
-                text = f"there is no such call: call {TOOL} with a command"
+                text = f"there is no such call: call {TOOL_NAME} with a command"
             else:
                 result = await self._run(attempt, command)
                 text = format_result(result, self.config.shown_characters)
@@ -266,7 +272,7 @@ class Terminal(Rows):
             # agent could otherwise avoid a low reward with large files.
             except TooLarge:
                 return 0.0
-            result = await session.run(PREPARE + meta["check"], self.config.check_timeout_s)
+            result = await session.run(SETUP_COMMANDS + meta["check"], self.config.check_timeout_s)
         finally:
             await session.close()
         return float(
@@ -286,21 +292,21 @@ def extract_commands(message: Message) -> list[tuple[str, str | None]]:
     the last code block is the command, with "" as its id.
     """
     if message.tool_calls:
-        return [(call.id, _command_of_call(call)) for call in message.tool_calls]
-    blocks = BLOCK.findall(message.text)
+        return [(call.id, _read_command(call)) for call in message.tool_calls]
+    blocks = BLOCK_PATTERN.findall(message.text)
     return [("", blocks[-1])] if blocks else []
 
 
-def _command_of_call(call: ToolCall) -> str | None:
-    command = call.arguments.get("command") if call.name == TOOL else None
+def _read_command(call: ToolCall) -> str | None:
+    command = call.arguments.get("command") if call.name == TOOL_NAME else None
     return command if isinstance(command, str) else None
 
 
 def format_result(result: Result, max_chars: int) -> str:
     """Return the text that the agent sees after a command.
 
-    It has the output and the error output; if they have more than `max_chars` characters, their
-    middle is left out. For a failed command it also has the reason.
+    It is the output and the error output of the command, without their middle if they have more
+    than `max_chars` characters. For a failed command it also has the reason of the failure.
     """
     text = (result.stdout + result.stderr).decode("utf-8", "replace")
     if len(text) > max_chars:

@@ -16,19 +16,19 @@ from ratchet.environments.single_turn import Problem, Procedural
 from ratchet.environments.wrong_answers import SingleAnswer
 
 
-def _refuse_repeats(operators: tuple[str, ...]) -> tuple[str, ...]:
+def _check_distinct(operators: tuple[str, ...]) -> tuple[str, ...]:
     if len(set(operators)) < len(operators):
         raise ValueError(f"operators {' '.join(operators)} repeat one: list each once")
     return operators
 
 
 Operators = Annotated[
-    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_refuse_repeats)
+    tuple[Literal["+", "-", "*", "/"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
 
 ExactOperators = Annotated[
-    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_refuse_repeats)
+    tuple[Literal["+", "-", "*"], ...], Field(min_length=1), AfterValidator(_check_distinct)
 ]
 
 
@@ -37,9 +37,11 @@ class ArithmeticConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.arithmetic:Arithmetic"
     default_reward: ClassVar[str] = "exact_match"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
 
-    digits: int = Field(2, ge=1, le=100, description="Digits of each operand, padded with zeros.")
+    digits: int = Field(
+        2, ge=1, le=100, description="Number of digits of each operand, padded with zeros."
+    )
     operators: ExactOperators = Field(
         ("+",), description="Operators, drawn with equal probabilities."
     )

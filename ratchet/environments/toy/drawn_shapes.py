@@ -45,7 +45,7 @@ class ShapesConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.drawn_shapes:Shapes"
     default_reward: ClassVar[str] = "exact_match"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
     needs_media: ClassVar[bool] = True
 
     size: int = Field(48, ge=16, le=1024, description="Side of the picture, in pixels.")
@@ -53,7 +53,7 @@ class ShapesConfig(EnvironmentConfig):
         3,
         ge=2,
         le=8,
-        description="Cells on a side of the picture; each has at most one thing.",
+        description="Number of cells on a side of the picture; each has at most one thing.",
     )
     things: tuple[int, int] = Field(
         (1, 4), description="Smallest and largest number of things in a picture."
@@ -62,8 +62,8 @@ class ShapesConfig(EnvironmentConfig):
         0.5,
         ge=0,
         le=1,
-        description="Maximum distance of things from the centre of their cell; 1: up to its "
-        "border.",
+        description="Maximum distance of things from the centre of their cell, as a share of the "
+        "distance at which they touch its border.",
     )
     shapes: Annotated[tuple[Shape, ...], AfterValidator(_check_distinct)] = Field(
         ("circle", "square", "triangle"),
@@ -116,7 +116,7 @@ class ShapesConfig(EnvironmentConfig):
         return self
 
 
-FILLED = 0.6  # size of a thing as a share of its cell's side
+FILLED_SHARE = 0.6  # size of a thing as a share of its cell's side
 
 
 class Thing(NamedTuple):
@@ -190,7 +190,7 @@ class Shapes(SingleAnswer, Procedural):
     def picture(self, things: Sequence[Thing]) -> Part:
         size, cell = self.config.size, self.config.size / self.config.grid
         image = blank(size, size)
-        half = int(cell * FILLED) // 2
+        half = int(cell * FILLED_SHARE) // 2
         for thing in things:
             x, y = (
                 int((thing.column + 0.5) * cell) + thing.right,
@@ -214,7 +214,7 @@ class Shapes(SingleAnswer, Procedural):
     def _draw_things(self, rng: random.Random) -> list[Thing]:
         config = self.config
         cells = rng.sample(range(config.grid**2), rng.randint(*config.things))
-        max_offset = int(config.jitter * (1 - FILLED) / 2 * config.size / config.grid)
+        max_offset = int(config.jitter * (1 - FILLED_SHARE) / 2 * config.size / config.grid)
         return [
             Thing(
                 rng.choice(config.shapes),
@@ -259,8 +259,8 @@ class Shapes(SingleAnswer, Procedural):
 
         Return None if there are not two, or if they are in the same column (or row).
         """
-        names = Counter(thing.name for thing in things)
-        unique_things = [thing for thing in things if names[thing.name] == 1]
+        name_counts = Counter(thing.name for thing in things)
+        unique_things = [thing for thing in things if name_counts[thing.name] == 1]
         if len(unique_things) < 2:
             return None
         first, second = rng.sample(unique_things, 2)

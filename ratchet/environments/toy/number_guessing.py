@@ -25,7 +25,7 @@ class NumberGuessingConfig(GameConfig):
         999,
         ge=9,
         le=1_000_000,
-        description="Largest lower end of the range; each task draws it from 0 to this.",
+        description="Largest lower end of the range; each task draws its lower end from 0 to this.",
     )
 
     @model_validator(mode="after")
@@ -39,10 +39,12 @@ class NumberGuessingConfig(GameConfig):
 
 
 class GuessingState(NamedTuple):
-    """The state of a game: by the hints so far, the number is in low .. high.
+    """The state of a game.
 
     Attributes:
-        secret: The number.
+        low: The smallest number that the hints so far allow.
+        high: The largest number that the hints so far allow.
+        secret: The number to find.
         hint: "<" if the number is lower than the last guess, ">" if it is higher, "=" if the guess
             was correct, "" at the start.
     """
@@ -77,7 +79,7 @@ class NumberGuessing(Game[GuessingState]):
     def start(self, task: Task) -> GuessingState:
         return GuessingState(task.meta["low"], task.meta["high"], int(task.answer))
 
-    def read(self, text: str) -> str:
+    def read_move(self, text: str) -> str:
         numbers = re.findall(r"\d+", text)
         return numbers[-1] if numbers else ""
 

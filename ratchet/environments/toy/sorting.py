@@ -20,7 +20,7 @@ class SortingConfig(EnvironmentConfig):
 
     builds: ClassVar[str] = "ratchet.environments.toy.sorting:Sorting"
     default_reward: ClassVar[str] = "exact_match"
-    gives: ClassVar[frozenset[str]] = ALL_SOURCES
+    data_kinds: ClassVar[frozenset[str]] = ALL_SOURCES
 
     digits: int = Field(8, ge=1, le=1000, description="Number of digits to sort.")
 

@@ -50,7 +50,8 @@ class WorkersConfig(EnvironmentConfig):
         8,
         ge=1,
         le=1024,
-        description="Threads of each worker; attempts in the same thread block each other.",
+        description="Number of threads of each worker; attempts in the same thread block each "
+        "other.",
     )
 
     @property
@@ -58,8 +59,8 @@ class WorkersConfig(EnvironmentConfig):
         return getattr(self.worker, "default_reward", "")
 
     @property
-    def gives(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return getattr(self.worker, "gives", EnvironmentConfig.gives)
+    def data_kinds(self) -> frozenset[str]:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return getattr(self.worker, "data_kinds", EnvironmentConfig.data_kinds)
 
     @property
     def judges(self) -> bool:  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -24,7 +24,7 @@ from ratchet.environments.workers.process import (
     Worker,
 )
 from ratchet.protocols import Step
-from ratchet.rewards.deadline import PauseFromAfar
+from ratchet.rewards.deadline import RemotePause
 from ratchet.types import Message, Task
 
 log = logging.getLogger(__name__)
@@ -38,13 +38,13 @@ MAX_BACKOFF_S = 30.0
 class Pool:
     """The worker processes of an environment.
 
-    They start with the first attempts, and end with this object or with the driver. `instance` is
-    the number of an environment instance, as `register` returns it.
+    The processes start with the first attempts, and end with this object or with the driver. In all
+    methods, `instance` is the number of an environment instance, which `register` returns.
     """
 
     def __init__(self, section: Mapping[str, Any], *, processes: int, threads: int) -> None:
         self._instances = itertools.count()
-        self._inner = _Pool(section, processes, threads)
+        self._inner = _PoolState(section, processes, threads)
         weakref.finalize(self, self._inner.stop)
 
     def register(self) -> int:
@@ -54,15 +54,15 @@ class Pool:
     async def reset(self, instance: int, task: Task) -> dict[str, Any]:
         """Start an attempt. Return its "messages", "tools" and "stop_strings".
 
-        The last two are missing if the environment has none. Raises EnvironmentProcessLost,
-        EnvironmentRaised, DataError.
+        "tools" and "stop_strings" are missing if the environment has none. Raises
+        EnvironmentProcessLost, EnvironmentRaised and DataError.
         """
-        with _pauses() as pause:
+        with _caller_pause() as pause:
             return await self._inner.run(self._inner.reset(instance, task, pause))
 
     async def step(self, instance: int, message: Message) -> dict[str, Any]:
         """Take a turn. Return its "step", and "stop_strings" if the environment has some."""
-        with _pauses() as pause:
+        with _caller_pause() as pause:
             return await self._inner.run(self._inner.step(instance, message, pause))
 
     async def close(self, instance: int) -> None:
@@ -73,7 +73,7 @@ class Pool:
         self._inner.unregister(instance)
 
 
-class _Pool:
+class _PoolState:
     """The state of a `Pool`, which is used in the pool's own thread.
 
     It has no reference to the `Pool`, so that an unused pool is garbage-collected.
@@ -87,7 +87,7 @@ class _Pool:
         )  # workers that hang or leak; killed after their last attempt
         self._assignments: dict[int, Assignment] = {}  # by instance
         self._closing: set[asyncio.Task[None]] = set()
-        self._deaths = 0  # deaths in a row, without a reply between them
+        self._n_deaths = 0  # deaths in a row, without a reply between them
         self._worker_changed = asyncio.Event()
         self._start_lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -120,11 +120,11 @@ class _Pool:
 
     # --- called in the pool's thread
 
-    async def reset(self, instance: int, task: Task, pause: PauseFromAfar) -> dict[str, Any]:
+    async def reset(self, instance: int, task: Task, pause: RemotePause) -> dict[str, Any]:
         assignment = await self._assign(instance)
         return await self._play(assignment, "reset", task, pause)
 
-    async def step(self, instance: int, message: Message, pause: PauseFromAfar) -> dict[str, Any]:
+    async def step(self, instance: int, message: Message, pause: RemotePause) -> dict[str, Any]:
         assert instance in self._assignments, "step before reset"
         return await self._play(self._assignments[instance], "step", message, pause)
 
@@ -139,39 +139,39 @@ class _Pool:
             self._close_later(assignment)
 
     async def _play(
-        self, assignment: Assignment, operation: str, argument: Any, pause: PauseFromAfar
+        self, assignment: Assignment, operation: str, argument: Any, pause: RemotePause
     ) -> dict[str, Any]:
         """Run an operation of an attempt. After the attempt's end, check the worker for leaks."""
-        continues = False
+        is_continuing = False
         try:
             value = await assignment.worker.call(assignment, operation, argument, pause)
-            self._deaths = 0
+            self._n_deaths = 0
             step = value.get("step")
-            continues = not (isinstance(step, Step) and step.done)
+            is_continuing = not (isinstance(step, Step) and step.done)
             return value
         finally:
-            assignment.is_playing = continues
-            if not continues:
+            assignment.is_playing = is_continuing
+            if not is_continuing:
                 assignment.worker.check_leaks()
             self._kill_if_retired(assignment.worker)
 
     async def _assign(self, instance: int) -> Assignment:
         """Return the worker thread for the next attempt of an instance.
 
-        It is in the process with the fewest attempts, or in a new one if none is idle and the limit
-        allows it. The instance keeps its thread, and the objects that it has built there, unless
-        another thread has a lower load.
+        The thread is in the process with the fewest attempts, or in a new process if none is idle
+        and the limit allows it. The instance keeps its thread, and the objects that it has built
+        there, unless another thread has a lower load.
         """
         previous = self._assignments.get(instance)
         if previous is not None:
             previous.is_playing = False
             self._kill_if_retired(previous.worker)
-        if wait_s := backoff_s(self._deaths):
+        if wait_s := backoff_s(self._n_deaths):
             await asyncio.sleep(wait_s)
         while True:
             worker = self._least_loaded_worker(previous)
             current = previous if previous is not None and previous.worker is worker else None
-            loads = [worker.load(thread) for thread in range(self.threads)]
+            loads = [worker.count_load(thread) for thread in range(self.threads)]
             thread = min(
                 range(self.threads),
                 key=lambda t: (loads[t], current is None or t != current.thread),
@@ -211,7 +211,11 @@ class _Pool:
         closing.add_done_callback(self._closing.discard)
 
     async def _close_instance(self, assignment: Assignment, *, log_errors: bool = False) -> None:
-        """Close an instance. `log_errors`: log the environment's exceptions, do not raise them."""
+        """Close an instance.
+
+        Args:
+            log_errors: True to log the environment's exceptions, False to raise them.
+        """
         assignment.is_playing = False
         self._kill_if_retired(assignment.worker)
         try:
@@ -226,10 +230,10 @@ class _Pool:
             assignment.worker.assignments.discard(assignment)
 
     def _on_change(self, worker: Worker) -> None:
-        """Retire a worker that hangs, leaks or has ended, and let waiting attempts look again."""
-        if worker.hung_threads or worker.leaks or worker.end_reason:
+        """Retire a worker that hangs, leaks or has ended. Attempts that wait for a worker retry."""
+        if worker.hung_threads or worker.has_leaks or worker.end_reason:
             if worker in self._workers:
-                self._deaths += bool(worker.end_reason)
+                self._n_deaths += bool(worker.end_reason)
                 self._workers.remove(worker)
             self._retired.add(worker)
         if worker.end_reason:
@@ -243,23 +247,23 @@ class _Pool:
 
 
 @contextlib.contextmanager
-def _pauses() -> Iterator[PauseFromAfar]:
+def _caller_pause() -> Iterator[RemotePause]:
     """Let a call's worker process pause the caller's deadline until the call has ended."""
-    pause = PauseFromAfar()
+    pause = RemotePause()
     try:
         yield pause
     finally:
-        pause.set_here(False)
+        pause.apply(False)
 
 
-def backoff_s(deaths: int) -> float:
-    """Return the seconds to wait before the next start after `deaths` deaths in a row.
+def backoff_s(n_deaths: int) -> float:
+    """Return the seconds to wait before the next start after `n_deaths` deaths in a row.
 
     The wait grows exponentially, so that a process that always dies does not load the machine.
     """
-    if deaths <= MAX_QUICK_RESTARTS:
+    if n_deaths <= MAX_QUICK_RESTARTS:
         return 0.0
-    return min(0.1 * 2 ** (deaths - MAX_QUICK_RESTARTS), MAX_BACKOFF_S)
+    return min(0.1 * 2 ** (n_deaths - MAX_QUICK_RESTARTS), MAX_BACKOFF_S)
 
 
 def _serve(loop: asyncio.AbstractEventLoop) -> None:

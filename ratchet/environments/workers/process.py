@@ -16,10 +16,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ratchet.environments.workers.protocol import HEAD, make_frame, pack, unpack
+from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
 from ratchet.errors import RatchetError
 from ratchet.observe.exit_status import describe_exit
-from ratchet.rewards.deadline import PauseFromAfar
+from ratchet.rewards.deadline import RemotePause
 from ratchet.utils import credentials
 
 log = logging.getLogger(__name__)
@@ -49,7 +49,7 @@ class Assignment:
     """The thread of a worker to which one environment instance is assigned.
 
     Attributes:
-        number: A unique number, by which the worker knows the instance.
+        number: A unique number, by which the worker identifies the instance.
         is_playing: True while an attempt is running.
     """
 
@@ -65,7 +65,7 @@ class _Call:
 
     assignment: Assignment
     answer: asyncio.Future[Any]
-    pause: PauseFromAfar | None
+    pause: RemotePause | None
 
 
 class Worker:
@@ -79,12 +79,12 @@ class Worker:
     def __init__(self, section: Mapping[str, Any], on_change: Callable[[Worker], None]) -> None:
         self.assignments: set[Assignment] = set()
         self.end_reason = ""  # why the process ended; "" while it runs
-        self.hung_threads: set[int] = set()  # in them a cancelled call did not end in time
-        self.leaks = False  # True if finished attempts have left more than MAX_LEAKED open
+        self.hung_threads: set[int] = set()  # threads whose cancelled call did not end in time
+        self.has_leaks = False  # True if finished attempts have left more than MAX_LEAKED open
         self._first_open_counts: dict[str, int] | None = None  # after the first attempt
         self._on_change = on_change
         self._calls: dict[int, _Call] = {}
-        self._numbers = itertools.count()
+        self._call_numbers = itertools.count()
         driver_end, worker_end = socket.socketpair()
         with worker_end:
             self.process = _start_process(worker_end)
@@ -98,7 +98,7 @@ class Worker:
     def n_playing(self) -> int:
         return sum(assignment.is_playing for assignment in self.assignments)
 
-    def load(self, thread: int) -> tuple[int, int]:
+    def count_load(self, thread: int) -> tuple[int, int]:
         """Return the numbers of a thread's cancelled calls that still run, and of its attempts."""
         n_cancelled = sum(
             call.assignment.thread == thread
@@ -115,7 +115,7 @@ class Worker:
         assignment: Assignment,
         operation: str,
         argument: Any = None,
-        pause: PauseFromAfar | None = None,
+        pause: RemotePause | None = None,
     ) -> Any:
         """Run an operation in the process and return its result.
 
@@ -127,7 +127,7 @@ class Worker:
         await asyncio.shield(self.ready)
         if self.end_reason or assignment.thread in self.hung_threads:
             raise self._make_lost_error(assignment)
-        number = next(self._numbers)
+        number = next(self._call_numbers)
         answer = asyncio.get_running_loop().create_future()
         self._send(
             {
@@ -148,12 +148,14 @@ class Worker:
             raise
 
     def check_leaks(self) -> None:
-        """Compare the open threads and files after an attempt with those after the first one."""
+        """Compare the threads and open files with those after the first attempt."""
         open_counts = _count_open(self.process.pid)
-        self._first_open_counts = first = self._first_open_counts or open_counts
-        leaked = {name: count - first.get(name, count) for name, count in open_counts.items()}
-        if not self.leaks and max(leaked.values(), default=0) > MAX_LEAKED:
-            self.leaks = True
+        self._first_open_counts = first_counts = self._first_open_counts or open_counts
+        leaked = {
+            name: count - first_counts.get(name, count) for name, count in open_counts.items()
+        }
+        if not self.has_leaks and max(leaked.values(), default=0) > MAX_LEAKED:
+            self.has_leaks = True
             log.warning(
                 "worker process %d is replaced: since its first attempt it has %s",
                 self.process.pid,
@@ -270,7 +272,7 @@ def _start_process(worker_end: socket.socket) -> subprocess.Popen[bytes]:
 
 
 async def _receive(reader: asyncio.StreamReader) -> dict[str, Any]:
-    (length,) = HEAD.unpack(await reader.readexactly(HEAD.size))
+    (length,) = LENGTH_HEADER.unpack(await reader.readexactly(LENGTH_HEADER.size))
     return json.loads(await reader.readexactly(length))
 
 

@@ -23,9 +23,9 @@ from collections.abc import Iterator, Mapping
 from typing import Any, NoReturn
 
 from ratchet.config.resolve import build, resolve
-from ratchet.environments.workers.protocol import HEAD, make_frame, pack, unpack
+from ratchet.environments.workers.protocol import LENGTH_HEADER, make_frame, pack, unpack
 from ratchet.protocols import Environment, HasStopStrings, HasTools
-from ratchet.rewards.deadline import CURRENT
+from ratchet.rewards.deadline import CURRENT_DEADLINE
 from ratchet.utils import credentials
 
 PR_SET_PDEATHSIG = 1
@@ -51,7 +51,7 @@ def main(descriptor: int, driver_pid: int) -> None:
         server = _Server(connection, build(resolve("played", first_frame["section"])))
     except (Exception, SystemExit):  # user code
         connection.sendall(make_frame({"error": traceback.format_exc()}))
-        _end()
+        _kill_process_group()
     connection.sendall(make_frame({"ready": True}))
     while True:
         server.handle(_receive(connection))
@@ -65,27 +65,27 @@ def _end_with_driver(driver_pid: int) -> None:
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, ctypes.c_ulong(signal.SIGKILL), 0, 0, 0)
     if os.getppid() != driver_pid:
-        _end()
+        _kill_process_group()
 
 
-def _end() -> NoReturn:
+def _kill_process_group() -> NoReturn:
     """Kill this process and every process in its group, such as those that environments started."""
     os.killpg(0, signal.SIGKILL)
     raise AssertionError("the process has been killed")
 
 
 def _receive(connection: socket.socket) -> dict[str, Any]:
-    (length,) = HEAD.unpack(_receive_exactly(connection, HEAD.size))
+    (length,) = LENGTH_HEADER.unpack(_receive_exactly(connection, LENGTH_HEADER.size))
     return json.loads(_receive_exactly(connection, length))
 
 
-def _receive_exactly(connection: socket.socket, count: int) -> bytes:
+def _receive_exactly(connection: socket.socket, n_bytes: int) -> bytes:
     received = bytearray()
-    while len(received) < count:
-        piece = connection.recv(min(count - len(received), 2**20))
-        if not piece:
-            _end()
-        received += piece
+    while len(received) < n_bytes:
+        chunk = connection.recv(min(n_bytes - len(received), 2**20))
+        if not chunk:
+            _kill_process_group()
+        received += chunk
     return bytes(received)
 
 
@@ -96,11 +96,11 @@ class _Server:
         self.environment = environment
         self._connection = connection
         self._send_lock = threading.Lock()
-        self._threads: dict[int, _Thread] = {}
+        self._threads: dict[int, _AttemptThread] = {}
 
     def handle(self, call: dict[str, Any]) -> None:
         if call["thread"] not in self._threads:
-            self._threads[call["thread"]] = _Thread(self)
+            self._threads[call["thread"]] = _AttemptThread(self)
         self._threads[call["thread"]].handle(call)
 
     def send(self, answer: bytes) -> None:
@@ -109,7 +109,7 @@ class _Server:
 
 
 class _DriverDeadline:
-    """The driver's deadline for a call, which it pauses when it is told to."""
+    """The driver's deadline for a call. `paused` pauses it in the driver."""
 
     def __init__(self, seconds: float, call_id: int, server: _Server) -> None:
         self.seconds = seconds
@@ -118,19 +118,19 @@ class _DriverDeadline:
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        self._count(1)
+        self._change_pauses(1)
         try:
             yield
         finally:
-            self._count(-1)
+            self._change_pauses(-1)
 
-    def _count(self, change: int) -> None:
-        before, self._pauses = self._pauses, self._pauses + change
-        if not before or not self._pauses:
-            self._server.send(make_frame({"id": self._call_id, "paused": not before}))
+    def _change_pauses(self, change: int) -> None:
+        n_before, self._pauses = self._pauses, self._pauses + change
+        if not n_before or not self._pauses:
+            self._server.send(make_frame({"id": self._call_id, "paused": not n_before}))
 
 
-class _Thread:
+class _AttemptThread:
     """A thread with the environment instances that the driver has assigned to it."""
 
     def __init__(self, server: _Server) -> None:
@@ -173,7 +173,7 @@ class _Thread:
 
     async def _answer(self, call: dict[str, Any]) -> None:
         if call["limit_s"] is not None:
-            CURRENT.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
+            CURRENT_DEADLINE.set(_DriverDeadline(call["limit_s"], call["id"], self._server))
         try:
             answer = make_frame({"id": call["id"], "value": pack(await self._run_operation(call))})
         # Every error of an environment is sent to the driver. A cancelled call is answered too,

@@ -14,7 +14,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.config.media_limits import MediaLimits
-from ratchet.data.formats.media import check
+from ratchet.data.formats.media import check_media
 from ratchet.data.formats.media_columns import list_media
 from ratchet.errors import DataError
 from ratchet.rewards.answers.final_answer import extract_marked_answer
@@ -33,20 +33,27 @@ class BoundingBoxConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.bounding_box:BoundingBox"
 
     measure: Literal["iou", "giou"] = Field(
-        "iou", description="giou (arXiv:1902.09630) also tells misses near and far apart."
+        "iou",
+        description="Measure of the overlap. giou (arXiv:1902.09630) also distinguishes near "
+        "misses from far misses.",
     )
     threshold: float | None = Field(
-        None, ge=-1, le=1, description="1 from this measure on, 0 below; null: the measure."
+        None,
+        ge=-1,
+        le=1,
+        description="The reward is 1 if the measure is at least this, else 0; null: the reward is "
+        "the measure.",
     )
     corners: Literal["xyxy", "xywh"] = Field(
-        "xyxy", description="The task's box: two corners, or a corner and its size."
+        "xyxy",
+        description="Form of the task's box: two corners (xyxy), or a corner and the size (xywh).",
     )
     task_units: Literal["pixels", "unit", "thousand"] = Field(
         "pixels",
         description="Units of the task's box: pixels of its picture, 0 to 1, or 0 to 1000.",
     )
     answer_units: Literal["pixels", "unit", "thousand"] = Field(
-        "pixels", description="Units of the answer's box, its two corners."
+        "pixels", description="Units of the answer's box, which is given by its two corners."
     )
 
 
@@ -55,8 +62,8 @@ COMMA = r"\s{0,3},\s{0,3}"
 FOUR_NUMBERS = re.compile(
     rf"[\[(]\s{{0,3}}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER}){COMMA}({NUMBER})\s{{0,3}}[\])]"
 )
-LOWEST = {"iou": 0.0, "giou": -1.0}
-SIDES = {"unit": 1.0, "thousand": 1000.0}
+LOWEST_VALUES = {"iou": 0.0, "giou": -1.0}
+SIDE_BY_UNIT = {"unit": 1.0, "thousand": 1000.0}
 
 
 class Box(NamedTuple):
@@ -114,7 +121,7 @@ class BoundingBox(FinalAnswer):
 
     def __init__(self, config: BoundingBoxConfig) -> None:
         self.config = config
-        self.lowest = 0.0 if config.threshold is not None else LOWEST[config.measure]
+        self.lowest = 0.0 if config.threshold is not None else LOWEST_VALUES[config.measure]
         self.bounds = (self.lowest, 1.0)
 
     def answer(self, text: str) -> str | None:
@@ -162,7 +169,7 @@ class BoundingBox(FinalAnswer):
     def _get_size(self, units: str, task: Task) -> tuple[float, float]:
         """Return the picture's width and height in these units."""
         if units != "pixels":
-            return SIDES[units], SIDES[units]
+            return SIDE_BY_UNIT[units], SIDE_BY_UNIT[units]
         width, height = task.meta.get("width"), task.meta.get("height")
         if (
             isinstance(width, int | float)
@@ -171,7 +178,7 @@ class BoundingBox(FinalAnswer):
         ):
             return float(width), float(height)
         image = next((part for part in list_media(task.messages) if part.type == "image"), None)
-        size = None if image is None else check(image, where=task.where, limits=MediaLimits())
+        size = None if image is None else check_media(image, where=task.where, limits=MediaLimits())
         if size is None:
             raise DataError(
                 f"{task.where} has neither a picture nor the columns width and height, which are "

@@ -19,7 +19,8 @@ class BoxedConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.boxed:Boxed"
 
     normalise: bool = Field(
-        True, description="Equal numbers, and spellings of the same LaTeX, are the same answer."
+        True,
+        description="True: equal numbers, and spellings of the same LaTeX, are the same answer.",
     )
 
 
@@ -37,14 +38,14 @@ class Boxed(FinalAnswer):
         return canonicalize(answer) if answer and self.config.normalise else answer
 
     def grade(self, text: str, task: Task) -> float:
-        gold = gold_answer(task)
+        gold = get_gold_answer(task)
         answer = extract_boxed(text)
         if answer is None:
             return 0.0
         return float(is_same_answer(answer, gold) if self.config.normalise else answer == gold)
 
 
-def gold_answer(task: Task) -> str:
+def get_gold_answer(task: Task) -> str:
     """Return the task's answer, unboxed. Raise DataError if there is none."""
     gold = "" if task.answer is None else str(task.answer).strip()
     boxed = extract_boxed(gold)

@@ -19,7 +19,7 @@ class CountdownRewardConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.countdown:CountdownReward"
 
     partial: float = Field(
-        0.0, ge=0, lt=1, description="For a legal expression that misses the target."
+        0.0, ge=0, lt=1, description="Reward of a legal expression that misses the target."
     )
 
 

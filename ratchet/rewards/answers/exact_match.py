@@ -20,11 +20,11 @@ class ExactMatchConfig(Section):
 
     marked: bool = Field(
         False,
-        description='If the text has a mark ("####", <answer> or \\boxed{}), only the marked part '
-        "is the answer.",
+        description='True: if the text has a mark ("####", <answer> or \\boxed{}), only the marked '
+        "part is the answer.",
     )
     ignore_case: bool = Field(
-        False, description="Ignore upper and lower case, and a full stop at the end."
+        False, description="True to ignore upper and lower case, and a full stop at the end."
     )
 
 

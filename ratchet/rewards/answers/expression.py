@@ -16,8 +16,8 @@ MAX_DEPTH = 40
 
 TOKEN = re.compile(r"[0-9]+|[-+*/()]")
 SPELLINGS = str.maketrans("×·÷−", "**/-")
-SUMS = {"+": operator.add, "-": operator.sub}
-PRODUCTS = {"*": operator.mul, "/": operator.truediv}
+SUM_OPERATIONS = {"+": operator.add, "-": operator.sub}
+PRODUCT_OPERATIONS = {"*": operator.mul, "/": operator.truediv}
 
 
 class NotAnExpression(ValueError):
@@ -32,7 +32,7 @@ def evaluate(text: str) -> tuple[Fraction, list[int]]:
     if unknown_text := TOKEN.sub("", text).strip():
         raise NotAnExpression(f"holds {unknown_text!r}")
     parser = _Parser(TOKEN.findall(text))
-    value = parser.sum()
+    value = parser.parse_sum()
     if parser.tokens:
         raise NotAnExpression(f"ends before {parser.tokens[-1]!r}")
     return value, parser.numbers
@@ -46,22 +46,22 @@ class _Parser:
         self.numbers: list[int] = []
         self.depth = 0
 
-    def sum(self) -> Fraction:
-        value = self.product()
-        while self.tokens and self.tokens[-1] in SUMS:
-            value = SUMS[self.tokens.pop()](value, self.product())
+    def parse_sum(self) -> Fraction:
+        value = self.parse_product()
+        while self.tokens and self.tokens[-1] in SUM_OPERATIONS:
+            value = SUM_OPERATIONS[self.tokens.pop()](value, self.parse_product())
         return value
 
-    def product(self) -> Fraction:
-        value = self.atom()
-        while self.tokens and self.tokens[-1] in PRODUCTS:
-            sign, right = self.tokens.pop(), self.atom()
+    def parse_product(self) -> Fraction:
+        value = self.parse_atom()
+        while self.tokens and self.tokens[-1] in PRODUCT_OPERATIONS:
+            sign, right = self.tokens.pop(), self.parse_atom()
             if sign == "/" and right == 0:
                 raise NotAnExpression("divides by zero")
-            value = PRODUCTS[sign](value, right)
+            value = PRODUCT_OPERATIONS[sign](value, right)
         return value
 
-    def atom(self) -> Fraction:
+    def parse_atom(self) -> Fraction:
         token = self.tokens.pop() if self.tokens else "the end"
         if token.isdigit():
             self.numbers.append(int(token))
@@ -71,7 +71,7 @@ class _Parser:
                 f"a number was expected, not {token!r}, or parentheses nest deeper than {MAX_DEPTH}"
             )
         self.depth += 1
-        value = self.sum()
+        value = self.parse_sum()
         if not self.tokens or self.tokens.pop() != ")":
             raise NotAnExpression("a parenthesis is not closed")
         self.depth -= 1

@@ -20,7 +20,7 @@ HASHES = re.compile(r"^####(?!#)[ \t]*([^\n]*)", re.MULTILINE)
 HEADING = re.compile(r"[^\W\d_]{2}")
 
 
-def _join(match: re.Match[str]) -> str:
+def _join_thousands(match: re.Match[str]) -> str:
     return match[1].replace(" ", "")
 
 
@@ -42,7 +42,7 @@ SPELLINGS: tuple[tuple[re.Pattern[str], str | Callable[[re.Match[str]], str]], .
     (re.compile(r"−"), "-"),
     # Spaces between digits stay: "1 1/2" is no "11/2". A space that separates thousands goes.
     (re.compile(r"(?<!\d) +| +(?!\d)"), ""),
-    (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join),
+    (re.compile(r"(?<![\d.,/ ])(\d{1,3}(?: +\d{3})+)(?![\d/])"), _join_thousands),
 )
 # A unit at the end, as in 5\text{ cm}^2.
 UNIT = re.compile(

@@ -21,16 +21,16 @@ class FormatConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.format:Format"
 
     tags: tuple[Annotated[str, Field(pattern=r"^[A-Za-z][\w-]*$")], ...] = Field(
-        ("think", "answer"), min_length=1, description="Names, without brackets."
+        ("think", "answer"), min_length=1, description="Names of the tags, without brackets."
     )
-    opened: bool = Field(False, description="The prompt has already opened the first tag.")
-    outside: bool = Field(False, description="Text outside the tags is allowed.")
+    opened: bool = Field(False, description="True if the prompt has already opened the first tag.")
+    outside: bool = Field(False, description="True to allow text outside the tags.")
     share: float = Field(
         0.0,
         ge=0,
         lt=1,
-        description="Reward if all tags are used correctly but the whole is not; a part of it for "
-        "some tags.",
+        description="Reward of an answer that uses all tags correctly but is otherwise malformed. "
+        "With some correct tags the answer earns their share of it.",
     )
 
 
@@ -40,13 +40,13 @@ class Format(AnswerReward):
 
     def __init__(self, config: FormatConfig) -> None:
         self.config = config
-        self._tag = re.compile(rf"(</?(?:{'|'.join(map(re.escape, config.tags))})>)")
+        self._tag_pattern = re.compile(rf"(</?(?:{'|'.join(map(re.escape, config.tags))})>)")
 
     def grade(self, text: str, task: Task) -> float:
         tags = self.config.tags
         if self.config.opened:
             text = f"<{tags[0]}>{text}"
-        pieces = self._tag.split(text)  # text, tag, text, tag, ..., text
+        pieces = self._tag_pattern.split(text)  # text, tag, text, tag, ..., text
         written_tags, texts = pieces[1::2], pieces[0::2]
         correct_tags = [name for name in tags if _is_used_once(name, written_tags, texts)]
         is_in_order = written_tags == [tag for name in tags for tag in (f"<{name}>", f"</{name}>")]

@@ -22,12 +22,14 @@ class IFEvalConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.ifeval:IFEval"
 
     credit: Literal["all", "share"] = Field(
-        "all", description="all: 1 if all are followed, else 0; share: the share followed."
+        "all",
+        description="all: 1 if all instructions are followed, else 0; share: the share of the "
+        "instructions that are followed.",
     )
     loose: bool = Field(
         False,
-        description="Also accept the text without asterisks, first line or last line, as in the "
-        "paper.",
+        description="True to accept also the text without asterisks, first line or last line, as "
+        "in the paper.",
     )
 
 

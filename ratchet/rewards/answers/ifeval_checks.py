@@ -21,9 +21,9 @@ Check = Callable[..., bool]
 MAX_DETECTED_CHARS = 10_000
 WORD = re.compile(r"\w+")
 # The published code counts clitics as separate words: "I'm" is "I" and "'m".
-CLITIC = r"['’](?:s|m|d|t|re|ve|ll)\b"
-COMPOUND = re.compile(rf"\w+(?:(?!{CLITIC})['’./-]\w+)*|{CLITIC}", re.IGNORECASE)
-CONSTRAINED = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
+CLITIC_PATTERN = r"['’](?:s|m|d|t|re|ve|ll)\b"
+COMPOUND = re.compile(rf"\w+(?:(?!{CLITIC_PATTERN})['’./-]\w+)*|{CLITIC_PATTERN}", re.IGNORECASE)
+CONSTRAINED_ANSWERS = ("My answer is yes.", "My answer is no.", "My answer is maybe.")
 SENTENCE_END = re.compile(r"(?<![.!?…])(?>[.!?…]+[\"'”’)\]*_]*)(?=\s|$)|[。！？]+")
 TITLES = frozenset(("mr", "mrs", "ms", "dr", "prof", "st", "vs", "e.g", "i.e", "cf", "fig", "capt"))
 ABBREVIATIONS = frozenset(
@@ -192,7 +192,7 @@ def _is_bullet(line: str) -> bool:
 
 
 def constrained_response(text: str) -> bool:
-    return any(option in text for option in CONSTRAINED)
+    return any(option in text for option in CONSTRAINED_ANSWERS)
 
 
 def number_highlighted_sections(text: str, num_highlights: int) -> bool:

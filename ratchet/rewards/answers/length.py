@@ -57,14 +57,14 @@ class Length(PerTrajectory):
         text = answer_text(trajectory)
         if isinstance(trajectory.outcome, Truncated):
             return 0.0
-        length = self._length(text, trajectory)
+        length = self._measure_length(text, trajectory)
         excess = 0 if self.config.at_most is None else length - self.config.at_most
         distance = max(excess, self.config.at_least - length, 0)
         if distance == 0:
             return 1.0
         return max(0.0, 1.0 - distance / self.config.margin) if self.config.margin else 0.0
 
-    def _length(self, text: str, trajectory: Trajectory) -> int:
+    def _measure_length(self, text: str, trajectory: Trajectory) -> int:
         if self.config.unit == "tokens":
             if not len(trajectory):
                 raise DataError("this text has no tokens to count: set unit to words or characters")

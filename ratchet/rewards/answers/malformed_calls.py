@@ -16,7 +16,7 @@ class MalformedToolCallsConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.malformed_calls:MalformedToolCalls"
 
 
-COUNT = "malformed_tool_calls"  # a metric of attempts that are offered tools
+METRIC_NAME = "malformed_tool_calls"  # a metric of attempts that are offered tools
 
 
 class MalformedToolCalls(PerTrajectory):
@@ -25,7 +25,7 @@ class MalformedToolCalls(PerTrajectory):
     An attempt that was cut off is judged like any other.
     """
 
-    name = COUNT
+    name = METRIC_NAME
 
     def __init__(self, config: MalformedToolCallsConfig) -> None:
         self.config = config
@@ -40,4 +40,4 @@ class MalformedToolCalls(PerTrajectory):
                 "this is text and not a played attempt, so its tool calls were not counted: leave "
                 "this reward out"
             )
-        return -float(trajectory.metrics.get(COUNT, 0.0))
+        return -float(trajectory.metrics.get(METRIC_NAME, 0.0))

@@ -12,7 +12,7 @@ from pydantic import Field
 
 from ratchet.config.base import Section
 from ratchet.errors import MissingDependency, suggest_install
-from ratchet.rewards.answers.boxed import gold_answer
+from ratchet.rewards.answers.boxed import get_gold_answer
 from ratchet.rewards.answers.final_answer import (
     MAX_ANSWER_CHARS,
     canonicalize,
@@ -22,7 +22,7 @@ from ratchet.rewards.answers.final_answer import (
 )
 from ratchet.rewards.answers.numeric import NUMBER, find_last_match, parse_whole_number
 from ratchet.rewards.base import FinalAnswer
-from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
+from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
 
 
@@ -40,10 +40,13 @@ class MathConfig(Section):
         "spellings and numbers are compared.",
     )
     require_marker: bool = Field(
-        False, description='Only an answer after "####", in <answer> or \\boxed{} counts.'
+        False, description='True: only an answer after "####", in <answer> or \\boxed{} counts.'
     )
     timeout_s: float = Field(
-        3.0, gt=0, description="Processor time of one answer; one that takes longer earns 0."
+        3.0,
+        gt=0,
+        description="Processor time limit of one answer, in seconds; an answer that takes longer "
+        "earns 0.",
     )
 
 
@@ -98,7 +101,7 @@ class Math(FinalAnswer):
         )
 
     def grade(self, text: str, task: Task) -> Awaitable[float]:
-        return self._grade(text, gold_answer(task))
+        return self._grade(text, get_gold_answer(task))
 
     async def _grade(self, text: str, gold: str) -> float:
         answer = self._extract_answer(text)
@@ -115,7 +118,7 @@ class Math(FinalAnswer):
             return 0.0
         try:
             return float(await self._workers.call(answer, gold))
-        except OutOfTime:
+        except ProcessorTimeExceeded:
             return 0.0
 
 

@@ -27,14 +27,14 @@ class MultipleChoiceConfig(Section):
     )
     require_marker: bool = Field(
         False,
-        description='Only a letter after "answer is", "answer:" or "####", in <answer> or '
+        description='True: only a letter after "answer is", "answer:" or "####", in <answer> or '
         "\\boxed{}, counts.",
     )
 
 
-WRAPPED = r"[*_(\[{\"'`$]{0,4}"
-UNWRAPPED = r"[*_)\]}\"'`$]{0,4}"
-TEXT = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
+OPENING_MARKS = r"[*_(\[{\"'`$]{0,4}"
+CLOSING_MARKS = r"[*_)\]}\"'`$]{0,4}"
+TEXT_COMMAND = re.compile(r"\\(?:text|mathrm|textbf|mathbf)\{([^{}]*)\}")
 
 
 class MultipleChoice(FinalAnswer):
@@ -49,14 +49,14 @@ class MultipleChoice(FinalAnswer):
         verb = r"(?:\s{0,3}[:=]|\s{1,3}(?i:is|was|would\sbe)(?:\s{0,3}:)?)?"
         noun = r"(?i:\b(?:answer|choice|option)\b)\*{0,2}"
         self._answer_pattern = re.compile(
-            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{WRAPPED}{letter}"
+            rf"{noun}(?P<verb>{verb})\*{{0,2}}\s{{0,3}}(?:(?i:option|choice)\s)?{OPENING_MARKS}{letter}"
         )
         self._letter_pattern = re.compile(
-            rf"\s*{WRAPPED}{letter}{UNWRAPPED}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
+            rf"\s*{OPENING_MARKS}{letter}{CLOSING_MARKS}(?:[.:)]\*{{0,2}}(?:\s.*)?|\s*)", re.DOTALL
         )
         self._next_letter_pattern = re.compile(
-            rf"{UNWRAPPED}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}"
-            rf"{WRAPPED}[{config.letters}](?![\w'’-])"
+            rf"{CLOSING_MARKS}\s{{0,3}}(?:,|/|&|\b(?:or|and)\b)\s{{0,3}}"
+            rf"{OPENING_MARKS}[{config.letters}](?![\w'’-])"
         )
 
     def answer(self, text: str) -> str | None:
@@ -90,7 +90,7 @@ class MultipleChoice(FinalAnswer):
         return stated or mentioned
 
     def _read_single_letter(self, text: str) -> str | None:
-        text = TEXT.sub(r"\1", text)
+        text = TEXT_COMMAND.sub(r"\1", text)
         match = self._letter_pattern.fullmatch(text)
         return (
             None

@@ -25,10 +25,13 @@ class NumericAnswerConfig(Section):
     builds: ClassVar[str] = "ratchet.rewards.answers.numeric:NumericAnswer"
 
     require_marker: bool = Field(
-        False, description='Only a number after "####" or in \\boxed{} counts.'
+        False, description='True: only a number after "####" or in \\boxed{} counts.'
     )
     tolerance: float = Field(
-        0.0, ge=0, description="Numbers this near, absolute or relative to the task's, are equal."
+        0.0,
+        ge=0,
+        description="Difference up to which numbers are equal, absolute or relative to the task's "
+        "number.",
     )
 
 
@@ -44,7 +47,7 @@ NUMBER = re.compile(
       | (?P<plain>{DECIMAL}) (?: [eE] (?P<exponent>[-+]?[0-9]+) )? )""",
     re.VERBOSE,
 )
-# What before a number makes it a part of an expression, or a bound.
+# Text before a number that makes the number a part of an expression, or a bound.
 POWER_OR_ROOT = re.compile(
     r"(?:\^|sqrt|√|[-−](?=\()|[≤≥±]"
     r"|\\(?:log|ln|exp|sin|cos|tan|[lg]eq?|neq?|pm|mp)(?![a-zA-Z]))[{( ]*$"
@@ -52,7 +55,7 @@ POWER_OR_ROOT = re.compile(
 PI_OR_ROOT = re.compile(r"[ *]*(?:π|√|\\(?:pi|sqrt)\b|\^(?!\{?\\circ))")
 
 FRACTION = r"\\[dt]?frac\{([^{}]*)\}\{([^{}]*)\}"
-LATEX = (
+LATEX_REPLACEMENTS = (
     (re.compile(rf"(?<=[0-9]){FRACTION}"), r" \1/\2"),  # a mixed number
     (re.compile(FRACTION), r"\1/\2"),
     (re.compile(r"\{,\}"), ","),  # thousands: 1{,}000  1,\!000  1\,000
@@ -125,7 +128,7 @@ def parse_whole_number(text: str) -> Fraction | None:
 
 
 def _remove_latex(text: str) -> str:
-    for pattern, replacement in LATEX:
+    for pattern, replacement in LATEX_REPLACEMENTS:
         text = pattern.sub(replacement, text)
     return text
 

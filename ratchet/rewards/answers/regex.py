@@ -11,7 +11,7 @@ from pydantic import AfterValidator, Field, model_validator
 from ratchet.config.base import Section
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
-from ratchet.rewards.process_pool.pool import OutOfTime, RewardWorkers
+from ratchet.rewards.process_pool.pool import ProcessorTimeExceeded, RewardWorkers
 from ratchet.types import Task
 
 
@@ -31,13 +31,21 @@ class RegexConfig(Section):
     pattern: Annotated[str, AfterValidator(_check_pattern)] = Field(
         description="Regular expression of Python's re; (?i) at its start ignores case."
     )
-    whole: bool = Field(False, description="The whole answer must match, not just a part of it.")
-    group: int | str | None = Field(
-        None, description="This group of the last match must be the task's answer."
+    whole: bool = Field(
+        False, description="True if the whole answer must match, not just a part of it."
     )
-    invert: bool = Field(False, description="Reward 1 where the pattern does not match.")
+    group: int | str | None = Field(
+        None,
+        description="Group of the last match that must equal the task's answer; null: any match "
+        "counts.",
+    )
+    invert: bool = Field(
+        False, description="True to reward answers that the pattern does not match."
+    )
     timeout_s: float = Field(
-        2.0, gt=0, description="Processor time of one answer; beyond it the attempt has failed."
+        2.0,
+        gt=0,
+        description="Processor time limit of one answer, in seconds; beyond it the attempt fails.",
     )
 
     @model_validator(mode="after")
@@ -86,7 +94,7 @@ class Regex(AnswerReward):
             matched_text = await self._workers.call(
                 self.config.pattern, text, self.config.whole, group
             )
-        except OutOfTime as error:
+        except ProcessorTimeExceeded as error:
             pattern = self.config.pattern
             raise DataError(
                 f"the pattern {pattern!r} backtracks too long on an answer of {len(text)} "

@@ -22,17 +22,21 @@ class SimilarityConfig(Section):
 
     measure: Literal["characters", "words", "bag"] = Field(
         "characters",
-        description="Common subsequence of characters, or of words (ROUGE-L); or words in any "
-        "order (F1).",
+        description="Measure: common subsequence of characters or of words (ROUGE-L), or words in "
+        "any order (bag, F1).",
     )
-    ignore_case: bool = Field(False, description="Upper and lower case are the same.")
+    ignore_case: bool = Field(False, description="True to ignore upper and lower case.")
     threshold: float | None = Field(
-        None, gt=0, le=1, description="1 from this similarity on, 0 below; null: the similarity."
+        None,
+        gt=0,
+        le=1,
+        description="The reward is 1 if the similarity is at least this, else 0; null: the reward "
+        "is the similarity.",
     )
 
 
-# Maximum number of characters or words that are compared, which takes about 30 ms. Further ones
-# count as different.
+# Maximum number of characters or words that are compared, which takes about 30 ms. Further
+# characters or words count as different.
 MAX_UNITS = 10_000
 
 
@@ -49,12 +53,12 @@ class Similarity(AnswerReward):
         units = self._split_units(text)
         reference = self._split_units(str(task.answer))
         if self.config.measure == "bag":
-            common = (Counter(units) & Counter(reference)).total()
+            n_common = (Counter(units) & Counter(reference)).total()
         else:
-            common = longest_common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
+            n_common = longest_common_subsequence(units[:MAX_UNITS], reference[:MAX_UNITS])
         # F1: the harmonic mean of precision and recall.
         length = len(units) + len(reference)
-        similarity = 2 * common / length if length else 1.0
+        similarity = 2 * n_common / length if length else 1.0
         return (
             similarity
             if self.config.threshold is None
@@ -74,13 +78,13 @@ def longest_common_subsequence(a: Sequence[Hashable], b: Sequence[Hashable]) -> 
     Each row of the dynamic program's table is held in the bits of one integer (Hyyrö 2004).
     """
     # For each unit, the positions in `a` that hold it, as a bit mask.
-    positions: dict[Hashable, int] = {}
+    position_bits: dict[Hashable, int] = {}
     for index, unit in enumerate(a):
-        positions[unit] = positions.get(unit, 0) | 1 << index
+        position_bits[unit] = position_bits.get(unit, 0) | 1 << index
     all_bits = (1 << len(a)) - 1
     # A 0 bit marks a position at which the common subsequence grows by one.
     row = all_bits
     for unit in b:
-        matches = row & positions.get(unit, 0)
+        matches = row & position_bits.get(unit, 0)
         row = ((row + matches) | (row - matches)) & all_bits
     return len(a) - row.bit_count()

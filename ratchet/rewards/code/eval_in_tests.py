@@ -15,8 +15,8 @@ EVALUATORS = frozenset(
     {"eval", "exec", "compile", "__import__", "import_module", "timeit", "sympify", "parse_expr"}
 )
 # Modules whose `loads` can run code in the data.
-LOADERS = frozenset({"pickle", "marshal", "dill", "cloudpickle"})
-TREE_LIMITS = (SyntaxError, ValueError, RecursionError, MemoryError)
+LOADING_MODULES = frozenset({"pickle", "marshal", "dill", "cloudpickle"})
+PARSE_ERRORS = (SyntaxError, ValueError, RecursionError, MemoryError)
 Function = ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda
 
 
@@ -29,7 +29,7 @@ def find_evaluated_answer(test: str, entry_point: str) -> str:
     try:
         tree = ast.parse(test)
         return next(_find_evaluations(tree, _find_tainted_names(tree, entry_point)), "")
-    except TREE_LIMITS:  # tests that don't parse are refused where they run
+    except PARSE_ERRORS:  # tests that don't parse are refused where they run
         return ""
 
 
@@ -38,37 +38,39 @@ def _find_tainted_names(tree: ast.Module, entry_point: str) -> set[str]:
     functions = dict(_find_functions(tree))
     names = {entry_point, "candidate"}
     if "check" in functions:
-        names |= set(_parameter_names(functions["check"]))
+        names |= set(_list_parameter_names(functions["check"]))
     while True:
-        known = len(names)
+        n_known = len(names)
         for node in ast.walk(tree):
-            names |= set(_propagate(node, names, functions))
-        if len(names) == known:
+            names |= set(_find_newly_tainted(node, names, functions))
+        if len(names) == n_known:
             return names
 
 
-def _propagate(node: ast.AST, names: set[str], functions: dict[str, Function]) -> Iterator[str]:
+def _find_newly_tainted(
+    node: ast.AST, names: set[str], functions: dict[str, Function]
+) -> Iterator[str]:
     """Yield the names to which `node` binds a value derived from `names`."""
     match node:
         case ast.Assign(targets=targets, value=value) if _mentions(value, names):
             for target in targets:
-                yield from _bound_names(target)
+                yield from _iter_bound_names(target)
         case (
             ast.AnnAssign(target=target, value=value)
             | ast.AugAssign(target=target, value=value)
             | ast.NamedExpr(target=target, value=value)
         ) if value is not None and _mentions(value, names):
-            yield from _bound_names(target)
+            yield from _iter_bound_names(target)
         case (
             ast.For(target=target, iter=values)
             | ast.AsyncFor(target=target, iter=values)
             | ast.comprehension(target=target, iter=values)
         ) if _mentions(values, names):
-            yield from _bound_names(target)
+            yield from _iter_bound_names(target)
         case ast.withitem(context_expr=value, optional_vars=ast.expr() as target) if _mentions(
             value, names
         ):
-            yield from _bound_names(target)
+            yield from _iter_bound_names(target)
         case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name) if any(
             isinstance(part, ast.Return | ast.Yield)
             and part.value is not None
@@ -77,21 +79,21 @@ def _propagate(node: ast.AST, names: set[str], functions: dict[str, Function]) -
         ):
             yield name
         case ast.Call(func=function) if any(
-            _mentions(argument, names) for argument in _argument_values(node)
+            _mentions(argument, names) for argument in _list_arguments(node)
         ):
             if isinstance(function, ast.Lambda):
-                yield from _parameter_names(function)
+                yield from _list_parameter_names(function)
             elif isinstance(function, ast.Name) and function.id in functions:
-                yield from _parameter_names(functions[function.id])
+                yield from _list_parameter_names(functions[function.id])
             elif isinstance(function, ast.Attribute):  # such as collected.append(candidate(1))
-                yield from _bound_names(function.value)
+                yield from _iter_bound_names(function.value)
 
 
 def _find_evaluations(tree: ast.Module, names: set[str]) -> Iterator[str]:
     for node in ast.walk(tree):
         if not isinstance(node, ast.Call):
             continue
-        arguments = _argument_values(node)
+        arguments = _list_arguments(node)
         # eval(source, ...) evaluates its first argument alone. If eval itself is an argument, as in
         # map(eval, answers), any other argument may be evaluated.
         sources = (
@@ -110,7 +112,7 @@ def _is_evaluator(function: ast.expr) -> bool:
         case ast.Name(id=name):
             return name in EVALUATORS
         case ast.Attribute(value=ast.Name(id=module), attr="loads"):
-            return module in LOADERS
+            return module in LOADING_MODULES
         case ast.Attribute(value=ast.Name(id=module), attr="compile"):
             return module == "builtins"  # re.compile runs no code
         case ast.Attribute(attr=name):
@@ -127,7 +129,7 @@ def _find_functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
                 yield name, function
 
 
-def _parameter_names(function: Function) -> list[str]:
+def _list_parameter_names(function: Function) -> list[str]:
     arguments = function.args
     extras = [extra for extra in (arguments.vararg, arguments.kwarg) if extra is not None]
     return [
@@ -136,11 +138,11 @@ def _parameter_names(function: Function) -> list[str]:
     ]
 
 
-def _argument_values(call: ast.Call) -> list[ast.expr]:
+def _list_arguments(call: ast.Call) -> list[ast.expr]:
     return [*call.args, *(keyword.value for keyword in call.keywords)]
 
 
-def _bound_names(target: ast.expr) -> Iterator[str]:
+def _iter_bound_names(target: ast.expr) -> Iterator[str]:
     return (node.id for node in ast.walk(target) if isinstance(node, ast.Name))
 
 

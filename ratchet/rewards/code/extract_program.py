@@ -9,7 +9,7 @@ from ratchet.sandbox.base import Result
 from ratchet.sandbox.compare_output import output_matches
 
 Blocks = Literal["last", "first", "all"]
-PYTHON = ("python", "python3", "py", "py3")
+PYTHON_LANGUAGES = ("python", "python3", "py", "py3")
 FENCES = ("```", "~~~")
 NUMBER = re.compile(rb"[+-]?(\d+(\.\d*)?|\.\d+)([eE][+-]?\d{1,3})?")
 MAX_NUMBER_BYTES = 64
@@ -23,8 +23,8 @@ def extract_program(text: str, blocks: Blocks, *, require_block: bool) -> str | 
     closed ends with the text.
     """
     marked_blocks = find_fenced_blocks(text)
-    programs = [code for mark, code in marked_blocks if mark in PYTHON] or [
-        code for mark, code in marked_blocks if not mark
+    programs = [code for language, code in marked_blocks if language in PYTHON_LANGUAGES] or [
+        code for language, code in marked_blocks if not language
     ]
     if not programs:
         return None if require_block else text
@@ -46,7 +46,7 @@ def find_fenced_blocks(text: str) -> list[tuple[str, str]]:
             fence = stripped[: len(stripped) - len(stripped.lstrip(stripped[0]))]
             words = stripped[len(fence) :].split()
             fences.append((words[0].lower() if words else "", []))
-    return [(mark, "".join(lines)) for mark, lines in fences]
+    return [(language, "".join(lines)) for language, lines in fences]
 
 
 def has_expected_output(

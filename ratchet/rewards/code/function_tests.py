@@ -16,19 +16,19 @@ from typing import Any
 
 from ratchet.errors import DataError
 from ratchet.rewards.code.eval_in_tests import find_evaluated_answer
-from ratchet.rewards.code.plain_values import AWAITING
-from ratchet.rewards.deadline import Programs
+from ratchet.rewards.code.plain_values import AWAITED_MARK
+from ratchet.rewards.deadline import ProgramRunner
 from ratchet.sandbox import Limits, Reason, Result, Sandbox
 
 log = logging.getLogger(__name__)
 
 MAX_ROUNDS = 512  # maximum number of rounds: each runs the program, then the tests
 # maximum number of answered calls whose arguments come from earlier answers
-MAX_FOLLOWING = 5000
-MAX_WALLS = 30  # maximum wall time of all rounds, as a multiple of one execution's limit
+MAX_FOLLOW_UP_CALLS = 5000
+MAX_WALL_MULTIPLE = 30  # maximum wall time of all rounds, as a multiple of one execution's limit
 MAX_PLANS = 1024  # maximum number of tasks whose calls are remembered
 TESTS_CPU_S, TESTS_OUTPUT_KIB = 10.0, 16384
-LIMITED = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
+LIMIT_REASONS = (Reason.WALL, Reason.CPU, Reason.MEMORY, Reason.OUTPUT)
 
 
 @dataclass(frozen=True)
@@ -47,29 +47,29 @@ class CodeVerdict:
 
     Args:
         end: "passed", "wrong", "crashed" or "limit".
-        held, broken: numbers of assertions that passed, and that failed; see
-            `AssertionJudge._shares`.
-        call: the call after which the first assertion broke, as text; "" if none is known.
+        n_passed: Number of assertions that passed; see `AssertionJudge._compute_shares`.
+        n_broken: Number of assertions that failed.
+        call: The call after which the first assertion failed, as text; "" if none is known.
     """
 
     end: str
-    held: float = 0
-    broken: float = 1
+    n_passed: float = 0
+    n_broken: float = 1
     call: str = ""
 
 
 @dataclass(frozen=True)
-class Plan:
-    """The calls that tests seem to make.
+class CallPlan:
+    """The calls that tests are likely to make.
 
     Args:
-        calls: the calls as text.
-        ahead: number of calls that the tests make before any answer is known; None if they did not
-            reach their end then.
+        calls: The calls as text.
+        n_ahead: Number of calls that the tests make before any answer is known; None if the tests
+            did not reach their end without answers.
     """
 
     calls: list[str]
-    ahead: int | None
+    n_ahead: int | None
 
 
 @dataclass(frozen=True)
@@ -77,9 +77,9 @@ class CallExplanation:
     """The result of one call, which may be shown to the policy.
 
     Args:
-        call: the call in Python syntax; "" if it isn't known.
-        returned: the returned value in Python syntax; None if there is none.
-        result: the result of a process that was given only this call, without its stdout.
+        call: The call in Python syntax; "" if it isn't known.
+        returned: The returned value in Python syntax; None if there is none.
+        result: The result, without its stdout, of a process that received only this call.
     """
 
     call: str
@@ -90,9 +90,10 @@ class CallExplanation:
 def _build_script(module: str, entry: str, *, compiled: bool) -> str:
     """Return a script that creates the modules `plain_values` and `module`, and calls `entry`.
 
-    compiled: True if the sandbox runs this very Python: compile both modules once here. That saves
-    4 ms, as much as the rest of an execution takes. No compiled code is ever read back from the
-    sandbox.
+    Args:
+        compiled: True to compile both modules here, for a sandbox with the same version of Python.
+            That saves 4 ms, as much as the rest of an execution takes. No compiled code is ever
+            read back from the sandbox.
     """
     lines = ["import marshal, sys, types"]
     for part in ("plain_values", module):
@@ -108,15 +109,18 @@ def _build_script(module: str, entry: str, *, compiled: bool) -> str:
 
 
 class FunctionJudge:
-    """A judge of functions. In each round it runs the program on the tests' calls, then the tests
-    on the program's answers, until the tests end.
+    """A judge of functions.
 
-    share: True to continue the tests after a failed assertion.
+    In each round it runs the program on the tests' calls, then the tests on the program's answers,
+    until the tests end.
+
+    Args:
+        share: True to continue the tests after a failed assertion.
     """
 
     def __init__(self, sandbox: Sandbox, limits: Limits, *, share: bool) -> None:
         self.sandbox, self.limits, self.share = sandbox, limits, share
-        is_same_python = sandbox.same_python
+        is_same_python = sandbox.has_same_python
         self._program, self._explain = (
             _build_script("program_runner", entry, compiled=is_same_python)
             for entry in ("program", "explain")
@@ -125,7 +129,7 @@ class FunctionJudge:
         self._tests_limits = Limits(
             wall_s=6 * TESTS_CPU_S, cpu_s=TESTS_CPU_S, output_kib=TESTS_OUTPUT_KIB
         )
-        self._plans: OrderedDict[FunctionTask, asyncio.Future[Plan]] = OrderedDict()
+        self._plans: OrderedDict[FunctionTask, asyncio.Future[CallPlan]] = OrderedDict()
         self._warned_tasks: set[str] = set()
 
     async def judge(self, text: str, task: FunctionTask) -> CodeVerdict:
@@ -133,14 +137,14 @@ class FunctionJudge:
 
         Raises DataError if the tests can judge no program, SandboxError if the sandbox failed.
         """
-        plan = await self._plan(task)
-        calls, answers, certain, follow_up_calls = plan.calls, [], 0, 0
-        programs = Programs(self.sandbox, MAX_WALLS * self.limits.wall_s)
+        plan = await self._get_plan(task)
+        calls, answers, n_certain, n_follow_up_calls = plan.calls, [], 0, 0
+        runner = ProgramRunner(self.sandbox, MAX_WALL_MULTIPLE * self.limits.wall_s)
         for _ in range(MAX_ROUNDS):
             request = {**_get_program_columns(task), "text": text, "calls": calls}
-            result = await programs.run(self._program, _encode_request(request), self.limits)
+            result = await runner.run(self._program, _encode_request(request), self.limits)
             # Answers that the tests have already used stay, whatever the program returns this time.
-            answers = answers[:certain] + _get_complete_lines(result)[certain : len(calls)]
+            answers = answers[:n_certain] + _get_complete_lines(result)[n_certain : len(calls)]
             outcome = await self._run_tests(task, calls, answers)
             # These answers made the tests run out of time or memory.
             if outcome is None:
@@ -148,27 +152,27 @@ class FunctionJudge:
             if outcome["end"] == "unknown":
                 # The call after the certain ones follows from their answers, and was answered. If
                 # the tests don't make it again, they drew it at random.
-                if outcome["sure"] <= certain:
+                if outcome["sure"] <= n_certain:
                     raise DataError(
                         f"task '{task.label}': its tests call {task.entry_point} differently each "
                         "time. Seed their random numbers, and let them read no clock."
                     )
-                follow_up_calls += sum(
-                    AWAITING in call for call in calls[certain : outcome["sure"]]
+                n_follow_up_calls += sum(
+                    AWAITED_MARK in call for call in calls[n_certain : outcome["sure"]]
                 )
-                calls, certain = outcome["calls"], outcome["sure"]
-                if programs.is_over:
+                calls, n_certain = outcome["calls"], outcome["sure"]
+                if runner.has_expired:
                     return CodeVerdict("limit")
-                if follow_up_calls > MAX_FOLLOWING:
+                if n_follow_up_calls > MAX_FOLLOW_UP_CALLS:
                     break
                 continue
             end = outcome["end"]
             if end == "lost":
-                end = "limit" if result.reason in LIMITED else "crashed"
+                end = "limit" if result.reason in LIMIT_REASONS else "crashed"
             return CodeVerdict(end, outcome["held"], outcome["broken"], outcome["call"])
         return self._judge_endless_calls(task, plan)
 
-    def _judge_endless_calls(self, task: FunctionTask, plan: Plan) -> CodeVerdict:
+    def _judge_endless_calls(self, task: FunctionTask, plan: CallPlan) -> CodeVerdict:
         """Return the verdict on a program whose answers led to ever more calls.
 
         Raises DataError if the tests make that many by themselves. Otherwise the program's answers
@@ -176,9 +180,9 @@ class FunctionJudge:
         """
         limit = (
             f"too many calls that follow from each other's answers ({MAX_ROUNDS} rounds, or "
-            f"{MAX_FOLLOWING} calls)"
+            f"{MAX_FOLLOW_UP_CALLS} calls)"
         )
-        if plan.ahead is not None and plan.ahead > MAX_ROUNDS:
+        if plan.n_ahead is not None and plan.n_ahead > MAX_ROUNDS:
             raise DataError(f"task '{task.label}': its tests make {limit}. Let them make fewer.")
         if task.label not in self._warned_tasks:
             self._warned_tasks.add(task.label)
@@ -194,7 +198,7 @@ class FunctionJudge:
     async def explain(self, text: str, task: FunctionTask, call: str) -> CallExplanation:
         """Run the program on `call` alone, in a process that never sees a test."""
         request = {**_get_program_columns(task), "text": text, "call": call}
-        result = await Programs(self.sandbox).run(
+        result = await ProgramRunner(self.sandbox).run(
             self._explain, _encode_request(request), self.limits
         )
         lines = [_decode_text(line) for line in _get_complete_lines(result)[:2]]
@@ -204,10 +208,10 @@ class FunctionJudge:
             replace(result, stdout=b""),
         )
 
-    async def _plan(self, task: FunctionTask) -> Plan:
-        """Return the calls that the tests seem to make.
+    async def _get_plan(self, task: FunctionTask) -> CallPlan:
+        """Return the calls that the tests are likely to make.
 
-        The attempts of a group share them: the first attempt computes them.
+        The first attempt of a group computes them, and the other attempts share them.
         """
         plan = self._plans.get(task)
         if (
@@ -222,7 +226,7 @@ class FunctionJudge:
                 self._plans.popitem(last=False)
         return await asyncio.shield(plan)
 
-    async def _make_plan(self, task: FunctionTask) -> Plan:
+    async def _make_plan(self, task: FunctionTask) -> CallPlan:
         if evaluation := find_evaluated_answer(task.test, task.entry_point):
             raise DataError(
                 f"task '{task.label}': its tests evaluate what {task.entry_point} returned: "
@@ -240,7 +244,7 @@ class FunctionJudge:
             raise DataError(
                 f"task '{task.label}': its tests can't judge {task.entry_point}: {reason}"
             )
-        return Plan(outcome["calls"], outcome["ahead"])
+        return CallPlan(outcome["calls"], outcome["ahead"])
 
     async def _run_tests(
         self, task: FunctionTask, calls: list[str], answers: list[str]
@@ -253,7 +257,7 @@ class FunctionJudge:
             "answers": answers,
             "share": self.share,
         }
-        result = await Programs(self.sandbox).run(
+        result = await ProgramRunner(self.sandbox).run(
             self._tests, _encode_request(request), self._tests_limits
         )
         if not result.ok or not result.stdout:
@@ -288,5 +292,5 @@ def _decode_text(line: str) -> str:
     return text if isinstance(text, str) else ""
 
 
-def _has_failed(plan: asyncio.Future[Plan]) -> bool:
+def _has_failed(plan: asyncio.Future[CallPlan]) -> bool:
     return plan.done() and plan.exception() is not None

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 MAX_ITEMS = 100_000  # maximum length of an iterator that a program returns
-SMALL = 1 << 53  # integers of at least this size are encoded as hex text
-AWAITING = '{"answer"'  # occurs only in the text of calls whose arguments await answers
+SMALL_INT_LIMIT = 1 << 53  # integers of at least this size are encoded as hex text
+AWAITED_MARK = '{"answer"'  # occurs only in the text of calls whose arguments are awaited answers
 
 
 class Anything:
@@ -75,8 +75,8 @@ class NotPlainError(Exception):
 def encode(value: Any) -> Any:
     """Return a value as JSON data.
 
-    None, bool, str and small int stand for themselves, all else is [type, content]. An `Awaited` is
-    {"answer": index}. Raises Unplain.
+    None, bool, str and small int stay as they are, and other values become [type, content]. An
+    `Awaited` becomes {"answer": index}. Raises NotPlainError.
     """
     if value is None or value is True or value is False:
         return value
@@ -84,7 +84,7 @@ def encode(value: Any) -> Any:
         return str.__str__(value)
     if isinstance(value, int):
         whole = int.__int__(value)
-        return whole if -SMALL < whole < SMALL else ["int", hex(whole)]
+        return whole if -SMALL_INT_LIMIT < whole < SMALL_INT_LIMIT else ["int", hex(whole)]
     if isinstance(value, float):
         return ["float", float.hex(value)]
     if isinstance(value, complex):
@@ -169,7 +169,7 @@ def fill_in_answers(call: str, answers: list[str]) -> str | None:
             return json.loads(answers[part["answer"]])["value"]
         return [fill(item) for item in part] if isinstance(part, list) else part
 
-    if AWAITING not in call:
+    if AWAITED_MARK not in call:
         return call
     try:
         return json.dumps(fill(json.loads(call)))

@@ -37,12 +37,12 @@ def program() -> NoReturn:
     leave = os._exit
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
-    function = load(**{name: request[name] for name in ("prompt", "entry_point", "text")})
+    function = load_function(**{name: request[name] for name in ("prompt", "entry_point", "text")})
     lines: list[str] = []
     for call in request["calls"]:
         if (call := fill_in_answers(call, lines)) is None:
             break
-        lines.append(answer(function, call))
+        lines.append(answer_call(function, call))
         send(channel, lines[-1] + "\n")
     leave(0)
 
@@ -64,12 +64,12 @@ def explain() -> NoReturn:
     parts = {name: request[name] for name in ("prompt", "entry_point", "text")}
     source = (
         parts["text"]
-        if defines(parts["text"], parts["entry_point"])
+        if defines_name(parts["text"], parts["entry_point"])
         else parts["prompt"] + parts["text"]
     )
     linecache.cache["solution"] = (len(source), None, source.splitlines(keepends=True), "solution")
     try:
-        value = load(**parts)(*arguments, **keywords)
+        value = load_function(**parts)(*arguments, **keywords)
     except BaseException as error:
         trace = error.__traceback__
         while trace is not None and trace.tb_frame.f_code.co_filename != "solution":
@@ -90,7 +90,7 @@ def shorten_repr(value: Any) -> str:
     return text if len(text) <= SHOWN_CHARS else f"{text[:SHOWN_CHARS]}..."
 
 
-def load(prompt: str, entry_point: str, text: str) -> Any:
+def load_function(prompt: str, entry_point: str, text: str) -> Any:
     """Return the function `entry_point` of `text`.
 
     `text` is a whole program if it parses alone and defines the function; else it continues
@@ -98,7 +98,7 @@ def load(prompt: str, entry_point: str, text: str) -> Any:
     """
     module = types.ModuleType("solution")
     sys.modules["solution"] = module
-    if defines(text, entry_point):
+    if defines_name(text, entry_point):
         parts = [compile_if_valid(prompt), compile(text, "solution", "exec", dont_inherit=True)]
     else:
         parts = [
@@ -110,7 +110,7 @@ def load(prompt: str, entry_point: str, text: str) -> Any:
     return module.__dict__[entry_point]
 
 
-def defines(source: str, name: str) -> bool:
+def defines_name(source: str, name: str) -> bool:
     try:
         statements = ast.parse(source).body
     except (SyntaxError, ValueError):
@@ -127,7 +127,7 @@ def defines(source: str, name: str) -> bool:
     return False
 
 
-def answer(function: Any, call: str) -> str:
+def answer_call(function: Any, call: str) -> str:
     arguments, keywords = (decode(part) for part in json.loads(call))
     try:
         value = function(*arguments, **keywords)

@@ -12,8 +12,8 @@ from ratchet.config.resolve import Slot, build
 from ratchet.errors import DataError
 from ratchet.rewards.base import AnswerReward
 from ratchet.rewards.code.extract_program import extract_program, has_expected_output
-from ratchet.rewards.code.function_tests import LIMITED, FunctionJudge, FunctionTask
-from ratchet.rewards.deadline import Programs
+from ratchet.rewards.code.function_tests import LIMIT_REASONS, FunctionJudge, FunctionTask
+from ratchet.rewards.deadline import ProgramRunner
 from ratchet.sandbox import Isolation, Limits, Result, Sandbox
 from ratchet.sandbox.config import local_sandbox
 from ratchet.types import Scored, Task
@@ -36,25 +36,30 @@ class CodeConfig(Section):
     tolerance: float | None = Field(
         None,
         gt=0,
-        description="Numbers this near, absolute or relative, are equal; null: the same text.",
+        description="Absolute or relative difference up to which numbers are equal; null: the text "
+        "must be the same.",
     )
     blocks: Literal["last", "first", "all"] = Field(
-        "last", description="Which fenced blocks are the program."
+        "last", description="Fenced blocks of the answer that are the program."
     )
     require_block: bool = Field(
         False,
-        description="An answer without a fenced block earns 0; false: the whole answer is the "
-        "program.",
+        description="True: an answer without a fenced block earns 0. False: the whole answer is "
+        "then the program.",
     )
     timeout_s: float = Field(
         4.0,
         gt=0,
-        description="Processor time of one test, in whole seconds; its wall time may be three "
-        "times that.",
+        description="Processor time limit of one test, in whole seconds; the wall time limit is "
+        "three times as long.",
     )
-    memory_mib: int = Field(512, ge=64, description="Address space of the program, in MiB.")
-    output_kib: int = Field(1024, gt=0, description="Output of the program in one test, in KiB.")
-    workers: int = Field(2, gt=0, description="Programs that run at once.")
+    memory_mib: int = Field(
+        512, ge=64, description="Memory limit (address space) of the program, in MiB."
+    )
+    output_kib: int = Field(
+        1024, gt=0, description="Limit on the output of the program in one test, in KiB."
+    )
+    workers: int = Field(2, gt=0, description="Maximum number of programs that run at once.")
     isolation: Literal["kernel", "namespaces", "landlock", "seccomp"] = Field(
         "landlock",
         description="Weakest isolation allowed; the strongest available is used.",
@@ -74,7 +79,7 @@ class CodeConfig(Section):
         return self
 
 
-ENDS = ("passed", "wrong", "crashed", "limit")
+VERDICT_ENDS = ("passed", "wrong", "crashed", "limit")
 FUNCTION_COLUMNS = ("prompt", "entry_point", "test")
 WALL_PER_CPU = 3  # a correct program must not time out because the machine is busy
 
@@ -103,7 +108,9 @@ class Code(AnswerReward):
             memory_mib=config.memory_mib,
             output_kib=config.output_kib,
         )
-        self.functions = FunctionJudge(self.sandbox, self.limits, share=config.credit == "share")
+        self.function_judge = FunctionJudge(
+            self.sandbox, self.limits, share=config.credit == "share"
+        )
 
     async def grade(self, text: str, task: Task) -> Scored:
         """Return the reward of the program in `text`.
@@ -117,30 +124,30 @@ class Code(AnswerReward):
         if program is None:
             return self._make_outcome({"wrong": 1}, 1)
         if isinstance(tests, FunctionTask):
-            verdict = await self.functions.judge(program, tests)
+            verdict = await self.function_judge.judge(program, tests)
             if self.config.credit == "share" and verdict.end != "passed":
                 return self._make_outcome(
-                    {"passed": verdict.held, verdict.end: verdict.broken},
-                    verdict.held + verdict.broken,
+                    {"passed": verdict.n_passed, verdict.end: verdict.n_broken},
+                    verdict.n_passed + verdict.n_broken,
                 )
             return self._make_outcome({verdict.end: 1}, 1)
         return await self._run(program, tests)
 
     async def _run(self, program: str, tests: Sequence[tuple[bytes, str]]) -> Scored:
         counts: dict[str, int] = {}
-        programs = Programs(self.sandbox)
-        for number, (stdin, expected) in enumerate(tests):
-            if programs.is_over:
-                counts["limit"] = counts.get("limit", 0) + len(tests) - number
+        runner = ProgramRunner(self.sandbox)
+        for index, (stdin, expected) in enumerate(tests):
+            if runner.has_expired:
+                counts["limit"] = counts.get("limit", 0) + len(tests) - index
                 break
-            end = self._classify(await programs.run(program, stdin, self.limits), expected)
+            end = self._classify(await runner.run(program, stdin, self.limits), expected)
             counts[end] = counts.get(end, 0) + 1
             if end != "passed" and self.config.credit == "all":
                 break
         return self._make_outcome(counts, len(tests))
 
     def _classify(self, result: Result, expected: str) -> str:
-        if result.reason in LIMITED:
+        if result.reason in LIMIT_REASONS:
             return "limit"
         if not result.ok:
             return "crashed"
@@ -151,7 +158,7 @@ class Code(AnswerReward):
         )
 
     def _make_outcome(self, counts: Mapping[str, float], total: float) -> Scored:
-        parts = {end: counts.get(end, 0) / total for end in ENDS}
+        parts = {end: counts.get(end, 0) / total for end in VERDICT_ENDS}
         return Scored(
             parts["passed"]
             if self.config.credit == "share"

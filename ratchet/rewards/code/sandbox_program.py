@@ -24,7 +24,7 @@ from collections.abc import Iterator
 from typing import Any, NoReturn
 
 from ratchet.rewards.code.plain_values import (
-    AWAITING,
+    AWAITED_MARK,
     Anything,
     Awaited,
     NotPlainError,
@@ -42,27 +42,29 @@ MAX_CALLS = 5000  # maximum number of calls to foresee
 MAX_COUNTED = 50_000
 LOOKAHEAD_S = 1.0  # processor time
 # Minimum of the limit on foreseen calls whose arguments contain awaited answers.
-FEWEST_AWAITING = 16
+MIN_AWAITED_LIMIT = 16
 
 
 def tests() -> NoReturn:
-    """Read {"prompt", "entry_point", "test", "calls", "answers", "share"} from stdin, and write the
-    result of `AssertionJudge.run` to stdout."""
+    """Run the tests of a request on stdin, and write the result of `AssertionJudge.run` to stdout.
+
+    The request has "prompt", "entry_point", "test", "calls", "answers" and "share".
+    """
     channel = take_stdout()
     request = json.load(sys.stdin.buffer)
     send(channel, json.dumps(AssertionJudge(**request).run()))
     os._exit(0)
 
 
-class Stop(BaseException):
+class LookAheadEnd(BaseException):
     """A signal to end the look-ahead: enough calls are foreseen, or its time is over."""
 
 
-class Unusable(Exception):
-    """An error for tests that are broken whatever the program does."""
+class UnusableTests(Exception):
+    """An error for tests that can't judge any program."""
 
 
-class Evaluated(BaseException):
+class AnswerEvaluated(BaseException):
     """An error for tests that would run an answer as code.
 
     It is no Exception, which the tests might catch.
@@ -73,21 +75,21 @@ class ProgramError(Exception):
     """An error for a program that gave no value, or raised an exception without a built-in name."""
 
 
-class CountAsserts(ast.NodeTransformer):
+class AssertTransformer(ast.NodeTransformer):
     """A transformer that makes each `assert` report to the judge.
 
-    The judge decides whether a broken one ends the tests. An `assert` of a true constant is
+    The judge decides whether a failed assertion ends the tests. An `assert` of a true constant is
     removed, because it tests nothing.
     """
 
     WRAPPED = (
         "try:\n  pass\nexcept Exception as _ratchet_error:\n  if "
-        "_ratchet_judge.broke(_ratchet_error, {0}): raise\n"
+        "_ratchet_judge.record_broken(_ratchet_error, {0}): raise\n"
     )
-    WRAPPED += "else:\n  _ratchet_judge.note({0}, True)\n"
+    WRAPPED += "else:\n  _ratchet_judge.record({0}, True)\n"
 
     def __init__(self) -> None:
-        self.count = 0  # statements so far; each has its number
+        self.count = 0  # number of assertions so far, and the number of the next assertion
 
     def visit_Assert(self, node: ast.Assert) -> ast.stmt:
         if isinstance(node.test, ast.Constant) and node.test.value:
@@ -124,17 +126,17 @@ class AssertionJudge:
         self.prompt, self.entry_point, self.test, self.share = prompt, entry_point, test, share
         self.calls, self.answers = calls, answers
         self.calls_made: list[str] = []
-        self.sure: int | None = None  # calls before the first without an answer
-        self.unforeseen = 0  # later calls that were counted but not foreseen
+        self.n_sure: int | None = None  # calls before the first without an answer
+        self.n_unforeseen = 0  # later calls that were counted but not foreseen
         self.is_cut_off = False  # True if the look-ahead was cut off
         self.break_index = 0  # the call after which the first assertion broke, or the tests ended
         self.is_lost = False  # True if the program ended without an answer
         # True once the tests got an answer, and once they got an answer that is not a number.
         self.has_answered = self.has_seen_text = False
         self.evaluated = ""  # error message if the tests tried to run an answer as code
-        self.broken = 0
-        self.statements = 0  # assertions in the source of the tests
-        # By assertion, and by the number of calls before it: whether it always held there.
+        self.n_broken = 0
+        self.n_statements = 0  # assertions in the source of the tests
+        # For each assertion, and each number of calls before it: True if it always held there.
         self.verdicts: dict[int, dict[int, bool]] = {}
         self.program_errors: list[BaseException] = []  # exceptions that came from the program
 
@@ -149,10 +151,10 @@ class AssertionJudge:
           is the number of calls if the tests came to their end, else None.
         "unusable": the tests are broken, see "why".
         """
-        to_the_end = False
+        has_ended = False
         try:
             self._run()
-            end, reason, to_the_end = ("wrong" if self.broken else "passed"), "", True
+            end, reason, has_ended = ("wrong" if self.n_broken else "passed"), "", True
         except BaseException as error:
             end, reason = (
                 ("crashed" if error in self.program_errors else "wrong"),
@@ -160,31 +162,35 @@ class AssertionJudge:
             )
             if self._is_tests_fault(error):
                 end = "unusable"
-            self._count_broken(self.share or not self.broken)
+            self._count_broken(self.share or not self.n_broken)
         if self.evaluated:
             end, reason = "unusable", self.evaluated
-        if self.sure is not None and end != "unusable":
-            ahead = None if self.is_cut_off else len(self.calls_made) + self.unforeseen
-            return {"end": "unknown", "calls": self.calls_made, "sure": self.sure, "ahead": ahead}
+        if self.n_sure is not None and end != "unusable":
+            ahead = None if self.is_cut_off else len(self.calls_made) + self.n_unforeseen
+            return {"end": "unknown", "calls": self.calls_made, "sure": self.n_sure, "ahead": ahead}
         if not self.calls_made and end == "passed":
             end, reason = "unusable", f"the tests never call {self.entry_point}"
         if self.is_lost and end != "unusable":
             end = "lost"
         call = self.calls_made[self.break_index] if self.break_index < len(self.calls_made) else ""
-        held, broken = self._shares(to_the_end)
+        held, broken = self._compute_shares(has_ended)
         return {"end": end, "why": reason[:2000], "held": held, "broken": broken, "call": call}
 
-    def _shares(self, to_the_end: bool) -> tuple[float, float]:
-        """Return (assertions that held, assertions that broke); one in a loop counts by its share.
+    def _compute_shares(self, has_ended: bool) -> tuple[float, float]:
+        """Return the numbers of assertions that held and that failed.
 
-        An assertion counts once however often it is reached, and without a call in between its
-        executions count once together: answers decide how long a loop is, and could fill it with
-        what is easily right. If an error ended the tests, the error and all assertions that were
-        not reached count as broken.
+        An assertion counts once, however often a loop executes it: as the share of its executions
+        that held. Executions without a call between them count as one execution. Otherwise the
+        answers, which can decide how long a loop is, could fill it with assertions that hold
+        easily. If an error ended the tests, the error and all assertions that were not executed
+        count as failed.
         """
-        held = sum(sum(seen.values()) / len(seen) for seen in self.verdicts.values())
+        held = sum(
+            sum(held_by_position.values()) / len(held_by_position)
+            for held_by_position in self.verdicts.values()
+        )
         reached = len(self.verdicts)
-        return held, reached - held + (0 if to_the_end else 1 + self.statements - reached)
+        return held, reached - held + (0 if has_ended else 1 + self.n_statements - reached)
 
     def _run(self) -> None:
         random.seed(0)  # the tests run more than once, and must make the same calls
@@ -194,13 +200,13 @@ class AssertionJudge:
             exec(stub, namespace)
         namespace[self.entry_point] = self.call
         self.guard()
-        counter = CountAsserts()
+        counter = AssertTransformer()
         tree = ast.fix_missing_locations(counter.visit(ast.parse(self.test)))
-        self.statements = counter.count
+        self.n_statements = counter.count
         exec(compile(tree, "tests", "exec", dont_inherit=True), namespace)
         check = namespace.get("check")
         if not callable(check):
-            raise Unusable("the tests define no function check(candidate)")
+            raise UnusableTests("the tests define no function check(candidate)")
         check(self.call)
 
     def guard(self) -> None:
@@ -213,12 +219,12 @@ class AssertionJudge:
 
         def hook(event: str, arguments: tuple[Any, ...]) -> None:
             if (
-                event not in RUNNING
+                event not in CODE_EVENTS
                 or not self.has_seen_text
                 or is_compiled_by_library(sys._getframe(1))
             ):
                 return
-            code = arguments[0] if event in TAKING_CODE else None
+            code = arguments[0] if event in CODE_OBJECT_EVENTS else None
             if isinstance(code, types.CodeType) and (
                 is_nameless(code) or code in compile_literals(self.test)
             ):
@@ -227,7 +233,7 @@ class AssertionJudge:
                 f"they evaluate what {self.entry_point} returned ({event}); compare "
                 "its value instead"
             )
-            raise Evaluated
+            raise AnswerEvaluated
 
         sys.addaudithook(hook)
 
@@ -236,13 +242,13 @@ class AssertionJudge:
         try:
             text = json.dumps([encode(list(arguments)), encode(keywords)])
         except NotPlainError as error:
-            if self.sure is not None:
+            if self.n_sure is not None:
                 return self._look_ahead(None)
-            raise Unusable(
+            raise UnusableTests(
                 f"the tests pass a value of type {error} to {self.entry_point}; only plain values "
                 "can travel"
             ) from None
-        if self.sure is not None:
+        if self.n_sure is not None:
             return self._look_ahead(text)
         index = len(self.calls_made)
         if self.is_lost or (
@@ -254,7 +260,7 @@ class AssertionJudge:
                 self.is_lost = self.has_answered = True
                 raise self._from_program(ProgramError("the program ended without an answer"))
             return self._read_answer(self.answers[index])
-        self.sure = index
+        self.n_sure = index
         signal.signal(signal.SIGVTALRM, self._stop)
         signal.setitimer(signal.ITIMER_VIRTUAL, LOOKAHEAD_S)
         return self._look_ahead(text)
@@ -262,17 +268,19 @@ class AssertionJudge:
     def _look_ahead(self, text: str | None) -> Any:
         """Record a call without a known answer, or only count it if its arguments are unknown.
 
-        Calls whose arguments contain awaited answers are limited, by a number that about doubles
-        with each round: a loop that only an answer ends would never stop here.
+        The number of calls whose arguments contain awaited answers is limited, because a loop that
+        only an answer ends would never stop here. The limit about doubles with each round.
         """
-        assert self.sure is not None
-        ahead = len(self.calls_made) - self.sure
+        assert self.n_sure is not None
+        ahead = len(self.calls_made) - self.n_sure
         limit = (
-            max(FEWEST_AWAITING, self.sure) if text is not None and AWAITING in text else MAX_CALLS
+            max(MIN_AWAITED_LIMIT, self.n_sure)
+            if text is not None and AWAITED_MARK in text
+            else MAX_CALLS
         )
-        if text is None or self.unforeseen or ahead >= limit:
-            self.unforeseen += 1
-            if self.has_answered or self.unforeseen > MAX_COUNTED:
+        if text is None or self.n_unforeseen or ahead >= limit:
+            self.n_unforeseen += 1
+            if self.has_answered or self.n_unforeseen > MAX_COUNTED:
                 self._stop()
             return Anything()
         self.calls_made.append(text)
@@ -280,7 +288,7 @@ class AssertionJudge:
 
     def _stop(self, *_: object) -> NoReturn:
         self.is_cut_off = True
-        raise Stop
+        raise LookAheadEnd
 
     def _read_answer(self, line: str) -> Any:
         """Return, or raise, the answer in a line from the program, which may hold anything."""
@@ -317,32 +325,34 @@ class AssertionJudge:
         # During look-ahead only these count, because `Anything` does not cause them.
         missing_kinds = NameError | ModuleNotFoundError
         kinds = (
-            missing_kinds if self.sure is not None else missing_kinds | SyntaxError | ImportError
+            missing_kinds if self.n_sure is not None else missing_kinds | SyntaxError | ImportError
         )
         is_broken_source = isinstance(error, kinds) and not isinstance(error, UnboundLocalError)
-        return isinstance(error, Unusable) or (is_broken_source and not self.has_answered)
+        return isinstance(error, UnusableTests) or (is_broken_source and not self.has_answered)
 
     def _count_broken(self, count: int) -> None:
-        if not self.broken and not self.is_lost:
+        if not self.n_broken and not self.is_lost:
             self.break_index = max(0, len(self.calls_made) - 1)
-        self.broken += count
+        self.n_broken += count
 
-    def note(self, statement: int, held: bool) -> None:
-        seen = self.verdicts.setdefault(statement, {})
-        seen[len(self.calls_made)] = seen.get(len(self.calls_made), True) and held
+    def record(self, statement: int, held: bool) -> None:
+        held_by_position = self.verdicts.setdefault(statement, {})
+        held_by_position[len(self.calls_made)] = (
+            held_by_position.get(len(self.calls_made), True) and held
+        )
 
-    def broke(self, error: Exception, statement: int) -> bool:
-        self.note(statement, False)
+    def record_broken(self, error: Exception, statement: int) -> bool:
+        self.record(statement, False)
         self._count_broken(1)
-        return self._is_tests_fault(error) or not (self.share or self.sure is not None)
+        return self._is_tests_fault(error) or not (self.share or self.n_sure is not None)
 
 
 # Audit events that run or build code.
-RUNNING = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")
+CODE_EVENTS = ("exec", "function.__new__", "code.__new__", "marshal.loads", "pickle.find_class")
 # Events whose first argument is a code object.
-TAKING_CODE = ("exec", "function.__new__")
+CODE_OBJECT_EVENTS = ("exec", "function.__new__")
 # Library files that compile source. They check the names that they put into it.
-COMPILING = ("collections/__init__.py", "dataclasses.py")
+COMPILING_FILES = ("collections/__init__.py", "dataclasses.py")
 
 
 def is_compiled_by_library(frame: types.FrameType | None) -> bool:
@@ -350,7 +360,7 @@ def is_compiled_by_library(frame: types.FrameType | None) -> bool:
     if (
         frame is not None
         and frame.f_code.co_filename.startswith("/")
-        and frame.f_code.co_filename.endswith(COMPILING)
+        and frame.f_code.co_filename.endswith(COMPILING_FILES)
     ):
         return True
     while frame is not None:

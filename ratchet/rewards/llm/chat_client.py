@@ -27,25 +27,34 @@ class ChatJudgeConfig(EndpointConfig):
 
     placeholders: ClassVar[tuple[str, ...]] = ()
 
-    url: Url = Field(description="Base of an OpenAI-compatible API: http://localhost:8000/v1")
+    url: Url = Field(
+        description="Base address of an OpenAI-compatible API, such as http://localhost:8000/v1."
+    )
     model: str = Field(min_length=1, description="Name of the model at the endpoint.")
     rubric: str = Field(
-        "Is the response correct, complete and clear?", description="Criteria of the judge."
+        "Is the response correct, complete and clear?",
+        description="Criteria by which the judge scores or compares.",
     )
     temperature: Temperature = Field(
-        0.0, description="Temperature of the judge; even above 0, equal questions share one reply."
+        0.0,
+        description="Sampling temperature of the judge. Even above 0, equal questions share one "
+        "reply.",
     )
-    max_tokens: int = Field(512, gt=0, description="Tokens of the judge's reply.")
+    max_tokens: int = Field(512, gt=0, description="Maximum number of tokens of the judge's reply.")
     extra_body: dict[str, Any] = Field(
-        {}, description="Further keys of a request: {reasoning_effort: low}."
+        {}, description="Further keys of a request, such as {reasoning_effort: low}."
     )
     max_chars: int = Field(
         20_000,
         gt=1,
-        description="Maximum characters of an answer that the judge reads; the middle of a longer "
-        "answer is cut out.",
+        description="Maximum number of characters of an answer; the middle of a longer answer is "
+        "cut out.",
     )
-    cache: Path | None = Field(None, description="Directory that keeps the replies beyond the run.")
+    cache: Path | None = Field(
+        None,
+        description="Directory that keeps the replies after the run; null: they are kept in "
+        "memory only.",
+    )
 
     @field_validator("prompt", check_fields=False)
     @classmethod
@@ -60,7 +69,7 @@ MAX_CACHED_REPLIES = 100_000  # maximum number of replies kept in memory
 
 
 class ReplyCache:
-    """A cache of replies by the hash of the request: in memory and, beyond the run, on disk."""
+    """A cache of replies by the hash of the request, in memory and optionally on disk."""
 
     def __init__(self, directory: Path | None) -> None:
         self.directory = directory
@@ -104,8 +113,8 @@ class ChatJudge:
         self._replies = ReplyCache(config.cache)
         self._pending: dict[str, asyncio.Future[str]] = {}
 
-    async def ask(self, question: str) -> str:
-        """Return the model's reply. Raises EndpointError, or DataError if the answer has none."""
+    async def query(self, question: str) -> str:
+        """Return the model's reply. Raises EndpointError, or DataError if there is no reply."""
         config = self.config
         body = {
             "model": config.model,
@@ -167,8 +176,8 @@ def format_reference(task: Task) -> str:
     return "" if task.answer is None else f"<reference>\n{task.answer}\n</reference>\n"
 
 
-def shorten_answer(trajectory: Trajectory, most_chars: int) -> str:
-    """Return the text of the answer, without its middle if it exceeds `most_chars`."""
+def shorten_answer(trajectory: Trajectory, max_chars: int) -> str:
+    """Return the text of the answer, without its middle if it exceeds `max_chars`."""
     text = answer_text(trajectory)
-    half = most_chars // 2
-    return text if len(text) <= most_chars else f"{text[:half]}\n[...]\n{text[-half:]}"
+    half = max_chars // 2
+    return text if len(text) <= max_chars else f"{text[:half]}\n[...]\n{text[-half:]}"

@@ -35,25 +35,31 @@ class EndpointConfig(Section):
     api_key_env: str | None = Field(
         None,
         pattern=r"^[A-Za-z_]\w*$",
-        description="Environment variable that holds the key; null: none is sent.",
+        description="Environment variable that holds the API key; null: no key is sent.",
     )
     timeout_s: float = Field(60.0, gt=0, description="Timeout of one try, in seconds.")
     retries: int = Field(
-        5, ge=0, description="Further tries after 429, 5xx, a timeout or a broken connection."
+        5,
+        ge=0,
+        description="Number of further tries after 429, 5xx, a timeout or a broken connection.",
     )
     backoff_s: float = Field(
-        1.0, gt=0, description="Wait before the first retry, in seconds; it doubles with each."
+        1.0,
+        gt=0,
+        description="Wait before the first retry, in seconds; it doubles with each retry.",
     )
-    concurrency: int = Field(16, gt=0, description="Requests under way at once.")
+    concurrency: int = Field(16, gt=0, description="Maximum number of requests in flight.")
     requests_per_minute: float | None = Field(
-        None, gt=0, description="Requests are spaced out to this rate; null: they are not."
+        None,
+        gt=0,
+        description="Maximum rate of requests, which are spaced evenly; null: no limit.",
     )
 
 
 # HTTP statuses that are retried, besides all of 500 and above.
 RETRIED_STATUSES = (408, 425, 429)
 MAX_WAIT_S = 60.0
-EXCERPT = 200
+EXCERPT_CHARS = 200
 
 
 class EndpointError(RatchetError):
@@ -75,12 +81,12 @@ class RateLimit:
 
     def __init__(self, per_minute: float | None) -> None:
         self.interval_s = 60.0 / per_minute if per_minute else 0.0
-        self._next = 0.0
+        self._next_start_s = 0.0
 
     def wait_s(self, now: float) -> float:
         """Reserve the next start and return the seconds from `now` until then."""
-        start = max(now, self._next)
-        self._next = start + self.interval_s
+        start = max(now, self._next_start_s)
+        self._next_start_s = start + self.interval_s
         return start - now
 
 
@@ -117,20 +123,20 @@ class Endpoint:
 
     async def post(self, body: Any) -> Any:
         """Post `body` as JSON and return the JSON response. Raises EndpointError."""
-        content, tries = (
+        content, n_tries = (
             json.dumps(body, ensure_ascii=True).encode("ascii"),
             self.config.retries + 1,
         )
         wait_s, reason = 0.0, ""
-        for number in range(tries):
+        for try_index in range(n_tries):
             await asyncio.sleep(wait_s)
             try:
                 return await self._try_post(content)
             except _RetryableError as failure:
-                wait_s = min(MAX_WAIT_S, max(self.config.backoff_s * 2**number, failure.after_s))
+                wait_s = min(MAX_WAIT_S, max(self.config.backoff_s * 2**try_index, failure.after_s))
                 reason = str(failure)
         raise EndpointError(
-            f"{self.url} gave no usable response in {tries} tries; the last failed with {reason}"
+            f"{self.url} gave no usable response in {n_tries} tries; the last failed with {reason}"
         )
 
     async def _try_post(self, content: bytes) -> Any:
@@ -139,28 +145,28 @@ class Endpoint:
             try:
                 # The timeout of httpx2 restarts with each packet, so a server that trickles bytes
                 # would never time out.
-                async with asyncio.timeout(self.config.timeout_s), self._client() as client:
-                    answer = await client.post(self.url, content=content)
+                async with asyncio.timeout(self.config.timeout_s), self._make_client() as client:
+                    response = await client.post(self.url, content=content)
             except TimeoutError:
                 raise _RetryableError(f"no answer within {self.config.timeout_s:g} s") from None
             except self._httpx2.TransportError as error:
                 raise _RetryableError(f"{type(error).__name__}: {error}") from None
-        status = answer.status_code
+        status = response.status_code
         if status in RETRIED_STATUSES or status >= 500:
             raise _RetryableError(
-                f"status {status}: {answer.text[:EXCERPT]}",
-                _parse_retry_after(answer.headers.get("retry-after")),
+                f"status {status}: {response.text[:EXCERPT_CHARS]}",
+                _parse_retry_after(response.headers.get("retry-after")),
             )
         if status != 200:
             raise EndpointError(
-                f"{self.url} refused with status {status}: {answer.text[:EXCERPT]}", status
+                f"{self.url} refused with status {status}: {response.text[:EXCERPT_CHARS]}", status
             )
         try:
-            return answer.json()
+            return response.json()
         except ValueError:  # a proxy's error page, or a truncated response
-            raise _RetryableError(f"no JSON: {answer.text[:EXCERPT]!r}") from None
+            raise _RetryableError(f"no JSON: {response.text[:EXCERPT_CHARS]!r}") from None
 
-    def _client(self) -> Any:
+    def _make_client(self) -> Any:
         return self._httpx2.AsyncClient(verify=self._verify, timeout=None, headers=self._headers)
 
     def _get_semaphore(self) -> asyncio.Semaphore:

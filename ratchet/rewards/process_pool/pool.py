@@ -1,10 +1,10 @@
-"""Worker processes for reward functions that may never end (computer algebra, a user's regular
-expression).
+"""Worker processes for reward functions that may never end.
 
-A thread can't be stopped, and Python's own `re` holds the GIL while it backtracks: in the driver
-one hostile answer would stall every rollout. Here each call has a limit on processor time and
-memory; a worker that exceeds the time dies alone and is replaced. The time limit counts processor
-time, so that a loaded machine doesn't turn right answers into wrong ones.
+Such functions use computer algebra or a user's regular expression. A thread can't be stopped, and
+Python's own `re` holds the GIL while it backtracks, so one hostile answer would stall every rollout
+of the driver. Here each call has a limit on processor time and memory. A worker that exceeds the
+time dies alone and is replaced. The limit is on processor time, so that a loaded machine doesn't
+turn right answers into wrong answers.
 """
 
 from __future__ import annotations
@@ -26,14 +26,15 @@ from ratchet.observe.exit_status import describe_exit
 from ratchet.observe.stall_report import waiting
 
 START_S = 120.0  # limit on the wall time of a worker's imports, on a busy machine
-CALLS_PER_WORKER = 2000  # then replaced: a computer algebra system's caches grow with each call
+# Calls after which a worker is replaced, because a computer algebra system's caches grow with each.
+CALLS_PER_WORKER = 2000
 BOOTSTRAP = (
     "import sys, json; sys.path[:] = json.loads(sys.argv[1]); from "
     "ratchet.rewards.process_pool.worker_main import main; main"
 )
 
 
-class OutOfTime(RatchetError):
+class ProcessorTimeExceeded(RatchetError):
     """The call exceeded its limit on processor time."""
 
 
@@ -45,7 +46,7 @@ class PoolWorkerError(RatchetError):
 
 
 class RewardWorkers:
-    """A pool of worker processes that call one function; they start when they are needed.
+    """A pool of worker processes that call one function. A worker starts when it is needed.
 
     The workers inherit no environment variables, and end when this object or this process ends.
 
@@ -66,7 +67,7 @@ class RewardWorkers:
         weakref.finalize(self, _close, self._idle)
 
     async def call(self, *arguments: Any) -> Any:
-        """Return the function's result. Raise OutOfTime or PoolWorkerError."""
+        """Return the function's result. Raise ProcessorTimeExceeded or PoolWorkerError."""
         return await asyncio.get_running_loop().run_in_executor(
             self._threads, self._call, arguments
         )
@@ -75,14 +76,14 @@ class RewardWorkers:
         request = json.dumps(arguments) + "\n"
         # Try twice, since a worker may be killed from outside.
         for is_last_try in (False, True):
-            worker = self._take()
+            worker = self._take_worker()
             try:
                 with waiting("rewards", self.function, "reward workers", worker.wall_s):
-                    answer = worker.ask(request)
+                    reply = worker.request(request)
             except _WorkerDeath as death:
                 worker.kill()
                 if death.signal_number == signal.SIGPROF:
-                    raise OutOfTime(
+                    raise ProcessorTimeExceeded(
                         f"{self.function} took more than {self.cpu_s:g} s of processor time"
                     ) from None
                 if is_last_try:
@@ -90,20 +91,20 @@ class RewardWorkers:
                         f"the process of {self.function} died ({death})"
                     ) from None
                 continue
-            self._give_back(worker)
-            if "error" in answer:
-                raise PoolWorkerError(f"{self.function} raised:\n{answer['error']}")
-            return answer["value"]
+            self._return_worker(worker)
+            if "error" in reply:
+                raise PoolWorkerError(f"{self.function} raised:\n{reply['error']}")
+            return reply["value"]
         raise AssertionError("unreachable")
 
-    def _take(self) -> _Worker:
+    def _take_worker(self) -> _Worker:
         with self._lock:
             if self._idle:
                 return self._idle.pop()
         return _Worker(self.function, self.cpu_s, self.memory_mib)
 
-    def _give_back(self, worker: _Worker) -> None:
-        if worker.calls >= CALLS_PER_WORKER:
+    def _return_worker(self, worker: _Worker) -> None:
+        if worker.n_calls >= CALLS_PER_WORKER:
             worker.kill()
             return
         with self._lock:
@@ -123,7 +124,7 @@ class _WorkerDeath(Exception):
 
 class _Worker:
     def __init__(self, function: str, cpu_s: float, memory_mib: int) -> None:
-        self.calls = 0
+        self.n_calls = 0
         # The worker itself limits its processor time. This limit on wall time ends calls that
         # sleep, or that get no processor time for very long.
         self.wall_s = 30.0 + 20.0 * cpu_s
@@ -144,10 +145,10 @@ class _Worker:
             self.kill()
             raise PoolWorkerError(f"the process of {function} did not start ({death})") from None
 
-    def ask(self, request: str) -> dict[str, Any]:
-        """Send a request and return the answer. Raise _Died."""
+    def request(self, request: str) -> dict[str, Any]:
+        """Send a request and return the reply. Raise _WorkerDeath."""
         assert self.process.stdin is not None
-        self.calls += 1
+        self.n_calls += 1
         try:
             self.process.stdin.write(request.encode("ascii"))
             self.process.stdin.flush()
@@ -164,10 +165,10 @@ class _Worker:
         while b"\n" not in self._buffer:
             if not poll.poll(max(0.0, end - time.monotonic()) * 1000):
                 raise _WorkerDeath(f"no answer within {limit_s:.0f} s")
-            piece = self.process.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue]
-            if not piece:
+            chunk = self.process.stdout.read1(2**16)  # pyright: ignore[reportAttributeAccessIssue]
+            if not chunk:
                 raise self._wait_for_death()
-            self._buffer += piece
+            self._buffer += chunk
         line, _, self._buffer = self._buffer.partition(b"\n")
         return line
 

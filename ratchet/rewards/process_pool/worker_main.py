@@ -24,7 +24,7 @@ def main(path: str, cpu_s: float, memory_mib: int) -> None:
         cpu_s: Limit on the processor time of a call.
         memory_mib: Limit on the memory of the process.
     """
-    answers = os.fdopen(os.dup(1), "w", encoding="ascii")
+    reply_stream = os.fdopen(os.dup(1), "w", encoding="ascii")
     os.dup2(2, 1)  # libraries' prints go to stderr, not between the results
     module, _, name = path.partition(":")
     function = getattr(import_module(module), name)
@@ -34,18 +34,18 @@ def main(path: str, cpu_s: float, memory_mib: int) -> None:
             resource.setrlimit(limit, (0, 0))
     with contextlib.suppress(ValueError, OSError):  # macOS has no such limit
         resource.setrlimit(resource.RLIMIT_AS, (memory_mib * 2**20, memory_mib * 2**20))
-    _send(answers, {"ready": True})
+    _send(reply_stream, {"ready": True})
     for line in sys.stdin:
         arguments = json.loads(line)
         signal.setitimer(signal.ITIMER_PROF, cpu_s)
         try:
-            answer = {"value": function(*arguments)}
+            reply = {"value": function(*arguments)}
         except Exception:  # the caller decides what a bug, or exhausted memory, costs
-            answer = {"error": traceback.format_exc()[-4000:]}
+            reply = {"error": traceback.format_exc()[-4000:]}
         signal.setitimer(signal.ITIMER_PROF, 0)
-        _send(answers, answer)
+        _send(reply_stream, reply)
 
 
-def _send(answers, answer: object) -> None:
-    answers.write(json.dumps(answer) + "\n")
-    answers.flush()
+def _send(reply_stream, reply: object) -> None:
+    reply_stream.write(json.dumps(reply) + "\n")
+    reply_stream.flush()

@@ -30,27 +30,27 @@ STREAMS = (
 )
 STACK_BYTES = 64 << 20
 # Signals that the zygote ignores and blocks: the trainer handles them.
-QUIET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 MAX_DESCRIPTORS = 64
 # uids without an account; the second is for containers that map only 16 bits of ids
 SCRATCH_UID, NARROW_UID = 0x20000000, 65000
 
 
 @dataclass(frozen=True)
-class Place:
-    """The isolation that this machine allows, as the launcher found it.
+class GrantedIsolation:
+    """The isolation that the launcher found on this machine.
 
     Attributes:
         level: Isolation level.
         library: Paths of the Python library.
         readable: Further paths that programs can read.
-        drop: Uid to change to; 0 to keep the current one.
+        program_uid: Uid of programs; 0: the uid of this process.
     """
 
     level: int
     library: tuple[str, ...]
     readable: tuple[str, ...]
-    drop: int
+    program_uid: int
 
 
 @dataclass(frozen=True)
@@ -70,7 +70,9 @@ class Request:
         return self.processes > 1 or self.command
 
 
-def become_program(request: Request, place: Place, zygote: int, files: list[int]) -> NoReturn:
+def become_program(
+    request: Request, granted: GrantedIsolation, zygote: int, files: list[int]
+) -> NoReturn:
     """Turn this process into the program.
 
     The status file gets "ready", or the reason why the program could not be started.
@@ -90,7 +92,7 @@ def become_program(request: Request, place: Place, zygote: int, files: list[int]
         status = STATUS
         os.closerange(FIRST_UNUSED, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         restore_signals(request)
-        confine(request, place, zygote)
+        confine(request, granted, zygote)
         os.write(status, b"ready")
     except BaseException as error:
         os.write(status, f"{type(error).__name__}: {error}"[:500].encode())
@@ -104,11 +106,11 @@ def become_program(request: Request, place: Place, zygote: int, files: list[int]
 def restore_signals(request: Request) -> None:
     """Restore the handling of signals that the zygote and Python ignore.
 
-    A command gets the default handling of all of them. A Python program gets it only for those that
-    it may send to itself or its processes. A program of one process still ignores SIGTERM and
-    SIGHUP unless it handles them: a service manager that stops the trainer sends them to every
-    process, and that would look like a crash of the program. With several processes, `kill` and
-    `Process.terminate` must work, and the zygote notices a signal from outside.
+    A command gets the default handling of all these signals. A Python program gets it only for
+    signals that it may send to itself or its processes. A program of one process still ignores
+    SIGTERM and SIGHUP unless it handles them: a service manager that stops the trainer sends them
+    to every process, and that would look like a crash of the program. With several processes,
+    `kill` and `Process.terminate` must work, and the zygote detects a signal from outside.
     """
     if request.can_fork:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
@@ -118,16 +120,16 @@ def restore_signals(request: Request) -> None:
             signal.signal(number, signal.SIG_DFL)
     else:
         signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, QUIET)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
 
 
-def confine(request: Request, place: Place, zygote: int) -> None:
-    is_in_namespaces = place.level >= 3
-    limit_resources(request, place)
-    if place.drop:
+def confine(request: Request, granted: GrantedIsolation, zygote: int) -> None:
+    is_in_namespaces = granted.level >= 3
+    limit_resources(request, granted)
+    if granted.program_uid:
         os.setgroups([])
-        os.setresgid(place.drop, place.drop, place.drop)
-        os.setresuid(place.drop, place.drop, place.drop)
+        os.setresgid(granted.program_uid, granted.program_uid, granted.program_uid)
+        os.setresuid(granted.program_uid, granted.program_uid, granted.program_uid)
     syscalls.drop_capabilities()
     # Changing ids clears the parent-death signal, so it is set afterwards. If the zygote has died
     # before this call, no signal will come.
@@ -136,16 +138,16 @@ def confine(request: Request, place: Place, zygote: int) -> None:
         os._exit(125)
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
     syscalls.prctl(syscalls.PR_SET_DUMPABLE, 0)
-    if place.level >= 2 and (not is_in_namespaces or landlock.abi()):
-        readable = [*place.library, *place.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
+    if granted.level >= 2 and (not is_in_namespaces or landlock.get_abi_version()):
+        readable = [*granted.library, *granted.readable, "/dev/zero", "/dev/random", "/dev/urandom"]
         if request.can_fork:
-            readable += [*rootfs.SYSTEM, sys.base_prefix]
-        writable = ["/dev/null", *([rootfs.BOX] if is_in_namespaces else [])]
+            readable += [*rootfs.SYSTEM_PATHS, sys.base_prefix]
+        writable = ["/dev/null", *([rootfs.SCRATCH_DIRECTORY] if is_in_namespaces else [])]
         landlock.restrict(readable, writable, executable=request.can_fork)
-    seccomp.install(seccomp.program(os.getpid(), place.level, request.can_fork))
+    seccomp.install(seccomp.build_filter(os.getpid(), granted.level, request.can_fork))
 
 
-def limit_resources(request: Request, place: Place) -> None:
+def limit_resources(request: Request, granted: GrantedIsolation) -> None:
     memory = request.memory_mib << 20
     limits = {
         resource.RLIMIT_AS: memory,
@@ -159,16 +161,16 @@ def limit_resources(request: Request, place: Place) -> None:
         resource.RLIMIT_MSGQUEUE: 0,
     }
     # Without a uid or user namespace of its own, the trainer's threads would count too.
-    if place.drop or place.level >= 3:
+    if granted.program_uid or granted.level >= 3:
         # In a user namespace the kernel also counts the zygote and its launcher.
-        other_processes = 0 if place.drop else 2
+        other_processes = 0 if granted.program_uid else 2
         limits[resource.RLIMIT_NPROC] = (
             request.processes if request.can_fork else request.threads
         ) + other_processes
-    for kind, value in limits.items():
-        ceiling = resource.getrlimit(kind)[1]
+    for resource_kind, value in limits.items():
+        ceiling = resource.getrlimit(resource_kind)[1]
         value = value if ceiling == resource.RLIM_INFINITY else min(value, ceiling)
-        resource.setrlimit(kind, (value, value))
+        resource.setrlimit(resource_kind, (value, value))
 
 
 def run_command(words: list[str]) -> NoReturn:
@@ -182,14 +184,14 @@ def run_command(words: list[str]) -> NoReturn:
     os._exit(127)
 
 
-def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> NoReturn:
+def run_source(source: bytes, exit_function: Callable[[int], NoReturn] = os._exit) -> NoReturn:
     """Run the source as `python main.py` would, and exit with its code.
 
     Streams, __main__, tracebacks, threads, exit handlers and exit codes are the same as there.
 
     Args:
-        leave: os._exit, bound before the program can replace it: if exiting failed, the process
-            would return into the code of the fork server.
+        exit_function: os._exit, bound before the program can replace it. If exiting failed, the
+            process would return into the code of the fork server.
     """
     main = types.ModuleType("__main__")
     prepare_interpreter(main, source)
@@ -198,10 +200,10 @@ def run_source(source: bytes, leave: Callable[[int], NoReturn] = os._exit) -> No
         exec(compile(source, FILE_NAME, "exec", dont_inherit=True), main.__dict__)
         code = 0
     except SystemExit as stop:
-        code = exit_code(stop)
+        code = get_exit_code(stop)
     except BaseException as error:
-        report(error)
-    leave(finish(code))
+        print_error(error)
+    exit_function(shut_down(code))
 
 
 def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
@@ -223,7 +225,7 @@ def prepare_interpreter(main: types.ModuleType, source: bytes) -> None:
     gc.unfreeze()
 
 
-def exit_code(stop: SystemExit) -> int:
+def get_exit_code(stop: SystemExit) -> int:
     if stop.code is None:
         return 0
     if isinstance(stop.code, int):
@@ -232,7 +234,7 @@ def exit_code(stop: SystemExit) -> int:
     return 1
 
 
-def report(error: BaseException) -> None:
+def print_error(error: BaseException) -> None:
     """Print the traceback of `error` without this module's frame.
 
     sys.__excepthook__ reads the source from disk, where it isn't; `traceback` uses linecache.
@@ -247,7 +249,7 @@ def report(error: BaseException) -> None:
         return
 
 
-def finish(code: int) -> int:
+def shut_down(code: int) -> int:
     """Join threads, run exit handlers, flush streams, and return the exit code."""
     shutdown: Any = getattr(threading, "_shutdown", None)
     try:

@@ -19,7 +19,7 @@ BASE_RIGHTS = (1 << 13) - 1
 NEWER_RIGHTS = ((2, 1 << 13), (3, TRUNCATE), (5, 1 << 15))
 
 
-def abi() -> int:
+def get_abi_version() -> int:
     """Return the kernel's Landlock ABI version; 0 if there is no Landlock."""
     try:
         return syscall("landlock", CREATE_RULESET, None, 0, 1)
@@ -27,7 +27,7 @@ def abi() -> int:
         return 0
 
 
-def handled_rights(version: int) -> int:
+def list_handled_rights(version: int) -> int:
     return BASE_RIGHTS | sum(right for since, right in NEWER_RIGHTS if version >= since)
 
 
@@ -36,21 +36,21 @@ def restrict(readable: Iterable[str], writable: Iterable[str], *, executable: bo
 
     Network and signals are restricted as far as the kernel supports it.
     """
-    version = abi()
-    handled = handled_rights(version)
+    version = get_abi_version()
+    handled = list_handled_rights(version)
     attributes = struct.pack("QQQ", handled, 3 if version >= 4 else 0, 3 if version >= 6 else 0)
     size = 24 if version >= 6 else 16 if version >= 4 else 8
     ruleset = syscall("landlock_create_ruleset", CREATE_RULESET, attributes, size, 0)
     read = READ_FILE | READ_DIR | (EXECUTE if executable else 0)
     for path in readable:
-        allow(ruleset, path, read & handled)
+        allow_path(ruleset, path, read & handled)
     for path in writable:
-        allow(ruleset, path, (handled if executable else handled & ~EXECUTE))
+        allow_path(ruleset, path, (handled if executable else handled & ~EXECUTE))
     syscall("landlock_restrict_self", RESTRICT_SELF, ruleset, 0)
     os.close(ruleset)
 
 
-def allow(ruleset: int, path: str, rights: int) -> None:
+def allow_path(ruleset: int, path: str, rights: int) -> None:
     try:
         target = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except OSError:  # a path that is missing or unreachable for this user needs no rule

@@ -1,5 +1,6 @@
-"""The sandbox's entry point: find the strongest isolation that this machine grants, enter it, and
-start the zygote.
+"""The entry point of a sandbox's process.
+
+It finds the strongest isolation that this machine grants, enters it, and starts the zygote.
 
 Each level is first tried in full in a throwaway process. Some machines grant a namespace but refuse
 the calls that make it useful, and a sandbox must never be weaker than it reports. If entering the
@@ -60,27 +61,32 @@ def main(control: int, options: dict[str, Any]) -> None:
         level, refused = find_strongest_level(options["at_most"], sources)
         if level == 0:
             raise RuntimeError("; ".join(refused))
-        seccomp.template(level, False)  # cached, so that forked programs need not build it
+        # Cache the filter, so that forked programs need not build it.
+        seccomp.build_filter_template(level, False)
         for name in PRELOADED.split():
             __import__(name)
         sys.path.extend(readable)
         sys.dont_write_bytecode = True
-        place = child.Place(level, list_library_paths(), readable, find_unused_uid(level, readable))
+        granted = child.GrantedIsolation(
+            level, list_library_paths(), readable, find_unused_uid(level, readable)
+        )
         if level >= 3:
             rootfs.enter()
-            inner = os.fork()
-            if inner:
+            zygote_pid = os.fork()
+            if zygote_pid:
                 channel.close()
-                wait_for_zygote(inner, trainer)  # does not return
+                wait_for_zygote(zygote_pid, trainer)  # does not return
             syscalls.prctl(syscalls.PR_SET_PDEATHSIG, signal.SIGKILL)
         proc = rootfs.build(sources) if level >= 3 else None
         channel.send(
-            json.dumps({"level": level, "refused": refused, "by": list_mechanisms(place)}).encode()
+            json.dumps(
+                {"level": level, "refused": refused, "by": list_mechanisms(granted)}
+            ).encode()
         )
     except Exception as error:
         channel.send(json.dumps({"error": f"{type(error).__name__}: {error}"}).encode())
         os._exit(1)
-    zygote.serve(channel.detach(), trainer, place, proc)
+    zygote.serve(channel.detach(), trainer, granted, proc)
 
 
 def open_trainer(pid: int) -> int:
@@ -89,10 +95,10 @@ def open_trainer(pid: int) -> int:
     A parent-death signal does not suffice: it is sent when the *thread* that started this process
     ends.
     """
-    handle = os.pidfd_open(pid)
+    pidfd = os.pidfd_open(pid)
     if os.getppid() != pid:
         os._exit(0)
-    return handle
+    return pidfd
 
 
 def prefer_for_oom_kill() -> None:
@@ -101,7 +107,7 @@ def prefer_for_oom_kill() -> None:
         file.write("1000")
 
 
-def wait_for_zygote(inner: int, trainer: int) -> None:
+def wait_for_zygote(zygote_pid: int, trainer: int) -> None:
     """Wait until the zygote or the trainer ends, then exit.
 
     The launcher stays because a process can't move itself into its new process namespace. The
@@ -109,18 +115,18 @@ def wait_for_zygote(inner: int, trainer: int) -> None:
     trainer ends first, the launcher kills the zygote.
     """
     poll = select.poll()
-    for pidfd in (trainer, os.pidfd_open(inner)):
+    for pidfd in (trainer, os.pidfd_open(zygote_pid)):
         poll.register(pidfd, select.POLLIN)
     if [pidfd for pidfd, _ in poll.poll()] == [trainer]:
-        os.kill(inner, signal.SIGKILL)
-    os.waitpid(inner, 0)
+        os.kill(zygote_pid, signal.SIGKILL)
+    os.waitpid(zygote_pid, 0)
     os._exit(0)
 
 
 def list_bound_paths(readable: Sequence[str]) -> list[str]:
     """Return the paths to bind into the root, without those inside another bound path."""
     paths: list[str] = []
-    for path in [*rootfs.SYSTEM, sys.base_prefix, *readable]:
+    for path in [*rootfs.SYSTEM_PATHS, sys.base_prefix, *readable]:
         if not any(path == outer or path.startswith(outer + "/") for outer in paths):
             paths.append(path)
     return paths
@@ -142,7 +148,7 @@ def list_library_paths() -> tuple[str, ...]:
 
 def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[str]]:
     """Return the strongest level up to `at_most` that is granted, and why others were refused."""
-    if not seccomp.available():
+    if not seccomp.is_available():
         return 0, [f"no system call filter for {syscalls.MACHINE}; Ratchet has one for x86_64"]
     refused: list[str] = []
     if reason := try_in_child(try_filter):
@@ -153,19 +159,19 @@ def find_strongest_level(at_most: int, sources: list[str]) -> tuple[int, list[st
             return 3, refused
         refused.append(f"namespaces: {reason}")
     if at_most >= 2:
-        if landlock.abi():
+        if landlock.get_abi_version():
             return 2, refused
         refused.append("Landlock: not in this kernel, or switched off")
     return 1, refused
 
 
-def try_in_child(attempt: Callable[[], None]) -> str:
-    """Run `attempt` in a separate process. Return why it failed, or "" if it succeeded."""
+def try_in_child(function: Callable[[], None]) -> str:
+    """Run `function` in a separate process. Return why it failed, or "" if it succeeded."""
     read_end, write_end = os.pipe2(os.O_CLOEXEC)
     pid = os.fork()
     if pid == 0:
         try:
-            attempt()
+            function()
             os.write(write_end, b"ok")
         except BaseException as error:
             os.write(write_end, f"{error}"[:400].encode())
@@ -179,13 +185,13 @@ def try_in_child(attempt: Callable[[], None]) -> str:
 
 def try_filter() -> None:
     syscalls.prctl(syscalls.PR_SET_NO_NEW_PRIVS, 1)
-    seccomp.install(seccomp.program(os.getpid(), 1, False))
+    seccomp.install(seccomp.build_filter(os.getpid(), 1, False))
 
 
 def try_namespaces(sources: list[str]) -> None:
     def inside() -> None:
         rootfs.build(sources)
-        rootfs.fresh_box(1, 0)
+        rootfs.mount_scratch(1, 0)
 
     rootfs.enter()
     if reason := try_in_child(inside):
@@ -198,7 +204,8 @@ def find_unused_uid(level: int, readable: Sequence[str]) -> int:
     File permissions and limits on processes don't bind uid 0.
     """
     if os.getuid() != 0 or not (
-        syscalls.capable(syscalls.CAP_SETUID) and syscalls.capable(syscalls.CAP_SETGID)
+        syscalls.has_capability(syscalls.CAP_SETUID)
+        and syscalls.has_capability(syscalls.CAP_SETGID)
     ):
         return 0
     if level < 3 and not all(
@@ -218,12 +225,12 @@ def is_open_to_others(path: str) -> bool:
     )
 
 
-def list_mechanisms(place: child.Place) -> list[str]:
+def list_mechanisms(granted: child.GrantedIsolation) -> list[str]:
     names = ["resource limits", "seccomp", "no capabilities"]
-    if place.level >= 2 and landlock.abi():
-        names.append(f"Landlock ABI {landlock.abi()}")
-    if place.level >= 3:
+    if granted.level >= 2 and landlock.get_abi_version():
+        names.append(f"Landlock ABI {landlock.get_abi_version()}")
+    if granted.level >= 3:
         names.append("process, network, IPC and mount namespaces")
-    if place.drop:
-        names.append(f"uid {place.drop}")
+    if granted.program_uid:
+        names.append(f"uid {granted.program_uid}")
     return names

@@ -1,5 +1,7 @@
-"""Enter new namespaces, and build a root directory that holds only Python and the system's
-libraries."""
+"""Enter new namespaces, and build a root directory.
+
+It holds only Python and the system's libraries.
+"""
 
 from __future__ import annotations
 
@@ -9,14 +11,16 @@ import socket
 from . import syscalls
 from .syscalls import MS_BIND, MS_NODEV, MS_NOEXEC, MS_NOSUID, MS_PRIVATE, MS_REC
 
-BOX = "/box"  # the scratch directory; /tmp points to it
+SCRATCH_DIRECTORY = "/box"  # the scratch directory; /tmp points to it
 DEVICES = ("null", "zero", "random", "urandom")
 # Debian's awk is a link into /etc/alternatives, which holds only links.
-SYSTEM = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
+SYSTEM_PATHS = ("/usr", "/bin", "/sbin", "/lib", "/lib64", "/lib32", "/etc/alternatives")
 # Where the new root is assembled: a directory that always exists and is never a source.
-STAGE = "/proc"
+STAGING_DIRECTORY = "/proc"
 INNER_UID = 1000
-SPACES = syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | syscalls.NEWUTS
+NAMESPACE_FLAGS = (
+    syscalls.NEWNS | syscalls.NEWPID | syscalls.NEWNET | syscalls.NEWIPC | syscalls.NEWUTS
+)
 
 
 def enter() -> None:
@@ -24,11 +28,11 @@ def enter() -> None:
 
     Raises OSError if any step is refused: a partial sandbox is not accepted.
     """
-    if syscalls.capable(syscalls.CAP_SYS_ADMIN):
-        syscalls.unshare(SPACES)
+    if syscalls.has_capability(syscalls.CAP_SYS_ADMIN):
+        syscalls.unshare(NAMESPACE_FLAGS)
     else:
         uid, gid = os.getuid(), os.getgid()
-        syscalls.unshare(SPACES | syscalls.NEWUSER)
+        syscalls.unshare(NAMESPACE_FLAGS | syscalls.NEWUSER)
         for name, line in (
             ("setgroups", "deny"),
             ("uid_map", f"{INNER_UID} {uid} 1"),
@@ -48,32 +52,32 @@ def build(sources: list[str]) -> int | None:
     """
     try:
         # Mount it before the tmpfs hides /proc: an unprivileged user needs a visible one for that.
-        proc = syscalls.detached_proc()
+        proc = syscalls.open_detached_proc()
     except OSError:
         proc = None
-    syscalls.mount("root", STAGE, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
+    syscalls.mount("root", STAGING_DIRECTORY, "tmpfs", MS_NOSUID | MS_NODEV, "size=1m,mode=755")
     for path in sources:
         if os.path.islink(path):
-            os.symlink(os.readlink(path), STAGE + path)
+            os.symlink(os.readlink(path), STAGING_DIRECTORY + path)
         elif os.path.isdir(path):
-            os.makedirs(STAGE + path, exist_ok=True)
-            syscalls.mount(path, STAGE + path, None, MS_BIND | MS_REC)
-            syscalls.make_read_only(STAGE + path, recursive=True)
-    os.makedirs(STAGE + "/dev", exist_ok=True)
+            os.makedirs(STAGING_DIRECTORY + path, exist_ok=True)
+            syscalls.mount(path, STAGING_DIRECTORY + path, None, MS_BIND | MS_REC)
+            syscalls.make_read_only(STAGING_DIRECTORY + path, recursive=True)
+    os.makedirs(STAGING_DIRECTORY + "/dev", exist_ok=True)
     for device in DEVICES:
-        target = f"{STAGE}/dev/{device}"
+        target = f"{STAGING_DIRECTORY}/dev/{device}"
         open(target, "w").close()
         syscalls.mount(f"/dev/{device}", target, None, MS_BIND)
-    os.mkdir(STAGE + BOX)
-    if not os.path.lexists(STAGE + "/tmp"):  # unless the interpreter itself lies there
-        os.symlink(BOX, STAGE + "/tmp")
-    os.chdir(STAGE)
+    os.mkdir(STAGING_DIRECTORY + SCRATCH_DIRECTORY)
+    if not os.path.lexists(STAGING_DIRECTORY + "/tmp"):  # unless the interpreter itself lies there
+        os.symlink(SCRATCH_DIRECTORY, STAGING_DIRECTORY + "/tmp")
+    os.chdir(STAGING_DIRECTORY)
     syscalls.pivot_root()
     syscalls.make_read_only("/", recursive=False)
     return proc
 
 
-def fresh_box(disk_mib: int, owner: int) -> None:
+def mount_scratch(disk_mib: int, owner: int) -> None:
     """Mount an empty scratch directory, and enter it.
 
     Args:
@@ -82,10 +86,10 @@ def fresh_box(disk_mib: int, owner: int) -> None:
     """
     owner_options = f",uid={owner},gid={owner}" if owner else ""
     options = f"size={disk_mib}m,nr_inodes=1024,mode=1777{owner_options}"
-    syscalls.mount("box", BOX, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
-    os.chdir(BOX)
+    syscalls.mount("box", SCRATCH_DIRECTORY, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
+    os.chdir(SCRATCH_DIRECTORY)
 
 
-def discard_box() -> None:
+def unmount_scratch() -> None:
     os.chdir("/")
-    syscalls.unmount(BOX)
+    syscalls.unmount(SCRATCH_DIRECTORY)

@@ -2,7 +2,7 @@
 
 The filter is classic BPF, written by hand without libseccomp. Calls are allowed by name, because
 new calls of a new kernel must not be open by default. Numbers are x86-64's; on another machine
-`available` is False and the sandbox refuses to start.
+`is_available` returns False and the sandbox refuses to start.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from signal import SIGKILL
 from .syscalls import MACHINE, SECCOMP, syscall
 
 LOAD, JUMP_EQUAL, JUMP_SET, JUMP_GE, RETURN = 0x20, 0x15, 0x45, 0x35, 0x06
-KILL, OK, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
+KILL_PROCESS, ALLOW, FAIL = 0x80000000, 0x7FFF0000, 0x00050000
 ARCH_X86_64, X32_BIT = 0xC000003E, 0x40000000
-OWN_PID = 0x7E57AB1E  # placeholder that `program` replaces
+OWN_PID = 0x7E57AB1E  # placeholder that `build_filter` replaces
 NAMESPACE_FLAGS, CLONE_THREAD = 0x7E020080, 0x10000
 # O_WRONLY, O_RDWR, O_CREAT, O_TRUNC, O_APPEND, O_TMPFILE
-WRITING = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
+WRITING_FLAGS = 0o1 | 0o2 | 0o100 | 0o1000 | 0o2000 | 0o20000000
 Instruction = tuple[int, int, int, int]
 
 
@@ -29,7 +29,7 @@ def parse_table(text: str) -> dict[str, int]:
     return {name: int(number) for name, number in (word.split("=") for word in text.split())}
 
 
-ALWAYS = parse_table("""
+ALWAYS_ALLOWED = parse_table("""
     read=0 write=1 close=3 stat=4 fstat=5 lstat=6 poll=7 lseek=8 mmap=9 mprotect=10 munmap=11 brk=12 rt_sigaction=13
     rt_sigprocmask=14 rt_sigreturn=15 pread64=17 pwrite64=18 readv=19 writev=20 access=21 pipe=22 select=23 sched_yield=24
     mremap=25 msync=26 mincore=27 madvise=28 dup=32 dup2=33 pause=34 nanosleep=35 getitimer=36 alarm=37 setitimer=38
@@ -78,13 +78,13 @@ CLONE, CLONE3, KILL_CALL, TGKILL, FCNTL, IOCTL, PRLIMIT, PRCTL, SOCKETPAIR = (
 FLOCK = 73
 FCNTL_COMMANDS = (0, 1, 2, 3, 4, 1030)  # descriptors and flags; no owners, leases, pipe sizes
 # F_GETLK, F_SETLK, F_SETLKW, and their variants for open file descriptions
-ASK_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)
+QUERY_LOCKS, SET_LOCKS = (5, 36), (6, 7, 37, 38)
 # TCGETS, window size, FIONREAD, FIONBIO, close-on-exec
 IOCTL_COMMANDS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
 PRCTL_COMMANDS = (15, 16)  # the name of a thread; not the death signal
 
 
-def available() -> bool:
+def is_available() -> bool:
     return MACHINE == "x86_64"
 
 
@@ -96,9 +96,11 @@ def return_error(number: int = errno.EPERM) -> Instruction:
     return return_action(FAIL | number)
 
 
-def argument(index: int) -> Instruction:
-    """Return the instruction that loads the low half of an argument. The kernel also reads checked
-    arguments as 32-bit."""
+def load_argument(index: int) -> Instruction:
+    """Return the instruction that loads the low half of an argument.
+
+    The kernel also reads checked arguments as 32-bit.
+    """
     return (LOAD, 0, 0, 16 + 8 * index)
 
 
@@ -114,17 +116,17 @@ def if_call(call: int, body: list[Instruction]) -> list[Instruction]:
 def allow_values(
     index: int, values: tuple[int, ...], error: int = errno.EPERM
 ) -> list[Instruction]:
-    body = [argument(index)]
+    body = [load_argument(index)]
     for value in values:
-        body += [(JUMP_EQUAL, 0, 1, value), return_action(OK)]
+        body += [(JUMP_EQUAL, 0, 1, value), return_action(ALLOW)]
     return [*body, return_error(error)]
 
 
 def reject_bits(index: int, bits: int, error: int) -> list[Instruction]:
-    return [argument(index), (JUMP_SET, 0, 1, bits), return_error(error), return_action(OK)]
+    return [load_argument(index), (JUMP_SET, 0, 1, bits), return_error(error), return_action(ALLOW)]
 
 
-def locks(forking: bool) -> list[Instruction]:
+def build_lock_filter(can_fork: bool) -> list[Instruction]:
     """Return the filter of file locks.
 
     All slots share the files of the library, so programs in other slots would see a lock on one. A
@@ -132,18 +134,18 @@ def locks(forking: bool) -> list[Instruction]:
     nothing. It may query the locks of others, as SQLite does before it trusts a shared index;
     programs in other slots hold none.
     """
-    if forking:
-        return if_call(FCNTL, allow_values(1, FCNTL_COMMANDS + ASK_LOCKS + SET_LOCKS)) + if_call(
-            FLOCK, [return_action(OK)]
+    if can_fork:
+        return if_call(FCNTL, allow_values(1, FCNTL_COMMANDS + QUERY_LOCKS + SET_LOCKS)) + if_call(
+            FLOCK, [return_action(ALLOW)]
         )
     granted = return_action(FAIL | 0)  # "fails" with error 0: the call returns 0 and does nothing
     setting = [step for command in SET_LOCKS for step in ((JUMP_EQUAL, 0, 1, command), granted)]
     allowing = [
         step
-        for command in FCNTL_COMMANDS + ASK_LOCKS
-        for step in ((JUMP_EQUAL, 0, 1, command), return_action(OK))
+        for command in FCNTL_COMMANDS + QUERY_LOCKS
+        for step in ((JUMP_EQUAL, 0, 1, command), return_action(ALLOW))
     ]
-    return if_call(FCNTL, [argument(1), *setting, *allowing, return_error()]) + if_call(
+    return if_call(FCNTL, [load_argument(1), *setting, *allowing, return_error()]) + if_call(
         FLOCK, [granted]
     )
 
@@ -151,29 +153,32 @@ def locks(forking: bool) -> list[Instruction]:
 def allow_signals_to_self(index: int) -> list[Instruction]:
     """Return the filter that lets a single-process program send signals only to itself.
 
-    A program that sends itself SIGKILL is killed by the filter with SIGSYS instead. One that died
-    of SIGKILL was therefore killed from outside (out of memory, for example) and must not be judged.
+    A program that sends itself SIGKILL is killed by the filter with SIGSYS instead. So a program
+    that died of SIGKILL was killed from outside (out of memory, for example), and must not be
+    judged.
 
     Args:
         index: The position of the argument that holds the signal.
     """
-    to_itself = [argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), return_error()]
+    to_itself = [load_argument(0), (JUMP_EQUAL, 1, 0, OWN_PID), return_error()]
     return [
         *to_itself,
-        argument(index),
+        load_argument(index),
         (JUMP_EQUAL, 0, 1, SIGKILL),
-        return_action(KILL),
-        return_action(OK),
+        return_action(KILL_PROCESS),
+        return_action(ALLOW),
     ]
 
 
-def program(pid: int, level: int, forking: bool) -> bytes:
+def build_filter(pid: int, level: int, can_fork: bool) -> bytes:
     """Return the filter of a program whose process id, as the program sees it, is `pid`."""
-    return template(level, forking).replace(struct.pack("I", OWN_PID), struct.pack("I", pid))
+    return build_filter_template(level, can_fork).replace(
+        struct.pack("I", OWN_PID), struct.pack("I", pid)
+    )
 
 
 @functools.cache
-def template(level: int, forking: bool) -> bytes:
+def build_filter_template(level: int, can_fork: bool) -> bytes:
     """Return the filter with a placeholder for the process id.
 
     It is cached, since building it takes as long as the rest of a child's start.
@@ -181,37 +186,39 @@ def template(level: int, forking: bool) -> bytes:
     code: list[Instruction] = [
         (LOAD, 0, 0, 4),
         (JUMP_EQUAL, 1, 0, ARCH_X86_64),
-        return_action(KILL),
+        return_action(KILL_PROCESS),
     ]
-    code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), return_action(KILL)]
+    code += [(LOAD, 0, 0, 0), (JUMP_GE, 0, 1, X32_BIT), return_action(KILL_PROCESS)]
     threads_only = [
-        argument(0),
+        load_argument(0),
         (JUMP_SET, 0, 1, NAMESPACE_FLAGS),
         return_error(),
         (JUMP_SET, 0, 1, CLONE_THREAD),
-        return_action(OK),
+        return_action(ALLOW),
         return_error(),
     ]
     code += if_call(
-        CLONE, reject_bits(0, NAMESPACE_FLAGS, errno.EPERM) if forking else threads_only
+        CLONE, reject_bits(0, NAMESPACE_FLAGS, errno.EPERM) if can_fork else threads_only
     )
     for call in ATTRIBUTES.values():
         code += if_call(call, [return_error(errno.ENOTSUP)])
     # The flags of clone3 lie in memory, which a filter can't read; glibc falls back to clone.
     code += if_call(CLONE3, [return_error(errno.ENOSYS)])
-    code += locks(forking) + if_call(IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY))
+    code += build_lock_filter(can_fork) + if_call(
+        IOCTL, allow_values(1, IOCTL_COMMANDS, errno.ENOTTY)
+    )
     code += if_call(PRCTL, allow_values(0, PRCTL_COMMANDS))
     # Only AF_UNIX with SOCK_STREAM, which asyncio uses to wake itself: such a pair stays connected
     # to itself, so it leads nowhere.
     pair = [
-        argument(0),
+        load_argument(0),
         (JUMP_EQUAL, 1, 0, 1),
         return_error(),
-        argument(1),
+        load_argument(1),
         (0x54, 0, 0, 0xF),
         (JUMP_EQUAL, 1, 0, 1),
         return_error(),
-        return_action(OK),
+        return_action(ALLOW),
     ]
     code += if_call(SOCKETPAIR, pair)
     # prlimit may only read the caller's own limits: pid 0, and a null pointer (both halves) to new
@@ -221,9 +228,9 @@ def template(level: int, forking: bool) -> bytes:
         for word in (16, 32, 36)
         for step in ((LOAD, 0, 0, word), (JUMP_EQUAL, 1, 0, 0), return_error())
     ]
-    code += if_call(PRLIMIT, [*zeros, return_action(OK)])
-    allowed = dict(ALWAYS)
-    if forking:
+    code += if_call(PRLIMIT, [*zeros, return_action(ALLOW)])
+    allowed = dict(ALWAYS_ALLOWED)
+    if can_fork:
         allowed |= FORKING
     else:
         code += if_call(KILL_CALL, allow_signals_to_self(1)) + if_call(
@@ -234,11 +241,11 @@ def template(level: int, forking: bool) -> bytes:
     elif level == 2:  # Landlock checks opened files, but not changes of modes and times
         allowed |= OPENING
     else:
-        code += if_call(OPENING["open"], reject_bits(1, WRITING, errno.EACCES)) + if_call(
-            OPENING["openat"], reject_bits(2, WRITING, errno.EACCES)
+        code += if_call(OPENING["open"], reject_bits(1, WRITING_FLAGS, errno.EACCES)) + if_call(
+            OPENING["openat"], reject_bits(2, WRITING_FLAGS, errno.EACCES)
         )
     for number in allowed.values():
-        code += if_call(number, [return_action(OK)])
+        code += if_call(number, [return_action(ALLOW)])
     code.append(return_error())
     return b"".join(struct.pack("HBBI", kind, yes, no, value) for kind, yes, no, value in code)
 

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 
-CHUNK = 1 << 16
+CHUNK_BYTES = 1 << 16
 GRACE_S = 0.5  # wait for the end of an output that a background process holds open
 
 
@@ -57,8 +57,8 @@ def pack(max_bytes):
     return files
 
 
-def listen(pipe, text, max_bytes, over_limit):
-    while data := os.read(pipe, CHUNK):
+def read_output(pipe, text, max_bytes, over_limit):
+    while data := os.read(pipe, CHUNK_BYTES):
         text += data
         if len(text) > max_bytes:
             over_limit.set()
@@ -83,7 +83,7 @@ def run(request):
     assert process.stderr is not None
     readers = [
         threading.Thread(
-            target=listen,
+            target=read_output,
             args=(pipe.fileno(), text, request["most_output"], over_limit),
             daemon=True,
         )

@@ -31,11 +31,11 @@ CAPABILITY_HEADER = struct.pack("Ii", 0x20080522, 0)
 # System calls numbered 424 and above have the same number on every architecture.
 FSOPEN, FSCONFIG, FSMOUNT, MOUNT_SETATTR = 430, 431, 432, 442
 MACHINE = platform.machine()
-# Older ones differ: x86_64 has numbers of its own, aarch64 the generic ones.
+# The numbers of older system calls differ: x86_64 has its own, aarch64 has the generic numbers.
 PIVOT_ROOT, SECCOMP = (155, 317) if MACHINE == "x86_64" else (41, 277)
 
 
-def check(result: int, call: str) -> int:
+def check_result(result: int, call: str) -> int:
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{call}: {os.strerror(number)}")
@@ -45,20 +45,20 @@ def check(result: int, call: str) -> int:
 def syscall(call: str, number: int, *arguments: int | bytes | None) -> int:
     """Call the kernel. Integers are passed as 64 bits, bytes as a pointer to them."""
     wide = [ctypes.c_long(a) if isinstance(a, int) else a for a in arguments]
-    return check(LIBC.syscall(ctypes.c_long(number), *wide), call)
+    return check_result(LIBC.syscall(ctypes.c_long(number), *wide), call)
 
 
 def unshare(flags: int) -> None:
-    check(LIBC.unshare(flags), "unshare")
+    check_result(LIBC.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str = "") -> None:
     pointers = [text.encode() if text is not None else None for text in (source, target, kind)]
-    check(LIBC.mount(*pointers, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
+    check_result(LIBC.mount(*pointers, ctypes.c_ulong(flags), data.encode()), f"mount {target}")
 
 
 def unmount(target: str, flags: int = 0) -> None:
-    check(LIBC.umount2(target.encode(), flags), f"umount {target}")
+    check_result(LIBC.umount2(target.encode(), flags), f"umount {target}")
 
 
 def make_read_only(path: str, *, recursive: bool) -> None:
@@ -91,7 +91,7 @@ def pivot_root() -> None:
     os.chdir("/")
 
 
-def detached_proc() -> int:
+def open_detached_proc() -> int:
     """Return a descriptor of a /proc of this process namespace.
 
     It is attached to no path, so no program can walk to it.
@@ -116,14 +116,14 @@ def detached_proc() -> int:
 
 
 def prctl(option: int, value: int) -> None:
-    check(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
+    check_result(LIBC.prctl(option, ctypes.c_ulong(value), 0, 0, 0), "prctl")
 
 
-def capable(capability: int) -> bool:
+def has_capability(capability: int) -> bool:
     data = ctypes.create_string_buffer(24)
-    check(LIBC.capget(CAPABILITY_HEADER, data), "capget")
+    check_result(LIBC.capget(CAPABILITY_HEADER, data), "capget")
     return bool(struct.unpack("I", data.raw[:4])[0] >> capability & 1)
 
 
 def drop_capabilities() -> None:
-    check(LIBC.capset(CAPABILITY_HEADER, bytes(24)), "capset")
+    check_result(LIBC.capset(CAPABILITY_HEADER, bytes(24)), "capset")

@@ -17,14 +17,14 @@ import time
 from typing import Any, NoReturn
 
 from . import rootfs
-from .child import QUIET, Place, Request, become_program
+from .child import STOP_SIGNALS, GrantedIsolation, Request, become_program
 
 MEMORY_WATCH_S = 0.02
 PAGE_KIB = os.sysconf("SC_PAGE_SIZE") // 1024
 SI_USER = 0  # the code of a signal sent by kill(2); a sender can't forge it
 
 
-def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoReturn:
+def serve(control: int, trainer: int, granted: GrantedIsolation, proc: int | None) -> NoReturn:
     """Serve requests until the trainer ends.
 
     Args:
@@ -35,8 +35,9 @@ def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoRetur
             is none.
     """
     channel = socket.socket(fileno=control)
-    # Blocked signals stay pending although they are ignored, so `from_outside` can look at them.
-    signal.pthread_sigmask(signal.SIG_BLOCK, QUIET)
+    # Blocked signals stay pending although they are ignored, so `take_outside_signal` can read
+    # them.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     gc.collect()
     # Without this, the first garbage collection of each child copies the pages of all modules.
     gc.freeze()
@@ -56,7 +57,7 @@ def serve(control: int, trainer: int, place: Place, proc: int | None) -> NoRetur
                 os.pwrite(last_pid, b"1", 0)
             channel.send(
                 json.dumps(
-                    execute(channel, trainer, Request(**request), place, files, proc)
+                    execute(channel, trainer, Request(**request), granted, files, proc)
                 ).encode()
             )
 
@@ -65,29 +66,29 @@ def execute(
     channel: socket.socket,
     trainer: int,
     request: Request,
-    place: Place,
+    granted: GrantedIsolation,
     files: list[int],
     proc: int | None,
 ) -> dict[str, Any]:
-    is_in_namespaces = place.level >= 3  # in namespaces, with a private root directory
+    is_in_namespaces = granted.level >= 3  # in namespaces, with a private root directory
     if request.can_fork and proc is None:
-        close(files)
+        close_files(files)
         return {
             "setup": "commands and processes need namespaces and a /proc of their own; this is "
-            f"level {place.level}"
+            f"level {granted.level}"
         }
     if is_in_namespaces:
-        rootfs.fresh_box(request.disk_mib, place.drop)
-    from_outside()  # clear the signals of the time before this request
-    ready, status = os.pipe2(os.O_CLOEXEC)
+        rootfs.mount_scratch(request.disk_mib, granted.program_uid)
+    take_outside_signal()  # clear the signals of the time before this request
+    status_read_end, status = os.pipe2(os.O_CLOEXEC)
     zygote, start = os.getpid(), time.monotonic()
     child = os.fork()
     if child == 0:
-        become_program(request, place, zygote, [*files, status])
-    close([*files, status])
-    handle = os.pidfd_open(child)
+        become_program(request, granted, zygote, [*files, status])
+    close_files([*files, status])
+    child_pidfd = os.pidfd_open(child)
     stopped = wait_for_child(
-        channel, trainer, handle, request, proc if request.can_fork else None, start
+        channel, trainer, child_pidfd, request, proc if request.can_fork else None, start
     )
     if stopped:
         with contextlib.suppress(ProcessLookupError):
@@ -96,9 +97,9 @@ def execute(
     seconds = time.monotonic() - start
     if is_in_namespaces:
         kill_all_programs()
-        rootfs.discard_box()
-    status_text = os.read(ready, 600)
-    close([handle, ready])
+        rootfs.unmount_scratch()
+    status_text = os.read(status_read_end, 600)
+    close_files([child_pidfd, status_read_end])
     setup = (
         ""
         if status_text == b"ready" or stopped
@@ -110,20 +111,21 @@ def execute(
         "seconds": seconds,
         "cpu": usage.ru_utime + usage.ru_stime,
         "setup": setup,
-        "signal_from_outside": request.can_fork and from_outside(),
+        "signal_from_outside": request.can_fork and take_outside_signal(),
     }
 
 
-def from_outside() -> int:
-    """Return the number of a pending signal that came from outside the namespace, 0 for none.
+def take_outside_signal() -> int:
+    """Return the number of a pending signal that came from outside the namespace; 0 for none.
 
-    A service manager sends it to all processes, so it also reached those of the program. The id of
-    a sender outside is 0. Programs inside may signal this process too, and are not counted.
+    All pending signals are consumed. A service manager sends such a signal to all processes, so the
+    program's processes got it too. The id of a sender outside is 0. Signals of programs inside are
+    not counted.
     """
     number = 0
-    while (about := signal.sigtimedwait(QUIET, 0)) is not None:
-        if about.si_code == SI_USER and about.si_pid == 0:
-            number = about.si_signo
+    while (info := signal.sigtimedwait(STOP_SIGNALS, 0)) is not None:
+        if info.si_code == SI_USER and info.si_pid == 0:
+            number = info.si_signo
     return number
 
 
@@ -143,14 +145,14 @@ def open_last_pid(proc: int | None) -> int | None:
 def wait_for_child(
     channel: socket.socket,
     trainer: int,
-    handle: int,
+    child_pidfd: int,
     request: Request,
     proc: int | None,
     start: float,
 ) -> str:
     """Wait for the child. Return the reason to stop it, or "" if it has ended."""
     poll = select.poll()
-    for file in (handle, channel.fileno(), trainer):
+    for file in (child_pidfd, channel.fileno(), trainer):
         poll.register(file, select.POLLIN)
     while True:
         remaining_s = start + request.wall_s - time.monotonic()
@@ -158,7 +160,7 @@ def wait_for_child(
             return "wall"
         wait = remaining_s if proc is None else min(remaining_s, MEMORY_WATCH_S)
         ready_files = {file for file, _ in poll.poll(wait * 1000 + 1)}
-        if handle in ready_files:
+        if child_pidfd in ready_files:
             return ""
         if trainer in ready_files:
             exit_with_trainer()
@@ -167,7 +169,7 @@ def wait_for_child(
             if not message:
                 exit_with_trainer()
             return json.loads(message)["stop"]
-        if proc is not None and resident_kib(proc) > request.memory_mib * 1024:
+        if proc is not None and measure_resident_kib(proc) > request.memory_mib * 1024:
             return "memory"
 
 
@@ -192,7 +194,7 @@ def kill_all_programs() -> None:
             os.waitpid(-1, 0)
 
 
-def resident_kib(proc: int) -> int:
+def measure_resident_kib(proc: int) -> int:
     total = 0
     for name in os.listdir(proc):
         if name.isdecimal() and name != "1":
@@ -203,12 +205,12 @@ def resident_kib(proc: int) -> int:
     return total * PAGE_KIB
 
 
-def close(files: list[int]) -> None:
+def close_files(files: list[int]) -> None:
     for file in files:
         os.close(file)
 
 
 def ignore_stop_signals() -> None:
     """Ignore SIGINT, SIGTERM and SIGHUP, which the trainer handles."""
-    for number in QUIET:
+    for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

@@ -11,7 +11,7 @@ from tokenizers import Tokenizer as Backend
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import section_class
 from ratchet.data.chat.builtin_tokenizers import (
-    SPECIALS,
+    SPECIAL_TOKENS,
     build_auto,
     build_byte_bpe,
     build_bytes,
@@ -20,7 +20,7 @@ from ratchet.data.chat.builtin_tokenizers import (
     byte_tokenizer,
     character_tokenizer,
 )
-from ratchet.data.chat.chat_templates import BUILTIN
+from ratchet.data.chat.chat_templates import BUILTIN_TEMPLATES
 from ratchet.data.chat.tokenizer import BATCH_CALL_CHARS, GUARD, Tokenizer
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.config import (
@@ -87,7 +87,7 @@ def test_a_character_without_a_token_is_named_with_the_fix():
 def test_bytes_round_trip_any_unicode(tokenizer, text):
     ids = tokenizer.encode(text)
     assert tokenizer.decode(ids) == text
-    assert not set(ids) & set(range(len(SPECIALS)))
+    assert not set(ids) & set(range(len(SPECIAL_TOKENS)))
     assert tokenizer.encode(text, after="special") == ids
 
 
@@ -152,7 +152,7 @@ def test_saved_directories_load_to_equal_ids_here_and_in_transformers(tokenizer,
     )
     assert (theirs.eos_token_id, theirs.pad_token_id, len(theirs)) == (1, 0, tokenizer.vocab_size)
     assert ours.fingerprint == tokenizer.fingerprint
-    assert ours.chat_template == theirs.chat_template == BUILTIN["plain"]
+    assert ours.chat_template == theirs.chat_template == BUILTIN_TEMPLATES["plain"]
 
 
 # --- read from directories
@@ -369,7 +369,7 @@ def test_special_tokens_are_searched_in_linear_time():
     backend = Backend.from_str(BYTES._backend.to_str())
     backend.add_special_tokens([AddedToken("<l>", lstrip=True)])
     text = " " * 300_000 + "a" + " " * 300_000 + "<l>"
-    assert Tokenizer(backend).specials(text) == [(300_001, 600_004, 264)]
+    assert Tokenizer(backend).find_special_tokens(text) == [(300_001, 600_004, 264)]
 
 
 def test_the_longest_special_token_wins():

@@ -75,7 +75,7 @@ READ = [
 
 @pytest.mark.parametrize(("family", "text", "content", "calls"), READ)
 def test_calls_are_read_as_the_family_writes_them(family, text, content, calls):
-    found = FORMATS[family].read(text, TOOLS)
+    found = FORMATS[family].parse(text, TOOLS)
     assert (found.content, list(found.calls), found.malformed) == (content, calls, 0)
 
 
@@ -90,7 +90,7 @@ def test_calls_are_read_as_the_family_writes_them(family, text, content, calls):
     ],
 )
 def test_what_is_no_call_stays_as_it_was(family, text):
-    assert FORMATS[family].read(text, TOOLS) == (text, (), 0)
+    assert FORMATS[family].parse(text, TOOLS) == (text, (), 0)
 
 
 MALFORMED = [
@@ -143,7 +143,7 @@ MALFORMED = [
 
 @pytest.mark.parametrize(("family", "text", "malformed"), MALFORMED)
 def test_what_can_not_be_read_is_counted_and_leaves_the_text_whole(family, text, malformed):
-    assert FORMATS[family].read(text, TOOLS) == (text, (), malformed)
+    assert FORMATS[family].parse(text, TOOLS) == (text, (), malformed)
 
 
 MARKS = [
@@ -167,7 +167,7 @@ WRITTEN = st.lists(st.one_of(st.sampled_from(MARKS), st.text(max_size=4)), max_s
 @example("[" * 5000 + "]" * 5000, "llama")
 @example('{"a":' * 5000, "mistral")
 def test_nothing_that_a_model_writes_raises(text, family):
-    found = FORMATS[family].read(text, TOOLS)
+    found = FORMATS[family].parse(text, TOOLS)
     assert not (found.calls and found.malformed)
     assert found.calls or found.content == text
     for name, given_ in found.calls:
@@ -181,7 +181,7 @@ def test_arguments_may_be_nested_but_not_without_end():
     for _ in range(MAX_DEPTH - 4):
         nested = {"a": nested}
     text = f"<tool_call>{json.dumps({'name': 'f', 'arguments': nested})}</tool_call>"
-    assert FORMATS["hermes"].read(text).calls == (("f", nested),)
+    assert FORMATS["hermes"].parse(text).calls == (("f", nested),)
 
 
 def test_reasoning():

@@ -206,7 +206,7 @@ def test_a_published_set_is_read_in_the_form_that_it_has(name, tmp_path):
     if config.default_reward:
         reward = config.default_reward
         assert build(resolve("rewards", {"kind": reward} if isinstance(reward, str) else reward))
-    assert PRESETS[name].gives <= config.gives
+    assert PRESETS[name].data_kinds <= config.data_kinds
 
 
 # --- the real files

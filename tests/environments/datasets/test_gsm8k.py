@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from ratchet.environments.datasets.gsm8k import GSM8K, GSM8KConfig
-from ratchet.environments.single_turn import held_out
+from ratchet.environments.single_turn import is_held_out
 from ratchet.errors import DataError
 from ratchet.rewards.answers.numeric import (
     NumericAnswer,
@@ -66,7 +66,7 @@ def test_one_file_with_a_split_column(tmp_path):
 def test_one_file_split_by_hash(tmp_path):
     environment = GSM8K(GSM8KConfig(train=write(tmp_path / "all.jsonl", map(row, range(100)))))
     check_environment(environment, reward=reward)
-    lines = [i + 1 for i in range(100) if held_out(f"What is {i} + 1?")]
+    lines = [i + 1 for i in range(100) if is_held_out(f"What is {i} + 1?")]
     assert [task.id for task in environment.tasks("test", seed=0)] == [
         f"gsm8k/test/{line}" for line in lines
     ]

@@ -10,7 +10,7 @@ from pydantic import ValidationError
 
 from ratchet.config.resolve import build, resolve
 from ratchet.data.formats.media import MediaLimits, decode_image, fetch
-from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, board, draw
+from ratchet.environments.games.rendering import COLOURS, SHAPES, blank, draw, draw_board
 from ratchet.environments.toy.drawn_shapes import Shapes, Thing
 from ratchet.rewards.answers.exact_match import ExactMatch, ExactMatchConfig
 from ratchet.testing import check_environment
@@ -175,7 +175,7 @@ def test_every_shape_stays_in_its_box_and_differs_from_the_others(shape):
 
 
 def test_a_board_has_a_ground_and_marks_for_each_cell():
-    image = np.asarray(board([[((1, 2, 3), ()), ((9, 9, 9), [("12", (200, 0, 0))])]], 16))
+    image = np.asarray(draw_board([[((1, 2, 3), ()), ((9, 9, 9), [("12", (200, 0, 0))])]], 16))
     assert image.shape == (16, 32, 3)
     assert tuple(image[0, 0]) == (1, 2, 3)
     assert tuple(image[15, 15]) == (255, 255, 255)

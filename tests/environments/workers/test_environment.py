@@ -19,7 +19,7 @@ from pydantic import ValidationError
 from ratchet.config.resolve import build, resolve
 from ratchet.environments.workers.pool import backoff_s
 from ratchet.environments.workers.process import EnvironmentProcessLost, EnvironmentRaised
-from ratchet.environments.workers.protocol import WRAPPED, pack, unpack
+from ratchet.environments.workers.protocol import TYPE_KEY, pack, unpack
 from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
@@ -34,7 +34,7 @@ from ratchet.protocols import (
 )
 from ratchet.rewards.deadline import Deadline
 from ratchet.testing import check_environment
-from ratchet.testing.fakes import FakeGenerator, TextAlone
+from ratchet.testing.fakes import FakeGenerator, TextOnlyMixin
 from ratchet.types import Failed, Message, Part, Sampling, Scored, Task, ToolCall
 from ratchet.utils import credentials
 
@@ -473,7 +473,7 @@ def test_a_new_attempt_waits_for_a_hanging_thread_only_until_it_is_given_up():
 # --- in a rollout
 
 
-class Codes(TextAlone):
+class Codes(TextOnlyMixin):
     """Renders a text as the codes of its characters; 0 ends a turn."""
 
     def prompt(self, messages, tools=None):
@@ -639,8 +639,8 @@ def test_its_section_is_judged_as_the_environments_own():
 
     assert section(worker={"kind": "arithmetic"}).default_reward == "exact_match"
     assert (
-        section(worker={"kind": "arithmetic"}).gives
-        == resolve("environment", {"kind": "arithmetic"}).gives
+        section(worker={"kind": "arithmetic"}).data_kinds
+        == resolve("environment", {"kind": "arithmetic"}).data_kinds
     )
     assert not section(worker={"kind": "preferences", "train": "t.jsonl"}).judges
     with pytest.raises(ValidationError, match="'workers' is unknown"):
@@ -669,7 +669,7 @@ VALUES = st.recursive(
     lambda inner: (
         st.lists(inner)
         | st.lists(inner).map(tuple)
-        | st.dictionaries(st.text() | st.just(WRAPPED), inner)
+        | st.dictionaries(st.text() | st.just(TYPE_KEY), inner)
         | st.dictionaries(st.integers() | st.tuples(st.integers()), inner)
     ),
     max_leaves=12,

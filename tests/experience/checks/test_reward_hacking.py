@@ -10,7 +10,7 @@ from ratchet.experience.checks.reward_hacking import RewardHackingProbes
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.testing.builders import make_group, make_trajectory
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextAlone
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, TextOnlyMixin
 from ratchet.training.from_config import build_policy, build_run
 from ratchet.training.loop import train
 from ratchet.types import Failed, Message, Sampling, Truncated
@@ -18,7 +18,7 @@ from ratchet.types import Failed, Message, Sampling, Truncated
 EOS = 99
 
 
-class Digits(TextAlone):
+class Digits(TextOnlyMixin):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

@@ -6,7 +6,7 @@ import pytest
 
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.protocols import Step
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextAlone
+from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextOnlyMixin
 from ratchet.types import (
     Cancelled,
     Completion,
@@ -22,7 +22,7 @@ from ratchet.types import (
 EOS = 99
 
 
-class Digits(TextAlone):
+class Digits(TextOnlyMixin):
     """A renderer over single digits: a message is its digits; an observation is its digits between
     two 50s."""
 

@@ -15,13 +15,19 @@ from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import Step
 from ratchet.testing.builders import make_group, make_trajectory
 from ratchet.testing.conformance import check_source
-from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, FakeReward, FakeSource, TextAlone
+from ratchet.testing.fakes import (
+    FakeEnvironment,
+    FakeGenerator,
+    FakeReward,
+    FakeSource,
+    TextOnlyMixin,
+)
 from ratchet.types import Failed, Message, Sampling, Scored, Trajectory, Truncated, Unjudged
 
 EOS = 99
 
 
-class Digits(TextAlone):
+class Digits(TextOnlyMixin):
     def prompt(self, messages, tools=None):
         return [int(c) for m in messages for c in m.text]
 

@@ -9,7 +9,7 @@ import math
 import pytest
 
 from ratchet.rewards.code.plain_values import Anything, NotPlainError, decode, encode
-from ratchet.rewards.code.program_runner import defines
+from ratchet.rewards.code.program_runner import defines_name
 
 ATOMS = [None, True, 0, -1, 2**53, -(2**200), 0.1, -0.0, math.inf, 1 + 2j, "", "ß\ud800\0", b"\xff"]
 NESTED = [
@@ -92,4 +92,4 @@ def test_forged_values_are_refused(said):
     ],
 )
 def test_whether_a_program_defines_the_function(source, found):
-    assert defines(source, "f") is found
+    assert defines_name(source, "f") is found

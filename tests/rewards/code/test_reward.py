@@ -18,7 +18,7 @@ from ratchet.rewards.code.extract_program import (
     has_expected_output,
 )
 from ratchet.rewards.code.reward import Code, CodeConfig, get_tests, parse_io_tests
-from ratchet.rewards.deadline import CURRENT, Deadline
+from ratchet.rewards.deadline import CURRENT_DEADLINE, Deadline
 from ratchet.sandbox import Reason, Result, SandboxError
 from ratchet.testing import answered, check_reward
 from ratchet.types import Failed, Message, Scored, Task, Truncated
@@ -464,7 +464,7 @@ def within(reward, task, answer, seconds, took):
     run, standing = reward.sandbox.run, []
 
     async def timed(*arguments):
-        standing.append(CURRENT.get()._timeout.when())
+        standing.append(CURRENT_DEADLINE.get()._timeout.when())
         return replace(await run(*arguments), seconds=took)
 
     async def score():

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.rewards.process_pool.pool import OutOfTime, PoolWorkerError, RewardWorkers
+from ratchet.rewards.process_pool.pool import PoolWorkerError, ProcessorTimeExceeded, RewardWorkers
 
 
 @pytest.fixture(autouse=True)
@@ -35,7 +35,7 @@ def test_arguments_and_results_travel_whole_and_chatter_does_not_count():
 def test_a_call_that_never_ends_is_killed_and_the_next_one_served():
     async def both():
         workers = RewardWorkers("targets:spin", cpu_s=0.2, size=1)
-        with pytest.raises(OutOfTime, match=r"targets:spin took more than 0.2 s"):
+        with pytest.raises(ProcessorTimeExceeded, match=r"targets:spin took more than 0.2 s"):
             await workers.call(1)
         return await workers.call(0)
 
@@ -43,7 +43,7 @@ def test_a_call_that_never_ends_is_killed_and_the_next_one_served():
 
 
 def test_a_regular_expression_that_backtracks_for_ever_is_killed_inside_c_code():
-    with pytest.raises(OutOfTime):
+    with pytest.raises(ProcessorTimeExceeded):
         called("backtrack", "(a+)+$", "a" * 60 + "b")
 
 
