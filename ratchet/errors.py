@@ -10,6 +10,7 @@
     ├── MissingDependency    an optional package is absent; names the extra that installs it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
+    │   └── RunNotFound      the place that a command was given holds no run
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
@@ -79,6 +80,10 @@ class CheckpointError(RatchetError):
 
 
 class RunDirectoryError(RatchetError):
+    pass
+
+
+class RunNotFound(RunDirectoryError):
     pass
 
 

@@ -16,7 +16,7 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
-from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.errors import ConfigError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
 from ratchet.models.load import load_policy
 from ratchet.runs.checkpoints import CheckpointStore
@@ -118,7 +118,7 @@ def _load_run_policy(config: RunConfig, model: Path, generator: str | None) -> P
 def _open_step(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
     if not RunDirectory(path).used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
             "model directory"
         )

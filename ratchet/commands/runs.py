@@ -16,7 +16,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.observe.progress import format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
@@ -66,7 +66,7 @@ def find_runs(place: Path) -> list[RunDirectory]:
         else [RunDirectory(path) for path in sorted(place.glob("*/")) if RunDirectory(path).used]
     )
     if not runs_here:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{place} holds no runs (directories with a config.yaml): name one that does"
         )
     return runs_here
@@ -347,7 +347,7 @@ def clean_runs(place: Path, *, confirmed: bool) -> None:
 def _open_run(path: str | Path) -> RunDirectory:
     run = RunDirectory(fetch_run_record(path))
     if not run.used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"
         )
     return run

@@ -85,7 +85,7 @@ def add_import_dirs(root: Node) -> Node:
         directory = Path(leaf.origin.file).parent
         if match is None or leaf.origin.file == COMMAND_LINE:
             continue
-        if find_spec(match[1]) is None and _has_module(directory, match[1]):
+        if _has_module(directory, match[1]) and not _is_importable(match[1]):
             _append_to_path(str(directory))
             items.append(Node(str(directory), leaf.origin))
     if not items:
@@ -105,6 +105,10 @@ def _list_leaves(node: Node) -> Iterator[Node]:
 
 def _has_module(directory: Path, name: str) -> bool:
     return (directory / f"{name}.py").is_file() or (directory / name).is_dir()
+
+
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or find_spec(name) is not None
 
 
 def _append_to_path(directory: str) -> None:

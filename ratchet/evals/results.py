@@ -180,6 +180,14 @@ class EvalResults:
             fmean(attempt.end == "truncated" for attempt in first) if first else math.nan
         )
         named["failed"] = float(sum(self.failures.values()))
+        rewards = [
+            attempt.reward
+            for prompt in self.prompts
+            for attempt in prompt.attempts
+            if attempt.reward is not None
+        ]
+        if rewards:
+            named |= {"min_reward": min(rewards), "max_reward": max(rewards)}
         if len(self.tags) > 1:
             named |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
         return named

@@ -41,7 +41,9 @@ class StageSummary:
 
     Args:
         seconds: training time, without evaluation and saving.
-        accuracy_before, accuracy_after: held-out accuracy, 0 to 1; None if it was not measured.
+        accuracy_before, accuracy_after: held-out accuracy, the mean reward; None if it was not
+            measured.
+        is_share: False if some rewards are below 0 or above 1, so that their mean is no percentage.
         loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
@@ -57,6 +59,7 @@ class StageSummary:
     generated_tokens: float = 0.0
     loss_before: float | None = None
     loss_after: float | None = None
+    is_share: bool = True
 
     @property
     def tokens_per_s(self) -> dict[str, float | None]:
@@ -74,6 +77,7 @@ class StageSummary:
             "seconds": self.seconds,
             "accuracy_before": _finite(self.accuracy_before),
             "accuracy_after": _finite(self.accuracy_after),
+            "is_share": self.is_share,
             "loss_before": _finite(self.loss_before),
             "loss_after": _finite(self.loss_after),
             "tokens_per_s": self.tokens_per_s,
@@ -118,9 +122,9 @@ class RunSummary:
         with_loss = [s for s in self.stages if _is_measured(s.loss_before, s.loss_after)]
         tables = []
         if has_accuracy or not with_loss:
-            tables.append(
-                _table("Held-out accuracy", [_accuracy_row(stage) for stage in self.stages])
-            )
+            is_share = all(stage.is_share for stage in self.stages)
+            title = "Held-out accuracy" if is_share else "Held-out reward"
+            tables.append(_table(title, [_accuracy_row(stage, is_share) for stage in self.stages]))
         if with_loss:
             stages = with_loss if has_accuracy else self.stages
             tables.append(_table("Held-out loss", [_loss_row(stage) for stage in stages]))
@@ -145,14 +149,19 @@ def _table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
     return table
 
 
-def _accuracy_row(stage: StageSummary) -> list[str | Text]:
+def _accuracy_row(stage: StageSummary, is_share: bool) -> list[str | Text]:
     before, after = _finite(stage.accuracy_before), _finite(stage.accuracy_after)
+    if not is_share:
+        return _number_row(stage, before, after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
     return _row(stage, _percent(before), _percent(after), change)
 
 
 def _loss_row(stage: StageSummary) -> list[str | Text]:
-    before, after = _finite(stage.loss_before), _finite(stage.loss_after)
+    return _number_row(stage, _finite(stage.loss_before), _finite(stage.loss_after))
+
+
+def _number_row(stage: StageSummary, before: float | None, after: float | None) -> list[str | Text]:
     change = f"{after - before:+.3f}" if before is not None and after is not None else "-"
     return _row(stage, _number(before), _number(after), change)
 

@@ -105,6 +105,7 @@ class Progress:
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
+    is_share: bool = True  # False if a reward of an evaluation was below 0 or above 1
     loss_before: float | None = None  # on held-out tasks
     loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
@@ -387,6 +388,8 @@ class StageRun:
         self.metrics.add("eval", metrics)
         self.progress.accuracy = metrics.get("accuracy")
         self.progress.loss = metrics.get("loss")
+        if metrics.get("min_reward", 0.0) < 0 or metrics.get("max_reward", 1.0) > 1:
+            self.progress.is_share = False
         return metrics
 
     async def close(self) -> None:

@@ -8,6 +8,7 @@ import math
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -45,6 +46,7 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 120.0,
                 "accuracy_before": 0.1,
                 "accuracy_after": 0.5,
+                "is_share": True,
                 "loss_before": None,
                 "loss_after": None,
                 "tokens_per_s": {"trained": 50.0, "generated": 0.0},
@@ -56,6 +58,7 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 200.0,
                 "accuracy_before": 0.5,
                 "accuracy_after": 0.875,
+                "is_share": True,
                 "loss_before": None,
                 "loss_after": None,
                 "tokens_per_s": {"trained": 250.0, "generated": 200.0},
@@ -110,3 +113,11 @@ def test_versions_without_importing() -> None:
         **{name: version(name) for name in ("ratchet", "torch", "transformers")},
         "python": platform.python_version(),
     }
+
+
+def test_a_mean_of_rewards_beyond_0_and_1_is_a_plain_number() -> None:
+    text = shown(summary(SFT, replace(RL, accuracy_after=-12.0, is_share=False)))
+    assert "Held-out reward" in text
+    assert "%" not in text
+    assert "-12.000" in text
+    assert "-12.500" in text
