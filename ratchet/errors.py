@@ -4,7 +4,8 @@
     ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2
     │   └── SamplingError    a field of `Sampling` has a value that can't be used
     ├── DataError            a row, a file or a prompt is wrong; names file and line
-    │   └── RequestFailed    one completion can't be computed; other requests go on
+    │   ├── RequestFailed    one completion can't be computed; other requests go on
+    │   └── RowTooLong       a row has more tokens than the model's context
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
     ├── MissingColumn        a loss needs a column that no pass fills
     ├── MissingDependency    an optional package is absent; names the extra that installs it
@@ -53,6 +54,10 @@ class DataError(RatchetError):
 
 
 class RequestFailed(DataError):
+    pass
+
+
+class RowTooLong(DataError):
     pass
 
 
