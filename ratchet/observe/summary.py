@@ -47,6 +47,7 @@ class StageSummary:
         loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
+        computed_tokens: number of tokens of all rows, with their prompts.
     """
 
     name: str
@@ -60,10 +61,15 @@ class StageSummary:
     loss_before: float | None = None
     loss_after: float | None = None
     is_share: bool = True
+    computed_tokens: float = 0.0
 
     @property
     def tokens_per_s(self) -> dict[str, float | None]:
-        counts = {"trained": self.trained_tokens, "generated": self.generated_tokens}
+        counts = {
+            "trained": self.trained_tokens,
+            "generated": self.generated_tokens,
+            "computed": self.computed_tokens,
+        }
         return {
             kind: count / self.seconds if self.seconds > 0 else None
             for kind, count in counts.items()
@@ -167,7 +173,7 @@ def _number_row(stage: StageSummary, before: float | None, after: float | None) 
 
 
 def _row(stage: StageSummary, before: str, after: str, change: str) -> list[str | Text]:
-    speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
+    speed = stage.tokens_per_s["generated" if stage.generated_tokens else "computed"]
     return [
         # Text, because rich would read brackets in a stage's name as markup.
         Text(stage.name),

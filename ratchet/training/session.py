@@ -488,4 +488,5 @@ def _summarise(run: StageRun) -> StageSummary:
         loss_after=progress.loss,
         trained_tokens=progress.trained_tokens,
         generated_tokens=progress.generated_tokens,
+        computed_tokens=progress.computed_tokens,
     )
