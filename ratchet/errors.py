@@ -4,12 +4,14 @@
     ├── ConfigError          a recipe or an override is wrong; `ratchet train` exits 2
     │   └── SamplingError    a field of `Sampling` has a value that can't be used
     ├── DataError            a row, a file or a prompt is wrong; names file and line
-    │   └── RequestFailed    one completion can't be computed; other requests go on
+    │   ├── RequestFailed    one completion can't be computed; other requests go on
+    │   └── RowTooLong       a row has more tokens than the model's context
     ├── ModelError           a model directory can't be read, or doesn't fit the tokenizer
     ├── MissingColumn        a loss needs a column that no pass fills
     ├── MissingDependency    an optional package is absent; names the extra that installs it
     ├── CheckpointError      a checkpoint is absent, incomplete or damaged
     ├── RunDirectoryError    the run directory can't be used (taken, read-only, other config)
+    │   └── RunNotFound      the place that a command was given holds no run
     ├── WeightSyncError      new weights did not reach a generator, which keeps the old ones
     │   └── DeltaRefused     a delta does not apply to the version that the receiver has
     ├── TrainingError        training can't go on (non-finite steps, many failed attempts)
@@ -62,6 +64,10 @@ class RequestFailed(DataError):
     pass
 
 
+class RowTooLong(DataError):
+    pass
+
+
 class ModelError(RatchetError):
     pass
 
@@ -84,6 +90,10 @@ class CheckpointError(RatchetError):
 
 
 class RunDirectoryError(RatchetError):
+    pass
+
+
+class RunNotFound(RunDirectoryError):
     pass
 
 

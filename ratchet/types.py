@@ -122,6 +122,12 @@ class Task:
         """Return the name of the task in errors: its file and row if known, else its id."""
         return str(self.meta.get(READ_FROM, f"task {self.id}"))
 
+    @property
+    def label(self) -> str:
+        """Return the id, and the file and row if they are known."""
+        place = self.meta.get(READ_FROM)
+        return f"task {self.id}" if place is None else f"task {self.id} ({place})"
+
 
 @dataclass(frozen=True, slots=True)
 class Comparison:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import typer
 
-from ratchet.errors import ConfigError, DataError, ModelError, RatchetError
+from ratchet.errors import ConfigError, DataError, ModelError, RatchetError, RunNotFound
 from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten_text
 
 # Exit statuses. The first means that a recipe, data or a model is wrong, or too large for this
@@ -49,7 +49,8 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
     Return None for an error that is a bug: its traceback should be shown.
     """
     if isinstance(error, RatchetError):
-        status = WRONG_INPUT if isinstance(error, ConfigError | DataError | ModelError) else FAILED
+        wrong_input = ConfigError | DataError | ModelError | RunNotFound
+        status = WRONG_INPUT if isinstance(error, wrong_input) else FAILED
         return f"{type(error).__name__}: {shorten_text(str(error), MAX_CHARS)}", status
     if isinstance(error, RecursionError):
         return (

@@ -368,12 +368,15 @@ def import_config(
     out: Annotated[
         Path | None, typer.Option(help="The recipe to write; default: it is printed.")
     ] = None,
+    everything: Annotated[
+        bool, typer.Option("--all", help="List the keys without effect on results too.")
+    ] = False,
 ) -> None:
     """Turn a configuration of TRL, verl, NeMo RL or ROLL into a recipe, and list keys without a
     counterpart."""
     from ratchet.commands.migrate.command import import_file
 
-    import_file(file, peer, out)
+    import_file(file, peer, out, with_inert=everything)
 
 
 app.command()(report)

@@ -22,7 +22,11 @@ def chat_with(
     path: Path, *, prompts: Sequence[str], temperature: float, max_new_tokens: int, seed: int
 ) -> None:
     """Answer each of `prompts` in one conversation; if there are none, read prompts from the
-    terminal until its input ends."""
+    terminal until its input ends.
+
+    Raises:
+        DataError: One of `prompts` can't be answered. A prompt of the terminal prints an error.
+    """
     console = make_console()
     policy = open_target(path).policy
     sampling = policy.with_stop_ids(
@@ -45,6 +49,8 @@ def chat_with(
                 )
             # For example, the tokenizer may not know a character. The user may try again.
             except DataError as error:
+                if prompts:
+                    raise
                 console.print(f"error: {error}", style="red", markup=False, soft_wrap=True)
                 continue
             messages += [question, answer]

@@ -16,15 +16,18 @@ from ratchet.config.loader import load_config
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
 from ratchet.data.chat.tokenizer_loading import load_tokenizer
 from ratchet.data.processor import load_processor
-from ratchet.errors import ConfigError, RunDirectoryError
+from ratchet.errors import ConfigError, ModelError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze, has_compiled_kernels, use_kernels
 from ratchet.models.load import load_policy
+from ratchet.models.lora.files import CONFIG as ADAPTER_CONFIG
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.run_dir import MODEL, RunDirectory
 from ratchet.training.from_config import build_policy, get_chat_template
 from ratchet.training.saved_weights import SavedWeights, export_checkpoint, split_step
 from ratchet.training.stage import Policy
+from ratchet.utils.safe_read import read_json
 from ratchet.utils.temp_dirs import TemporaryFolder
+from ratchet.utils.terminal_text import shorten_text
 
 
 @dataclass(frozen=True)
@@ -70,6 +73,7 @@ def open_target(
     if step is not None:
         return _open_checkpoint(path, step, recipe, generator)
     if not run_recipe.is_file():
+        _refuse_adapter(path)
         config = None if recipe is None else freeze(load_config(recipe))
         template = None if config is None else get_chat_template(config)
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -96,6 +100,21 @@ def open_target(
     return Target(path / MODEL, policy, config if recipe is None else freeze(load_config(recipe)))
 
 
+def _refuse_adapter(path: Path) -> None:
+    """Raise ModelError for a directory that holds a LoRA adapter instead of a model."""
+    if not (path / ADAPTER_CONFIG).is_file() or (path / "config.json").is_file():
+        return
+    try:
+        base = str(read_json(path / ADAPTER_CONFIG)["base_model_name_or_path"] or "BASE")
+    except (OSError, ValueError, KeyError, TypeError):
+        base = "BASE"
+    raise ModelError(
+        f"{path} is a LoRA adapter, which is no model without its base. Merge it: `ratchet convert "
+        f"{shorten_text(base, 200)} NEW_DIRECTORY --merge-lora {path}`, or name its run, whose "
+        "model/ has it merged"
+    )
+
+
 def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) -> Policy:
     """Load a run's policy into this process, even if the run trained in several processes.
 
@@ -119,7 +138,7 @@ def _load_run_policy(config: RunConfig, model_dir: Path, generator: str | None) 
 def _open_checkpoint(path: Path, step: int, recipe: Path | None, generator: str | None) -> Target:
     """Open the checkpoint of a run's step, exported to a temporary model directory."""
     if not RunDirectory(path).used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{path} holds no run (no config.yaml), and --step is only for runs: remove it for a "
             "model directory"
         )

@@ -16,7 +16,7 @@ from rich.prompt import Confirm
 from rich.table import Table
 from rich.text import Text
 
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.observe.progress import format_duration
 from ratchet.observe.sinks import read_jsonl
 from ratchet.runs.checkpoints import CheckpointStore
@@ -68,7 +68,7 @@ def find_runs(directory: Path) -> list[RunDirectory]:
         ]
     )
     if not runs_here:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{directory} holds no runs (directories with a config.yaml): name one that does"
         )
     return runs_here
@@ -352,7 +352,7 @@ def clean_runs(directory: Path, *, confirmed: bool) -> None:
 def _open_run(path: str | Path) -> RunDirectory:
     run = RunDirectory(fetch_run_record(path))
     if not run.used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{path} holds no run (no config.yaml): give the directory that `ratchet train` named"
         )
     return run

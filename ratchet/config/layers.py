@@ -22,6 +22,16 @@ ALTERNATIVES: Mapping[str, frozenset[str]] = {
     "optimizer": frozenset({"warmup_steps", "warmup_share"}),
 }
 
+# Keys that say where a data set lies and how its rows look. A layer that names a published data set
+# drops those of the layer below, unless that names one too.
+PRESET = "preset"
+REPLACED_BY_PRESET = frozenset(
+    {
+        *("train", "test", "hub", "subset", "revision", "train_split", "test_split"),
+        *("columns", "prompt", "answer_after"),
+    }
+)
+
 
 def merge(
     base: Node,
@@ -49,6 +59,9 @@ def merge(
     alternatives = ALTERNATIVES.get(key, frozenset())
     if not alternatives.isdisjoint(over.value):
         for name in alternatives:
+            children.pop(name, None)
+    if key == "environment" and PRESET in over.value and PRESET not in children:
+        for name in REPLACED_BY_PRESET:
             children.pop(name, None)
     for name, child in over.value.items():
         if name in children:

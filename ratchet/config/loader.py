@@ -3,7 +3,8 @@
 A stage's key at the top level is the default of all stages. A recipe without `stages` has one
 stage. `extends: other.yaml` (relative to the file) starts from another recipe, without its `name`.
 Overrides (`a.b.c=value`, with the value in YAML) are applied last. They address a stage by name or
-position, as in `stages.grpo.steps`.
+position, as in `stages.grpo.steps`. Data, models and modules that are not in the current directory
+are looked up in that of the file (`ratchet.config.recipe_dir`).
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from pydantic import ValidationError
 from ratchet.config.checks.stages import conflicts
 from ratchet.config.diagnostics import REDACTED, RecipeProblem, explain, is_secret, locate, report
 from ratchet.config.layers import apply_layer, as_layer, expand
+from ratchet.config.recipe_dir import add_import_dirs, find_beside
 from ratchet.config.schema import RunConfig
 from ratchet.config.yaml_tree import (
     COMMAND_LINE,
@@ -59,7 +61,7 @@ def load_config(
     if "name" not in root.value:
         stem = re.sub(r"[^\w.+-]+", "-", Path(path).stem).lstrip("_.+-") or "run"
         root.value["name"] = Node(stem, root.origin.below("name"))
-    return _validate(expand(root, problems), problems)
+    return _validate(expand(add_import_dirs(root), problems), problems)
 
 
 def _with_model_path(model: Node | None, path: str) -> Node:
@@ -133,8 +135,8 @@ def _read_with_bases(path: Path, problems: list[RecipeProblem], budget: Budget) 
                 f"{extends.origin}: extends: {error}" if extends is not None else str(error)
             ) from error
         problems += duplicates
-        layers.append(root)
-        extends = root.value.pop(EXTENDS, None)
+        layers.append(find_beside(root, RunConfig.model_fields))
+        extends = layers[-1].value.pop(EXTENDS, None)
         if extends is None:
             break
         if not isinstance(extends.value, str):

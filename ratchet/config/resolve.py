@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import cache, partial
 from importlib import import_module
-from typing import Any, ClassVar, Literal, get_type_hints
+from typing import Annotated, Any, ClassVar, Literal, get_type_hints
 
-from pydantic import Field, GetCoreSchemaHandler, ValidationError, create_model
+from pydantic import AfterValidator, Field, GetCoreSchemaHandler, ValidationError, create_model
 from pydantic.errors import PydanticSchemaGenerationError, PydanticUserError
 from pydantic_core import CoreSchema, InitErrorDetails, PydanticCustomError, core_schema
 
@@ -21,6 +21,14 @@ from ratchet.config.base import Section
 from ratchet.config.registry import DEFAULT_KIND, KINDS
 from ratchet.errors import ConfigError
 from ratchet.utils.terminal_text import escape_surrogates, shorten_text
+
+
+def _check_ignored(names: tuple[str, ...]) -> tuple[str, ...]:
+    for name in names:
+        if name in ("model", "messages", "tools", "stream"):
+            raise ValueError(f"{name} can't be ignored: the answer depends on it")
+    return names
+
 
 # Keys that every section of a slot has, whatever its kind.
 SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
@@ -31,6 +39,16 @@ SLOT_FIELDS: Mapping[str, Mapping[str, Any]] = {
         "weight": (
             float,
             Field(1.0, description="Factor of this estimator in the sum of estimators."),
+        )
+    },
+    "agent": {
+        "ignore": (
+            Annotated[tuple[str, ...], AfterValidator(_check_ignored)],
+            Field(
+                (),
+                description="Fields of the agent's requests that have no effect, in place of an "
+                "error: [temperature, response_format].",
+            ),
         )
     },
     "part": {

@@ -450,6 +450,11 @@ class RunConfig(Section):
         description="Directory of the run, or an address (s3://bucket/run); null: runs/<name>. "
         "Never overwritten.",
     )
+    import_dirs: tuple[str, ...] = Field(
+        default=(),
+        description="Further directories of modules that kinds may name (my_module:Thing); the "
+        "recipe's own is added where it has such a module.",
+    )
     model: ModelConfig = ModelConfig()
     tokenizer: Annotated[AnySection, Slot("tokenizer")] = Field(
         default_factory=_default_section("tokenizer", "auto"),

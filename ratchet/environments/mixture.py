@@ -215,6 +215,11 @@ class Mixture:
 
     # --- answers from data
 
+    def drops_too_long(self, task: Task) -> bool:
+        part = self._part(task)
+        # The protocol is of a higher layer.
+        return hasattr(part, "drops_too_long") and bool(part.drops_too_long(task))  # pyright: ignore[reportAttributeAccessIssue]
+
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self._find_part(task).demonstration(task)
 

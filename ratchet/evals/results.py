@@ -192,6 +192,14 @@ class EvalResults:
             fmean(attempt.end == "truncated" for attempt in attempts) if attempts else math.nan
         )
         metrics["failed"] = float(sum(self.failures.values()))
+        rewards = [
+            attempt.reward
+            for prompt in self.prompts
+            for attempt in prompt.attempts
+            if attempt.reward is not None
+        ]
+        if rewards:
+            metrics |= {"min_reward": min(rewards), "max_reward": max(rewards)}
         if len(self.tags) > 1:
             metrics |= {f"accuracy/{tag}": self.for_tag(tag).accuracy.value for tag in self.tags}
         return metrics

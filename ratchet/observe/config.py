@@ -15,10 +15,16 @@ class WandbConfig(Section):
     builds: ClassVar[str] = "ratchet.observe.trackers:WandbSink"
 
     kind: Literal["wandb"] = "wandb"
-    project: str = Field("ratchet", description="Project in which the run appears.")
-    entity: str | None = Field(None, description="Team or user; null: the logged-in user.")
-    mode: Literal["online", "offline"] = Field(
-        "online", description="offline: kept in the run's wandb/, for `wandb sync`."
+    project: str | None = Field(
+        None, description="Project in which the run appears; null: WANDB_PROJECT, or ratchet."
+    )
+    entity: str | None = Field(
+        None, description="Team or user; null: WANDB_ENTITY, or the logged-in user."
+    )
+    mode: Literal["online", "offline", "disabled"] | None = Field(
+        None,
+        description="offline: kept in the run's wandb/, for `wandb sync`; null: WANDB_MODE, or "
+        "online.",
     )
 
 

@@ -44,7 +44,7 @@ class Panel:
     Attributes:
         series: Label of each metric, by metric name.
         dots: True draws a dot at each point, for series with few points.
-        span: Range that the vertical axis always includes.
+        span: Range that the vertical axis includes if all values lie in it.
     """
 
     title: str
@@ -123,8 +123,10 @@ def downsample(points: Sequence[Point]) -> list[Point]:
 def _draw(
     panel: Panel, lines: Mapping[str, Sequence[Point]], step_range: tuple[float, float]
 ) -> Iterator[str]:
-    values = [*(point.value for line in lines.values() for point in line), *(panel.span or ())]
+    values = [point.value for line in lines.values() for point in line]
     low, high = min(values), max(values)
+    if panel.span is not None and panel.span[0] <= low and high <= panel.span[1]:
+        low, high = panel.span
     bottom = HEIGHT - BOTTOM
     yield f'<text class="title" x="{LEFT}" y="18">{escape(panel.title)}</text>'
     for share in (0.0, 0.5, 1.0):

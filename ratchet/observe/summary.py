@@ -41,10 +41,13 @@ class StageSummary:
 
     Args:
         seconds: training time, without evaluation and saving.
-        accuracy_before, accuracy_after: held-out accuracy, 0 to 1; None if it was not measured.
+        accuracy_before, accuracy_after: held-out accuracy, the mean reward; None if it was not
+            measured.
+        is_share: False if some rewards are below 0 or above 1, so that their mean is no percentage.
         loss_before, loss_after: held-out loss; None if it was not measured.
         trained_tokens: number of tokens with a loss.
         generated_tokens: number of sampled tokens (0 in a supervised stage).
+        computed_tokens: number of tokens of all rows, with their prompts.
     """
 
     name: str
@@ -57,10 +60,16 @@ class StageSummary:
     generated_tokens: float = 0.0
     loss_before: float | None = None
     loss_after: float | None = None
+    is_share: bool = True
+    computed_tokens: float = 0.0
 
     @property
     def tokens_per_s(self) -> dict[str, float | None]:
-        counts = {"trained": self.trained_tokens, "generated": self.generated_tokens}
+        counts = {
+            "trained": self.trained_tokens,
+            "generated": self.generated_tokens,
+            "computed": self.computed_tokens,
+        }
         return {
             kind: count / self.seconds if self.seconds > 0 else None
             for kind, count in counts.items()
@@ -74,6 +83,7 @@ class StageSummary:
             "seconds": self.seconds,
             "accuracy_before": _get_finite(self.accuracy_before),
             "accuracy_after": _get_finite(self.accuracy_after),
+            "is_share": self.is_share,
             "loss_before": _get_finite(self.loss_before),
             "loss_after": _get_finite(self.loss_after),
             "tokens_per_s": self.tokens_per_s,
@@ -116,19 +126,16 @@ class RunSummary:
         """
         has_accuracy = any(_is_measured(s.accuracy_before, s.accuracy_after) for s in self.stages)
         stages_with_loss = [s for s in self.stages if _is_measured(s.loss_before, s.loss_after)]
-        make_tables = []
+        tables = []
         if has_accuracy or not stages_with_loss:
-            make_tables.append(
-                _make_table(
-                    "Held-out accuracy", [_make_accuracy_row(stage) for stage in self.stages]
-                )
-            )
+            is_share = all(stage.is_share for stage in self.stages)
+            title = "Held-out accuracy" if is_share else "Held-out reward"
+            rows = [_make_accuracy_row(stage, is_share) for stage in self.stages]
+            tables.append(_make_table(title, rows))
         if stages_with_loss:
             stages = stages_with_loss if has_accuracy else self.stages
-            make_tables.append(
-                _make_table("Held-out loss", [_make_loss_row(stage) for stage in stages])
-            )
-        return make_tables
+            tables.append(_make_table("Held-out loss", [_make_loss_row(stage) for stage in stages]))
+        return tables
 
 
 def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
@@ -149,20 +156,25 @@ def _make_table(title: str, rows: Sequence[Sequence[str | Text]]) -> Table:
     return table
 
 
-def _make_accuracy_row(stage: StageSummary) -> list[str | Text]:
+def _make_accuracy_row(stage: StageSummary, is_share: bool) -> list[str | Text]:
     before, after = _get_finite(stage.accuracy_before), _get_finite(stage.accuracy_after)
+    if not is_share:
+        return _number_row(stage, before, after)
     change = f"{100 * (after - before):+.1f}" if before is not None and after is not None else "-"
     return _make_row(stage, _format_percent(before), _format_percent(after), change)
 
 
 def _make_loss_row(stage: StageSummary) -> list[str | Text]:
-    before, after = _get_finite(stage.loss_before), _get_finite(stage.loss_after)
+    return _number_row(stage, _get_finite(stage.loss_before), _get_finite(stage.loss_after))
+
+
+def _number_row(stage: StageSummary, before: float | None, after: float | None) -> list[str | Text]:
     change = f"{after - before:+.3f}" if before is not None and after is not None else "-"
     return _make_row(stage, _format_number(before), _format_number(after), change)
 
 
 def _make_row(stage: StageSummary, before: str, after: str, change: str) -> list[str | Text]:
-    speed = stage.tokens_per_s["generated" if stage.generated_tokens else "trained"]
+    speed = stage.tokens_per_s["generated" if stage.generated_tokens else "computed"]
     return [
         # Text, because rich would read brackets in a stage's name as markup.
         Text(stage.name),

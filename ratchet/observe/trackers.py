@@ -131,21 +131,24 @@ class RunSink:
 class WandbSink(RunSink):
     """A sink for Weights & Biases.
 
-    W&B's console capture is off, because it conflicts with the progress display.
+    W&B's console capture is off, because it conflicts with the progress display. Its environment
+    variables (WANDB_MODE, WANDB_ENTITY, WANDB_TAGS, ...) hold where the recipe says nothing.
     """
 
     def __init__(self, config: WandbConfig, run: TrackedRun) -> None:
         wandb = import_package("wandb")
 
         def begin() -> Any:
+            defaults = wandb.setup().settings  # from the environment and W&B's files
+            mode = config.mode or defaults.mode
             return wandb.init(
-                project=config.project,
+                project=config.project or defaults.project or "ratchet",
                 entity=config.entity,
                 name=run.name,
                 id=run.id,
                 dir=str(run.directory),
-                mode=config.mode,
-                resume="allow" if run.resumed and config.mode == "online" else None,
+                mode=mode,
+                resume="allow" if run.resumed and mode == "online" else None,
                 config=dict(run.settings),
                 settings=wandb.Settings(console="off", silent=True),
             )

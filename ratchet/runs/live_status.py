@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.observe.stall_report import answer_status, request_status, show_on_signal
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.run_dir import RunDirectory
@@ -68,7 +68,7 @@ def query_status(path: Path) -> str:
     """
     directory = RunDirectory(path)
     if not directory.used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{path} holds no run (no config.yaml). Give the directory that `ratchet train` printed"
         )
     try:

@@ -26,7 +26,7 @@ from typing import NamedTuple
 
 from ratchet.checkpoint.async_writer import BackgroundTask
 from ratchet.checkpoint.manifest import MANIFEST, Checkpoint
-from ratchet.errors import CheckpointError, RunDirectoryError
+from ratchet.errors import CheckpointError, RunDirectoryError, RunNotFound
 from ratchet.observe.write_files import replace_text
 from ratchet.runs.checkpoints import CheckpointStore, sort_by_score
 from ratchet.runs.remote_run import (
@@ -137,7 +137,7 @@ class Mirror:
         index = self.remote.read_index()
         local_step = find_newest_step(self.directory)
         if index is None and local_step is None:
-            raise RunDirectoryError(
+            raise RunNotFound(
                 f"{self.address} holds no run (no {INDEX}): give the address that the run was "
                 "started with"
             )

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
-from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
+from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError, RunNotFound
 from ratchet.models.load import find_model
 from ratchet.runs.checkpoints import CheckpointStore
 from ratchet.runs.remote_run import (
@@ -123,7 +123,7 @@ def list_runs_at(address: str) -> list[tuple[str, int]]:
         else [name.removesuffix(INDEX) for name in entries if _is_index_below(name)]
     )
     if not prefixes:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{address} holds no runs (no {INDEX}). Give the address of a run, or of their folder"
         )
 
@@ -249,7 +249,7 @@ def _copy_to_cache(
     with _translate_os_errors(address), lock_cache_dir(directory):
         index = remote.read_index()
         if index is None:
-            raise RunDirectoryError(
+            raise RunNotFound(
                 f"{address} holds no run (no {INDEX}). Give the --run-dir that a run was begun with"
             )
         checkpoints, _ = remote.list_checkpoints()

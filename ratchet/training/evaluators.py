@@ -85,6 +85,9 @@ def make_pair_evaluator(
         return None
     pairs = make_pairs(policy, setup, algorithm, _without_selection(spec))
     try:
+        tasks = [task for task in tasks if pairs.long_rows.keeps(task)]
+        if not tasks:
+            return None
         pairs.pair(tasks[0])
     except DataError as error:
         raise ConfigError(explain_no_answers("pairs", str(error))) from error
@@ -115,6 +118,9 @@ def make_loss_evaluator(
         needs_reward=False,
     )
     source = SOURCES[algorithm.source](policy, setup, algorithm, _without_selection(spec), manager)
+    tasks = [task for task in tasks if source.long_rows.keeps(task)]
+    if not tasks:
+        return None
     return LossEvaluator(roles, source, tasks, algorithm, (manager,))
 
 

@@ -294,6 +294,7 @@ def build_env_setup(stage: StageConfig, environment: Environment | None = None) 
         reward=build_reward(stage.rewards),
         eval_reward=build_reward(stage.eval_rewards),
         agent=None if stage.agent is None else build(stage.agent),
+        agent_ignored=getattr(stage.agent, "ignore", ()),
         second_opinion=build_reward(stage.sentinels.second_opinion),
         canaries=None if stage.sentinels.canaries is None else build(stage.sentinels.canaries),
         evaluation=None

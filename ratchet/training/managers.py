@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from ratchet.config.experience import RolloutsConfig
@@ -42,6 +43,7 @@ def make_manager(
         setup.agent,
         rollouts,
         max_context or policy.model.max_positions,
+        setup.agent_ignored,
     )
     return make_manager_with_player(
         player, policy.renderer, setup, reward, rollouts, needs_reward=needs_reward
@@ -77,6 +79,7 @@ def make_player(
     agent: Agent | None,
     rollouts: RolloutsConfig,
     max_context: int,
+    agent_ignored: Sequence[str] = (),
 ) -> AttemptPlayer:
     """Return a player in which the policy acts itself, or an agent acts and calls the policy.
 
@@ -93,8 +96,10 @@ def make_player(
     try:
         # Imported here because the module needs a web server, which is an optional dependency.
         from ratchet.experience.openai_proxy.player import AgentPlayer
+        from ratchet.experience.openai_proxy.server import Proxy
     except ModuleNotFoundError as missing:
         raise MissingDependency(
             str(missing.name), extra="proxy", needed_for="a stage with an agent"
         ) from missing
-    return AgentPlayer(agent, generator, renderer, **limits)
+    proxy = Proxy(ignored=agent_ignored)
+    return AgentPlayer(agent, generator, renderer, **limits, proxy=proxy)

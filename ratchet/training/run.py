@@ -103,9 +103,11 @@ class Progress:
     seconds: float = 0.0  # training alone: evaluation and saving are not counted
     trained_tokens: float = 0.0
     generated_tokens: float = 0.0
+    computed_tokens: float = 0.0  # of all rows, prompts included
     silent_steps: int = 0  # steps without a gradient: all advantages were 0
     accuracy_before: float | None = None
     accuracy: float | None = None  # the latest
+    is_share: bool = True  # False if a reward of an evaluation was below 0 or above 1
     loss_before: float | None = None  # on held-out tasks
     loss: float | None = None  # on held-out tasks, the latest
     best: float | None = None  # best value of the early-stopping metric
@@ -278,19 +280,20 @@ class StageRun:
         self.progress.seconds += seconds
         self.progress.trained_tokens += rollout_metrics["trained_tokens"]
         self.progress.generated_tokens += rollout_metrics.get("generated_tokens", 0.0)
+        self.progress.computed_tokens += rollout_metrics["tokens"]
         self.progress.silent_steps += self.mean_metrics.get("batch/advantage/zero_share") == 1.0
         self.metrics.add("rollout", rollout_metrics)
         for labels, samples in iterate_attempt_samples(groups):
             self.metrics.add("rollout", samples, labels=labels)
         if step == self.origin:
             self.metrics.add("policy", self.trainable)
-        tokens_written = rollout_metrics.get("generated_tokens", rollout_metrics["trained_tokens"])
+        tokens = rollout_metrics.get("generated_tokens", rollout_metrics["tokens"])
         self.metrics.add(
             "time",
             {
                 "step_s": seconds,
                 "processor_s": processor_s,
-                "tokens_per_s": tokens_written / seconds,
+                "tokens_per_s": tokens / seconds,
             },
         )
         if self.meter is not None:
@@ -394,6 +397,8 @@ class StageRun:
         self.metrics.add("eval", metrics)
         self.progress.accuracy = metrics.get("accuracy")
         self.progress.loss = metrics.get("loss")
+        if metrics.get("min_reward", 0.0) < 0 or metrics.get("max_reward", 1.0) > 1:
+            self.progress.is_share = False
         return metrics
 
     async def close(self) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 from ratchet.config.loader import load_config
 from ratchet.config.resolve import build, resolve
 from ratchet.config.schema import ModelConfig, RunConfig, StageConfig
-from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError
+from ratchet.errors import CheckpointError, ConfigError, RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import freeze
 from ratchet.learners.compute.token_outputs import SCALAR_COLUMNS
 from ratchet.learners.config import DistributedConfig, LocalConfig, MegatronConfig
@@ -78,7 +78,7 @@ def find_saved(place: str | Path) -> SavedWeights | None:
     if not directory.used:
         if step is None:
             return None
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{text} holds no run (no config.yaml), so no step {step} of it. Leave out the step of "
             "a model directory"
         )
@@ -214,7 +214,7 @@ def find_start(place: str, *, with_optimizer: bool) -> SavedWeights:
         return SavedWeights(path, steps[-1])
     saved = SavedWeights(path, step) if is_address(text) else find_saved(place)
     if saved is None or not RunDirectory(saved.run).used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"--from {place} is no run (no config.yaml). Set model.path for a model directory"
         )
     return saved

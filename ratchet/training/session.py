@@ -391,6 +391,7 @@ class TrainingSession:
             and _are_evaluated_alike(self.config.stages[index - 1], self.config.stages[index])
         ):
             run.progress.accuracy_before = self.summaries[-1].accuracy_after
+            run.progress.is_share = self.summaries[-1].is_share
             return
         results = await run.evaluate()
         run.progress.accuracy_before = results.get("accuracy")
@@ -482,8 +483,10 @@ def _summarise(run: StageRun) -> StageSummary:
         seconds=progress.seconds,
         accuracy_before=progress.accuracy_before,
         accuracy_after=progress.accuracy,
+        is_share=progress.is_share,
         loss_before=progress.loss_before,
         loss_after=progress.loss,
         trained_tokens=progress.trained_tokens,
         generated_tokens=progress.generated_tokens,
+        computed_tokens=progress.computed_tokens,
     )

@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from ratchet.algorithms.base import Algorithm
+from ratchet.errors import RowTooLong
 from ratchet.experience.rollout.manager import GroupPlayer
 from ratchet.experience.seeds import derive_seed
 from ratchet.experience.sources.curriculum import Curriculum
@@ -19,7 +20,9 @@ from ratchet.experience.sources.offline import (
 )
 from ratchet.experience.sources.rollouts import RolloutSource, StreamSource
 from ratchet.experience.sources.tasks import TaskStream
+from ratchet.protocols import HasTools
 from ratchet.training.stage import EnvSetup, Policy, StageSpec
+from ratchet.types import Task
 
 
 def _make_stream(setup: EnvSetup, spec: StageSpec) -> TaskStream:
@@ -84,6 +87,18 @@ def _make_stepped(
 def _make_rollouts(
     policy: Policy, setup: EnvSetup, algorithm: Algorithm, spec: StageSpec, manager: GroupPlayer
 ) -> StreamSource:
+    max_context = policy.model.max_positions
+
+    def check_prompt(task: Task) -> None:
+        environment = setup.environment
+        tools = (environment.tools(task) or None) if isinstance(environment, HasTools) else None
+        length = len(policy.renderer.prompt(task.messages, tools))
+        if length >= max_context:
+            raise RowTooLong(
+                f"{task.where}: the prompt has {length} tokens, but the model holds {max_context}: "
+                "shorten or drop it"
+            )
+
     return RolloutSource(
         _make_stream(setup, spec),
         spec.name,
@@ -94,6 +109,7 @@ def _make_rollouts(
         greedy_baseline=algorithm.greedy_baseline,
         redundant_attempts=spec.rollouts.redundant_attempts,
         redundant_groups=spec.rollouts.redundant_groups,
+        check_prompt=check_prompt,
     )
 
 

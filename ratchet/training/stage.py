@@ -112,6 +112,7 @@ class EnvSetup:
         eval_reward: The evaluation rewards; None takes `reward`.
         agent: A program that plays the environment with the policy; None lets the policy itself
             play.
+        agent_ignored: Fields of the agent's requests that have no effect.
         second_opinion: A reward for `ratchet.experience.checks.reward_hacking`. It judges attempts
             again, and nothing trains on it.
         canaries: Tasks for the same check that must not earn a reward.
@@ -122,6 +123,7 @@ class EnvSetup:
     reward: Reward | None = None
     eval_reward: Reward | None = None
     agent: Agent | None = None
+    agent_ignored: tuple[str, ...] = ()
     second_opinion: Reward | None = None
     canaries: Environment | None = None
     evaluation: EnvSetup | None = None

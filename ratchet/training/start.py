@@ -10,7 +10,7 @@ from pathlib import Path
 from ratchet.config.length import shorten
 from ratchet.config.loader import load_config, plain
 from ratchet.config.schema import RunConfig
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import RunDirectoryError, RunNotFound
 from ratchet.executors.freeze import find_unfrozen_key, freeze
 from ratchet.executors.signals import SecondSignal
 from ratchet.executors.torchrun import TorchrunRank, serve_rank
@@ -183,7 +183,7 @@ def resume_run(
         return serve_rank(torchrun_rank)
     directory, store, mirror = open_run(place)
     if mirror is None and not directory.used:
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"{place} holds no run (no config.yaml). Pass the directory that `ratchet train` "
             "printed"
         )

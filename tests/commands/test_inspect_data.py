@@ -192,6 +192,6 @@ def test_a_row_beyond_the_context_is_named_with_the_way_out(monkeypatch, capsys,
     code, said = run_command(monkeypatch, capsys, *words)
     assert code == 2
     assert (
-        f"DataError: {path}, line 1: 101 tokens, but the model holds 64: shorten or drop it"
+        f"RowTooLong: {path}, line 1: 101 tokens, but the model holds 64: shorten or drop it"
         in said.err
     )

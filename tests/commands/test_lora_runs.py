@@ -12,6 +12,8 @@ from safetensors.torch import load_file
 from training.test_session import RECIPE, ratchet
 
 from ratchet.checkpoint.serialization import load_state
+from ratchet.commands.model_target import open_target
+from ratchet.errors import ModelError
 from ratchet.models.load import load_policy
 from ratchet.models.lora.decoder import is_adapter_parameter, merge_lazily
 from ratchet.models.lora.files import load_adapter
@@ -126,6 +128,9 @@ def test_a_run_resumes_from_a_model_on_disk_without_a_copy_of_it(tmp_path):
     assert start_run(path, QUIET, run, command="test") == 0
     assert not (run / "base").exists()
     assert load_adapter(run / "adapter").adapter.base == str(first / "model")
+    merge = rf"ratchet convert {first}/model NEW_DIRECTORY --merge-lora {run}/adapter"
+    with pytest.raises(ModelError, match=merge):
+        open_target(run / "adapter")
     assert resume_run(run, command="test") == 0
 
 

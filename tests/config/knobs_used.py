@@ -322,7 +322,8 @@ def pictures() -> None:
         played("1", kind="shapes", questions=[question])
     shown = lines("shown.jsonl", {"images": [picture(1).value], "prompt": "What?", "answer": "1"})
     given = {"kind": "vlm", "train": shown, "test_share": 0.0}
-    next(build(resolve("environment", given)).tasks("train", seed=0))
+    rows = build(resolve("environment", given))
+    rows.drops_too_long(next(rows.tasks("train", seed=0)))
     assert resolve("environment", {**given, "answers": "choice"}).default_reward == {
         "kind": "multiple_choice"
     }
@@ -343,7 +344,8 @@ def environments_of_rows() -> None:
         "test_share": 0.0,
         "keep": [{"column": "prompt", "max_chars": 9, "none_of": ["1"]}],
     }
-    next(build(resolve("environment", given)).tasks("train", seed=0))
+    rows = build(resolve("environment", given))
+    rows.drops_too_long(next(rows.tasks("train", seed=0)))
     with pytest.raises(DataError, match="set overlap: drop"):
         build(resolve("environment", {**given, "test": pairs})).rows("train")
     with pytest.raises(DataError, match="can't be loaded"):

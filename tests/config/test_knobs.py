@@ -40,7 +40,10 @@ from ratchet.utils.thread_pool import ThreadPool
 
 # --- every key is read
 
-EXEMPT: dict[str, str] = {}  # key -> why nothing in this process reads it
+# key -> why nothing in this process reads it
+EXEMPT: dict[str, str] = {
+    "import_dirs": "read from the tree, before the kinds that it is for are imported",
+}
 
 TINY = {"preset": "tiny", "overrides": {"hidden_size": 32, "n_layers": 1, "max_positions": 2048}}
 

@@ -448,3 +448,42 @@ def test_a_run_config_can_be_made_in_python():
         3,
     )
     assert "{kind: sorting, digits: 3}" in dump_config(config)
+
+
+DATA = """\
+model: {preset: tiny}
+tokenizer: {kind: characters}
+environment: {kind: dataset, train: qa.csv, columns: {prompt: q}, test_share: 0.2}
+algorithm: {kind: grpo}
+rewards: [{kind: exact_match}]
+"""
+
+
+def test_a_preset_drops_the_files_and_columns_of_the_recipe_below(write):
+    path = write(DATA)
+    config = load_config(path, ["environment={kind: dataset, preset: gsm8k}"])
+    environment = config.stages[0].environment
+    assert (environment.preset, environment.train, environment.columns) == ("gsm8k", (), {})
+    assert environment.test_share == 0.2
+    more = write(
+        "extends: recipe.yaml\nenvironment: {preset: gsm8k, train: mine.csv}\n", "more.yaml"
+    )
+    environment = load_config(more, ["environment.preset=hh_rlhf"]).stages[0].environment
+    assert [str(file) for file in environment.train] == ["mine.csv"]
+
+
+def test_workers_hold_the_engine_by_default(write):
+    config = load_config(write(SINGLE), ["generator={kind: workers, workers: 2}"])
+    assert config.stages[0].generator.worker.kind == "engine"
+
+
+def test_a_teacher_given_as_a_path_section_says_what_to_write(write):
+    path = write("""\
+        model: {preset: tiny}
+        tokenizer: {kind: characters}
+        environment: {kind: sorting}
+        algorithm: {kind: distill_on_policy, teacher: {path: models/large}}
+        """)
+    text = refusal(path)
+    assert "algorithm.teacher: a map names a model for each task tag" in text
+    assert "Write the directory alone: teacher=models/large" in text

@@ -229,3 +229,10 @@ def test_the_table_holds_every_section_that_its_package_declares(slot):
 
 def test_a_mixture_is_made_of_the_same_estimators():
     assert set(KINDS["advantage"]) == {*KINDS["estimator"], "mixture"}
+
+
+def test_an_agents_ignored_fields_are_a_key_of_every_agent_but_not_what_the_answer_is_made_of():
+    section = resolve("agent", {"kind": "command", "command": ["play"], "ignore": ["temperature"]})
+    assert section.ignore == ("temperature",)
+    with pytest.raises(ValidationError, match="messages can't be ignored"):
+        resolve("agent", {"kind": "command", "command": ["play"], "ignore": ["messages"]})

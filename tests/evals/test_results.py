@@ -92,6 +92,7 @@ def test_every_prompt_is_there_and_a_failure_is_neither_right_nor_wrong():
     assert found.failures == {"sandbox": 4}
     numbers = found.get_metrics()
     assert numbers["failed"] == 4.0
+    assert (numbers["min_reward"], numbers["max_reward"]) == (0.0, 1.0)
     assert len(found.as_dict()["prompts"]) == 3
     text = format_report(found, "t")
     assert "4 of 9 attempts have no reward" in text

@@ -8,6 +8,7 @@ import math
 import platform
 import subprocess
 import sys
+from dataclasses import replace
 from importlib.metadata import version
 from pathlib import Path
 
@@ -15,7 +16,9 @@ from rich.console import Console
 
 from ratchet.observe.summary import RunSummary, StageSummary, get_installed_versions
 
-SFT = StageSummary("sft", "sft", 60, 120.0, 0.1, 0.5, trained_tokens=6000.0)
+SFT = StageSummary(
+    "sft", "sft", 60, 120.0, 0.1, 0.5, trained_tokens=6000.0, computed_tokens=60_000.0
+)
 RL = StageSummary(
     "rl [x]", "grpo", 300, 200.0, 0.5, 0.875, trained_tokens=50_000.0, generated_tokens=40_000.0
 )
@@ -45,9 +48,10 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 120.0,
                 "accuracy_before": 0.1,
                 "accuracy_after": 0.5,
+                "is_share": True,
                 "loss_before": None,
                 "loss_after": None,
-                "tokens_per_s": {"trained": 50.0, "generated": 0.0},
+                "tokens_per_s": {"trained": 50.0, "generated": 0.0, "computed": 500.0},
             },
             {
                 "name": "rl [x]",
@@ -56,9 +60,10 @@ def test_schema(tmp_path: Path) -> None:
                 "seconds": 200.0,
                 "accuracy_before": 0.5,
                 "accuracy_after": 0.875,
+                "is_share": True,
                 "loss_before": None,
                 "loss_after": None,
-                "tokens_per_s": {"trained": 250.0, "generated": 200.0},
+                "tokens_per_s": {"trained": 250.0, "generated": 200.0, "computed": 0.0},
             },
         ],
         "command": "ratchet train x.yaml",
@@ -77,7 +82,11 @@ def test_what_was_not_measured_is_null(tmp_path: Path) -> None:
     summary(StageSummary("a", "sft", 0, 0.0, None, math.nan)).write(path)
     (stage,) = json.loads(path.read_text())["stages"]
     assert (stage["accuracy_before"], stage["accuracy_after"]) == (None, None)
-    assert stage["tokens_per_s"] == {"trained": None, "generated": None}
+    assert stage["tokens_per_s"] == {
+        "trained": None,
+        "generated": None,
+        "computed": None,
+    }
 
 
 def test_table() -> None:
@@ -85,7 +94,7 @@ def test_table() -> None:
     sft, rl, none = (
         next(line for line in lines if name in line) for name in ("sft", "rl [x]", "none")
     )
-    for part in ("10.0 %", "50.0 %", "+40.0", "2m00s", " 50 "):
+    for part in ("10.0 %", "50.0 %", "+40.0", "2m00s", " 500 "):
         assert part in sft
     for part in ("grpo", "87.5 %", "+37.5", "3m20s", " 200 "):
         assert part in rl
@@ -110,3 +119,11 @@ def test_versions_without_importing() -> None:
         **{name: version(name) for name in ("ratchet", "torch", "transformers")},
         "python": platform.python_version(),
     }
+
+
+def test_a_mean_of_rewards_beyond_0_and_1_is_a_plain_number() -> None:
+    text = shown(summary(SFT, replace(RL, accuracy_after=-12.0, is_share=False)))
+    assert "Held-out reward" in text
+    assert "%" not in text
+    assert "-12.000" in text
+    assert "-12.500" in text

@@ -12,11 +12,13 @@ import sys
 import urllib.request
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 from unittest.mock import MagicMock
 
 import pytest
 
+from ratchet.config.resolve import build
 from ratchet.errors import ConfigError
 from ratchet.observe.config import (
     MlflowConfig,
@@ -355,6 +357,28 @@ def mlflow_params(path: Path) -> dict[str, str]:
     return run.data.params
 
 
+@pytest.mark.parametrize(
+    ("section", "mode", "project"),
+    [
+        (WandbConfig(), "offline", "theirs"),
+        (WandbConfig(mode="online", project="mine"), "online", "mine"),
+    ],
+)
+def test_wandbs_own_variables_hold_where_the_recipe_says_nothing(
+    section: WandbConfig,
+    mode: str,
+    project: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    package = MagicMock()
+    package.setup().settings = SimpleNamespace(mode="offline", project="theirs")
+    monkeypatch.setitem(sys.modules, "wandb", package)
+    build(section, tracked(tmp_path))
+    options = package.init.call_args.kwargs
+    assert (options["mode"], options["project"]) == (mode, project)
+
+
 # --- what goes wrong
 
 
@@ -410,6 +434,7 @@ def test_what_a_service_is_asked_for(
     section: Any, asked: dict[str, Any], tmp_path: Path, monkeypatch: Any
 ) -> None:
     service = MagicMock()
+    service.setup().settings = SimpleNamespace(mode="online", project=None)
     monkeypatch.setitem(sys.modules, section.kind, service)
     build_trackers([section], TrackedRun("quick", "one", tmp_path, {"seed": 0}, resumed=True))
     given = service.init.call_args.kwargs

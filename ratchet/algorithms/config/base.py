@@ -5,14 +5,28 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import Field, SerializeAsAny, model_validator
+from pydantic import BeforeValidator, Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
+from ratchet.utils.terminal_text import shorten_text
 
 Source = Literal["rows", "pairs", "labelled", "steps", "rollouts"]
 AnySection = SerializeAsAny[Section]
+
+
+def _refuse_path_key(teacher: Any) -> Any:
+    if isinstance(teacher, Mapping) and list(teacher) == ["path"]:
+        raise ValueError(
+            "a map names a model for each task tag, and 'path' would be a tag. Write the directory "
+            f"alone: teacher={shorten_text(str(teacher['path']), 200)}"
+        )
+    return teacher
+
+
 # Directory of a model, or one directory for each task tag.
-Teacher = str | Annotated[dict[str, str], Field(min_length=1)]
+Teacher = Annotated[
+    str | Annotated[dict[str, str], Field(min_length=1)], BeforeValidator(_refuse_path_key)
+]
 
 
 class AlgorithmConfig(Section):

@@ -22,13 +22,16 @@ WIDTH = 128  # characters of a line of the account
 MAX_VALUE_CHARS = 48  # maximum characters of a value in the account
 
 
-def import_file(file: Path, peer: str | None, out: Path | None) -> None:
+def import_file(
+    file: Path, peer: str | None, out: Path | None, *, with_inert: bool = False
+) -> None:
     """Convert a peer's configuration, write the recipe and print its account.
 
     Args:
         file: The peer's configuration.
         peer: Name of the peer; None detects it from the keys.
         out: Where to write the recipe; None: standard output.
+        with_inert: List the keys without effect too.
 
     Raises:
         ConfigError: The file can't be read, or `out` exists. It is also raised after writing if the
@@ -39,12 +42,12 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
             f"{out} exists already, and is not overwritten: give another --out, or remove it"
         )
     result = read_config(file, peer)
-    text = format_recipe(result, file.name)
+    text = format_recipe(result, file.name, with_inert=with_inert)
     console = Console(stderr=True, highlight=False, markup=False, soft_wrap=True)
     console.print(f"{file}: {result.peer.title}, {result.method}")
     for line in _format_taken_over(result):
         console.print(line)
-    for line in format_account(result):
+    for line in format_account(result, with_inert=with_inert):
         console.print(line)
     if out is None:
         Console(highlight=False, markup=False, soft_wrap=True).print(text, end="")
@@ -60,25 +63,37 @@ def import_file(file: Path, peer: str | None, out: Path | None) -> None:
         )
 
 
-def format_recipe(result: ImportResult, name: str) -> str:
+def format_recipe(result: ImportResult, name: str, *, with_inert: bool = True) -> str:
     """Return the recipe as YAML, below comments that name the source file and give the account."""
     heading = [
         f"From {name}, a configuration of {result.peer.title} ({result.method}), by `ratchet "
         "import`."
     ]
-    comments = "\n".join(f"# {line}".rstrip() for line in [*heading, *format_account(result)])
+    comments = "\n".join(
+        f"# {line}".rstrip() for line in [*heading, *format_account(result, with_inert=with_inert)]
+    )
     return f"{comments}\n{write_text(result.recipe)}"
 
 
-def format_account(result: ImportResult) -> Iterator[str]:
+def format_account(result: ImportResult, *, with_inert: bool = True) -> Iterator[str]:
     """Yield the lines of the account, which lists the keys that were not simply taken over.
 
-    They mean something else in Ratchet, have no counterpart or no effect, or could not be read.
-    Keys that the import chose itself and problems of the recipe follow.
+    Those to decide on come first: they have no counterpart. The others mean something else in
+    Ratchet, could not be read, or have no effect. Keys that the import chose itself and problems of
+    the recipe follow.
+
+    Args:
+        with_inert: List the keys without effect, and not only their number.
     """
+    yield from _format_section(
+        "Decide on these, which have no counterpart", _join_by_note(result.dropped)
+    )
     yield from _format_section("Means something else here", _join_by_note(result.different))
-    yield from _format_section("Without counterpart", _join_by_note(result.dropped))
-    yield from _format_section("Without effect on results here", _join_by_note(result.inert))
+    inert = "Without effect on results here"
+    if with_inert:
+        yield from _format_section(inert, _join_by_note(result.inert))
+    elif result.inert:
+        yield from ["", f"{inert}: {len(result.inert)} keys, which --all lists"]
     chosen = ", ".join(f"{key}={_shorten(value)}" for key, value in result.chosen.items())
     yield from _format_section(
         "Not in the file, and set to a starting value",

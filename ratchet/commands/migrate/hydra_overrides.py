@@ -102,7 +102,7 @@ class Script:
     def _read_line(self, line: str, in_array: bool) -> None:
         """Read all commands of a line."""
         try:
-            words = split_words(line)
+            words = split_words(self.variables.compute(line))
         except ValueError:
             for match in KEY.finditer(line):
                 self.unresolved[match[1]] = (

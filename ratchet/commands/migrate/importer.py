@@ -386,6 +386,7 @@ def _remove_refused(result: ImportResult) -> None:
 
     Problems of keys that the peer didn't set stay in `result.problems`.
     """
+    _add_served_rank(result)
     for _ in range(len(result.flat)):
         result.problems = list(_find_problems(result.recipe))
         if not result.problems:
@@ -403,6 +404,18 @@ def _remove_refused(result: ImportResult) -> None:
         key, problem = removable
         del result.flat[key]
         result.items = [_drop_key(item, key, problem.message) for item in result.items]
+
+
+def _add_served_rank(result: ImportResult) -> None:
+    """Start vLLM for the rank of the adapter, which no peer says twice."""
+    recipe = result.recipe
+    rank = (recipe.get("lora") or {}).get("rank")
+    generator, path = recipe.get("generator") or {}, "generator"
+    if generator.get("kind") == "workers":
+        generator, path = generator.get("worker") or {}, "generator.worker"
+    if isinstance(rank, int) and generator.get("kind") == "vllm" and "lora_rank" not in generator:
+        set_recipe_key(result.flat, f"{path}.lora_rank", rank)
+        result.chosen[f"{path}.lora_rank"] = rank
 
 
 def _find_imported_key(result: ImportResult, path: str) -> str | None:

@@ -140,6 +140,29 @@ def quotient(total: int, part: int, meaning: str) -> int:
     return total // part
 
 
+# A product and a sum of two whole numbers.
+PRODUCT = re.compile(r"(\d{1,18})\s*([*/])\s*(\d{1,18})")
+SUM = re.compile(r"(\d{1,18})\s*([+-])\s*(\d{1,18})")
+
+
+def compute_whole(text: str) -> int | None:
+    """Return the value of an expression of whole numbers with + - * /, as the shell computes it.
+
+    Return None for any other expression, and where an intermediate sum is below 0.
+    """
+    if re.search(r"\b0\d", text):  # octal in the shell
+        return None
+    for operation in (PRODUCT, SUM):
+        while not text.startswith("-") and (part := operation.search(text)) is not None:
+            left, right = int(part[1]), int(part[3])
+            if part[2] == "/" and not right:
+                return None
+            results = {"*": left * right, "+": left + right, "-": left - right}
+            result = left // right if part[2] == "/" else results[part[2]]
+            text = f"{text[: part.start()]}{result}{text[part.end() :]}"
+    return int(text) if re.fullmatch(r"-?\d{1,18}", text) else None
+
+
 def bounds(value: Any, key: str) -> tuple[float | None, float]:
     """Return (lower, upper) bounds of a ratio, as verl writes them.
 

@@ -12,6 +12,8 @@ import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 
+from ratchet.commands.migrate.numbers import compute_whole
+
 LITERAL_DOLLAR = "\ue000"  # replaces a $ that begins no variable: escaped or in single quotes
 # The places where a command can begin.
 _START = r"(?:^|[;&|(){!]|\b(?:then|else|do|if|elif|while|until|time)\b)\s*"
@@ -39,8 +41,10 @@ OPENING = re.compile(rf"{_START}(?:if|for|while|until|case|select)\b")
 CLOSING = re.compile(r"(?:^|;)\s*(?:fi|done|esac)\b")
 OPERATORS = ";&|<>"
 MAX_CHARS = 1 << 16  # maximum length of a value; a script can double a variable at each line
-# $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}
-VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-([^{}$]*))?\}|(\w+))")
+# $NAME, ${NAME}, ${NAME-default} or ${NAME:-default}, whose default may name variables
+VARIABLE = re.compile(r"\$(?:\{(\w+)(?:(:?)-((?:[^{}$]|\$\{\w+\}|\$\w+)*))?\}|(\w+))")
+# $((...)) without parentheses in it
+ARITHMETIC = re.compile(r"\$\(\(([^()]{1,200})\)\)")
 
 
 def split_commands(text: str) -> Iterator[str]:
@@ -166,6 +170,7 @@ class Variables:
 
     def read(self, line: str) -> bool:
         """Record the variables that a line sets. Return True if it only sets a single variable."""
+        line = self.compute(line)
         self._depth += len(OPENING.findall(line))
         assignment = SINGLE_ASSIGNMENT.fullmatch(line)
         if assignment is not None and self._depth == 0:
@@ -199,8 +204,25 @@ class Variables:
 
         return VARIABLE.sub(fill, text)
 
+    def compute(self, line: str) -> str:
+        """Return the line with $((1024 * 2)) and the like computed, where all numbers are known."""
+        return ARITHMETIC.sub(self._compute_match, line)
+
+    def _compute_match(self, match: re.Match[str]) -> str:
+        names = re.compile(rf"(?<![\w$]){_NAME}")
+        text = self.substitute(names.sub(lambda name: f"${name[0]}", match[1])).strip()
+        value = compute_whole(text)
+        return match[0] if value is None else str(value)
+
     def _get_value(self, match: re.Match[str]) -> str:
         name, default = match[1] or match[4], match[3]
+        if default is not None:
+            # One level: a default of the default would need a parser.
+            default = re.sub(
+                r"\$(?:\{(\w+)\}|(\w+))",
+                lambda inner: self.values.get(inner[1] or inner[2], inner[0]),
+                default,
+            )
         value = self.values.get(name, match[0] if default is None else default)
         return default if default is not None and match[2] and not value else value
 

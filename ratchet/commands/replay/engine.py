@@ -23,7 +23,7 @@ from ratchet.config.resolve import build
 from ratchet.config.schema import RunConfig
 from ratchet.data.formats.media import embed_bytes
 from ratchet.data.processor import Processor
-from ratchet.errors import ConfigError, DataError, RunDirectoryError
+from ratchet.errors import ConfigError, DataError, RunNotFound
 from ratchet.executors.freeze import prepare_process
 from ratchet.experience.sources.batcher import Batcher
 from ratchet.learners.config import DistributedConfig
@@ -192,7 +192,7 @@ class Replay:
     def __init__(self, path: Path) -> None:
         self.directory = RunDirectory(path)
         if not self.directory.used:
-            raise RunDirectoryError(
+            raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )

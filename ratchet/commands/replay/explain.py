@@ -9,6 +9,7 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.table import Column, Table
 from rich.text import Text
@@ -23,14 +24,23 @@ from ratchet.commands.replay.gradient_attribution import (
 from ratchet.data.chat.tokenizer import Tokenizer
 from ratchet.errors import ConfigError
 from ratchet.learners.local import LocalLearner
-from ratchet.types import Group
-from ratchet.utils.terminal_text import make_console
+from ratchet.types import Group, Trajectory
+from ratchet.utils.terminal_text import make_console, shorten_text
 
 LEGEND = (
     "direction: share of the gradient, below 0 if opposed to it; the sum over all groups is 1. "
+    "of loss, of pull: share of the sum of sizes. "
     "pull: above 0 if the step makes the token likelier."
 )
 N_CONTEXT_TOKENS = 12  # number of tokens shown before a token
+SHOWN_GROUPS = 3  # whose prompts and answers are printed
+SHOWN_CHARS = 300  # of a prompt or an answer
+HEADINGS = {
+    "reward_mean": "reward",
+    "loss_share": "of loss",
+    "pull_share": "of pull",
+    "position": "at",
+}
 
 
 def explain_step(
@@ -82,7 +92,7 @@ def make_explanation(
     shares, n_updates = influence.groups, max(influence.n_updates, 1)
     total_loss = sum(abs(share.loss) for share in shares.values())
     group_rows = [
-        _make_group_row(groups[name], share, n_updates, total_loss)
+        _make_group_row(groups[name], share, n_updates, total_loss, tokenizer)
         for name, share in shares.items()
     ]
     strongest = sorted(influence.tokens, key=lambda token: -abs(token.pull))[:top]
@@ -101,7 +111,7 @@ def make_explanation(
 
 
 def _make_group_row(
-    group: Group, share: GroupShare, n_updates: int, total_loss: float
+    group: Group, share: GroupShare, n_updates: int, total_loss: float, tokenizer: Tokenizer
 ) -> dict[str, Any]:
     rewards = [
         row.reward for row in group.trajectories if row.use == "train" and row.reward is not None
@@ -115,7 +125,26 @@ def _make_group_row(
         "norm": share.norm / n_updates,
         "loss": share.loss / n_updates,
         "loss_share": abs(share.loss) / total_loss if total_loss else 0.0,
+        "prompt": _decode_parts(group.trajectories[0], tokenizer)[0],
+        "answers": [
+            {
+                "use": row.use,
+                "reward": row.reward,
+                "text": _decode_parts(row, tokenizer)[1],
+            }
+            for row in group.trajectories
+        ],
     }
+
+
+def _decode_parts(row: Trajectory, tokenizer: Tokenizer) -> tuple[str, str]:
+    """Return the text before the first token that trains, and the text from it on."""
+    tokens = row.tokens.tolist()
+    first = int(row.trainable.argmax()) if row.trainable.any() else len(tokens)
+    return (
+        tokenizer.decode(tokens[:first], skip_special=False),
+        tokenizer.decode(tokens[first:], skip_special=False),
+    )
 
 
 def _sum_by_tag(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
@@ -174,11 +203,27 @@ def print_explanation(explanation: Mapping[str, Any], console: Console, top: int
             number_columns,
         )
     )
+    for row in top_groups[:SHOWN_GROUPS]:
+        _print_answers(row, console)
     if explanation["tokens"]:
         text_columns = ("group", "row", "position", "before", "text")
         number_columns = ("loss_share", "pull", "pull_share")
         console.print(_make_table("Tokens", explanation["tokens"], text_columns, number_columns))
     console.print(LEGEND, highlight=False, soft_wrap=True)
+
+
+def _print_answers(row: Mapping[str, Any], console: Console) -> None:
+    """Print the prompt of a group, and each answer with its reward."""
+    console.print(f"{row['group']}: {_quote(row['prompt'])}", markup=False, highlight=False)
+    for answer in row["answers"]:
+        reward = "-" if answer["reward"] is None else f"{answer['reward']:.3g}"
+        note = "" if answer["use"] == "train" else f" ({answer['use']})"
+        text = f"  {reward:>6}  {_quote(answer['text'])}{note}"
+        console.print(text, markup=False, highlight=False)
+
+
+def _quote(text: str) -> str:
+    return shorten_text(repr(text)[1:-1], SHOWN_CHARS)
 
 
 def _make_table(
@@ -187,16 +232,20 @@ def _make_table(
     text_columns: Sequence[str],
     number_columns: Sequence[str],
 ) -> Table:
-    columns = [Column(name, overflow="fold") for name in text_columns]
-    table = Table(
-        *columns, *(Column(name, justify="right") for name in number_columns), title=title
-    )
+    columns = [Column(HEADINGS.get(name, name), overflow="fold") for name in text_columns]
+    numbers = [Column(HEADINGS.get(name, name), justify="right") for name in number_columns]
+    # Narrow enough for 80 columns.
+    table = Table(*columns, *numbers, title=title, box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
     for row in rows:
         cells = [_make_cell(row[name]) for name in text_columns]
-        table.add_row(
-            *cells, *("-" if row[name] is None else f"{row[name]:.4g}" for name in number_columns)
-        )
+        table.add_row(*cells, *(_format_number(name, row[name]) for name in number_columns))
     return table
+
+
+def _format_number(name: str, value: float | None) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.1%}" if name.endswith("_share") else f"{value:.3g}"
 
 
 def _make_cell(value: Any) -> Any:

@@ -18,7 +18,7 @@ from ratchet.commands.report.metrics import MetricsFile
 from ratchet.commands.report.predicted import compare_with_plan
 from ratchet.commands.report.progress import ProgressReader
 from ratchet.commands.report.rollouts import Rollouts
-from ratchet.errors import RunDirectoryError
+from ratchet.errors import RunNotFound
 from ratchet.experience.sources.prompt_ledger import Event
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.utils.safe_read import open_file, read_json
@@ -44,7 +44,7 @@ class RunReader:
         self.directory = RunDirectory(path)
         self.name = name or path.resolve().name
         if not self.directory.used:
-            raise RunDirectoryError(
+            raise RunNotFound(
                 f"{path} holds no run (no config.yaml): give the directory that `ratchet train` "
                 "printed"
             )
@@ -178,7 +178,7 @@ def find_runs(root: Path) -> list[RunReader]:
     They are sorted by name at each level. Raises RunDirectoryError if the directory does not exist.
     """
     if not root.is_dir():
-        raise RunDirectoryError(
+        raise RunNotFound(
             f"there is no directory {root}: give a run, or a directory that contains runs (runs/)"
         )
     if _is_run(root):

@@ -87,11 +87,12 @@ def _check_served_rank(stage: StageConfig, config: RunConfig) -> Iterator[Confli
     generator = stage.sampling_generator
     max_rank = getattr(generator, "lora_rank", None)
     if stage.lora is not None and max_rank is not None and max_rank < stage.lora.rank:
+        in_workers = getattr(stage.generator, "kind", "") == "workers"
+        key = "generator.worker.lora_rank" if in_workers else "generator.lora_rank"
         yield clash(
-            f"lora.rank={stage.lora.rank} is more than generator.lora_rank={max_rank}, the "
-            "largest rank that vLLM is started for: set "
-            f"generator.lora_rank={stage.lora.rank}",
-            "generator.lora_rank",
+            f"lora.rank={stage.lora.rank} is more than {key}={max_rank}, the largest rank that "
+            f"vLLM is started for: set {key}={stage.lora.rank}",
+            key,
             "lora.rank",
         )
 

@@ -169,6 +169,11 @@ class DatasetConfig(EnvironmentConfig):
         description="Handling of training rows with a prompt of the test split: refuse raises an "
         "error, drop leaves them out.",
     )
+    too_long: Literal["error", "drop"] = Field(
+        "error",
+        description="Handling of rows with more tokens than the model's context, and in rollouts "
+        "of such prompts: error ends the run (fails the attempt), drop leaves them out.",
+    )
     shuffle: bool = Field(
         True, description="Shuffle the rows anew in each pass; false: keep their order."
     )

@@ -109,6 +109,9 @@ class Dataset(SingleTurn):
     def task_count(self) -> int:
         return len(self.rows("train"))
 
+    def drops_too_long(self, task: Task) -> bool:
+        return self.config.too_long == "drop"
+
     def rows(self, split: Split) -> SplitRows | tuple[()]:
         return self._splits.get(split, ())
 

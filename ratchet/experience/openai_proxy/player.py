@@ -80,7 +80,7 @@ class AgentPlayer:
             elif timed_out:
                 outcome = Failed("timeout", f"the agent took more than {self.timeout_s:g} s")
             else:
-                outcome = _get_outcome(session, error)
+                outcome = _get_outcome(session, f"{task.label}:\n{error}" if error else "")
             return session.trajectories(attempt, outcome, {"result": result})
 
     async def _run_agent(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:

@@ -9,8 +9,9 @@ Sources: the API reference of OpenAI's chat completions, and the fields of its P
 from __future__ import annotations
 
 import json
+import logging
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
@@ -19,6 +20,8 @@ from pydantic_core import from_json
 
 from ratchet.errors import SamplingError
 from ratchet.types import Completion, Message, Sampling, StopReason, ToolCall
+
+log = logging.getLogger(__name__)
 
 MODEL = "policy"  # the only model that is served
 MAX_MESSAGES = 2048  # per request, as in OpenAI's API
@@ -79,6 +82,40 @@ class JsonValueBudget:
                 return
         self.remaining = 0
         raise ValueError(f"the request holds more than {self.max_values} values of JSON")
+
+
+class IgnoredFields:
+    """The fields of requests that have no effect, although they might change tokens.
+
+    The first request with one is logged.
+    """
+
+    def __init__(self, names: Sequence[str] = ()) -> None:
+        self.names = frozenset(names)
+        self._logged: set[str] = set()
+
+    def remove(self, body: bytes) -> bytes:
+        """Return the body without these fields."""
+        if not self.names:
+            return body
+        try:
+            request = from_json(body)
+        except ValueError:
+            return body  # validation refuses it
+        if not isinstance(request, dict) or self.names.isdisjoint(request):
+            return body
+        for name in sorted(self.names.intersection(request)):
+            value = request.pop(name)
+            if name not in self._logged:
+                self._logged.add(name)
+                log.warning(
+                    "agent.ignore: a request has %s=%.100s, which has no effect. Further requests "
+                    "with %s are not logged",
+                    name,
+                    json.dumps(value),
+                    name,
+                )
+        return json.dumps(request).encode()
 
 
 class _StrictModel(BaseModel):
@@ -221,8 +258,8 @@ class ChatRequest(_StrictModel):
         return metadata
 
     @classmethod
-    def read(cls, body: bytes) -> ChatRequest:
-        """Parse a request body.
+    def read(cls, body: bytes, ignored: IgnoredFields | None = None) -> ChatRequest:
+        """Parse a request body, without the fields that are ignored.
 
         Raises:
             ApiError: 400 for an invalid body, 404 for another model.
@@ -233,6 +270,7 @@ class ChatRequest(_StrictModel):
         except ValueError as error:
             raise ApiError(400, f"the body: {error}", code="invalid_value") from None
         try:
+            body = body if ignored is None else ignored.remove(body)
             request = cls.model_validate_json(body, context=budget)
         except ValidationError as error:
             first_error = error.errors(

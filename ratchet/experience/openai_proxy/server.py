@@ -11,7 +11,7 @@ import contextlib
 import json
 import secrets
 import socket
-from collections.abc import AsyncIterator, Callable, Collection, Coroutine
+from collections.abc import AsyncIterator, Callable, Collection, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -46,11 +46,11 @@ class _RunningServer:
 class Proxy:
     """The server of all open sessions. It listens only while a session is open."""
 
-    def __init__(self, limits: ServerLimits = LIMITS) -> None:
+    def __init__(self, limits: ServerLimits = LIMITS, ignored: Sequence[str] = ()) -> None:
         self._sessions: dict[str, AgentSession] = {}
         self._running: _RunningServer | None = None
         self._limits = limits
-        self._app = make_chat_app(self._sessions.get, limits=limits)
+        self._app = make_chat_app(self._sessions.get, limits=limits, ignored=ignored)
 
     @contextlib.asynccontextmanager
     async def open(self, session: AgentSession) -> AsyncIterator[tuple[str, str]]:
@@ -90,6 +90,7 @@ def make_chat_app(
     *,
     hosts: Collection[str] | None = None,
     limits: ServerLimits = ServerLimits(),
+    ignored: Sequence[str] = (),
 ) -> FastAPI:
     """Return the API as an HTTP application.
 
@@ -98,7 +99,9 @@ def make_chat_app(
         hosts: Hosts that requests may name (see `Guard`); None allows any, for servers that require
             a key.
         limits: Limits of connections and bodies.
+        ignored: Fields of requests that have no effect.
     """
+    ignored_fields = schema.IgnoredFields(ignored)
     app = FastAPI(openapi_url=None, docs_url=None, redoc_url=None)
     app.add_middleware(Guard, hosts=hosts, format_error=_format_error, limits=limits)
 
@@ -135,9 +138,8 @@ def make_chat_app(
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         handler = find_request_handler(request)  # the key is checked before the body is read
-        chat_request = schema.ChatRequest.read(
-            b"".join([chunk async for chunk in request.stream()])
-        )
+        body = b"".join([chunk async for chunk in request.stream()])
+        chat_request = schema.ChatRequest.read(body, ignored_fields)
         if chat_request.stream:
             return StreamingResponse(
                 _stream_events(handler, chat_request), media_type="text/event-stream"

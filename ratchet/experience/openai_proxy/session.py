@@ -266,7 +266,7 @@ class AgentSession:
                     400,
                     f"{name}={requested:g}, but the run samples this attempt with "
                     f"{name}={current:g} (an evaluation may be greedy). Leave {name} out of the "
-                    "request and set it in the recipe",
+                    f"request and set it in the recipe, or set agent.ignore=[{name}]",
                     param=name,
                     code="unsupported_value",
                 )

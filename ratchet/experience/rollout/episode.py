@@ -172,6 +172,7 @@ class EpisodeState:
     tools: Tools | None = None
     strands: list[EpisodeStrand] = field(default_factory=lambda: [EpisodeStrand()])
     waits_for: str = "the environment"  # or "the generator"
+    rendered: str = "the prompt"  # the text that was rendered last
     metrics: dict[str, float] = field(
         default_factory=lambda: {"turns": 0.0, "turn_limit": 0.0, "retries": 0.0}
     )
@@ -309,10 +310,10 @@ class EpisodePlayer:
                 f"{state.waits_for}",
             )
         except UserCodeFailed as failure:
-            outcome = Failed("environment", str(failure))
+            outcome = Failed("environment", f"{task.label}:\n{failure}")
         # The messages can't be rendered, or the generator can't read the prompt.
         except DataError as error:
-            outcome = Failed("data", str(error))
+            outcome = Failed("data", f"{task.label}, {state.rendered}:\n{error}")
         return state.trajectories(attempt, outcome)
 
     async def _play_turns(self, state: EpisodeState, memo: PromptMemo) -> Outcome | None:
@@ -421,6 +422,8 @@ class EpisodePlayer:
         state.strand.message_count = len(state.messages)
         state.messages.extend(observation)
         sampled = completion.tokens.tolist()
+        turns = int(state.metrics["turns"])
+        state.rendered = f"the reply of {type(state.environment).__name__} to turn {turns}"
         if self.renderer.keeps_turn(
             sampled, observation, history=history, reply=reply, tools=state.tools
         ):

@@ -296,7 +296,7 @@ class RolloutManager:
             detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
             return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
-            return [Failed("reward", str(failure))] * len(candidates)
+            return [Failed("reward", f"{task.label}:\n{failure}")] * len(candidates)
 
 
 async def gather_first(

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Literal
 
 from ratchet.data.chat.renderer import Renderer, Tools
-from ratchet.errors import ConfigError, DataError
+from ratchet.errors import ConfigError, DataError, RowTooLong
 from ratchet.experience.sources.rollouts import StreamSource
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.protocols import HasLabelledAnswers, HasPreferencePairs, HasStepLabels, HasTools
@@ -18,8 +18,8 @@ from ratchet.types import Group, Message, Scored, Task, Trajectory, Turn
 class TextRenderer:
     """A renderer that turns existing text into trajectories.
 
-    Raises DataError for text longer than `max_context` tokens. Trajectories record `temperature` as
-    their sampling temperature, because the real one is unknown.
+    Raises RowTooLong for text longer than `max_context` tokens. Trajectories record `temperature`
+    as their sampling temperature, because the real one is unknown.
     """
 
     def __init__(self, renderer: Renderer, *, max_context: int, temperature: float = 1.0) -> None:
@@ -101,7 +101,7 @@ class TextRenderer:
     def _finish(self, task: Task, trajectory: Trajectory, reward: float | None) -> Trajectory:
         if len(trajectory) > self.max_context:
             size = f"{len(trajectory)} tokens, but the model holds {self.max_context}"
-            raise DataError(f"{task.where}: {size}: shorten or drop it")
+            raise RowTooLong(f"{task.where}: {size}: shorten or drop it")
         outcome = None if reward is None else Scored(reward)
         return replace(trajectory, outcome=outcome, temperature=self.temperature)
 
@@ -132,6 +132,9 @@ class SupervisedSource(StreamSource):
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(name, task, (self._row(task),)) for name, task in jobs]
+
+    def check_length(self, task: Task) -> None:
+        self._row(task)
 
     def _row(self, task: Task) -> Trajectory:
         environment = self.stream.environment
@@ -170,6 +173,9 @@ class PairSource(AnswerSource):
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         return [Group(name, task, self.pair(task)) for name, task in jobs]
 
+    def check_length(self, task: Task) -> None:
+        self.pair(task)
+
     def pair(self, task: Task) -> tuple[Trajectory, ...]:
         environment = self.stream.environment
         assert isinstance(environment, HasPreferencePairs)
@@ -194,6 +200,10 @@ class LabelledSource(AnswerSource):
     ) -> None:
         super().__init__(stream, name, text_renderer)
         self.reference_rows = reference_rows
+
+    def check_length(self, task: Task) -> None:
+        assert isinstance(self.stream.environment, HasLabelledAnswers)
+        self.writer.row(task, self.stream.environment.judged(task).messages)
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
@@ -234,9 +244,12 @@ class SteppedSource(AnswerSource):
     protocol = HasStepLabels
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
+        return [Group(name, task, (self._row(task),)) for name, task in jobs]
+
+    def check_length(self, task: Task) -> None:
+        self._row(task)
+
+    def _row(self, task: Task) -> Trajectory:
         environment = self.stream.environment
         assert isinstance(environment, HasStepLabels)
-        return [
-            Group(name, task, (self.text_renderer.row_from_steps(task, environment.steps(task)),))
-            for name, task in jobs
-        ]
+        return self.text_renderer.row_from_steps(task, environment.steps(task))

@@ -9,12 +9,13 @@ resumed run draws them again with the same ids and seeds.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
 from ratchet.experience.rollout.manager import GroupPlayer
 from ratchet.experience.rollout.metrics import measure_redundancy
+from ratchet.experience.sources.long_rows import LongRowFilter
 from ratchet.experience.sources.prompt_ledger import Event, PromptLedger
 from ratchet.experience.sources.tasks import TaskStream
 from ratchet.types import Group, Sampling, Task
@@ -30,6 +31,7 @@ class StreamSource(ABC):
         self.stream = stream
         self.name = name
         self.ledger = PromptLedger()
+        self.long_rows = LongRowFilter(stream.environment, self.check_length)
         self._pending: dict[str, tuple[int, Task]] = {}
         self._to_redraw: list[tuple[int, Task]] = []
 
@@ -43,7 +45,10 @@ class StreamSource(ABC):
         `version` is the weight version that their rollouts start with.
         """
         repeated, self._to_redraw = self._to_redraw[:n], self._to_redraw[n:]
-        entries = repeated + self.stream.take(n - len(repeated))
+        entries = list(repeated)
+        while len(entries) < n:
+            drawn = self.stream.take(n - len(entries))
+            entries += [entry for entry in drawn if self.long_rows.keeps(entry[1])]
         jobs = [(self._make_id(position), task) for position, task in entries]
         self._pending |= {name: entry for (name, _), entry in zip(jobs, entries, strict=True)}
         self.ledger.note("issued", [name for name, _ in jobs], version=version)
@@ -61,6 +66,10 @@ class StreamSource(ABC):
 
     def _make_id(self, position: int) -> str:
         return f"{self.name}/{position}"
+
+    @abstractmethod
+    def check_length(self, task: Task) -> None:
+        """Raise RowTooLong if the task has more tokens than the model's context."""
 
     @abstractmethod
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
@@ -102,6 +111,7 @@ class RolloutSource(StreamSource):
         redundant_attempts: Begin this many more attempts for each group, and keep the first to end.
         redundant_groups: Begin this many more groups, and keep the first to end, which depends on
             timing. The others are drawn again before new ones.
+        check_prompt: Raises RowTooLong for a task whose prompt is too long.
     """
 
     def __init__(
@@ -116,6 +126,7 @@ class RolloutSource(StreamSource):
         greedy_baseline: bool = False,
         redundant_attempts: int = 0,
         redundant_groups: int = 0,
+        check_prompt: Callable[[Task], None] = lambda task: None,
     ) -> None:
         super().__init__(stream, name)
         self.manager = manager
@@ -124,6 +135,10 @@ class RolloutSource(StreamSource):
         self.redundant_attempts = redundant_attempts
         self.redundant_groups = redundant_groups
         self.sampling = replace(sampling, seed=seed)
+        self._check_prompt = check_prompt
+
+    def check_length(self, task: Task) -> None:
+        self._check_prompt(task)
 
     async def draw(self, n: int, version: int) -> list[Group]:
         jobs = self.take(n + self.redundant_groups, version)

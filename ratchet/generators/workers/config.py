@@ -11,7 +11,7 @@ from typing import Annotated, ClassVar, Literal
 from pydantic import Field, SerializeAsAny, model_validator
 
 from ratchet.config.base import Section
-from ratchet.config.resolve import Slot
+from ratchet.config.resolve import Slot, resolve
 
 
 class GeneratorWorkersConfig(Section):
@@ -20,7 +20,8 @@ class GeneratorWorkersConfig(Section):
     builds: ClassVar[str] = "ratchet.generators.workers.pool:GeneratorPool"
 
     worker: Annotated[SerializeAsAny[Section], Slot("generating")] = Field(
-        description="The generator that each worker holds."
+        default_factory=lambda: resolve("generating", {"kind": "engine"}),
+        description="The generator that each worker holds.",
     )
     workers: int = Field(2, ge=1, le=1024, description="Processes, each with the whole model.")
     worker_runs: Literal["completions", "groups"] = Field(

@@ -14,6 +14,7 @@ from ratchet.cli.main import app
 from ratchet.commands.migrate.command import format_account, format_recipe
 from ratchet.commands.migrate.importer import PEERS, ImportResult, read_config
 from ratchet.commands.migrate.read_config import read_source
+from ratchet.commands.migrate.shell import Variables
 from ratchet.commands.migrate.table import Method
 from ratchet.config.key_paths import leaf_keys
 from ratchet.config.loader import load_config
@@ -290,7 +291,7 @@ def test_a_value_of_another_form_is_no_traceback(tmp_path: Path) -> None:
 def test_variables_of_a_script_that_are_not_plain(tmp_path: Path) -> None:
     text = (
         'python -m verl.trainer.main_ppo actor_rollout_ref.model.path=m data.seed=${A:-"${B}"} '
-        "trainer.nnodes=$((1+1))\n"
+        "trainer.nnodes=$((B+1))\n"
     )
     result = written(tmp_path, text, "run.sh")
     assert set(result.unresolved) == {"data.seed", "trainer.nnodes"}
@@ -315,10 +316,10 @@ def test_the_command_writes_once_and_lists(tmp_path: Path) -> None:
     arguments = ["import", str(FILES / "nemo_grpo.yaml"), "--out", str(out)]
     done = CliRunner().invoke(app, arguments)
     assert done.exit_code == 0, done.output
-    assert "Without counterpart:" in done.output
+    assert "Decide on these, which have no counterpart:" in done.output
     assert "policy.model_name=Qwen/Qwen2.5-1.5B -> model.path" in done.output
     assert f"next: ratchet check {out}" in done.output
-    assert "# Without counterpart:" in out.read_text()
+    assert "# Decide on these, which have no counterpart:" in out.read_text()
     again = CliRunner().invoke(app, arguments)
     assert isinstance(again.exception, ConfigError)
     assert "not overwritten" in str(again.exception)
@@ -329,3 +330,47 @@ def test_without_out_the_recipe_is_printed() -> None:
     assert done.stdout.startswith("# From roll_dpo.yaml")
     assert "algorithm: {kind: dpo" in done.stdout
     assert "Taken over:" in done.stderr
+
+
+SHELL = """\
+DATA_HOME=${DATA_HOME:-"${HOME}/verl"}
+LENGTH=$((1024 * 2))
+python3 -m verl.trainer.main_ppo \\
+    algorithm.adv_estimator=grpo \\
+    data.train_files=$HOME/train.parquet \\
+    data.train_batch_size=$((LENGTH - 8 * 4 + 1)) \\
+    data.max_response_length=${LENGTH} \\
+    actor_rollout_ref.model.path=${DATA_HOME}/qwen \\
+    actor_rollout_ref.model.lora_rank=64 \\
+    actor_rollout_ref.rollout.name=vllm \\
+    actor_rollout_ref.rollout.n=4
+"""
+
+
+def test_a_scripts_arithmetic_and_defaults_are_read_and_vllm_is_started_for_the_adapter(tmp_path):
+    path = tmp_path / "run.sh"
+    path.write_text(SHELL)
+    result = read_config(path, None)
+    recipe = result.recipe
+    assert (recipe["batch_size"], recipe["sampling"]["max_new_tokens"]) == (2017, 2048)
+    assert recipe["lora"]["rank"] == 64
+    generator = recipe["generator"]
+    assert generator.get("worker", generator)["lora_rank"] == 64
+    assert [key for key in result.unresolved if key.endswith(("files", "path"))]
+    assert "${HOME}/verl/qwen" in str(result.unresolved)
+    assert "$HOME/train.parquet" in str(result.unresolved)
+
+
+def test_arithmetic_that_is_not_plain_stays():
+    known = Variables(values={"A": "3"})
+    for text, expected in {
+        "$((A * 2 + 1))": "7",
+        "$((10 / 4))": "2",
+        "$((2 - 5))": "-3",
+        "$((2 - 5 + 4))": "$((2 - 5 + 4))",
+        "$((2 ** 3))": "$((2 ** 3))",
+        "$((010 + 1))": "$((010 + 1))",
+        "$((B + 1))": "$((B + 1))",
+        "$((1 / 0))": "$((1 / 0))",
+    }.items():
+        assert known.compute(text) == expected

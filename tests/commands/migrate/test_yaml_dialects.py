@@ -222,7 +222,6 @@ def test_what_a_script_takes_out_or_varies_is_told() -> None:
 @pytest.mark.parametrize(
     "setting",
     [
-        "N=$(( N * 2 ))",
         "if [ 1 = 2 ]; then\n  N=2\nfi",
         "if [ 1 = 2 ]; then\nN=2\nfi",
         "[ 1 = 2 ] && N=2",
@@ -290,10 +289,11 @@ def test_what_a_script_does_not_pass_on_is_told() -> None:
 def test_what_the_shell_works_out_is_not_guessed() -> None:
     """No form of ${...} is taken for an interpolation of theirs, which has to be escaped."""
     forms = ["${N:+4}", "${N:0:1}", "${#N}", "${N/1/2}", "${!N}", "${N^^}", "${N%/*}", "${N[1]}"]
-    for form in [*forms, "${A:-${B:-7}}", "$((N + 1))"]:
+    for form in [*forms, "${A:-${B:-7}}", "$((N ** 2))"]:
         read = script(f"N=12\npython -m verl.main a.b={form} a.c=1\n")
         assert read.nested == {"a": {"c": 1}}, form
         assert set(read.unresolved) == {"a.b"}, form
+    assert script("N=12\npython -m x a.b=$((N + 1))\n").nested == {"a": {"b": 13}}
     assert script("N=\npython -m x a.b=${N:-4} a.c=${N-5} a.d=${M-6}\n").nested == {
         "a": {"b": 4, "c": "", "d": 6}
     }

@@ -143,11 +143,19 @@ def test_a_role_that_does_not_train_is_refused(run):
         explain_step(run, GRPO, role="critic")
 
 
-def test_the_command_says_it_in_tables_or_json(run, capsys):
+def test_the_command_says_it_in_tables_or_json(run, capsys, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "80")
     explain_step(run, GRPO, top=2)
     said = capsys.readouterr().out
     assert "Groups (2 of 6)" in said
     assert "Tokens" in said
+    assert "…" not in said
+    for heading in ("reward", "direction", "of loss", "pull", "of pull"):
+        assert heading in said
+    _, _, told = found(run, GRPO)
+    first = told["groups"][0]
+    assert f"{first['group']}: {first['prompt']}" in said
+    assert all(answer["text"] in said for answer in first["answers"])
     explain_step(run, GRPO, top=2, as_json=True)
     told = json.loads(capsys.readouterr().out)
     assert (told["step"], len(told["groups"]), len(told["tokens"])) == (GRPO, 6, 2)

@@ -23,7 +23,7 @@ REFUSED = {
     "learner={kind: dtensor, pipeline_parallel: 2}": "learner.pipeline_parallel=2 can't train adapters in its pipeline stages",
     "generator={kind: vllm}": "lora.rank=4 is more than generator.lora_rank=0",
     "generator={kind: workers, worker: {kind: vllm, lora_rank: 2}}": "lora.rank=4 is more than "
-    "generator.lora_rank=2",
+    "generator.worker.lora_rank=2",
 }
 
 

@@ -13,6 +13,7 @@ from openai import AsyncOpenAI, OpenAI
 from ratchet.experience.openai_proxy.agents import MAX_OUTPUT, CommandAgent
 from ratchet.experience.openai_proxy.config import CommandConfig
 from ratchet.experience.openai_proxy.player import AgentPlayer
+from ratchet.experience.openai_proxy.server import Proxy
 from ratchet.experience.rollout.manager import RolloutManager
 from ratchet.testing.fakes import FakeEnvironment, FakeReward
 from ratchet.types import (
@@ -31,7 +32,9 @@ pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
 TASK = Task("t/0", (Message("user", "1+2?"),), answer="3", tag="sums", seed=5)
 
 
-def play(act, generator=None, *, timeout_s=60.0, max_context=4096, max_turns=64, **sampled):
+def play(
+    act, generator=None, *, timeout_s=60.0, max_context=4096, max_turns=64, ignored=(), **sampled
+):
     from experience.openai_proxy.talk import RENDERER
 
     player = AgentPlayer(
@@ -41,6 +44,7 @@ def play(act, generator=None, *, timeout_s=60.0, max_context=4096, max_turns=64,
         max_context=max_context,
         max_turns=max_turns,
         timeout_s=timeout_s,
+        proxy=Proxy(ignored=ignored),
     )
     return asyncio.run(player.play(TASK, FakeEnvironment(), sampling(**sampled), attempt=2))
 
@@ -78,6 +82,33 @@ def test_an_agent_of_any_kind_plays_an_attempt(act):
         "a",
         1.0,
     )
+
+
+async def ask_warmly(task, base_url, api_key):
+    async with AsyncOpenAI(base_url=base_url, api_key=api_key) as client:
+        for _ in range(2):
+            answer = await client.chat.completions.create(
+                model="policy",
+                messages=[{"role": "user", "content": "1+2?"}],
+                temperature=0.7,
+                response_format={"type": "json_object"},
+            )
+    return answer.choices[0].message.content
+
+
+def test_ignored_fields_of_requests_have_no_effect_and_are_logged_once(caplog):
+    (refused,) = play(ask_warmly)
+    assert isinstance(refused.outcome, Failed)
+    caplog.clear()
+    rows = play(ask_warmly, Scripted(["a", "b"]), ignored=("temperature", "response_format"))
+    assert [(row.outcome, row.extras["result"], row.temperature) for row in rows] == [
+        (None, "b", 1.0),
+        (None, "b", 1.0),
+    ]
+    assert [record.getMessage().split(",")[0] for record in caplog.records] == [
+        'agent.ignore: a request has response_format={"type": "json_object"}',
+        "agent.ignore: a request has temperature=0.7",
+    ]
 
 
 PROGRAM = """

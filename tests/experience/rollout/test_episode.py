@@ -4,10 +4,12 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from ratchet.errors import DataError
 from ratchet.experience.rollout.episode import EpisodePlayer
 from ratchet.protocols import Step
 from ratchet.testing.fakes import FakeEnvironment, FakeGenerator, TextOnlyMixin
 from ratchet.types import (
+    READ_FROM,
     Cancelled,
     Completion,
     Failed,
@@ -146,9 +148,44 @@ def test_a_broken_environment_costs_only_its_attempt(where):
     trajectory = play(FakeGenerator(lambda tokens, sampling: [2, EOS]), environment)
     assert isinstance(trajectory.outcome, Failed)
     assert trajectory.outcome.kind == "environment"
+    assert trajectory.outcome.detail.startswith("task t:\nTraceback")
     assert "the maze is on fire" in trajectory.outcome.detail
     assert not trajectory.counts
     assert len(trajectory) >= 1
+
+
+def test_text_that_can_not_be_rendered_is_named():
+    class Strict(Digits):
+        def prompt(self, messages, tools=None):
+            return self.check(messages, super().prompt(messages))
+
+        def extend(self, sampled, messages, *, history, tools=None):
+            return self.check(messages, [])
+
+        def check(self, messages, tokens):
+            if any("7" in message.text for message in messages):
+                raise DataError("'7' has no token")
+            return tokens
+
+    def fail(text, environment):
+        player = EpisodePlayer(
+            FakeGenerator(lambda tokens, sampling: [2, EOS]), Strict(), max_context=64
+        )
+        task = Task("t", (Message("user", text),), meta={READ_FROM: "qa.csv, line 3"})
+        sampling = Sampling(max_new_tokens=4, stop_ids=(EOS,))
+        (row,) = asyncio.run(player.play(task, environment, sampling, attempt=0))
+        return row.outcome
+
+    class Replies(FakeEnvironment):
+        async def step(self, message):
+            return Step((Message("user", "77"),))
+
+    assert fail("17", FakeEnvironment()) == Failed(
+        "data", "task t (qa.csv, line 3), the prompt:\n'7' has no token"
+    )
+    assert fail("1", Replies()) == Failed(
+        "data", "task t (qa.csv, line 3), the reply of Replies to turn 1:\n'7' has no token"
+    )
 
 
 def test_an_abort_cancels_the_attempt():

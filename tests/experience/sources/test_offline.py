@@ -2,6 +2,7 @@
 resumed source draws again."""
 
 import asyncio
+import itertools
 import json
 from itertools import islice
 from typing import Any
@@ -237,6 +238,38 @@ def test_a_row_longer_than_the_context_is_refused_by_the_name_of_its_task(kind):
     said = rf"task t\d: {longest} tokens, but the model holds {longest - 1}: shorten or drop it"
     with pytest.raises(DataError, match=said):
         draw(SOURCES[kind](max_context=longest - 1), 2)
+
+
+def test_rows_longer_than_the_context_are_left_out_and_counted_where_the_data_ask_for_it(caplog):
+    class Drops(Given):
+        def tasks(self, split, *, seed, start=0):
+            for i in itertools.count(start):  # every third is far too long
+                yield Task(f"t{i % 6}", said("8" * (99 if i % 3 == 1 else 1)), answer=i % 6)
+
+        def drops_too_long(self, task):
+            return True
+
+    source = pairs(Drops(), max_context=40)
+    assert [group.id for group in draw(source, 5)] == ["p/0", "p/2", "p/3", "p/5", "p/6"]
+    logged = [record.getMessage() for record in caplog.records]
+    assert [text.partition(";")[0] for text in logged] == [
+        "too_long=drop: 1 row left out so far",
+        "too_long=drop: 2 rows left out so far",
+    ]
+    assert "tokens, but the model holds 40" in logged[0]
+    # A resumed run draws the same rows.
+    state = asyncio.run(source.snapshot())
+    resumed = pairs(Drops(), max_context=40)
+    asyncio.run(resumed.restore(state))
+    assert [group.id for group in draw(resumed, 6)] == ["p/0", "p/2", "p/3", "p/5", "p/6", "p/8"]
+
+
+def test_data_of_long_rows_alone_are_an_error(monkeypatch):
+    monkeypatch.setattr("ratchet.experience.sources.long_rows.MAX_DROPPED", 5)
+    environment = Given()
+    environment.drops_too_long = lambda task: True
+    with pytest.raises(DataError, match="the last 5 rows are too long; task t"):
+        draw(pairs(environment, max_context=2), 1)
 
 
 @pytest.mark.parametrize(

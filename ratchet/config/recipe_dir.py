@@ -1,0 +1,117 @@
+"""Find what a recipe names in the recipe's own directory: data, models, and modules.
+
+Relative paths are relative to the current directory. A path that does not exist there is looked up
+in the directory of the file that names it, and so is a module that can't be imported.
+"""
+
+from __future__ import annotations
+
+import glob
+import os
+import re
+import sys
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from importlib.util import find_spec
+from pathlib import Path
+
+from ratchet.config.yaml_tree import COMMAND_LINE, Node, ValueOrigin
+from ratchet.utils.object_store import is_address
+
+IMPORT_DIRS = "import_dirs"
+# The keys whose values, or the values below them, are paths that are read.
+PATH_KEYS = frozenset(
+    {
+        *("path", "train", "test", "teacher", "texts", "corpus", "embeddings", "template"),
+        *("media_root", "root", "token_file", "certificates", IMPORT_DIRS),
+    }
+)
+IMPORT_PATH = re.compile(r"([A-Za-z_]\w*)(\.\w+)*:[A-Za-z_]\w*")
+
+
+def find_beside(root: Node, keys: Collection[str]) -> Node:
+    """Return a file's tree with the paths that exist only in the file's own directory replaced.
+
+    Args:
+        root: The tree.
+        keys: The keys of a recipe. A file with all of them is the recipe that a run saved, whose
+            paths have been looked up before: beside it lies the model that the run trained.
+    """
+    directory = Path(root.origin.file).parent
+    if set(keys) <= set(root.value) or directory == Path():
+        return root
+    return _replace_paths(root, directory, is_path=False)
+
+
+def _replace_paths(node: Node, directory: Path, *, is_path: bool) -> Node:
+    if isinstance(node.value, dict):
+        return replace(
+            node,
+            value={
+                key: _replace_paths(child, directory, is_path=is_path or key in PATH_KEYS)
+                for key, child in node.value.items()
+            },
+        )
+    if isinstance(node.value, list):
+        items = [_replace_paths(item, directory, is_path=is_path) for item in node.value]
+        return replace(node, value=items)
+    path = node.value
+    if not is_path or not isinstance(path, str) or not path or is_address(path):
+        return node
+    beside = str(directory / path)
+    return replace(node, value=beside) if not _exists(path) and _exists(beside) else node
+
+
+def _exists(path: str) -> bool:
+    """True if the path exists, or matches a file as a pattern."""
+    return os.path.exists(path) or (
+        "\0" not in path and glob.has_magic(path) and any(glob.iglob(path, recursive=True))
+    )
+
+
+def add_import_dirs(root: Node) -> Node:
+    """Return the recipe with its `import_dirs`, and let Python import from them.
+
+    The directory of a file is added if a module that the file names lies there and nowhere else on
+    the import path.
+    """
+    named = root.get(IMPORT_DIRS)
+    items = list(named.value) if named is not None and isinstance(named.value, list) else []
+    for item in items:
+        if isinstance(item.value, str):
+            _append_to_path(item.value)
+    for leaf in _list_leaves(root):
+        match = IMPORT_PATH.fullmatch(leaf.value) if isinstance(leaf.value, str) else None
+        directory = Path(leaf.origin.file).parent
+        if match is None or leaf.origin.file == COMMAND_LINE:
+            continue
+        if _has_module(directory, match[1]) and not _is_importable(match[1]):
+            _append_to_path(str(directory))
+            items.append(Node(str(directory), leaf.origin))
+    if not items:
+        return root
+    origin = named.origin if named is not None else ValueOrigin(root.origin.file, None, IMPORT_DIRS)
+    return replace(root, value={**root.value, IMPORT_DIRS: Node(items, origin)})
+
+
+def _list_leaves(node: Node) -> Iterator[Node]:
+    if isinstance(node.value, dict | list):
+        children = node.value.values() if isinstance(node.value, dict) else node.value
+        for child in children:
+            yield from _list_leaves(child)
+    else:
+        yield node
+
+
+def _has_module(directory: Path, name: str) -> bool:
+    return (directory / f"{name}.py").is_file() or (directory / name).is_dir()
+
+
+def _is_importable(name: str) -> bool:
+    return name in sys.modules or find_spec(name) is not None
+
+
+def _append_to_path(directory: str) -> None:
+    resolved = str(Path(directory).resolve())
+    if resolved not in sys.path:
+        sys.path.append(resolved)
