@@ -216,9 +216,9 @@ class Mixture:
     # --- answers from data
 
     def drops_too_long(self, task: Task) -> bool:
-        part = self._part(task)
-        # The protocol is of a higher layer.
-        return hasattr(part, "drops_too_long") and bool(part.drops_too_long(task))  # pyright: ignore[reportAttributeAccessIssue]
+        # `DropsLongRows` is of a higher layer.
+        drops_too_long = getattr(self._find_part(task), "drops_too_long", None)
+        return drops_too_long is not None and drops_too_long(task)
 
     def demonstration(self, task: Task) -> Sequence[Message]:
         return self._find_part(task).demonstration(task)

@@ -118,7 +118,7 @@ def running(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[asyncio.
             return ServedModel(open_target(path).policy, Sampling(max_new_tokens=2))
 
         served = runner.run(start())
-        yield runner, make_chat_app(lambda key: served, host_names=LOOPBACK)
+        yield runner, make_chat_app(lambda key: served, hosts=LOOPBACK)
         runner.run(served.policy.close())
 
 

@@ -211,7 +211,7 @@ def test_what_can_not_be_compared_is_refused():
     with pytest.raises(DataError, match="no prompt in common"):
         compare(a, EvalResults((prompt("b", 1.0),)))
     with pytest.raises(DataError, match="'a' differs between"):
-        compare(a, EvalResults((PromptResult("a", "", "other", False, *attempts(1.0)),)))
+        compare(a, EvalResults((replace(prompt("a", 1.0), digest="other"),)))
     with pytest.raises(DataError, match="no prompt has a reward in both"):
         compare(a, EvalResults((prompt("a", None, greedy=None),)))
 

@@ -46,7 +46,9 @@ def test_ranks_train_the_adapter_that_one_process_does(name, tmp_path):
     expected = alone(shape, STEPS, adapter=adapter)
     check_alike(results, topology, expected)
     stored = BlockFiles(tmp_path)
-    assert all("lora_" in weight or weight.endswith("head.weight") for weight in stored.stored)
+    assert all(
+        "lora_" in weight or weight.endswith("head.weight") for weight in stored.blocks_by_name
+    )
     base, _ = first(shape, torch.float64)
     assert all(torch.equal(weight, expected[1][key]) for key, weight in base.canonical_weights())
     moved = [

@@ -32,7 +32,7 @@ def test_a_shape_that_it_cannot_multiply_is_refused():
 def told(rank):
     """Of a spec with fp8 and one without: whether its linear maps are the right ones; and what the
     configuration says."""
-    from ratchet.models.megatron import parts
+    from ratchet.models.megatron import layer_modules
     from ratchet.models.megatron.build import transformer_config
     from ratchet.models.parallel.megatron_sizes import MegatronSizes
 
@@ -41,11 +41,12 @@ def told(rank):
     )
     maps = []
     for fp8 in (True, False):
-        layer = parts.layer_spec(SHAPE, 0, fp8=fp8).submodules
+        layer = layer_modules.layer_spec(SHAPE, 0, fp8=fp8).submodules
         attention, mlp = layer.self_attention.submodules, layer.mlp.submodules
         found = (attention.linear_qkv, attention.linear_proj, mlp.linear_fc1, mlp.linear_fc2)
-        own = parts.te_linear.TEColumnParallelLinear, parts.te_linear.TERowParallelLinear
-        column, row = own if fp8 else (parts.ColumnLinear, parts.RowLinear)
+        te_linear = layer_modules.te_linear
+        own = te_linear.TEColumnParallelLinear, te_linear.TERowParallelLinear
+        column, row = own if fp8 else (layer_modules.ColumnLinear, layer_modules.RowLinear)
         maps.append(
             all(
                 made is wanted

@@ -203,7 +203,7 @@ class LabelledSource(AnswerSource):
 
     def check_length(self, task: Task) -> None:
         assert isinstance(self.stream.environment, HasLabelledAnswers)
-        self.writer.row(task, self.stream.environment.judged(task).messages)
+        self.text_renderer.row(task, self.stream.environment.labelled_answer(task).messages)
 
     async def make(self, jobs: Sequence[tuple[str, Task]], version: int) -> list[Group]:
         environment = self.stream.environment
