@@ -17,7 +17,7 @@ import yaml
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from ratchet.config.describe import describe
+from ratchet.commands.describe_recipe import describe
 from ratchet.config.loader import load_config
 from ratchet.config.model_shape.decoder_config import DecoderConfig, unsupported_reason
 from ratchet.config.model_shape.presets import PRESETS, get_preset

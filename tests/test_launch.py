@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratchet.config.describe import describe
+from ratchet.commands.describe_recipe import describe
 from ratchet.config.loader import load_config
 
 ROOT = Path(__file__).resolve().parents[1]

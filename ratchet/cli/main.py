@@ -83,7 +83,7 @@ def check(
         table, passed = check_named(target, overrides or [])
         say(table)
         raise typer.Exit(not passed)
-    from ratchet.config.describe import describe
+    from ratchet.commands.describe_recipe import describe
     from ratchet.config.loader import load_config
     from ratchet.executors.threads import describe_threads
 
@@ -145,7 +145,7 @@ def schema() -> None:
     """Print the JSON schema of recipes, which lets editors complete and check their keys."""
     from json import dumps
 
-    from ratchet.config.json_schema import recipe_schema
+    from ratchet.commands.help.json_schema import recipe_schema
 
     say(dumps(recipe_schema(), indent=1))
 

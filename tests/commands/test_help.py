@@ -8,9 +8,9 @@ import pytest
 
 from ratchet.commands.help.command import make_help_text
 from ratchet.commands.help.entries import list_entries
+from ratchet.commands.help.json_schema import recipe_schema
 from ratchet.commands.help.page import make_recipe_page
 from ratchet.commands.migrate.importer import PEERS
-from ratchet.config.json_schema import recipe_schema
 from ratchet.config.key_paths import keys
 from ratchet.config.peer_names import PEER_NAMES
 from ratchet.config.schema import RunConfig

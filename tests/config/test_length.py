@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 import yaml
 
-from ratchet.config.describe import describe
+from ratchet.commands.describe_recipe import describe
 from ratchet.config.length import count_warmup_steps, shorten
 from ratchet.config.loader import dump_config, load_config
 from ratchet.config.schema import RunConfig

@@ -417,7 +417,7 @@ def test_secrets_are_redacted_in_a_saved_config(write, monkeypatch):
 def test_reading_and_checking_a_recipe_imports_neither_torch_nor_transformers(write):
     path = write(QUICKSTART)
     code = (
-        "import sys; from ratchet.config.describe import describe; from ratchet.config.loader "
+        "import sys; from ratchet.commands.describe_recipe import describe; from ratchet.config.loader "
         "import dump_config, load_config; "
         "from ratchet.config.key_paths import leaf_keys; from ratchet.config.schema import "
         "RunConfig; "

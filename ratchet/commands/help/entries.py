@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticUndefined
 
+from ratchet.commands.help.json_schema import describe_schema, key_schemas
 from ratchet.config.base import Section
-from ratchet.config.json_schema import describe_schema, key_schemas
 from ratchet.config.key_paths import STAGES, find_section, find_slot
 from ratchet.config.registry import KINDS
 from ratchet.config.resolve import SLOT_FIELDS, section_class

@@ -23,7 +23,8 @@ _DIGITS = r"\d(?:_?\d)*"
 _UNSIGNED = r"(?:0|[1-9](?:_?\d)*)"
 HYDRA_INTEGER = re.compile(rf"[+-]?{_UNSIGNED}", re.ASCII)
 HYDRA_FLOAT = re.compile(
-    rf"[+-]?(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS}|(?:{_UNSIGNED}\.?|{_UNSIGNED}?\.{_DIGITS})[eE][+-]?{_DIGITS}|inf|nan)",
+    rf"[+-]?(?:{_UNSIGNED}\.|{_UNSIGNED}?\.{_DIGITS}"
+    rf"|(?:{_UNSIGNED}\.?|{_UNSIGNED}?\.{_DIGITS})[eE][+-]?{_DIGITS}|inf|nan)",
     re.IGNORECASE | re.ASCII,
 )
 WORD_VALUES = {"true": True, "false": False, "null": None}

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import yaml
 
-from ratchet.config.describe import describe
+from ratchet.commands.describe_recipe import describe
 from ratchet.config.schema import RunConfig
 
 STALE = {"max_staleness": 3}

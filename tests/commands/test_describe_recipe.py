@@ -1,4 +1,4 @@
-from ratchet.config.describe import describe
+from ratchet.commands.describe_recipe import describe
 from ratchet.config.schema import RunConfig
 
 
