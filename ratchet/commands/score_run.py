@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from ratchet.runs.resolve import fetch_run_record
 from ratchet.runs.run_dir import RunDirectory
 from ratchet.types import Failed, Group, Outcome, Trajectory
 from ratchet.utils.terminal_text import make_console
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 # Smallest difference of two rewards that counts; sums may be added in another order.
 DIFFERENT = 1e-9
@@ -138,10 +138,10 @@ async def _score_group(
         try:
             # A reward must not see what was judged before.
             rows = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
-            outcomes = await reward.score(rows, task)
-        # A reward may be user code: its bug must fail one group, not the rest.
-        except Exception:
-            outcomes = [Failed("reward", traceback.format_exc())] * len(attempts)
+            # A reward may be user code: its bug must fail one group, not the rest.
+            outcomes = await run_guarded(lambda: reward.score(rows, task))
+        except UserCodeFailed as failure:
+            outcomes = [Failed("reward", str(failure))] * len(attempts)
         seconds = (time.perf_counter() - start) / len(attempts)
     return [
         (

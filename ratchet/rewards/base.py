@@ -14,6 +14,7 @@ from typing import Any
 from ratchet.errors import ConfigError, DataError
 from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, finite
+from ratchet.utils.user_code import is_user_error
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
@@ -68,7 +69,9 @@ class PerTrajectory(ABC):
                 verdict = await verdict
             total, parts = self._check_verdict(verdict)
         # Users write rewards: a bug in one must cost an attempt, not the run.
-        except Exception:
+        except BaseException as error:
+            if not is_user_error(error):
+                raise
             return Failed(
                 "reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}"
             )

@@ -10,12 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.rollout.episode import PromptMemo
-from ratchet.experience.rollout.user_code import (
-    UserCodeFailed,
-    is_retryable,
-    limit_time,
-    run_guarded,
-)
+from ratchet.experience.rollout.user_code import is_retryable, limit_time
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
 from ratchet.observe.tracing.spans import ACTIVITY
@@ -32,6 +27,7 @@ from ratchet.types import (
     Unjudged,
     finite,
 )
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 log = logging.getLogger(__name__)
 
