@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import select
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +19,8 @@ from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten
 WRONG_INPUT = 2
 FAILED = 1
 MAX_CHARS = 10_000  # longest message that is printed
+# Errors of a write that a user mends by making room: the disk, a quota, `ulimit -f`.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -69,7 +73,22 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             "a smaller model or batch",
             WRONG_INPUT,
         )
+    if isinstance(error, OSError) and error.errno in FULL:
+        place = f"{error.filename}: " if error.filename else ""
+        return (
+            f"nothing more can be written ({_locate(error)}): {place}{error.strerror}. Make room "
+            "where the output goes",
+            FAILED,
+        )
     return None
+
+
+def is_reader_gone() -> bool:
+    """True if a program that read stdout or stderr has ended."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)  # errors are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _locate(error: BaseException) -> str:
