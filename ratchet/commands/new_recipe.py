@@ -320,8 +320,9 @@ def _lines(
     every = max(1, steps // 4)
     rate, size = _choose_rate(model.parameters, source, adapter=lora is not None)
     optimizer = f"{{lr: {rate}, warmup_steps: {min(10, steps // 10)}, schedule: cosine}}"
+    shown = " ".join(str(request.data).split())  # a line end in it would end the comment
     lines = [
-        (f"# {algorithm['kind']} on {request.data}, by `ratchet new recipe`. Change any line.", ""),
+        (f"# {algorithm['kind']} on {shown}, by `ratchet new recipe`. Change any line.", ""),
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
         (f"#   ratchet eval runs/{name}; ratchet report runs/{name}", ""),
         (f"name: {name}", "names the run's directory, runs/" + name),
