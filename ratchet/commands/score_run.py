@@ -17,15 +17,16 @@ from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, reward_secti
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
+from ratchet.experience.rollout.manager import add_turn_rewards, judge_attempts
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.reader import Record
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.types import Failed, Group, Outcome, Trajectory
+from ratchet.types import Failed, Group, Outcome, Trajectory, Truncated
 from ratchet.utils.terminal_text import make_console
-from ratchet.utils.user_code import UserCodeFailed, run_guarded
+from ratchet.utils.user_code import UserCodeFailed
 
 # Smallest difference of two rewards that counts; sums may be added in another order.
 DIFFERENT = 1e-9
@@ -33,12 +34,16 @@ DIFFERENT = 1e-9
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """An attempt of a run, and the reward that it got in training; None if it was not judged."""
+    """An attempt of a run. Its trajectories hold the reward that it got in training, if any."""
 
     step: int
     group: Group
-    number: int
-    trajectory: Trajectory
+    rows: list[Trajectory]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The last trajectory, which has all messages."""
+        return self.rows[-1]
 
 
 def score_run(
@@ -119,9 +124,9 @@ async def _score_record(
 
 
 def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
-    """Return the attempts that the policy wrote to an end; the last row has all messages."""
+    """Return the attempts that the policy wrote to an end."""
     return [
-        RecordedAttempt(step, group, rows[-1].attempt, rows[-1])
+        RecordedAttempt(step, group, rows)
         for rows in group.attempts
         if rows[-1].sampled and rows[-1].counts
     ]
@@ -136,10 +141,17 @@ async def _score_group(
         start = time.perf_counter()
         outcomes: Sequence[Outcome]
         try:
-            # A reward must not see what was judged before.
-            rows = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
+            # A reward must not see what was judged before, but that an attempt was cut off.
+            candidates = [
+                [
+                    replace(row, outcome=Truncated() if row.truncated else None)
+                    for row in attempt.rows
+                ]
+                for attempt in attempts
+            ]
             # A reward may be user code: its bug must fail one group, not the rest.
-            outcomes = await run_guarded(lambda: reward.score(rows, task))
+            judged = await judge_attempts(reward, candidates, task)
+            outcomes = list(map(add_turn_rewards, candidates, judged))
         except UserCodeFailed as failure:
             outcomes = [Failed("reward", str(failure))] * len(attempts)
         seconds = (time.perf_counter() - start) / len(attempts)
@@ -147,14 +159,14 @@ async def _score_group(
         (
             attempt,
             Score(
-                attempt.number,
+                attempt.trajectory.attempt,
                 task.id,
                 outcome,
                 seconds,
                 facts={
                     "step": attempt.step,
                     "group": attempt.group.id,
-                    "attempt": attempt.number,
+                    "attempt": attempt.trajectory.attempt,
                     "recorded": attempt.trajectory.reward,
                 },
             ),

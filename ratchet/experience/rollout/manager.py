@@ -269,7 +269,7 @@ class RolloutManager:
             retried = await self._score(self.reward, candidates, task)
             for i in failed:
                 outcomes[i] = retried[i]
-        return list(map(_add_turn_rewards, candidates, outcomes))
+        return list(map(add_turn_rewards, candidates, outcomes))
 
     async def _score(
         self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
@@ -279,18 +279,26 @@ class RolloutManager:
                 with waiting(
                     "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
                 ):
-                    outcomes = await run_guarded(
-                        lambda: reward.score([rows[-1] for rows in candidates], task)
-                    )
-            return [
-                _check_outcome(outcome, reward)
-                for outcome in _check_outcome_count(outcomes, candidates, reward)
-            ]
+                    return await judge_attempts(reward, candidates, task)
         except TimeoutError:
             detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
             return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
             return [Failed("reward", str(failure))] * len(candidates)
+
+
+async def judge_attempts(
+    reward: Reward, candidates: Sequence[AttemptRows], task: Task
+) -> list[Outcome]:
+    """Return the outcome of each attempt by a reward, without the environment's turn rewards.
+
+    Raises UserCodeFailed if the reward raises, or returns what is no outcome of each attempt.
+    """
+    outcomes = await run_guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
+    return [
+        _check_outcome(outcome, reward)
+        for outcome in _check_outcome_count(outcomes, candidates, reward)
+    ]
 
 
 async def gather_first(
@@ -422,7 +430,7 @@ def _get_environment_outcome(rows: AttemptRows, *, needs_reward: bool) -> Outcom
     )
 
 
-def _add_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
+def add_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
     """Return the outcome with the environment's turn rewards added."""
     total = _sum_turn_rewards(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:
