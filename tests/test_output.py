@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from ratchet.cli.errors import explain_error
+
 RATCHET = [sys.executable, "-m", "ratchet.cli.main"]
 BREAKS = """
 import os, sys
@@ -41,3 +43,11 @@ def test_a_reader_that_has_enough_is_no_error():
     ) as command:
         command.stdout.close()
         assert b"Traceback" not in command.stderr.read()
+
+
+def test_a_library_in_rust_gives_the_text_of_the_error_alone():
+    explanation = explain_error(
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    )
+    assert explanation is not None
+    assert "nothing more can be written" in explanation[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import io
+import os
 import select
 import sys
 import traceback
@@ -21,6 +22,8 @@ FAILED = 1
 MAX_CHARS = 10_000  # longest message that is printed
 # Errors of a write that a user mends by making room: the disk, a quota, `ulimit -f`.
 FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Libraries in Rust give the text of the error alone.
+FULL_TEXTS = tuple(os.strerror(number) for number in FULL)
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -73,11 +76,10 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             "a smaller model or batch",
             WRONG_INPUT,
         )
-    if isinstance(error, OSError) and error.errno in FULL:
-        place = f"{error.filename}: " if error.filename else ""
+    if any(words in str(error) for words in FULL_TEXTS):
         return (
-            f"nothing more can be written ({_locate(error)}): {place}{error.strerror}. Make room "
-            "where the output goes",
+            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
+            "room where the output goes",
             FAILED,
         )
     return None
