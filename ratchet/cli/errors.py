@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import io
+import os
+import select
 import sys
 import traceback
 from pathlib import Path
@@ -17,6 +20,10 @@ from ratchet.utils.terminal_text import escape_controls, get_first_line, shorten
 WRONG_INPUT = 2
 FAILED = 1
 MAX_CHARS = 10_000  # longest message that is printed
+# Errors of a write that a user mends by making room: the disk, a quota, `ulimit -f`.
+FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+# Libraries in Rust give the text of the error alone.
+FULL_TEXTS = tuple(os.strerror(number) for number in FULL)
 PACKAGE = Path(__file__).parents[1]
 # Parts of the messages of loaders and allocators that ran out of memory. Their exceptions have no
 # common type.
@@ -70,7 +77,21 @@ def explain_error(error: BaseException) -> tuple[str, int] | None:
             "a smaller model or batch",
             WRONG_INPUT,
         )
+    if any(words in str(error) for words in FULL_TEXTS):
+        return (
+            f"nothing more can be written ({_locate(error)}): {get_first_line(str(error))}. Make "
+            "room where the output goes",
+            FAILED,
+        )
     return None
+
+
+def is_reader_gone() -> bool:
+    """True if a program that read stdout or stderr has ended."""
+    poll = select.poll()
+    for descriptor in (1, 2):
+        poll.register(descriptor, 0)  # errors are always reported
+    return any(event & (select.POLLERR | select.POLLHUP) for _, event in poll.poll(0))
 
 
 def _locate(error: BaseException) -> str:

@@ -9,13 +9,14 @@ import os
 import re
 import sys
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
+from typer.core import TyperGroup
 
 import ratchet
 from ratchet.cli.data import data
-from ratchet.cli.errors import exit_with_error, prepare_streams, say
+from ratchet.cli.errors import exit_with_error, is_reader_gone, prepare_streams, say
 from ratchet.cli.evaluation import evaluate
 from ratchet.cli.new import new
 from ratchet.cli.recorded import explain, replay, report, status, ui
@@ -24,7 +25,26 @@ from ratchet.cli.train import Overrides, train
 from ratchet.errors import ConfigError
 from ratchet.utils import credentials, failpoints, object_store
 
-app = typer.Typer(no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None)
+
+class Commands(TyperGroup):
+    """The commands, whose errors of other pipes than the output's are not lost.
+
+    Typer takes each BrokenPipeError for a reader of the output that has ended, and exits with
+    status 1 without a word. A worker process that is killed causes one too.
+    """
+
+    def invoke(self, ctx: Any) -> Any:
+        try:
+            return super().invoke(ctx)
+        except BrokenPipeError as error:
+            if is_reader_gone():
+                raise
+            raise ConnectionError("the connection to another process broke") from error
+
+
+app = typer.Typer(
+    cls=Commands, no_args_is_help=True, pretty_exceptions_enable=False, rich_markup_mode=None
+)
 
 app.add_typer(data, name="data")
 app.add_typer(runs, name="runs")

@@ -334,8 +334,9 @@ def _make_lines(
     interval = max(1, n_steps // 4)
     peak_rate, model_size = _choose_rate(model.n_parameters, source, with_adapter=lora is not None)
     optimizer = f"{{lr: {peak_rate}, warmup_steps: {min(10, n_steps // 10)}, schedule: cosine}}"
+    shown = " ".join(str(request.data).split())  # a line end in it would end the comment
     lines = [
-        (f"# {algorithm['kind']} on {request.data}, by `ratchet new recipe`. Change any line.", ""),
+        (f"# {algorithm['kind']} on {shown}, by `ratchet new recipe`. Change any line.", ""),
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
         (f"#   ratchet eval runs/{name}; ratchet report runs/{name}", ""),
         (f"name: {name}", "names the run's directory, runs/" + name),

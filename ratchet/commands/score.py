@@ -7,7 +7,6 @@ import json
 import math
 import sys
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -27,6 +26,7 @@ from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.types import Cancelled, Failed, Message, Outcome, Task, Trajectory
 from ratchet.utils.terminal_text import make_console, shorten_text
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 # Rows in memory per worker: a slow row delays the output, but not the judging of later rows.
 ROWS_PER_WORKER = 64
@@ -165,10 +165,10 @@ async def _score(
     async with free_workers:
         start = time.perf_counter()
         try:
-            (outcome,) = await reward.score([trajectory], task)
-        # A reward may be user code: its bug must fail one row only.
-        except Exception:
-            outcome = Failed("reward", traceback.format_exc())
+            # A reward may be user code: its bug must fail one row only.
+            (outcome,) = await run_guarded(lambda: reward.score([trajectory], task))
+        except UserCodeFailed as failure:
+            outcome = Failed("reward", str(failure))
         return Score(line, task.id, outcome, time.perf_counter() - start)
 
 

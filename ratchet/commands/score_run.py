@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-import traceback
 from collections import Counter, deque
 from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -18,14 +17,16 @@ from ratchet.commands.score import ROWS_PER_WORKER, Score, Summary, reward_secti
 from ratchet.config.loader import load_config
 from ratchet.config.schema import RunConfig
 from ratchet.errors import ConfigError, DataError
+from ratchet.experience.rollout.manager import add_turn_rewards, judge_attempts
 from ratchet.observe.records.groups import read_groups
 from ratchet.observe.records.reader import Record
 from ratchet.protocols import Reward
 from ratchet.rewards.weighted_sum import compose_rewards
 from ratchet.runs.resolve import fetch_run_record
 from ratchet.runs.run_dir import RunDirectory
-from ratchet.types import Failed, Group, Outcome, Trajectory
+from ratchet.types import Failed, Group, Outcome, Trajectory, Truncated
 from ratchet.utils.terminal_text import make_console
+from ratchet.utils.user_code import UserCodeFailed
 
 # Rewards that differ by at most this count as equal, because parts may be summed in another order.
 EQUALITY_TOLERANCE = 1e-9
@@ -33,12 +34,16 @@ EQUALITY_TOLERANCE = 1e-9
 
 @dataclass(frozen=True)
 class RecordedAttempt:
-    """A recorded attempt. `trajectory.reward` is its reward in training, None if it had none."""
+    """An attempt of a run. Its trajectories hold the reward that it got in training, if any."""
 
     step: int
     group: Group
-    attempt_index: int
-    trajectory: Trajectory
+    rows: list[Trajectory]
+
+    @property
+    def trajectory(self) -> Trajectory:
+        """The last trajectory, which has all messages."""
+        return self.rows[-1]
 
 
 def score_run(
@@ -119,14 +124,11 @@ async def _score_record(
 
 
 def _list_attempts(step: int, group: Group) -> list[RecordedAttempt]:
-    """Return the sampled attempts without the failed ones, each as its last trajectory.
-
-    The last trajectory of an attempt has all messages.
-    """
+    """Return the attempts that the policy wrote to an end."""
     return [
-        RecordedAttempt(step, group, trajectories[-1].attempt, trajectories[-1])
-        for trajectories in group.attempts
-        if trajectories[-1].sampled and trajectories[-1].counts
+        RecordedAttempt(step, group, rows)
+        for rows in group.attempts
+        if rows[-1].sampled and rows[-1].counts
     ]
 
 
@@ -139,25 +141,32 @@ async def _score_group(
         start = time.perf_counter()
         outcomes: Sequence[Outcome]
         try:
-            # A reward must not see the recorded outcome.
-            trajectories = [replace(attempt.trajectory, outcome=None) for attempt in attempts]
-            outcomes = await reward.score(trajectories, task)
-        # A reward may be user code: its bug must fail one group, not the rest.
-        except Exception:
-            outcomes = [Failed("reward", traceback.format_exc())] * len(attempts)
+            # A reward must not see what was judged before, but that an attempt was cut off.
+            candidates = [
+                [
+                    replace(row, outcome=Truncated() if row.truncated else None)
+                    for row in attempt.rows
+                ]
+                for attempt in attempts
+            ]
+            # A reward may be user code: its bug must fail one group, not the rest.
+            judged = await judge_attempts(reward, candidates, task)
+            outcomes = list(map(add_turn_rewards, candidates, judged))
+        except UserCodeFailed as failure:
+            outcomes = [Failed("reward", str(failure))] * len(attempts)
         seconds = (time.perf_counter() - start) / len(attempts)
     return [
         (
             attempt,
             Score(
-                attempt.attempt_index,
+                attempt.trajectory.attempt,
                 task.id,
                 outcome,
                 seconds,
                 source_fields={
                     "step": attempt.step,
                     "group": attempt.group.id,
-                    "attempt": attempt.attempt_index,
+                    "attempt": attempt.trajectory.attempt,
                     "recorded": attempt.trajectory.reward,
                 },
             ),

@@ -37,10 +37,15 @@ from ratchet.utils.terminal_text import shorten_text
 
 EXTENDS = "extends"
 MAX_FILES = 32  # longest chain of `extends`, the recipe itself included
+WHICH_MODEL = ("preset", "overrides", "path", "revision")  # keys of `model`
 
 
 def load_config(
-    path: str | Path, overrides: Sequence[str] = (), *, model_path: str | None = None
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    *,
+    model_path: str | None = None,
+    model_option: str = "",
 ) -> RunConfig:
     """Return the resolved and checked configuration of a recipe.
 
@@ -48,6 +53,8 @@ def load_config(
         path: The recipe.
         overrides: Keys to set, as key=value.
         model_path: The model to start from, in place of the recipe's preset or path.
+        model_option: The option of the command line that gave `model_path`. Overrides that say
+            otherwise which model are then an error.
 
     Raises ConfigError, which lists all problems of the recipe.
     """
@@ -55,7 +62,15 @@ def load_config(
     budget = Budget()
     root = _read_with_bases(Path(path), problems, budget)
     if overrides:
-        root = apply_layer(root, _parse_overrides(overrides, problems, budget), problems)
+        override_tree = _parse_overrides(overrides, problems, budget)
+        root = apply_layer(root, override_tree, problems)
+        model = override_tree.get("model")
+        twice = [key for key in WHICH_MODEL if model and model.is_section and key in model.value]
+        if model_option and twice:
+            raise ConfigError(
+                f"command line: model.{twice[0]}: {model_option} says which model to start from, "
+                "and its shape: remove one of the two"
+            )
     if model_path is not None:
         root.value["model"] = _with_model_path(root.get("model"), model_path)
     if "name" not in root.value:
@@ -68,8 +83,7 @@ def _with_model_path(model: Node | None, path: str) -> Node:
     """Return the model's section with this path, without other keys that choose a model."""
     origin = ValueOrigin(COMMAND_LINE, None, "model")
     values = model.value if model is not None and model.is_section else {}
-    replaced_keys = ("preset", "overrides", "path", "revision")
-    children = {key: node for key, node in values.items() if key not in replaced_keys}
+    children = {key: node for key, node in values.items() if key not in WHICH_MODEL}
     return Node({**children, "path": Node(path, origin.below("path"))}, origin)
 
 

@@ -22,7 +22,6 @@ from ratchet.experience.rollout.episode import (
     check_step,
     get_offered_tools,
 )
-from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
 from ratchet.experience.seeds import derive_seed
 from ratchet.protocols import Environment, HasStopStrings, HasTools
 from ratchet.rewards.llm.http_client import Endpoint, EndpointError
@@ -38,6 +37,7 @@ from ratchet.types import (
     Truncated,
     Turn,
 )
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 # HTTP statuses of a wrong key, address or model: every further request would fail too.
 FATAL_STATUSES = (401, 403, 404, 405)

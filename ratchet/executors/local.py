@@ -59,7 +59,9 @@ class LocalExecutor:
         self.device = device
         self.cluster = VirtualCluster(ResourceManager([find_node(threads, device, config.devices)]))
         self.preload = tuple(preload)
-        self._server: ForkServerHandle | None = None
+        # The last one is in use. Those before it were killed, and all their processes with them.
+        self._servers: list[ForkServerHandle] = []
+        self._servers_lock = threading.Lock()
         self._groups: list[WorkerGroup] = []
 
     def spawn(self, factory: Callable[..., Any], /, **arguments: Any) -> Any:
@@ -78,8 +80,7 @@ class LocalExecutor:
 
         It does not wait until they have started; the first call does.
         """
-        if self._server is None:
-            self._server = ForkServerHandle(self.preload)
+        server = self._get_server()
         bundles = self.cluster.bundles(role)
         ports = "{}-{}".format(*self.config.ports) if self.config.ports else ""
         places, members = [], []
@@ -101,7 +102,7 @@ class LocalExecutor:
             )
             places.append(place)
             members.append(
-                self._server.start(
+                server.start(
                     WorkerName(role, rank_number, len(bundles), socket.gethostname()),
                     {"OMP_NUM_THREADS": str(bundle.threads), **visible_devices},
                     self.config.silence_s,
@@ -115,10 +116,17 @@ class LocalExecutor:
         """End all groups and their processes."""
         for group in self._groups:
             group.close()
-        if self._server is not None:
-            self._server.close()
+        for server in self._servers:
+            server.close()
         self._groups = []
-        self._server = None
+        self._servers = []
+
+    def _get_server(self) -> ForkServerHandle:
+        """Return a running fork server; generators are restarted from several threads at once."""
+        with self._servers_lock:
+            if not self._servers or self._servers[-1].has_ended:
+                self._servers.append(ForkServerHandle(self.preload))
+            return self._servers[-1]
 
 
 class LocalWorkerHandle(SocketWorkerHandle):
@@ -199,10 +207,14 @@ class ForkServerHandle:
         )
         self._thread.start()
 
+    @property
+    def has_ended(self) -> bool:
+        return not self._thread.is_alive()
+
     def start(
         self, name: WorkerName, environment: dict[str, str], silence_s: float
     ) -> LocalWorkerHandle:
-        """Start a worker and return its handle."""
+        """Start a worker and return its handle. Raises WorkerError if the fork server has ended."""
         number = next(self._numbers)
         log = self.folder / f"{name.role}-{name.rank}-{number}.log"
         child = self._started[number] = ForkedWorker(self._send_order)
@@ -211,8 +223,13 @@ class ForkServerHandle:
             message = json.dumps(
                 {"start": number, "log": str(log), "environment": environment}
             ).encode()
-            with self._lock:
-                socket.send_fds(self._control, [message], [worker_end.fileno()])
+            try:
+                with self._lock:
+                    socket.send_fds(self._control, [message], [worker_end.fileno()])
+            except OSError as error:
+                driver_end.close()
+                self._thread.join()  # so that `has_ended` says so from now on
+                raise WorkerError(f"{name} can't start: the fork server has ended") from error
         return LocalWorkerHandle(name, driver_end, silence_s, child, log)
 
     def close(self) -> None:

@@ -23,6 +23,7 @@ from ratchet.types import (
     Truncated,
     is_finite_number,
 )
+from ratchet.utils.user_code import is_user_error
 
 # The parts of a mapping sum to the reward; the parts of Scored need not.
 Verdict = float | Mapping[str, float] | Scored
@@ -77,7 +78,9 @@ class PerTrajectory(ABC):
                 verdict = await verdict
             total, parts = self._check_verdict(verdict)
         # Users write rewards: a bug in one must cost an attempt, not the run.
-        except Exception:
+        except BaseException as error:
+            if not is_user_error(error):
+                raise
             return Failed(
                 "reward", f"reward {self.label}, task '{task.id}':\n{traceback.format_exc()}"
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 from ratchet.config.base import Section
 from ratchet.config.resolve import build
@@ -12,6 +13,7 @@ from ratchet.errors import ConfigError
 from ratchet.protocols import HasFinalAnswers, Reward
 from ratchet.rewards.base import as_reward, find_voter
 from ratchet.types import Cancelled, Failed, Outcome, Scored, Task, Trajectory, Truncated, Unjudged
+from ratchet.utils.user_code import run_guarded
 
 
 class WeightedSum:
@@ -42,7 +44,10 @@ class WeightedSum:
         )
 
     async def score(self, trajectories: Sequence[Trajectory], task: Task) -> Sequence[Outcome]:
-        pending = [reward.score(trajectories, task) for reward in self.rewards.values()]
+        pending = [
+            run_guarded(partial(reward.score, trajectories, task))
+            for reward in self.rewards.values()
+        ]
         columns = [await pending[0]] if len(pending) == 1 else await asyncio.gather(*pending)
         return [self._sum(row) for row in zip(*columns, strict=True)]
 

@@ -24,7 +24,7 @@ from ratchet.experience.sources.offline import TextRenderer
 from ratchet.experience.sources.render_task import OFFLINE_SOURCES, render_task
 from ratchet.models.load import find_model, is_hub_id
 from ratchet.models.weights.hf_weights import read_json
-from ratchet.protocols import Environment
+from ratchet.protocols import Environment, Reward
 from ratchet.training.evaluators import explain_no_answers
 from ratchet.training.from_config import (
     build_renderer,
@@ -33,11 +33,13 @@ from ratchet.training.from_config import (
     load_policy_processor,
 )
 from ratchet.training.saved_weights import find_saved
-from ratchet.types import Failed, Message, Split, Task, Trajectory
+from ratchet.types import Failed, Message, Outcome, Split, Task, Trajectory
 from ratchet.utils.object_store import is_address
+from ratchet.utils.user_code import is_user_error, run_guarded
 from ratchet.utils.user_frames import describe_user_error
 
 RESET_TIMEOUT_S = 60.0
+JUDGE_TIMEOUT_S = 600.0  # tests of programs may take minutes
 MADE_UP_ANSWER = "0"  # judged where the environment has no demonstration
 
 
@@ -53,14 +55,16 @@ class PreflightReport:
 
     opened: list[str] = field(default_factory=list)
     warnings: list[str] = field(default_factory=list)
-    problems: list[tuple[str, Exception]] = field(default_factory=list)
+    problems: list[tuple[str, BaseException]] = field(default_factory=list)
 
     @contextmanager
     def section(self, name: str) -> Iterator[None]:
         """Record an error inside the block as a problem of the section `name`."""
         try:
             yield
-        except Exception as error:  # classes of users may raise anything
+        except BaseException as error:  # classes of users may raise anything, and may call sys.exit
+            if not is_user_error(error):
+                raise
             known_messages = {str(problem) for _, problem in self.problems}
             if str(error) not in known_messages:
                 self.problems.append((name, error))
@@ -231,7 +235,7 @@ class _StageCheck:
         except (DataError, NotImplementedError, AttributeError):
             answer, is_made_up = (Message("assistant", MADE_UP_ANSWER),), True
         trajectory = self._make_trajectory(task, answer)
-        (outcome,) = asyncio.run(reward.score([trajectory], task))
+        outcome = asyncio.run(_score(reward, trajectory, task))
         names = ", ".join(str(getattr(section, "kind", "")) for section in local)
         if isinstance(outcome, Failed):
             message = describe_user_error(outcome.detail)
@@ -257,7 +261,24 @@ class _StageCheck:
 
 
 async def _reset(environment: Environment, task: Task) -> Sequence[Message]:
-    return await asyncio.wait_for(environment.reset(task), RESET_TIMEOUT_S)
+    try:
+        return await asyncio.wait_for(run_guarded(lambda: environment.reset(task)), RESET_TIMEOUT_S)
+    except TimeoutError:
+        raise ConfigError(
+            f"{type(environment).__name__}.reset gave nothing within {RESET_TIMEOUT_S:g} s"
+        ) from None
+
+
+async def _score(reward: Reward, trajectory: Trajectory, task: Task) -> Outcome:
+    try:
+        (outcome,) = await asyncio.wait_for(
+            run_guarded(lambda: reward.score([trajectory], task)), JUDGE_TIMEOUT_S
+        )
+    except TimeoutError:
+        raise ConfigError(
+            f"{type(reward).__name__}.score gave nothing within {JUDGE_TIMEOUT_S:g} s"
+        ) from None
+    return outcome
 
 
 def _calls_model(section: object) -> bool:
@@ -271,7 +292,7 @@ def _calls_model(section: object) -> bool:
     return isinstance(section, tuple) and any(_calls_model(item) for item in section)
 
 
-def _describe(error: Exception) -> str:
+def _describe(error: BaseException) -> str:
     if isinstance(error, RatchetError):
         return str(error)
     return describe_user_error("".join(traceback.format_exception(error)))

@@ -153,7 +153,7 @@ def _load_recipe(
         saved = None if config.model.path is None else find_saved(config.model.path)
     else:
         saved = find_start(start_from, with_optimizer=with_optimizer)
-        config = load_config(recipe, overrides, model_path=str(saved.path))
+        config = load_config(recipe, overrides, model_path=str(saved.path), model_option="--from")
     if saved is not None and config.model.path != str(saved.path):
         config = load_config(recipe, overrides, model_path=str(saved.path))
     return config, saved

@@ -226,3 +226,9 @@ def test_a_name_may_have_the_suffix_of_its_file(here: Path):
 def test_a_model_of_the_hub_is_not_fetched(here: Path):
     new("--like", "dpo", "--data", "pairs.jsonl", "--model", "owner/name")
     assert load_config("dpo.yaml").model.path == "owner/name"
+
+
+def test_a_line_end_in_a_files_name_does_not_break_the_recipe(here: Path):
+    (here / "q\na.csv").write_bytes((here / "qa.csv").read_bytes())
+    scaffold_recipe("mine", RecipeRequest("sft", "q\na.csv", "llama"))
+    assert load_config("mine.yaml").stages[0].environment.train == (Path("q\na.csv"),)

@@ -9,8 +9,9 @@ from typer.testing import CliRunner
 
 from ratchet.cli.main import app
 from ratchet.observe.records.reader import Record
+from ratchet.rewards.base import AnswerReward
 from ratchet.training.start import start_run
-from ratchet.types import Owner
+from ratchet.types import Owner, Truncated
 
 RECIPE = {
     "threads": 1,
@@ -37,8 +38,17 @@ def odd(trajectory, task):
 
 
 def lower(trajectory, task):
-    assert trajectory.outcome is None
+    assert trajectory.outcome in (None, Truncated())  # as before it was judged
     return odd(trajectory, task) - 1
+
+
+class Polite(AnswerReward):
+    """1 for each answer that is not cut off."""
+
+    name = "polite"
+
+    def grade(self, text, task):
+        return 1.0
 
 
 def broken(trajectory, task):
@@ -85,7 +95,7 @@ def test_another_reward_is_compared_with_the_recorded_one(run: Path) -> None:
 
 def test_a_reward_of_tokens_reads_them(run: Path) -> None:
     lines = scores(run, "--reward", "length", "unit=tokens", "at_most=1")
-    assert {line["outcome"] for line in lines} == {"scored"}
+    assert {line["outcome"] for line in lines} == {"scored", "truncated"}
 
 
 def test_a_reward_that_breaks_fails_its_groups(run: Path) -> None:
@@ -101,3 +111,19 @@ def test_what_cant_be_judged_is_an_error(run: Path, tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text("{}\n")
     assert "--step is only for a run" in said(tmp_path / "rows.jsonl", "--step", 1)
     assert "is a directory, but not a run directory" in said(tmp_path, "--reward", "math")
+
+
+def test_what_was_cut_off_is_judged_so_and_turns_keep_their_rewards(tmp_path: Path) -> None:
+    lake = {
+        "tokenizer": {"kind": "characters", "alphabet": "P.OG\n!udlr", "template": "turns"},
+        "environment": {"kind": "frozen_lake", "style": "compact", "max_moves": 3},
+        "rewards": [{"kind": f"{__name__}:Polite"}],
+        "sampling": {"max_new_tokens": 2},
+        "stages": [{"name": "rl", "algorithm": {"kind": "grpo", "group_size": 8}}],
+    }
+    (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({**RECIPE, **lake}))
+    assert start_run(tmp_path / "recipe.yaml", [], tmp_path / "run", command="train") == 0
+    lines = scores(tmp_path / "run")
+    assert "truncated" in {line["outcome"] for line in lines}
+    assert all(line["reward"] == line["recorded"] for line in lines)
+    assert any("environment" in line["parts"] for line in lines)

@@ -12,7 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from ratchet.errors import WorkerDied
+from ratchet.errors import WorkerDied, WorkerError
+from ratchet.executors.config import LocalClusterConfig
+from ratchet.executors.local import LocalExecutor
+from ratchet.executors.placement import ResourceRequest
 
 COLLECTIVE = "executors.components:Collective"
 TESTS = Path(__file__).parents[1]
@@ -127,10 +130,10 @@ executor.plan([ResourceRequest("learner", 2)])
 group = executor.group("learner")
 group.build_now("executors.components:Tiny")
 call = group.submit("start_program")
-pids = [*group.call_now("pid"), *call.result(), executor._server._process.pid]
+pids = [*group.call_now("pid"), *call.result(), executor._servers[-1]._process.pid]
 group.submit("hang")
 sys.stdout.write(" ".join(map(str, pids)) + "\\n")
-sys.stdout.write(f"{executor._server.folder}\\n")
+sys.stdout.write(f"{executor._servers[-1].folder}\\n")
 sys.stdout.flush()
 time.sleep(60)
 """
@@ -192,6 +195,28 @@ def test_a_killed_nursery_leaves_no_folder(driver_too, tmp_path):
         sweep = "from ratchet.utils.temp_dirs import sweep; sweep()"
         subprocess.run([sys.executable, "-c", sweep], env=environment, check=True)
     assert os.listdir(tmp_path) == []
+
+
+def test_workers_start_again_after_the_nursery_was_killed():
+    """With it all its workers die; those that are restarted come from a new one."""
+    executor = LocalExecutor(LocalClusterConfig(), threads=2, device="cpu", preload=())
+    try:
+        executor.plan([ResourceRequest("generator", 2)])
+        group = executor.group("generator", 0)
+        group.build_now("executors.components:Tiny")
+        os.kill(executor._servers[-1]._process.pid, signal.SIGKILL)
+        for rank in 0, 1:
+            for _ in range(3):  # as the pool of generators does
+                with contextlib.suppress(WorkerError):
+                    again = executor.group("generator", rank)
+                    again.build_now("executors.components:Tiny")
+                    break
+            assert again.call_now("add", 2) == [2]
+        with pytest.raises(WorkerDied):
+            group.call_now("pid")
+        assert len(executor._servers) == 2
+    finally:
+        executor.close()
 
 
 RAY_DRIVER = """

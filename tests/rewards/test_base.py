@@ -115,10 +115,14 @@ def test_an_exception_fails_its_trajectory_alone_with_the_traceback():
 
 def test_cancellation_is_not_swallowed():
     async def slow(trajectory, task):
-        raise asyncio.CancelledError
+        await asyncio.sleep(60)
 
-    with pytest.raises(asyncio.CancelledError):
-        judge(slow, "x")
+    async def judged():
+        async with asyncio.timeout(0.01):
+            await as_reward(slow).score([answered(TASK, "hello")], TASK)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(judged())
 
 
 def test_truncated_stays_truncated_and_failures_are_never_judged():

@@ -8,6 +8,7 @@ from ratchet.rewards.base import FunctionReward, answer_text
 from ratchet.rewards.weighted_sum import WeightedSum
 from ratchet.testing import answered, check_reward
 from ratchet.types import Cancelled, Failed, Message, Scored, Task, Truncated, Unjudged
+from ratchet.utils.user_code import UserCodeFailed
 
 TASK = Task("t/0", (Message("user", "37+48="),), answer="85")
 exact = ExactMatch(ExactMatchConfig())
@@ -115,3 +116,38 @@ def test_it_keeps_the_contract_of_rewards():
         "85",
         "8",
     )
+
+
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+class Raises:
+    """A reward of its own kind, which raises before or after it waits."""
+
+    def __init__(self, error):
+        self.error = error
+
+    async def score(self, trajectories, task):
+        raise self.error
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), Panic("rust")])
+def test_nothing_that_a_reward_raises_beside_another_ends_the_run(error):
+    """Rewards of a sum are tasks: a SystemExit in one would end the event loop, and the run."""
+
+    def exits(trajectory, task):
+        if answer_text(trajectory) == "8500":
+            raise error
+        return 1.0
+
+    reward = WeightedSum(
+        {"exact": exact, "exits": FunctionReward(exits)}, {"exact": 1.0, "exits": 1.0}
+    )
+    good, broken = judge(reward, "85", "8500")
+    assert isinstance(good, Scored)
+    assert isinstance(broken, Failed)
+    assert type(error).__name__ in broken.detail
+    reward = WeightedSum({"exact": exact, "raises": Raises(error)}, {"exact": 1.0, "raises": 1.0})
+    with pytest.raises(UserCodeFailed, match=type(error).__name__):
+        judge(reward, "85")

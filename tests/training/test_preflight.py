@@ -181,3 +181,29 @@ def test_held_out_rows_without_answers_are_told_as_in_a_run(folder, kind):
         run_preflight(config).raise_problems()
     with pytest.raises(ConfigError, match=problem):
         build_run(config, 0, build_policy(config))
+
+
+@pytest.mark.parametrize("where", ["__init__", "reset"])
+def test_an_environment_that_exits_is_a_problem(folder, where):
+    """With status 0 a recipe that can't run would seem to be checked."""
+    module = f"leaving_{where.strip('_')}"  # of its own: modules stay loaded
+    (folder / f"{module}.py").write_text(
+        textwrap.dedent(
+            f"""
+            import sys
+            from ratchet.environments.toy.arithmetic import Arithmetic, ArithmeticConfig
+
+            class Config(ArithmeticConfig):
+                builds = "{module}:Leaving"
+
+            class Leaving(Arithmetic):
+                {"async " if where == "reset" else ""}def {where}(self, *arguments):
+                    sys.exit(0)
+            """
+        )
+    )
+    report = run_preflight(
+        load(folder, algorithm={"kind": "grpo"}, environment={"kind": f"{module}:Config"})
+    )
+    with pytest.raises(ConfigError, match=rf"SystemExit: 0 \(.*{module}.py, line 10, in {where}\)"):
+        report.raise_problems()

@@ -217,3 +217,8 @@ def test_options_that_do_not_go_together(folder: Path) -> None:
         "train", "x.yaml", "--with-optimizer"
     )
     assert "is no run" in invoke("train", str(folder / "recipe.yaml"), "--from", str(folder))
+    for key in ("preset=tiny", "overrides.hidden_size=32", "path=x"):
+        said = invoke(
+            "train", str(folder / "recipe.yaml"), "--from", first, f"model.{key}", "--run-dir", "no"
+        )
+        assert "--from says which model to start from" in said, key

@@ -33,8 +33,11 @@ def write_report(places: Sequence[str | Path], out: Path | None = None, *, rollo
     paths = [fetch_run_record(place) for place in places]
     page = make_report_page(open_runs(paths), rollouts=rollouts, max_tokens=MAX_TOKENS)
     out = out or (Path(FILE) if is_address(places[0]) else paths[0] / FILE)
+    if out.exists() and not out.is_file():
+        # A file in place of /dev/null would fill the disk with what other programs throw away.
+        raise RunDirectoryError(f"{out} is no plain file; choose another --out")
     try:
-        replace_text(out, page)
+        replace_text(out.resolve() if out.is_symlink() else out, page)
     except OSError as error:
         raise RunDirectoryError(f"{out} can't be written: {error}; choose another --out") from error
     return out

@@ -12,6 +12,7 @@ import asyncio
 import inspect
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar
 
 from pydantic import Field
@@ -21,6 +22,7 @@ from ratchet.environments.single_turn import Rows, is_held_out
 from ratchet.errors import ConfigError, DataError, suggest_install
 from ratchet.protocols import Step
 from ratchet.types import Message, Role, Split, Task
+from ratchet.utils.user_code import run_guarded
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -114,7 +116,9 @@ class VerifiersEnvironment(Rows):
         self._turns = 0
         self._requests = asyncio.Queue[Sequence[Message]]()
         self._replies = asyncio.Queue[str | None]()
-        self._episode = asyncio.create_task(self._play(self.inner_tasks[task.id]))
+        self._episode = asyncio.create_task(
+            run_guarded(partial(self._play, self.inner_tasks[task.id]))
+        )
         request = await self._next_request()
         if request is None:
             raise DataError(

@@ -11,10 +11,10 @@ from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 from ratchet.experience.rollout.manager import RolloutManager
-from ratchet.experience.rollout.user_code import UserCodeFailed, run_guarded
 from ratchet.observe.sentinels import Exhibit
 from ratchet.protocols import Reward
 from ratchet.types import Group, Sampling, Scored, Task, Trajectory, Truncated, is_finite_number
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 DISAGREEMENT, CANARY_REWARD = "second_opinion/disagreement", "canary/reward"
 

@@ -23,6 +23,7 @@ from ratchet.experience.nemo_rl.environment import (
 from ratchet.experience.nemo_rl.specs import MessageLog, as_message
 from ratchet.protocols import Step
 from ratchet.types import Message, Split, Task
+from ratchet.utils.user_code import is_user_error
 
 Conversation = tuple[MessageLog, Any]  # a conversation and its metadata
 StepFunction = Callable[[MessageLog, Any], Awaitable[EnvironmentReply]]
@@ -137,7 +138,9 @@ def step_each(
                 [metadata for _, metadata in conversations],
             )
         )
-    except (Exception, SystemExit) as error:  # the episode boundary: this is user code
+    except BaseException as error:  # the episode boundary: this is user code
+        if not is_user_error(error):
+            raise
         if len(conversations) == 1:
             return [error]
     return [

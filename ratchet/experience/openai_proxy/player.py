@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-import traceback
+import logging
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -14,6 +14,12 @@ from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.experience.rollout.episode import PromptMemo
 from ratchet.protocols import Environment, Generator
 from ratchet.types import Failed, Outcome, Sampling, Task, Trajectory, Truncated
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
+
+log = logging.getLogger(__name__)
+
+STOP_S = 5.0  # longest wait for the end of an agent that is cancelled
+CANCEL_EVERY_S = 0.5
 
 
 @dataclass(frozen=True)
@@ -72,9 +78,14 @@ class AgentPlayer:
                 )
                 timed_out = not agent_task.done()
             finally:
-                agent_task.cancel()
-                await asyncio.wait({agent_task})
-            result, error = (None, "") if agent_task.cancelled() else agent_task.result()
+                await _stop(agent_task)
+            result, error = None, ""
+            if not agent_task.done():
+                log.warning("an agent that was cancelled did not end, and is left behind")
+            elif not agent_task.cancelled():
+                result, error = agent_task.result()
+            elif not timed_out:
+                error = "the agent cancelled its own task"
             if session.ended.done():
                 outcome = session.ended.result()
             elif timed_out:
@@ -86,17 +97,18 @@ class AgentPlayer:
     async def _run_agent(self, task: Task, base_url: str, api_key: str) -> tuple[Any, str]:
         """Return (the agent's result, the traceback if it raised, else "")."""
         try:
-            return await run_agent(self.agent, task, base_url, api_key), ""
-        # An agent may raise anything, and may call sys.exit: it must cost only its own attempt.
-        except (Exception, SystemExit):
-            return None, traceback.format_exc()
-        except asyncio.CancelledError:
-            current_task = asyncio.current_task()
-            if (
-                current_task is not None and current_task.cancelling()
-            ):  # by `play`, not by the agent
-                raise
-            return None, traceback.format_exc()
+            return await run_guarded(lambda: run_agent(self.agent, task, base_url, api_key)), ""
+        except UserCodeFailed as failure:
+            return None, str(failure)
+
+
+async def _stop(agent_task: asyncio.Task[Any]) -> None:
+    """Cancel an agent until it ends, for at most STOP_S: code that retries may catch this once."""
+    for _ in range(round(STOP_S / CANCEL_EVERY_S)):
+        agent_task.cancel()
+        done, _ = await asyncio.wait({agent_task}, timeout=CANCEL_EVERY_S)
+        if done:
+            break
 
 
 def _get_outcome(session: AgentSession, error: str) -> Outcome | None:

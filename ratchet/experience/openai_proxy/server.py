@@ -169,15 +169,15 @@ async def _stream_events(handler: ChatHandler, request: schema.ChatRequest) -> A
         yield schema.format_event(error.json())
         return
     options = request.stream_options
-    chunks = list(
-        answer.reply.chunks(name, include_usage=options is not None and options.include_usage)
+    content, *end = answer.reply.chunks(
+        name, include_usage=options is not None and options.include_usage
     )
-    for chunk in chunks[:-1]:
-        yield schema.format_event(chunk)
-    # The client may send its next request as soon as it has the last chunk, so the answer becomes
-    # part of the attempt before that.
+    yield schema.format_event(content)
+    # The client may leave, and send its next request, as soon as it has the reason of the end, so
+    # the answer becomes part of the attempt before that.
     handler.deliver(answer)
-    yield schema.format_event(chunks[-1])
+    for chunk in end:
+        yield schema.format_event(chunk)
     yield schema.format_event("[DONE]")
 
 

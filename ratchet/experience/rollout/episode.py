@@ -18,7 +18,7 @@ import numpy as np
 
 from ratchet.data.chat.renderer import Renderer, Tools
 from ratchet.errors import DataError
-from ratchet.experience.rollout.user_code import UserCodeFailed, limit_time, run_guarded
+from ratchet.experience.rollout.user_code import limit_time
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import GENERATE, Wait, waiting
 from ratchet.protocols import Environment, Generator, HasStopStrings, HasTools, Step
@@ -38,6 +38,7 @@ from ratchet.types import (
     Turn,
     is_finite_number,
 )
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 P = TypeVar("P")
 

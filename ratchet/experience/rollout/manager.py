@@ -10,12 +10,7 @@ from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
 from ratchet.experience.rollout.episode import PromptMemo
-from ratchet.experience.rollout.user_code import (
-    UserCodeFailed,
-    is_retryable,
-    limit_time,
-    run_guarded,
-)
+from ratchet.experience.rollout.user_code import is_retryable, limit_time
 from ratchet.experience.seeds import derive_seed
 from ratchet.observe.stall_report import waiting
 from ratchet.observe.tracing.spans import ACTIVITY
@@ -32,6 +27,7 @@ from ratchet.types import (
     Unjudged,
     is_finite_number,
 )
+from ratchet.utils.user_code import UserCodeFailed, run_guarded
 
 log = logging.getLogger(__name__)
 
@@ -275,7 +271,7 @@ class RolloutManager:
             retried = await self._score(self.reward, candidates, task)
             for i in failed:
                 outcomes[i] = retried[i]
-        return list(map(_add_turn_rewards, candidates, outcomes))
+        return list(map(add_turn_rewards, candidates, outcomes))
 
     async def _score(
         self, reward: Reward, candidates: Sequence[AttemptRows], task: Task
@@ -285,18 +281,26 @@ class RolloutManager:
                 with waiting(
                     "attempts", "score", f"reward {type(reward).__name__}", self.judge_timeout_s
                 ):
-                    outcomes = await run_guarded(
-                        lambda: reward.score([rows[-1] for rows in candidates], task)
-                    )
-            return [
-                _check_outcome(outcome, reward)
-                for outcome in _check_outcome_count(outcomes, candidates, reward)
-            ]
+                    return await judge_attempts(reward, candidates, task)
         except TimeoutError:
             detail = f"{type(reward).__name__}.score gave nothing within {self.judge_timeout_s:g} s"
             return [Failed("timeout", detail)] * len(candidates)
         except UserCodeFailed as failure:
             return [Failed("reward", f"{task.label}:\n{failure}")] * len(candidates)
+
+
+async def judge_attempts(
+    reward: Reward, candidates: Sequence[AttemptRows], task: Task
+) -> list[Outcome]:
+    """Return the outcome of each attempt by a reward, without the environment's turn rewards.
+
+    Raises UserCodeFailed if the reward raises, or returns what is no outcome of each attempt.
+    """
+    outcomes = await run_guarded(lambda: reward.score([rows[-1] for rows in candidates], task))
+    return [
+        _check_outcome(outcome, reward)
+        for outcome in _check_outcome_count(outcomes, candidates, reward)
+    ]
 
 
 async def gather_first(
@@ -430,7 +434,7 @@ def _get_environment_outcome(rows: AttemptRows, *, needs_reward: bool) -> Outcom
     )
 
 
-def _add_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
+def add_turn_rewards(rows: AttemptRows, outcome: Outcome) -> Outcome:
     """Return the outcome with the environment's turn rewards added."""
     total = _sum_turn_rewards(rows)
     if total is not None and isinstance(outcome, Scored | Truncated) and outcome.reward is not None:

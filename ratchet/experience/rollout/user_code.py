@@ -1,27 +1,16 @@
 """Guard rollouts against faults of environments and rewards, which are user code.
 
-User code may raise anything (sys.exit too), hang, or return wrong values. Only the attempt that
-called it is then lost.
+User code may raise anything (`ratchet.utils.user_code`), hang, or return wrong values. Only the
+attempt that called it is then lost.
 """
 
 from __future__ import annotations
 
-import asyncio
-import traceback
-from collections.abc import Awaitable, Callable
-from typing import TypeVar
-
 from ratchet.rewards.deadline import Deadline
 from ratchet.types import Failed, Outcome
 
-T = TypeVar("T")
-
 # Kinds of failure that the policy did not cause and that a retry may avoid.
 INFRASTRUCTURE = frozenset({"environment", "agent", "reward", "timeout", "sandbox"})
-
-
-class UserCodeFailed(Exception):
-    """An error in user code. Its text is the traceback, or the fault of the returned value."""
 
 
 class NoLimit:
@@ -46,22 +35,6 @@ NO_LIMIT = NoLimit()
 def limit_time(seconds: float | None) -> Deadline | NoLimit:
     """Return a timeout that pauses while a judged program runs, or `NO_LIMIT` for None."""
     return NO_LIMIT if seconds is None else Deadline(seconds)
-
-
-async def run_guarded(call: Callable[[], Awaitable[T]]) -> T:
-    """Await user code, and raise UserCodeFailed for anything that it raises.
-
-    A cancellation of the current task is raised unchanged.
-    """
-    try:
-        return await call()
-    except (Exception, SystemExit) as error:
-        raise UserCodeFailed(traceback.format_exc()) from error
-    except asyncio.CancelledError as error:
-        task = asyncio.current_task()
-        if task is not None and task.cancelling():
-            raise
-        raise UserCodeFailed(traceback.format_exc()) from error
 
 
 def is_retryable(outcome: Outcome | None) -> bool:

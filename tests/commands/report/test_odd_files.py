@@ -14,6 +14,7 @@ from ratchet.commands.report import write_report
 from ratchet.commands.report.metrics import MAX_LINE_BYTES
 from ratchet.commands.report.runs import RunReader
 from ratchet.commands.report.server import RunReaders
+from ratchet.errors import RunDirectoryError
 
 HERE = os.uname().nodename
 CONTENTS = [
@@ -125,3 +126,15 @@ def test_numbers_that_json_lacks_and_a_record_that_is_a_file_are_shown(run: Path
     assert facts["config"]["limit"] == "inf"
     assert facts["summary"] == {"loss": "nan", "stages": [{"best": "-inf"}]}
     assert write_report([run], rollouts=4)
+
+
+def test_a_report_takes_the_place_of_plain_files_alone(run: Path, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(RunDirectoryError, match=r"pipe is no plain file; choose another --out"):
+        write_report([run], tmp_path / "pipe", rollouts=0)
+    assert (tmp_path / "pipe").is_fifo()
+    (tmp_path / "real").write_text("old")
+    (tmp_path / "link").symlink_to("real")
+    write_report([run], tmp_path / "link", rollouts=0)
+    assert (tmp_path / "link").is_symlink()
+    assert (tmp_path / "real").read_text().startswith("<!doctype html>")

@@ -14,9 +14,13 @@ from experience.openai_proxy.talk import (
     converse,
     only,
     said,
+    sampling,
     serving,
 )
 
+from ratchet.experience.openai_proxy.schema import ChatRequest
+from ratchet.experience.openai_proxy.server import _stream_events
+from ratchet.experience.openai_proxy.session import AgentSession
 from ratchet.types import Owner
 
 pytestmark = [pytest.mark.needs("fastapi"), pytest.mark.needs("openai")]
@@ -186,3 +190,26 @@ def test_the_model_is_listed():
             return [model.id async for model in client.models.list()]
 
     assert asyncio.run(scene()) == ["policy"]
+
+
+def test_a_client_that_leaves_at_the_reason_of_the_end_has_its_answer():
+    """Usage comes behind it, which a client need not wait for."""
+    body = json.dumps(
+        {
+            "model": "policy",
+            "messages": [{"role": "user", "content": "1+2?"}],
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+    ).encode()
+
+    async def scene():
+        session = AgentSession(Scripted(), RENDERER, sampling(), max_context=4096, max_turns=1)
+        events = _stream_events(session, ChatRequest.read(body))
+        async for event in events:
+            if '"finish_reason": "' in event:
+                break
+        await events.aclose()
+        return session.trajectories(3, None, {})
+
+    assert only(asyncio.run(scene())).metrics["turns"] == 1.0

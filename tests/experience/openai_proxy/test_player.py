@@ -307,3 +307,42 @@ def test_groups_of_agents_are_judged_with_their_results():
         assert [row.attempt for row in group.trajectories] == [0, 0, 1, 1, 2, 2, 3, 3]
         assert all(row.outcome == Scored(1.0) for row in group.trajectories)
         assert [row.temperature for row in group.trajectories][-2:] == [0.0, 0.0]
+
+
+class Panic(BaseException):
+    """As of a library in Rust."""
+
+
+def test_nothing_that_an_agent_raises_ends_more_than_its_attempt():
+    async def panics(task, base_url, api_key):
+        await ask(task, base_url, api_key)
+        raise Panic
+
+    async def cancels_itself(task, base_url, api_key):
+        await ask(task, base_url, api_key)
+        asyncio.current_task().cancel()
+        await asyncio.sleep(60)
+
+    for act in panics, cancels_itself:
+        (row,) = play(act)
+        assert row.outcome.kind == "agent", act
+
+
+def test_an_agent_that_catches_its_cancellation_is_cancelled_again(monkeypatch):
+    def catching(most):
+        async def act(task, base_url, api_key):
+            for _ in range(most):
+                try:
+                    await asyncio.sleep(60)
+                except asyncio.CancelledError:
+                    caught.append(most)
+
+        return act
+
+    caught: list[int] = []
+    monkeypatch.setattr("ratchet.experience.openai_proxy.player.CANCEL_EVERY_S", 0.1)
+    monkeypatch.setattr("ratchet.experience.openai_proxy.player.STOP_S", 0.5)
+    (row,) = play(catching(2), timeout_s=0.2)
+    assert (row.outcome.kind, len(caught)) == ("timeout", 2)
+    (row,) = play(catching(6), timeout_s=0.2)  # five times by `play`, then by the end of the loop
+    assert (row.outcome.kind, len(caught)) == ("timeout", 8)

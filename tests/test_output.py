@@ -1,0 +1,53 @@
+"""Commands whose output can't be written, and pipes that are not their output."""
+
+import subprocess
+import sys
+
+from ratchet.cli.errors import explain_error
+
+RATCHET = [sys.executable, "-m", "ratchet.cli.main"]
+BREAKS = """
+import os, sys
+from ratchet.cli import main
+import ratchet.commands.explain_algorithm as command
+def broken(*args, **named):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.write(writer, b"x")
+for name in [n for n, v in vars(command).items() if callable(v) and v.__module__ == command.__name__]:
+    setattr(command, name, broken)
+sys.argv = ["ratchet", "explain-algorithm", "grpo"]
+main.main()
+"""
+
+
+def test_a_full_disk_is_a_sentence():
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(
+            [*RATCHET, "explain-algorithm", "grpo"], stdout=full, stderr=subprocess.PIPE, text=True
+        )
+    assert done.returncode == 1
+    assert "Traceback" not in done.stderr
+    assert "nothing more can be written" in done.stderr
+
+
+def test_a_broken_pipe_to_another_process_is_told():
+    done = subprocess.run([sys.executable, "-c", BREAKS], capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "the connection to another process broke" in done.stderr
+
+
+def test_a_reader_that_has_enough_is_no_error():
+    with subprocess.Popen(
+        [*RATCHET, "explain-algorithm", "grpo"], stdout=subprocess.PIPE, stderr=subprocess.PIPE
+    ) as command:
+        command.stdout.close()
+        assert b"Traceback" not in command.stderr.read()
+
+
+def test_a_library_in_rust_gives_the_text_of_the_error_alone():
+    explanation = explain_error(
+        RuntimeError("Error while serializing: I/O error: No space left on device (os error 28)")
+    )
+    assert explanation is not None
+    assert "nothing more can be written" in explanation[0]
