@@ -2,9 +2,10 @@
 
     python benchmarks/recipes.py [NAMES...] [--seed N] [--tolerance 5.0] [--rotate K [--day N]]
 
-Two kinds of header line are read: `#   seed N: A -> B %` (held-out accuracy before and after the last stage, by
+Three kinds of header line are read: `#   seed N: A -> B %` (held-out accuracy before and after the last stage, by
 `ratchet train recipes/X.yaml seed=N`), and `# needs: recipes/Y.yaml -> DIRECTORY` (where the recipe looks for the model that Y
-trains). Y is trained first, with its own seed, and the recipe is pointed to it. Prints a table and one JSON line; the exit
+trains). Y is trained first, with its own seed, and the recipe is pointed to it. A line `#   python -m MODULE DIRECTORY` makes a
+model that the recipe starts from: it is run, and the recipe is pointed to what it wrote. Prints a table and one JSON line; the exit
 status is 1 when a result misses its header downwards by more than the tolerance, in percentage points.
 """
 
@@ -15,6 +16,7 @@ import datetime
 import json
 import os
 import re
+import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
@@ -30,17 +32,20 @@ from ratchet.training.start import start_run
 
 RECIPES = Path(__file__).resolve().parent.parent / "recipes"
 MEASURED = re.compile(r"^#\s+seed (\d+): ([\d.]+) -> ([\d.]+) %", re.MULTILINE)
+MAKES = re.compile(r"^#\s+python -m ([\w.]+) (\S+)$", re.MULTILINE)
 NEEDS = re.compile(r"^# needs: recipes/([\w.+-]+)\.yaml -> (\S+)", re.MULTILINE)
 
 
 @dataclass(frozen=True)
 class Header:
     """What a recipe says of itself. measured: (before, after) in per cent, by seed. needs: a
-    recipe's name, by the directory in which this one looks for its model."""
+    recipe's name, by the directory in which this one looks for its model. makes: the module that
+    writes a model, by that directory."""
 
     name: str
     measured: dict[int, tuple[float, float]]
     needs: dict[str, str]
+    makes: dict[str, str]
 
 
 @dataclass(frozen=True)
@@ -64,7 +69,10 @@ def read_header(path: Path) -> Header:
     measured = {
         int(seed): (float(before), float(after)) for seed, before, after in MEASURED.findall(text)
     }
-    return Header(path.stem, measured, {directory: name for name, directory in NEEDS.findall(text)})
+    needs, makes = (
+        {directory: name for name, directory in line.findall(text)} for line in (NEEDS, MAKES)
+    )
+    return Header(path.stem, measured, needs, makes)
 
 
 def measured_recipes(recipes: Path = RECIPES) -> list[str]:
@@ -132,9 +140,11 @@ def run_recipes(
         path, run = recipes / f"{name}.yaml", work / name
         header = read_header(path)
         chosen = [f"seed={seed}"] if name in names else []
-        teachers = pointed_to(
-            path, {directory: models[needed] for directory, needed in header.needs.items()}
-        )
+        found = {directory: models[needed] for directory, needed in header.needs.items()}
+        for directory, module in header.makes.items():
+            found[directory] = str(work / f"{name}-start")
+            subprocess.run([sys.executable, "-m", module, found[directory]], check=True)
+        teachers = pointed_to(path, found)
         overrides = [
             "logging.progress=off",
             "logging.tensorboard=false",

@@ -183,7 +183,9 @@ def by_vllm() -> None:
     make_engine_arguments(config, Path(), dtype, 64, on_cpu=True)
     policy = init_policy(get_preset("tiny", vocab_size=8), seed=0)
     with pytest.MonkeyPatch.context() as patch:
-        platforms = SimpleNamespace(current_platform=SimpleNamespace(is_cpu=lambda: True))
+        platforms = SimpleNamespace(
+            __version__=vllm.VERSION, current_platform=SimpleNamespace(is_cpu=lambda: True)
+        )
         patch.setattr(vllm, "find_spec", lambda name: True)
         patch.setattr(vllm, "import_module", lambda name: platforms)
         patch.setattr(

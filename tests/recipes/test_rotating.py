@@ -33,6 +33,7 @@ def benchmark() -> ModuleType:
 
 RECIPE = """# A recipe.
 # needs: recipes/other.yaml -> runs/other/model
+#   python -m some.module runs/start
 # Reached:
 #   seed 0: 35.0 -> 81.2 %
 #   seed 1: 30.0 -> 80 %
@@ -55,6 +56,7 @@ def test_a_header_is_read(benchmark, recipes):
     header = benchmark.read_header(recipes / "some.yaml")
     assert header.measured == {0: (35.0, 81.2), 1: (30.0, 80.0)}
     assert header.needs == {"runs/other/model": "other"}
+    assert header.makes == {"runs/start": "some.module"}
     assert benchmark.measured_recipes(recipes) == ["some"]
 
 
