@@ -155,7 +155,9 @@ def in_ranks() -> None:
 
 def _in_rank(section) -> None:
     place = SimpleNamespace(rank=0, world_size=1, rendezvous="127.0.0.1:0", device="cpu")
-    import_object(section.divides)(section, init_policy(get_preset("tiny", vocab_size=8), seed=0))
+    import_object(section.division_check)(
+        section, init_policy(get_preset("tiny", vocab_size=8), seed=0)
+    )
     rank = LearnerRank(
         place,
         learner=section.model_dump(mode="json"),
