@@ -30,6 +30,8 @@ from ratchet.environments.datasets.dataset import Dataset
 from ratchet.environments.datasets.usual_columns import list_candidates
 from ratchet.errors import ConfigError, DataError
 from ratchet.experience.sources.offline import TextRenderer
+from ratchet.runs.run_dir import MODEL
+from ratchet.training.saved_weights import find_saved
 from ratchet.types import Message, Task
 from ratchet.utils.object_store import is_address
 
@@ -194,7 +196,10 @@ def _name_reward(reward: str) -> str:
 
 
 def _read_model(model: str) -> _Model:
-    directory = Path(model)
+    saved = None if is_address(model) else find_saved(model)
+    directory = Path(model) if saved is None else saved.run / MODEL
+    if saved is not None and not directory.is_dir():
+        return _Model()  # a checkpoint of a run that has not ended
     if is_address(model) or (not directory.exists() and re.fullmatch(r"[\w.-]+/[\w.-]+", model)):
         return _Model()  # at the hub or in a store: nothing is downloaded to write a recipe
     try:
@@ -340,7 +345,10 @@ def _make_lines(
         (f"#   ratchet check {name}.yaml && ratchet train {name}.yaml", ""),
         (f"#   ratchet eval runs/{name}; ratchet report runs/{name}", ""),
         (f"name: {name}", "names the run's directory, runs/" + name),
-        (f"model: {write_flow({'path': request.model})}", "a Hugging Face directory, or a hub id"),
+        (
+            f"model: {write_flow({'path': request.model})}",
+            "a Hugging Face directory, a hub id, or a run",
+        ),
     ]
     if not model.has_template:
         lines.append(("tokenizer: {kind: auto, template: turns}", "the model has no chat template"))

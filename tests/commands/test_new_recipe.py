@@ -17,7 +17,7 @@ from ratchet.cli.main import app
 from ratchet.commands.new import RecipeRequest, scaffold_recipe
 from ratchet.commands.new_recipe import _choose_batch, _choose_rate
 from ratchet.config.loader import load_config
-from ratchet.errors import ConfigError, DataError
+from ratchet.errors import ConfigError, DataError, RunDirectoryError
 from ratchet.training.start import start_run
 
 SUMS = [(f"What is {a} plus {b}?", str(a + b)) for a in range(8) for b in range(8)]
@@ -221,6 +221,17 @@ def test_options_go_together(here: Path):
 def test_a_name_may_have_the_suffix_of_its_file(here: Path):
     new("mine.yaml", "--like", "sft", "--data", "qa.csv", "--model", "llama")
     assert load_config("mine.yaml").name == "mine"
+
+
+def test_a_run_is_a_model(here: Path):
+    run = here / "runs/first"
+    run.mkdir(parents=True)
+    (run / "config.yaml").write_text("")
+    with pytest.raises(RunDirectoryError, match="has no finished model yet"):
+        new("--like", "sft", "--data", "qa.csv", "--model", "runs/first")
+    (run / "model").symlink_to(here / "llama")
+    new("--like", "sft", "--data", "qa.csv", "--model", "runs/first")
+    assert load_config("sft.yaml").model.path == "runs/first"
 
 
 def test_a_model_of_the_hub_is_not_fetched(here: Path):
