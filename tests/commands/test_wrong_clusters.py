@@ -73,7 +73,6 @@ REFUSED = [
         "needs several processes that torchrun started: start the run as torchrun --nproc-per-node N",
     ),
     ("cluster.kind=slurm", "cluster.kind"),
-    ("generator.kind=workers", "generator.worker"),
     ("generator.kind=workers generator.worker.kind=workers", "'workers' is unknown"),
     (
         "generator.kind=workers generator.worker.kind=engine generator.max_restarts=2",

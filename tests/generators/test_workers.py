@@ -387,7 +387,6 @@ def test_the_rank_factory_exists(worker_runs):
     ("keys", "said"),
     [
         ({"worker": {"kind": "workers", "worker": {"kind": "engine"}}}, "'workers' is unknown"),
-        ({}, "worker"),
         ({"worker": {"kind": "engine"}, "workers": 0}, "greater than or equal to 1"),
         ({"worker": {"kind": "engine"}, "max_restarts": 2}, "set recovery=restart, or remove"),
     ],
