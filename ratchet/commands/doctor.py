@@ -15,7 +15,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from ratchet.errors import suggest_install
-from ratchet.executors.threads import count_usable_cores, limit_threads
+from ratchet.executors.threads import count_usable_cores, find_thread_limit
 from ratchet.kernels.build import load_library
 from ratchet.utils.terminal_text import make_console
 
@@ -89,7 +89,7 @@ def report() -> int:
         f"python {platform.python_version()} ({sys.executable}), {platform.system()} "
         f"{platform.machine()}"
     )
-    threads, reason = limit_threads()
+    threads, reason = find_thread_limit()
     console.print(
         f"cores this process may use: {count_usable_cores()}; threads: auto takes up to "
         f"{threads} ({reason})"

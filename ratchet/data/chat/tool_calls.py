@@ -78,7 +78,7 @@ class ToolFormat:
         )
 
 
-def tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
+def find_tool_format(name: str, template: str, special_tokens: Mapping[str, int]) -> ToolFormat:
     """Return the format of a model's tool calls by name.
 
     "auto" returns the first format with a mark in the template, else in the special tokens. Raises
