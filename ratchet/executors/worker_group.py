@@ -126,7 +126,7 @@ class WorkerGroup:
 
     def submit(self, method: str, /, *arguments: Any, **keywords: Any) -> Future[list[Any]]:
         """Start a call and return the future of its results."""
-        return self._submit(method, self._share_request(("call", (method, arguments, keywords))))
+        return self._submit(method, self._pack_shared(("call", (method, arguments, keywords))))
 
     def submit_each(
         self, method: str, arguments_by_rank: Sequence[Sequence[Any]]
@@ -143,7 +143,9 @@ class WorkerGroup:
             key = id(arguments)
             if key not in request_by_id:
                 request = pack(("call", (method, tuple(arguments), {})))
-                request_by_id[key] = self.members[0].share(request) if counts[key] > 1 else request
+                request_by_id[key] = (
+                    self.members[0].prepare_shared(request) if counts[key] > 1 else request
+                )
         return self._submit(
             method, [request_by_id[id(arguments)] for arguments in arguments_by_rank]
         )
@@ -155,8 +157,8 @@ class WorkerGroup:
         """
         self._state.close()
 
-    def _share_request(self, request: Any) -> list[Any]:
-        return [self.members[0].share(pack(request))] * self.size
+    def _pack_shared(self, request: Any) -> list[Any]:
+        return [self.members[0].prepare_shared(pack(request))] * self.size
 
     def _reserve(self) -> Future[list[Any]]:
         """Reserve a rendezvous on the host of rank 0."""
