@@ -13,7 +13,7 @@ from ratchet.types import Task, Trajectory, Truncated
 
 
 class LengthConfig(Section):
-    """A reward of 1 within bounds; outside them it falls linearly, to 0 at a distance of `margin`."""
+    """A reward of 1 within bounds, which falls linearly to 0 at a distance of `margin` outside."""
 
     builds: ClassVar[str] = "ratchet.rewards.answers.length:Length"
 
